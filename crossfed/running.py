@@ -171,7 +171,7 @@ def _kept(run: "RunResult | str | Path") -> "RunFolder":
     place = run if isinstance(run, str | Path) else run.folder
     if place is None:
         raise RunNotFound(
-            "this run was kept nowhere: give simulate a folder, for example "
+            "this run was not stored: give simulate a folder, for example "
             "folder='runs/mine'"
         )
     return find_run(str(place), LOCAL_ROOT)

@@ -18,10 +18,12 @@ if TYPE_CHECKING:  # At run time it brings numpy, whose threads nothing would co
 _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "free some space and resume the run",
     errno.EDQUOT: "free some space and resume the run",
-    errno.ENOTDIR: "a file is where a folder must be: move it away, or choose "
-    "another folder with --out",
-    errno.EEXIST: "a file is where a folder must be: move it away, or choose "
-    "another folder with --out",
+    errno.ENOTDIR: (
+        "a file is in the way of a folder: move it, or choose another folder with --out"
+    ),
+    errno.EEXIST: (
+        "a file is in the way of a folder: move it, or choose another folder with --out"
+    ),
 }
 _OTHER_ADVICE = "make it writable for this user, or choose another folder with --out"
 

@@ -50,9 +50,9 @@ def clash(name: str) -> str:
     if room not in OURS:
         return ""
     return (
-        f"{room!r} is a package of crossfed, which comes before a module of yours with "
-        "that name; name yours by file in the job, for example './my_model.py:net', "
-        "and import what lies beside it with a dot, or rename it"
+        f"{room!r} is a package of crossfed, which takes precedence over your module "
+        "of that name; name yours by file in the job, for example './my_model.py:net', "
+        "and import files beside it with a dot, or rename it"
     )
 
 

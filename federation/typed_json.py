@@ -126,7 +126,7 @@ def _decode_float(value: Any, where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise _unlike(value, "a number that a float can hold", where) from None
+        raise _unlike(value, "a number that fits into a float", where) from None
 
 
 def _decode_number(value: Any, where: str) -> float:

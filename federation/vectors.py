@@ -213,26 +213,26 @@ class Layout:
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):
                 raise LayoutMismatch(
-                    f"{whose} holds another model: tensor {name!r} is "
+                    f"{whose} has a different model: tensor {name!r} is "
                     f"{theirs.get(name, 'missing')} there and "
                     f"{mine.get(name, 'missing')} in this run; give every site the "
                     "same model factory and options"
                 )
         if self.frozen != other.frozen:
             raise LayoutMismatch(
-                f"the frozen tensors of {whose} have other values than this run's, and "
-                "they are not sent: have the model factory read them from one file, or "
-                "give every site the same release of torch if they are drawn at random"
+                f"the frozen tensors of {whose} differ from this run's, and they are "
+                "not sent: have the model factory read them from a file, or, if they "
+                "are random, give every site the same release of torch"
             )
         raise LayoutMismatch(
-            f"{whose} holds another model: its tensors come in another order"
+            f"{whose} has a different model: its tensors are in a different order"
         )
 
 
 def layout_differs(layout: Layout) -> str:
     """Say of a site whose layout has another digest than the run's what may differ."""
-    or_frozen = " or has other frozen values" if layout.frozen else ""
-    return f"holds a model of another layout than this run's{or_frozen}"
+    or_frozen = " or has different frozen values" if layout.frozen else ""
+    return f"has a model with a different layout than this run's{or_frozen}"
 
 
 def _signatures(layout: Layout) -> Mapping[str, str]:

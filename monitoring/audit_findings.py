@@ -30,7 +30,7 @@ FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
 class Verdict(enum.StrEnum):
     """What an audit says of a site's promise."""
 
-    NONE = "none was made"
+    NONE = "no guarantee"
     BROKEN = "BROKEN"
     INCONCLUSIVE = "inconclusive"
     NOT_BROKEN = "not broken"
@@ -326,7 +326,7 @@ def _verdict_line(site: SiteFindings) -> str:
     found = format_p(site.p_value)
     why = {
         Verdict.BROKEN: f": the p-value of all tests is {found}",
-        Verdict.INCONCLUSIVE: ": this audit would not notice if there were no noise",
+        Verdict.INCONCLUSIVE: ": this audit would not notice missing noise",
         Verdict.NOT_BROKEN: f": the p-value of all tests is {found}",
     }
     return f"{site.verdict}{why.get(site.verdict, '')}"

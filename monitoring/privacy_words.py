@@ -48,7 +48,7 @@ def epsilon_of_cap(epsilon: float | None, planned: PrivacyPlanned) -> str:
 def spent(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
     """What was spent and what that means, in one line without ``epsilon``."""
     if total is None:
-        return f"not told by any site ({terms(planned)})"
+        return f"not reported by any site ({terms(planned)})"
     held_out = ""
     if total.held_out_epsilon is not None:
         held_out = f", held-out {format_epsilon(total.held_out_epsilon)}"
@@ -99,11 +99,11 @@ def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
     whose = unit(planned)
     seen = "the sums of the sites'" if is_in_sum(planned) else "the sites'"
     text = (
-        f"Whatever is computed from {seen} updates and from the model comes out "
-        f"almost as it would with {whose} left out, or added"
+        f"Whatever is computed from {seen} updates and from the model would look "
+        f"almost the same with {whose} left out or added"
     )
     if total is None:
-        return f"{text}. No site has told yet what it has spent."
+        return f"{text}. No site has reported its spending yet."
     where = "At the site that has spent most"
     if is_of_sites(planned):
         where = "For every site"
@@ -121,10 +121,10 @@ def signal(planned: PrivacyPlanned) -> str | None:
     if ratio is None:
         return None
     text = (
-        f"signal-to-noise ratio {ratio:.2g}: of the mean update, as large as clipping "
-        "leaves it, to the noise on it"
+        f"signal-to-noise ratio {ratio:.2g}: the largest mean update that clipping "
+        "allows, divided by its noise"
     )
-    return text if ratio >= MIN_SIGNAL_TO_NOISE else f"{text}; little but noise"
+    return text if ratio >= MIN_SIGNAL_TO_NOISE else f"{text}; mostly noise"
 
 
 def means(planned: PrivacyPlanned, sites: Iterable[SitePrivacy]) -> str:

@@ -139,7 +139,7 @@ class AggregatorConfig:
             return None
         port = parse_port(self.port_file.read_text(errors="replace").strip())
         if port is None:
-            raise FederationError(f"{self.port_file} holds no port: remove it")
+            raise FederationError(f"{self.port_file} holds no port number: remove it")
         return port
 
     @property
@@ -176,12 +176,12 @@ def check(file: AggregatorFile) -> None:
     """
     host, _ = parse_address(file.listen, key="listen")
     if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
-        raise JobError("without a proxy it must be a loopback", key="listen")
+        raise JobError("without a proxy this must be a loopback address", key="listen")
     if not file.hosts:
         raise JobError("name at least one", key="hosts")
     for name in file.hosts:
         if not _is_host(name):
-            raise JobError(f"{name!r:.200} is no name or address", key="hosts")
+            raise JobError(f"{name!r:.200} is not a host name or address", key="hosts")
     exchange.check(file.exchange)
     _check_limits(file)
 

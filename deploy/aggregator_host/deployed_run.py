@@ -202,7 +202,7 @@ class DeployedRun:
             if text:
                 yield Warned(at=self._clock.now(), message=text)
         for reason in self._roll_call.absent.values():
-            text = f"{reason}; the run goes on without it"
+            text = f"{reason}; the run continues without it"
             yield Warned(at=self._clock.now(), message=text)
         told = {name: n for name, n in self._roll_call.examples().items() if n}
         if told:

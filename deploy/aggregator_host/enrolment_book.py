@@ -231,13 +231,13 @@ class BookFile:
                 where="sites",
             )
             if not isinstance(book, EnrolmentBook) or book.version != VERSION:
-                raise ValueError("it has another version")  # noqa: TRY301
+                raise ValueError("it has a different version")  # noqa: TRY301
             book.revoked(0.0)
         except (ValueError, RecursionError) as error:
             raise BookDamaged(
-                f"{self.path} is damaged ({error}): restore it from its copy. Without "
-                "it nobody is enrolled or revoked; do not delete it, or sites that "
-                "were revoked would be forgotten"
+                f"{self.path} is damaged ({error}): restore it from a backup. Until "
+                "then no site can enrol or be revoked; do not delete it, or revoked "
+                "sites would be forgotten"
             ) from error
         return book
 
@@ -256,8 +256,8 @@ class BookFile:
             )
         except OSError as error:
             raise BookDamaged(
-                f"cannot open {self.folder / 'sites.lock'}: {error.strerror}; make "
-                "the folder writable for this user, or name another"
+                f"cannot open {self.folder / 'sites.lock'}: {error.strerror}; make the "
+                "folder writable for this user, or choose another"
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -318,7 +318,7 @@ def open_authority(folder: Path, *, clock: Clock) -> Authority:
     """
     if not (folder / "ca.key").exists():
         raise KeyFileRefused(
-            f"{folder} is not an aggregator's folder: it has no ca.key; make one with "
-            "crossfed aggregator init, or name its configuration with --config"
+            f"{folder} is not an aggregator's folder, because it has no ca.key; create "
+            "one with crossfed aggregator init, or give its configuration with --config"
         )
     return Authority.load(folder, clock=clock)

@@ -39,7 +39,7 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
     port = config.superlink_port()
     if port is None:
         raise SuperLinkUnavailable(
-            "crossfed aggregator up has not run yet, so there is no SuperLink to tell"
+            "crossfed aggregator up has not run yet, so no SuperLink is running"
         )
     authority = (config.folder / "ca.crt").read_bytes()
     secret = host_secrets.read(config.folder / host_secrets.CONTROL)

@@ -90,8 +90,8 @@ class EnrolmentService:
             # What is wrong here is not the site's business.
             self.listener(f"an enrolment failed: {error}")
             return 503, enrolment.refusal(
-                "the aggregator cannot do this now: its operator finds the reason in "
-                "its log; try again with the same token"
+                "the aggregator cannot enrol sites now, and its log says why; try "
+                "again with the same token"
             )
         return 200, answer
 
@@ -135,8 +135,8 @@ class EnrolmentService:
             raise EnrolmentRefused(f"this token has expired: {again}")
         if found.site != asked.site:
             raise EnrolmentRefused(
-                f"this token invites another site than {asked.site!r}: take the one "
-                "that was made for it"
+                f"this token is for another site, not {asked.site!r}: use the one "
+                "created for it"
             )
         if found.keys not in {"", enrolment.keys_digest(asked)}:
             raise EnrolmentRefused(
@@ -155,13 +155,14 @@ class EnrolmentService:
             )
         if before is not None and before.organisation != asked.organisation:
             raise EnrolmentRefused(
-                f"the roster has site {asked.site!r} under the organisation "
-                f"{before.organisation!r}: name that one"
+                f"the roster lists site {asked.site!r} with the organisation "
+                f"{before.organisation!r}: use that one"
             )
         size = len(asked.organisation.encode())
         if not 1 <= size <= roster.MAX_ORGANISATION_BYTES:
             raise EnrolmentRefused(
-                f"the organisation has 1 to {roster.MAX_ORGANISATION_BYTES} bytes",
+                f"the organisation must have 1 to {roster.MAX_ORGANISATION_BYTES} "
+                "bytes",
                 status=400,
             )
 
@@ -217,8 +218,8 @@ class EnrolmentService:
         serial = f"{certificate.serial_number:x}"
         if member is None or serial not in {c.serial for c in member.certificates}:
             raise EnrolmentRefused(
-                f"this is not a certificate that site {asked.site!r} holds: it was "
-                "revoked, or is another site's"
+                f"this is not a valid certificate of site {asked.site!r}: it was "
+                "revoked, or belongs to another site"
             )
         enrolment.check_renewal(
             asked, certificate, identity=member.identity, now=self.clock.now()
@@ -238,8 +239,8 @@ def _with_certificate(member: EnrolledSite, issued: bytes) -> EnrolledSite:
     """
     if len(member.certificates) >= MAX_CERTIFICATES:
         raise EnrolmentRefused(
-            f"site {member.site!r} has {MAX_CERTIFICATES} certificates that still "
-            "hold: use the newest, and renew it when it is about to expire",
+            f"site {member.site!r} has {MAX_CERTIFICATES} valid certificates: use the "
+            "newest, and renew it when it is about to expire",
             status=429,
         )
     certificate = parse_certificate(issued)
@@ -263,8 +264,10 @@ def _check_new(book: EnrolmentBook, asked: Enrolment) -> None:
     for member in book.members:
         same = (asked.identity, asked.node_key) == (member.identity, member.node_key)
         if member.site == asked.site and not same:
-            raise EnrolmentRefused(f"site {asked.site!r} is enrolled with other keys")
+            raise EnrolmentRefused(
+                f"site {asked.site!r} is enrolled with different keys"
+            )
         if member.site != asked.site and (
             asked.identity == member.identity or asked.node_key == member.node_key
         ):
-            raise EnrolmentRefused("a key of this site is another site's")
+            raise EnrolmentRefused("another site already uses a key of this site")

@@ -42,6 +42,6 @@ def read(path: Path) -> bytes:
     if len(found) < SECRET_BYTES:
         raise KeyFileRefused(
             f"{path} is too short for a secret: remove it, and crossfed aggregator up "
-            "makes another"
+            "creates a new one"
         )
     return found

@@ -71,7 +71,7 @@ class Parties:
                 )
             members = roster.load(pinned)
         except RosterRefused as error:
-            raise JobError(f"{pinned}: {error}; restore it from its copy") from error
+            raise JobError(f"{pinned}: {error}; restore it from a backup") from error
         book = BookFile(folder=folder).read()
         found = cls(
             identity=identity.load(folder / "aggregator.pem"),
@@ -106,7 +106,7 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
             key="sites",
         )
     if job.simulation.faults:
-        raise JobError("are for simulations alone", key="simulation.faults")
+        raise JobError("are for simulations only", key="simulation.faults")
 
 
 def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
@@ -115,15 +115,16 @@ def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -
     if gone and not resumed:
         raise JobError(
             f"revoked: {names}; invite again with crossfed aggregator invite "
-            f"{gone[0]}. A job without it is another cohort, which sites without "
-            "differential privacy refuse if they were summed with it before",
+            f"{gone[0]}. A job without it has a different cohort; without differential "
+            "privacy, sites that were in a sum with it refuse such a job",
             key="sites",
         )
     if len(job.sites) - len(gone) < fewest(job):
         # A site that comes back has new keys, and the run's roster pins the old ones.
         raise JobError(
             f"revoked: {names}; this run needs {fewest(job)} of its {len(job.sites)} "
-            "sites to go on: start a new one after crossfed aggregator invite SITE",
+            "sites to go on: invite them again with crossfed aggregator invite SITE "
+            "and start a new run",
             key="sites",
         )
 

@@ -114,7 +114,7 @@ class SignedRollCall:
             self.absent[site] = text
             return site
         if self.in_sum and self.needs is None and found.needs is None:
-            raise ProtocolError(f"site {site!r} does not state what noise it needs")
+            raise ProtocolError(f"site {site!r} does not state its noise plan")
         self.introductions[site], self._signed[site] = found, answer
         return site
 

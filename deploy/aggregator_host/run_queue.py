@@ -193,7 +193,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
         StoreUnavailable: The folder cannot be written.
     """
     if run.exists() or (run.path / REQUEST).exists():
-        raise RunConflict(f"{run.path} holds a run: choose another folder")
+        raise RunConflict(f"{run.path} already holds a run: choose another folder")
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
     run.write_job(job)
@@ -218,9 +218,7 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
     found = read(RunFolder(runs[-1])) if runs else None
     if found is None:
-        raise RunNotFound(
-            f"there is no run of the job {job.name!r} to resume in {root}"
-        )
+        raise RunNotFound(f"{root} has no run of the job {job.name!r} to resume")
     run, name = found.run, found.run.path.name
     if found.outcome is None:
         raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
@@ -405,8 +403,9 @@ def decide(
             handed=one,
             code=FAILED,
             reason=(
-                f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without a round; "
-                f"of the last one Flower says: {said}; see logs/superexec.log"
+                f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without "
+                f"completing a round; Flower's message for the last one: {said}; see "
+                "logs/superexec.log"
             ),
         )
 
@@ -417,7 +416,7 @@ def _withdraw(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> GiveUp:
         number = int(one.coordinator.flower_run)
         now = flower.get(number)
         at_work = None if now is None or now.is_over else number
-    reason = "stopped before it began"
+    reason = "stopped before it started"
     return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
 
 
@@ -473,7 +472,7 @@ def _read(path: Path, kind: type) -> Any:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CorruptObject(f"{path} cannot be read: {error.strerror}") from error
+        raise CorruptObject(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
     return made

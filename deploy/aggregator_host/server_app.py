@@ -194,7 +194,7 @@ def _connector(
         )
         wait.is_over = True
         for reason in roll_call.absent.values():
-            _LOG.warning("%s; the run goes on without it", reason)
+            _LOG.warning("%s; the run continues without it", reason)
         return grid
 
     return connect
@@ -223,7 +223,7 @@ def known_nodes(
     for index, site in enumerate(job.sites):
         if site.name not in agents | known.keys() | {*absent}:
             raise JobError(
-                f"site {site.name!r} runs an app of Flower and is not enrolled: see "
+                f"site {site.name!r} runs a Flower app and is not enrolled: see "
                 "crossfed aggregator invite",
                 key=f"sites[{index}].flower_app",
             )

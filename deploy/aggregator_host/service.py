@@ -127,14 +127,16 @@ class AggregatorService:
                 own_folder.close(folder, self.listener)
         for site in enrolment_operator.prepare(config, clock=self.clock):
             self.listener(
-                f"sites.json is older than ca.crl and had forgotten that site {site!r} "
-                "was revoked: it is revoked again. Compare crossfed aggregator sites "
-                "with what you know"
+                f"sites.json is older than ca.crl and did not list site {site!r} as "
+                "revoked: it is revoked again. Check the output of crossfed aggregator "
+                "sites"
             )
         port = self._port()
         authority = (config.folder / "ca.crt").read_bytes()
         with ExitStack() as stack:
-            complaint = f"another aggregator works in {config.folder}: stop it first"
+            complaint = (
+                f"another aggregator is running in {config.folder}: stop it first"
+            )
             stack.enter_context(folder_lock.hold(config.lock, complaint))
             self._await_ports(port)
             self._prepare_disk()
@@ -163,7 +165,7 @@ class AggregatorService:
         folder = self.config.folder
         with file_errors("write secrets in", folder):
             for name in host_secrets.make(folder):
-                self.listener(f"{folder / name} was missing and is made")
+                self.listener(f"{folder / name} was missing and has been created")
         host_secrets.read(folder / host_secrets.RUNTIME)
         return host_secrets.read(folder / host_secrets.CONTROL)
 
@@ -179,7 +181,7 @@ class AggregatorService:
         """
         saved = superlink_process.prepare(self.config.state)
         if saved:
-            self.listener(f"{self.config.state} became {saved >> 20} MiB smaller")
+            self.listener(f"{self.config.state} shrank by {saved >> 20} MiB")
         self._look_at_disk()
 
     def _look_at_disk(self) -> None:
@@ -190,12 +192,12 @@ class AggregatorService:
         is_full = free < reserve
         if is_full and not self._is_full:
             self.listener(
-                f"the disk of {folder} has {free >> 20} MiB left: answers of sites are "
+                f"the disk of {folder} has {free >> 20} MiB free: sites' answers are "
                 f"refused until it has {reserve >> 20} MiB (limits.reserve_mib in "
                 "aggregator.toml); free some space"
             )
         elif self._is_full and not is_full:
-            self.listener(f"the disk of {folder} has room again")
+            self.listener(f"the disk of {folder} has enough free space again")
         self._is_full = is_full
         if not is_full and not disk_reserve.is_there(self.config.folder):
             disk_reserve.fill(self.config.folder)
@@ -254,7 +256,7 @@ class AggregatorService:
         try:
             log_files.bound((self.config.logs, self.config.proxy))
         except OSError as error:
-            self._tell_once(f"a log cannot be bounded: {error}")
+            self._tell_once(f"cannot limit the size of a log: {error}")
 
     def _renew(self, control: FlowerControl) -> None:
         """Renew the server's certificate when it is due; the SuperLink starts anew."""
@@ -273,7 +275,7 @@ class AggregatorService:
         """Start the run whose turn it is; give up those that do not go on."""
         queue = run_queue.handed_over(self.config.runs)
         for one in queue.damaged:
-            self._tell_once(f"run {one.run.path.name} is left alone: {one.reason}")
+            self._tell_once(f"run {one.run.path.name} is not started: {one.reason}")
         # A coordinator whose files were damaged under it is let finish.
         is_busy = any(one.run.is_locked() for one in queue.damaged)
         if is_busy or all(one.outcome is not None for one in queue.runs):
@@ -301,7 +303,7 @@ class AggregatorService:
 
     def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
         run, reason = action.handed.run, action.reason
-        self.listener(f"run {run.path.name} is given up: {reason}")
+        self.listener(f"run {run.path.name} has failed: {reason}")
         # First: its coordinator, if one works, does not say otherwise when it ends.
         run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
         if action.at_work is not None:

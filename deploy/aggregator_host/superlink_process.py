@@ -83,7 +83,7 @@ def prepare(database: Path) -> int:
     except (sqlite3.Error, OSError) as error:
         raise StoreUnavailable(
             f"cannot prepare the SuperLink's state {database}: {error}; free some "
-            "space, or restore the file from its copy"
+            "space, or restore the file from a backup"
         ) from error
     return max(0, before - database.stat().st_size)
 

@@ -119,12 +119,12 @@ def _check(job: JobSpec, attack: Attack) -> None:
     wiring.check_sites_are_here(job)
     if not 0 < attack.confidence < 1:
         raise JobError(
-            f"a confidence lies between 0 and 1, which {attack.confidence} does not"
+            f"the confidence must be between 0 and 1, not {attack.confidence}"
         )
     if job.training.task not in BUILT_IN:
         raise JobError(
-            "canaries and their scores are made for cross-entropy, and an audit of an "
-            f"objective of your own would show nothing: name {' or '.join(BUILT_IN)}",
+            "canaries and their scores work only with cross-entropy, and an audit of "
+            f"your own objective would show nothing: use {' or '.join(BUILT_IN)}",
             key="training.task",
         )
     if job.privacy.differential_privacy.unit == "site":
@@ -138,14 +138,14 @@ def _check(job: JobSpec, attack: Attack) -> None:
             raise JobError(f"the job has no site {name!r}; it has {', '.join(known)}")
     if not LEAST_CANARIES <= attack.canaries <= MAX_CANARIES:
         raise JobError(
-            f"an audit takes {LEAST_CANARIES} to {MAX_CANARIES} canaries, not "
+            f"an audit needs {LEAST_CANARIES} to {MAX_CANARIES} canaries, not "
             f"{attack.canaries}"
         )
     if is_summed(job) and attack.canaries * len(attack.sites or known) > MAX_CANARIES:
         raise JobError(
             f"{attack.canaries} canaries at each of {len(attack.sites or known)} sites "
-            f"are more than the {MAX_CANARIES} values that one sum may hold of them: "
-            "take fewer, or name fewer sites with --site"
+            f"are more than the {MAX_CANARIES} that one sum can hold: use fewer, or "
+            "audit fewer sites with --site"
         )
 
 
@@ -157,14 +157,15 @@ def _why_not_sites(job: JobSpec, confidence: float) -> str:
         num_sites, num_sites, num_sites, delta=delta, confidence=confidence
     )
     text = (
-        'with unit = "site" a canary is a whole site, and one run has as many guesses '
-        f"as sites: {num_sites} right ones show an epsilon of {most:.2f} at delta "
-        f"{delta:g} and confidence {confidence:.0%}, and no audit of one run more"
+        'with unit = "site" a canary is a whole site, so one run has only as many '
+        f"guesses as sites: {num_sites} right ones show an epsilon of {most:.2f} at "
+        f"delta {delta:g} and confidence {confidence:.0%}, and no audit of one run can "
+        "show more"
     )
     target = private.target_epsilon
     if target is not None and most < target:
         return f"{text}; the job's {target:g} cannot be tested"
     return (
-        f"{text}; that exceeds the job's target, but only guesses with next to no "
-        "mistake would, so no such audit is made"
+        f"{text}; that exceeds the job's target, but only nearly perfect guesses would "
+        "show it, so this audit is not run"
     )

@@ -82,8 +82,8 @@ def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
     shapes = {record_shape(train) for train, _ in federation.site_data.values()}
     if len(shapes) > 1:
         raise JobError(
-            f"the sites' records have different shapes, {sorted(shapes)}: such data "
-            "cannot carry canaries"
+            f"the sites' records have different shapes, {sorted(shapes)}: canaries "
+            "need records of one shape"
         )
     norm = _WELL_BEYOND * private.clip_norm
     model = ModelSpec(
@@ -133,7 +133,7 @@ def with_more_records(
     if is_private and accumulate * batch_size > MAX_DRAWN:
         raise JobError(
             f"with {num_canaries} canaries beside {num_records} records a step draws "
-            f"{accumulate * batch_size} records: take fewer canaries, so that it draws "
+            f"{accumulate * batch_size} records: use fewer canaries, so that it draws "
             f"at most {MAX_DRAWN}"
         )
     steps = training.local_steps

@@ -229,4 +229,4 @@ def throwaway_id() -> RunId:
 def absent(name: str, message: str) -> SiteError:
     """Say that a site was not there."""
     why = f": {message}" if message else ""
-    return SiteError(f"site {name!r} did not take part in the audit as it should{why}")
+    return SiteError(f"site {name!r} did not take part in the audit correctly{why}")

@@ -373,8 +373,8 @@ def _planned(
         return plan_sites(federation, clock)
     except JobError as error:
         raise JobError(
-            f"with {attack.canaries} canaries at each audited site, of which fewer may "
-            f"do: {error.reason}",
+            f"with {attack.canaries} canaries at each audited site (fewer may be "
+            f"enough): {error.reason}",
             key=error.key,
         ) from error
 

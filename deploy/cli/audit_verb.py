@@ -61,16 +61,16 @@ def show(findings: "AuditFindings", folder: Path, *, as_json: bool) -> int:
     sys.stdout.flush()
     for site in findings.broken:
         tell(
-            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and the "
-            f"attack succeeds more often than that allows (p-value "
-            f"{format_p(site.p_value)}): the promise does not hold. Stop releasing "
-            "its models, and look for what takes away from noise or clipping"
+            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, but the "
+            "attack succeeds more often than that allows (p-value "
+            f"{format_p(site.p_value)}): the guarantee does not hold. Stop releasing "
+            "its models, and find out what weakens noise or clipping"
         )
     for site in findings.inconclusive:
         tell(
             f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and this "
-            "audit would not notice if there were no noise: it says nothing about the "
-            "promise. Audit with more --canaries, or the same code at a smaller "
+            "audit would not notice missing noise, so it says nothing about the "
+            "guarantee. Use more --canaries, or audit the same code at a smaller "
             "target_epsilon"
         )
     if findings.broken:
@@ -92,8 +92,8 @@ def _folder(job: "JobSpec", options: argparse.Namespace) -> Path:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken:
         raise RunConflict(
-            f"{folder} is not empty: an audit takes a folder of its own; choose "
-            "another with --out"
+            f"{folder} is not empty: an audit needs an empty folder; choose another "
+            "with --out"
         )
     return folder
 

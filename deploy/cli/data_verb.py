@@ -50,7 +50,7 @@ def _info(options: argparse.Namespace) -> int:
     )
     _print(found, options)
     if options.verify and not options.json:
-        say("every shard is what the index says")
+        say("every shard matches the index")
     return DONE
 
 
@@ -70,8 +70,8 @@ def _balance(options: argparse.Namespace) -> int:
         say(f'partition = {{ kind = "proportional", speeds = [{speeds}] }}')
     if found["same_steps"]:
         say(
-            "\nThis job has every site take local_steps, however much it holds: with "
-            "local_epochs a round takes as long as an epoch here says."
+            "\nIn this job every site takes local_steps steps, however much data it "
+            "holds. With local_epochs, a round takes as long as the epoch shown here."
         )
     return DONE
 
@@ -123,7 +123,7 @@ def _progress() -> Iterator[Callable[["Progress"], None]]:
     if last:
         console.print(
             f"crossfed: {last[0].sent_bytes:,} bytes of examples sent, "
-            f"{last[0].kept_objects} objects were there already",
+            f"{last[0].kept_objects} objects were already there",
             highlight=False,
         )
 
@@ -148,7 +148,7 @@ def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
             counts = ", ".join(f"{k}: {v:,}" for k, v in part["classes"].items())
             say(f"           classes {counts}")
             say(
-                f"           shares of classes differ from shard to shard by up to "
+                "           class shares differ between shards by up to "
                 f"{part['class_imbalance']:.1%}"
             )
 

@@ -33,7 +33,7 @@ def _enroll(options: argparse.Namespace) -> int:
     from privacy.membership.token import Token  # noqa: PLC0415
 
     if options.accept is not None and not options.roster:
-        raise JobError("belongs to --roster", key="--accept")
+        raise JobError("needs --roster", key="--accept")
     if options.roster:
         return _roster(options)
     if options.renew:
@@ -76,7 +76,9 @@ def _roster(options: argparse.Namespace) -> int:
     for change in changes or ["changes nothing"]:
         say(f"  {change}")
     if options.accept is not None:
-        say(f"{config.roster} is replaced; an agent that runs takes it with a new run")
+        say(
+            f"{config.roster} is replaced; a running agent uses it from the next run on"
+        )
     elif changes:
         say(
             "compare the digest with what crossfed aggregator sites shows, and with "
@@ -135,8 +137,8 @@ def _invite(options: argparse.Namespace) -> int:
         return DONE
     say(token.text)
     tell(
-        f"for {token.site}, once, until {_minute(expires)}; hand it over where nobody "
-        "else reads it. There: crossfed enroll TOKEN --folder DIR"
+        f"for {token.site}, once, until {_minute(expires)}; send it over a private "
+        "channel. On the site's machine: crossfed enroll TOKEN --folder DIR"
     )
     return DONE
 
@@ -158,8 +160,8 @@ def _revoke(options: argparse.Namespace) -> int:
     say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
     if done.still_registered is not None:
         tell(
-            f"its node is still registered: {done.still_registered}; give the same "
-            "command again when it runs"
+            f"its node is still registered: {done.still_registered}; run this command "
+            "again when the SuperLink is running"
         )
     return DONE
 

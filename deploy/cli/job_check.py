@@ -39,7 +39,7 @@ class Forecast:
     def lines(self) -> Iterator[str]:
         """Say what is sent, what it takes and what is promised."""
         if self.traffic is None:
-            yield "bytes are predicted neither for groups nor for apps of Flower"
+            yield "bytes cannot be predicted for groups or Flower apps"
         else:
             rounds = self.traffic.job.rounds
             for name, index in (("round 1", 1), ("round 2", 2))[:rounds]:
@@ -127,6 +127,5 @@ def bad_site_notice(job: JobSpec) -> str:
     sites = "site" if bad == 1 else "sites"
     return (
         f"{rule} over {secure.groups} groups of {job.sites_in_sum} or more sites, "
-        "which all sites draw together: withstands "
-        f"{bad} bad {sites}, wherever they are"
+        f"which all sites draw together: tolerates {bad} bad {sites}, wherever they are"
     )

@@ -96,7 +96,7 @@ def _opened(
     from cloud_adapters.urls import open_store  # noqa: PLC0415 -- keeps `--help` fast
 
     if url == "memory://":
-        raise JobError("memory:// ends with this command", key=argument)
+        raise JobError("memory:// disappears when this command ends", key=argument)
     try:
         store = open_store(url, options=service)
     except JobError as error:

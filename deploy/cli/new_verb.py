@@ -20,9 +20,11 @@ def _new(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise JobError(str(error)) from error
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise JobError(f"{folder} exists and is not empty: name a new folder")
+        raise JobError(f"{folder} exists and is not empty: choose a new folder")
     templates = resources.files("deploy.cli") / "project"
-    with os_errors(JobError, f"create {folder}", "name a folder that you may write"):
+    with os_errors(
+        JobError, f"create {folder}", "choose a folder that you can write to"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         for file in _FILES:
             # Python in a package would count as a part of it.

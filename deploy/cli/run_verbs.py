@@ -55,9 +55,11 @@ def _run(options: argparse.Namespace) -> int:
         run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
         run_queue.submit(job, run, at=now)
     name = run.path.name
-    tell(f"run {name} is handed over")
+    tell(f"run {name} is submitted")
     if not folder_lock.is_held(config.lock):
-        tell("no aggregator works here: it begins with crossfed aggregator up")
+        tell(
+            "no aggregator is running here: the run starts after crossfed aggregator up"
+        )
     if options.detach:
         _say_run(options, run, "waiting")
         return DONE
@@ -93,7 +95,7 @@ def follow(
                 if event is not None:
                     show(event)
     except KeyboardInterrupt:
-        tell(f"the run goes on; see it with: crossfed watch {run.path.name}")
+        tell(f"the run continues; see it with: crossfed watch {run.path.name}")
         return DONE
     return _tell_outcome(options, run)
 
@@ -118,7 +120,7 @@ def _await_start(
 def _waits_for(run: "RunFolder", queue: "Queue") -> str:
     for each in queue.damaged:
         if each.run.path == run.path:
-            return f"run {run.path.name} is left alone: {each.reason}"
+            return f"run {run.path.name} is not started: {each.reason}"
     for one in queue.runs:
         if one.run.path == run.path:
             break
@@ -134,7 +136,7 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
 
     handed = run_queue.read(run)
     if handed is None or handed.outcome is None:
-        raise RunNotFound(f"the run in {run.path} has gone")
+        raise RunNotFound(f"the run in {run.path} no longer exists")
     status = exit_codes.status_of(handed.outcome.code)
     if options.json and run.result.is_file():
         # Its last coordinator may not have known how the run would end.
@@ -195,12 +197,12 @@ class _Pauses:
         for each in queue.damaged:
             if each.run.path == self._run.path:
                 return _waits_for(self._run, queue)
-        text = f"no coordinator works on run {self._run.path.name}"
+        text = f"run {self._run.path.name} has no coordinator"
         if folder_lock.is_held(self._lock):
             return f"{text}: if it was killed, {ANOTHER} and waits for its sites"
         return (
-            f"{text}, and no aggregator works here: the run resumes by itself after "
-            "crossfed aggregator up"
+            f"{text}, and no aggregator is running here: the run resumes automatically "
+            "after crossfed aggregator up"
         )
 
 
@@ -236,7 +238,7 @@ def _ps(options: argparse.Namespace) -> int:
 
     queue = run_queue.handed_over(_config(options).runs)
     for one in queue.damaged:
-        tell(f"run {one.run.path.name} is left alone: {one.reason}")
+        tell(f"run {one.run.path.name} is not started: {one.reason}")
     rows = [_row(one) for one in queue.runs]
     if options.json:
         say_json(rows)
@@ -282,7 +284,7 @@ def _stop(options: argparse.Namespace) -> int:
     run_queue.ask_to_stop(run)
     if options.json:
         _say_run(options, run, "stopping")
-    how = "ends after the round that it is in" if run.exists() else "will not begin"
+    how = "ends after its current round" if run.exists() else "will not start"
     tell(f"run {run.path.name} {how}")
     return DONE
 
@@ -296,7 +298,9 @@ def _find(options: argparse.Namespace) -> "RunFolder":
     for run in (*newest, *(one.run for one in queue.damaged)):
         if name in {run.path.name, run.path.parent.name}:
             return run
-    raise RunNotFound(f"the aggregator was handed no run {name!r}: see crossfed ps")
+    raise RunNotFound(
+        f"no run {name!r} was submitted to the aggregator: see crossfed ps"
+    )
 
 
 def _config(options: argparse.Namespace) -> "AggregatorConfig":
@@ -304,8 +308,8 @@ def _config(options: argparse.Namespace) -> "AggregatorConfig":
 
     if not options.aggregator.is_file():
         raise JobError(
-            f"there is no {options.aggregator}: name the aggregator's configuration "
-            "with --aggregator, on the aggregator's host"
+            f"there is no {options.aggregator}: run this on the aggregator's host, and "
+            "give its configuration with --aggregator"
         )
     return aggregator_file.load(options.aggregator)
 

@@ -33,7 +33,7 @@ def _init(options: argparse.Namespace) -> int:
     if options.json:
         say_json({"folder": str(folder), **asdict(made)})
         return DONE
-    tell(f"an aggregator in {folder}; its authority is {made.authority}")
+    tell(f"created an aggregator in {folder}; its authority is {made.authority}")
     tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
     return DONE
 

@@ -62,11 +62,11 @@ def _simulate(options: argparse.Namespace) -> int:
     except StoreUnavailable as error:
         code = complain(error, options)
         if folder is not None and _has_begun(folder):
-            _say_how_to_resume(options, folder, "once that is mended")
+            _say_how_to_resume(options, folder, "once that is fixed")
         return code
     resumed = options.resume or options.extend is not None
     if resumed and outcome.status == "completed" and not outcome.rounds_now:
-        tell(f"run {outcome.run_id} is completed: no round was left to run")
+        tell(f"run {outcome.run_id} is already complete")
     if options.json:
         kept = None if outcome.folder is None else str(outcome.folder)
         say_json({**outcome.summary(), "folder": kept})
@@ -76,7 +76,7 @@ def _simulate(options: argparse.Namespace) -> int:
         return DONE
     sys.stdout.flush()
     if outcome.status == "exhausted":
-        tell("the privacy budget is spent: this model is the last that it allows")
+        tell("the privacy budget is spent: it allows no model after this one")
         return OUT_OF_BUDGET
     _say_how_to_resume(options, folder, "stopped")
     return STOPPED
@@ -142,10 +142,10 @@ def _say_how_to_resume(
     options: argparse.Namespace, folder: Path | None, why: str
 ) -> None:
     if folder is None:
-        tell(f"{why}; this run was kept nowhere")
+        tell(f"{why}; this run was not stored")
         return
     if not _has_begun(folder):
-        tell(f"{why}, before the run began; there is nothing to resume")
+        tell(f"{why} before the run started; there is nothing to resume")
         return
     words = ["crossfed", "simulate", str(options.job)]
     for text in options.set:
@@ -156,7 +156,7 @@ def _say_how_to_resume(
         words += ["--engine", options.engine]
     go_on = ["--resume"] if options.extend is None else ["--extend", options.extend]
     words += ["--out", str(folder), *map(str, go_on)]
-    tell(f"{why}; go on with\n  {shlex.join(words)}")
+    tell(f"{why}; resume with\n  {shlex.join(words)}")
 
 
 VERBS = {

@@ -29,8 +29,8 @@ def _rewrap(options: argparse.Namespace) -> int:
         return DONE
     say(done.url)
     say(f"{done.rewrapped:>8,}  rewrapped")
-    say(f"{done.already:>8,}  had the key already")
-    say(f"{done.changed:>8,}  changed meanwhile, and are as others wrote them")
+    say(f"{done.already:>8,}    already had the key")
+    say(f"{done.changed:>8,}    were changed by others meanwhile, and left as they are")
     say(f"{done.in_clear:>8,}  are not encrypted")
     return DONE
 
@@ -54,7 +54,7 @@ def _opened(
     from deploy.tools import rewrap  # noqa: PLC0415 -- imports torch
 
     if options.place == "memory://":
-        raise JobError("memory:// ends with this command", key="PLACE")
+        raise JobError("memory:// disappears when this command ends", key="PLACE")
     return rewrap.opened(
         options.place,
         options.root,

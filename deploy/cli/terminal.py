@@ -106,7 +106,7 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
     if not isinstance(error, FederationError):
         tell(f"{type(error).__name__}: {error}")
         if not options.verbose:
-            tell("this is not an error that crossfed expects; add -v for the traceback")
+            tell("this is an unexpected error; add -v for the traceback")
         return FAILED
     text = str(error)
     job, speeds = (getattr(options, name, None) for name in ("job", "speeds"))

@@ -44,7 +44,10 @@ def _storage_key(options: argparse.Namespace) -> int:
     found = key_file.read_keys(options.file)
     facts = {"file": str(options.file), "key": key_id, "keys": len(found)}
     _print_facts(facts, options)
-    tell(f"who loses {options.file} loses what it encrypts: keep a copy elsewhere")
+    tell(
+        f"if you lose {options.file}, you lose everything encrypted with it: keep a "
+        "copy elsewhere"
+    )
     return DONE
 
 
@@ -60,12 +63,12 @@ def _trust_key(options: argparse.Namespace) -> int:
     )
     _print_facts(asdict(trusted), options)
     if not trusted.changed:
-        tell(f"{trusted.roster} pinned this already: nothing has changed")
+        tell(f"{trusted.roster} already pins this: nothing has changed")
     for part in trusted.missing:
         way = "--aggregator" if part == "aggregator" else "--site"
         tell(
-            f"{trusted.roster} is a draft without {part}: add what is missing with "
-            f"`crossfed keys trust ... {way}`"
+            f"{trusted.roster} is a draft without {part}: add it with `crossfed keys "
+            f"trust ... {way}`"
         )
     return DONE
 

@@ -31,7 +31,7 @@ from federation.protocols import Clock
 from privacy.membership.certificates import names_in, read_certificate, server_names
 
 _DAY_SECONDS = 86_400.0
-_RESTORE = "restore the folder from its copy"
+_RESTORE = "restore the folder from a backup"
 
 
 def checks(path: Path, clock: Clock) -> Iterator[Check]:
@@ -44,9 +44,9 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = aggregator_file.load(path)
     except FederationError as error:
-        yield problem("aggregator", str(error), "correct the file: see its how-to")
+        yield problem("aggregator", str(error), "correct the file: see docs/reference")
         return
-    yield ok("aggregator", f"{path} is sound")
+    yield ok("aggregator", f"{path} is valid")
     yield doctor_flower.check_flower()
     folder = config.folder
     yield from doctor.check_identity(
@@ -62,7 +62,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         "runs folder", config.runs, otherwise="move the aggregator's folder elsewhere"
     )
     for one in run_queue.handed_over(config.runs).damaged:
-        yield warning("run", one.reason, "the other runs go on without it")
+        yield warning("run", one.reason, "the other runs continue without it")
     yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
 
 
@@ -72,7 +72,7 @@ def _confinement() -> Check:
         return ok("landlock", "coordinators cannot read the authority's key")
     return warning(
         "landlock",
-        "this kernel has none: a coordinator could read the authority's key",
+        "this kernel does not support it: a coordinator could read the authority's key",
         "use Linux 5.19 or later with Landlock switched on (the lsm= parameter)",
     )
 
@@ -91,10 +91,10 @@ def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     if forgotten:
         yield problem(
             "sites",
-            f"{book_file.path} is older than ca.crl and has forgotten that "
-            f"{', '.join(forgotten)} was revoked",
-            "start the service, which revokes it again, and look at crossfed "
-            "aggregator sites",
+            f"{book_file.path} is older than ca.crl and does not list "
+            f"{', '.join(forgotten)} as revoked",
+            "start the service, which revokes it again, then check crossfed aggregator "
+            "sites",
         )
     else:
         number = len(book.members)
@@ -103,20 +103,22 @@ def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
 
 @or_problem("certificate", _RESTORE)
 def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
-    name, advice = "certificate", "start the service again, which renews it"
+    name, advice = "certificate", "restart the service, which renews it"
     found = read_certificate(config.folder / "server.crt")
     days = (found.not_valid_after_utc.timestamp() - clock.now()) / _DAY_SECONDS
     missing = frozenset(server_names(config.file.hosts)) - names_in(found)
     if days <= 0:
-        yield problem(name, f"the server's expired {-days:.0f} days ago", advice)
+        yield problem(
+            name, f"the server's certificate expired {-days:.0f} days ago", advice
+        )
     elif missing:
-        text = f"the server's does not name {', '.join(sorted(missing))}"
+        text = f"the server's certificate does not list {', '.join(sorted(missing))}"
         yield warning(name, text, advice)
     else:
-        yield ok(name, f"the server's holds for {days:.0f} days")
+        yield ok(name, f"the server's certificate is valid for {days:.0f} days")
 
 
-@or_problem("programs", "install it, and look again")
+@or_problem("programs", "install it, then run this check again")
 def _programs(config: AggregatorConfig) -> Iterator[Check]:
     found = [installed_program("flower-superlink")]
     if config.file.proxy:
@@ -130,7 +132,7 @@ def _programs(config: AggregatorConfig) -> Iterator[Check]:
 def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     """Whether the service runs, or could."""
     if folder_lock.is_held(config.lock):
-        yield ok("service", f"{config.folder} is served")
+        yield ok("service", f"the service is running in {config.folder}")
         return
     host, port = parse_address(config.file.listen, key="listen")
     ports.await_free(
@@ -140,4 +142,4 @@ def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         clock=clock,
         patience_seconds=0.0,
     )
-    yield ok("service", f"it does not run; {config.file.listen} is free")
+    yield ok("service", f"it is not running; {config.file.listen} is free")

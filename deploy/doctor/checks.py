@@ -141,7 +141,7 @@ def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
     if requirements is None:
         yield warning(
             "packages",
-            "crossfed runs from its source and is not installed",
+            "crossfed runs from its source tree and is not installed",
             "install it: python -m pip install crossfed",
         )
         return
@@ -166,14 +166,14 @@ def check_torch() -> Iterator[Check]:
             yield problem(
                 "torch",
                 f"it cannot be loaded: {_line(error)}",
-                "install torch again, for this machine's driver",
+                "reinstall torch for this machine's driver",
             )
             return
     if said and not names:
         yield warning(
             "cuda",
             _line(said[-1].message),
-            "mend the driver if sites shall train on a GPU",
+            "fix the driver if sites are to train on a GPU",
         )
     else:
         found = ", ".join(names) or "none: sites train on the CPU"
@@ -194,14 +194,14 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
         return [_bad_key(path, "it is not a regular file")], None
     exposed = list(_key_exposure(path, status))
     if b"PRIVATE KEY-----" not in pem or len(pem) > MAX_KEY_FILE_BYTES:
-        return [*exposed, _bad_key(path, "it holds no private key")], None
+        return [*exposed, _bad_key(path, "it contains no private key")], None
     if is_encrypted(pem):
         return [*exposed, ok("key", f"{path} is encrypted")], None
     checks = [
         *exposed,
         warning(
             "key",
-            f"{path} is not encrypted: whoever copies the file has the key",
+            f"{path} is not encrypted: anyone who copies the file has the key",
             "make a new one with `crossfed keys new --passphrase-file`, or keep "
             "the file on an encrypted disk",
         ),
@@ -245,13 +245,13 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
     try:
         serial, digest = describe(path)
         if serial and not digest:
-            draft = f"{path} is a draft, which pins no site yet"
+            draft = f"{path} is a draft that pins no site yet"
             advice = "invite sites, or pin them with `crossfed keys trust`"
             return [warning("roster", draft, advice)], None
         found = roster.load(path)
         mode = stat.S_IMODE(path.stat().st_mode)
     except (RosterRefused, OSError) as error:
-        advice = "ask for the newest roster, or make one with `crossfed keys trust`"
+        advice = "get the newest roster, or create one with `crossfed keys trust`"
         return [problem("roster", str(error), advice)], None
     checks = [
         ok(
@@ -265,7 +265,7 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
         checks.append(
             warning(
                 "roster",
-                f"{path} has mode {mode:04o}: others may change whom you trust",
+                f"{path} has mode {mode:04o}: other users can change whom you trust",
                 f"chmod go-w {path}",
             )
         )
@@ -290,7 +290,7 @@ def check_pinned(public: PublicIdentity, pinned: Roster) -> Check:
     return problem(
         "trust",
         f"roster {pinned.serial} does not pin the key {public.fingerprint[:19]}...",
-        "have it pinned with `crossfed keys trust`, or name another key",
+        "pin it with `crossfed keys trust`, or use another key",
     )
 
 
@@ -303,7 +303,7 @@ def check_closed(folder: Path) -> Iterator[Check]:
     if is_open:
         yield problem(
             "folder mode",
-            f"other users may enter {folder} (mode {mode:04o})",
+            f"other users can enter {folder} (mode {mode:04o})",
             f"chmod 0700 {folder}, or start the service, which does it",
         )
     else:
@@ -342,7 +342,7 @@ def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
     newest = max((_modified(path), path) for path in files)
     advice = "set the clock, for example by NTP"
     if not _EARLIEST <= now <= _LATEST:
-        return problem("clock", f"it shows {_date(now)}, which cannot be", advice)
+        return problem("clock", f"it shows {_date(now)}, which is impossible", advice)
     ahead = newest[0] - now
     if ahead > CLOCK_TOLERANCE_SECONDS:
         found = f"it is {ahead:.0f} s behind the date of {newest[1]}"
@@ -380,7 +380,7 @@ def _key_exposure(path: Path, status: os.stat_result) -> Iterator[Check]:
             "key",
             f"{path} belongs to user {status.st_uid}, not to this one "
             f"({os.geteuid()}): crossfed will not use it",
-            "run as its owner, or make a key of your own with `crossfed keys new`",
+            "run as its owner, or create your own key with `crossfed keys new`",
         )
     if mode != _PRIVATE_MODE:
         yield warning(
@@ -395,7 +395,7 @@ def _bad_key(path: Path, text: str) -> Check:
     return problem(
         "key",
         f"{where}{text}",
-        "make a key with `crossfed keys new`, or name another file with --key",
+        "create a key with `crossfed keys new`, or give another file with --key",
     )
 
 

@@ -46,7 +46,7 @@ def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Ch
         yield problem(
             _NAME,
             f"{spec.url}: {error}",
-            "correct [exchange], or what this machine may do there: see "
+            "correct [exchange], or this machine's permissions there: see "
             "docs/howto/two-machines.md",
         )
 
@@ -56,7 +56,7 @@ def _written(store: ObjectStore, site: str | None, clock: Clock) -> Check:
     content = os.urandom(PROBE_BYTES)  # Or something on the way would compress it.
     begin = clock.monotonic()
     store.put(key, [content])
-    return _speed(f"{store.url} takes", clock.monotonic() - begin)
+    return _speed(f"writing to {store.url}:", clock.monotonic() - begin)
 
 
 def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
@@ -68,10 +68,10 @@ def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
             raise
         return warning(
             _NAME,
-            f"{store.url} has nothing to fetch yet",
-            "have the aggregator's operator call crossfed doctor --aggregator",
+            f"{store.url} has nothing to read yet",
+            "ask the aggregator's operator to run crossfed doctor --aggregator",
         )
-    return _speed(f"{store.url} gives", clock.monotonic() - begin)
+    return _speed(f"reading from {store.url}:", clock.monotonic() - begin)
 
 
 def _speed(what: str, seconds: float) -> Check:
@@ -79,5 +79,5 @@ def _speed(what: str, seconds: float) -> Check:
     found = f"{what} {speed / 1e6:.1f} MB/s"
     if speed >= SLOW_BYTES_PER_SECOND:
         return ok(_NAME, found)
-    advice = "a large model will take long: allow for it in round_deadline_seconds"
+    advice = "a large model will take a long time: raise round_deadline_seconds"
     return warning(_NAME, found, advice)

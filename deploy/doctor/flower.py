@@ -25,7 +25,9 @@ def check_flower() -> Check:
         limits = range_of(metadata.requires("crossfed") or [])
     if limits is not None and not limits[0] <= _numbers(version) < limits[1]:
         low, high = (".".join(map(str, limit)) for limit in limits)
-        return problem("flower", f"{version} is not in {low} to below {high}", INSTALL)
+        return problem(
+            "flower", f"{version} is not at least {low} and below {high}", INSTALL
+        )
     return ok("flower", version)
 
 

@@ -31,7 +31,7 @@ _AWS_KINDS = {
     "shared-credentials-file": "keys in the credentials file",
     "config-file": "keys in the configuration file",
     "assume-role": "a role that the profile assumes",
-    "assume-role-with-web-identity": "a role by a web identity token",
+    "assume-role-with-web-identity": "a role from a web identity token",
     "custom-process": "the credential process of the profile",
     "sso": "a person's single sign-on",
     "login": "a person's login",
@@ -40,12 +40,12 @@ _AWS_KINDS = {
 }
 _AWS_KEYS = frozenset({"env", "shared-credentials-file", "config-file"})
 _AWS_NONE = (
-    "none: no keys and no profile in the environment or in ~/.aws, and no metadata "
-    "service of a container or an instance that gives a role"
+    "none: no keys and no profile in the environment or in ~/.aws, and no container or "
+    "instance metadata service that provides a role"
 )
 _GCP_NONE = (
-    "none: GOOGLE_APPLICATION_CREDENTIALS names no file, nobody is logged in for "
-    "applications, and no metadata server answers"
+    "none: GOOGLE_APPLICATION_CREDENTIALS names no file, there is no application "
+    "default login, and no metadata server answers"
 )
 _THREAD = "identity"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
@@ -153,7 +153,7 @@ def _check(need: Need, found: CloudIdentity) -> Check:
     if not found.exists:
         return Check(name=name, status="problem", found=said, advice=advice)
     if found.is_long_lived:
-        said = f"{said}; a key that does not expire is the one that leaks"
+        said = f"{said}; this key does not expire, so a leaked copy stays valid"
         advice = "use the identity of the machine: see docs/howto/cloud-identity.md"
         return Check(name=name, status="warning", found=said, advice=advice)
     if found.doubt:
@@ -168,7 +168,7 @@ def look(need: Need) -> CloudIdentity:
     if found is not None:
         return found
     return CloudIdentity(
-        kind=f"not known: looking for it took longer than {LIMIT_SECONDS:.0f} s",
+        kind=f"unknown: the lookup took longer than {LIMIT_SECONDS:.0f} s",
         doubt="a credential process or a metadata service does not answer",
         exists=False,
     )
@@ -201,14 +201,14 @@ def _aws(*, is_own: bool) -> CloudIdentity:
         if credentials is None:
             session = _aws_session(version_1=True)
             credentials = session.get_credentials()
-            doubt = "" if credentials is None else "the instance allows IMDSv1 alone"
+            doubt = "" if credentials is None else "the instance allows only IMDSv1"
         if credentials is None:
             return CloudIdentity(kind=_AWS_NONE, exists=False)
         frozen = credentials.get_frozen_credentials()
     except (BotoCoreError, ClientError) as error:
         return CloudIdentity(
-            kind=f"none that works ({_name_of(error)})",
-            doubt="the profile or role that is configured gives no credentials",
+            kind=f"no working credentials ({_name_of(error)})",
+            doubt="the configured profile or role provides no credentials",
             exists=False,
         )
     method = str(credentials.method)
@@ -268,7 +268,7 @@ def _aws_principal(session: Any) -> tuple[str, str]:
     except ClientError as error:
         return "", f"AWS STS does not accept it ({_name_of(error)})"
     except BotoCoreError as error:
-        return "", f"AWS STS, which knows its name, is unreachable ({_name_of(error)})"
+        return "", f"AWS STS, which would name it, is unreachable ({_name_of(error)})"
 
 
 def _name_of(error: Exception) -> str:
@@ -305,8 +305,8 @@ def _ask_google(*, is_own: bool) -> CloudIdentity:
         return CloudIdentity(kind=_GCP_NONE, exists=False)
     except (GoogleAuthError, OSError, ValueError) as error:
         return CloudIdentity(
-            kind=f"none that works ({type(error).__name__})",
-            doubt="the file that is named holds no credentials",
+            kind=f"no working credentials ({type(error).__name__})",
+            doubt="the file in GOOGLE_APPLICATION_CREDENTIALS holds no credentials",
             exists=False,
         )
     kind, is_long_lived = _gcp_kind(credentials)
@@ -337,7 +337,7 @@ def _quick_request() -> Any:
     def ask(url: str, *args: Any, **options: Any) -> Any:
         host = urlsplit(url).netloc
         if host in dead:
-            raise TransportError(f"{host} is not there")  # type: ignore[no-untyped-call]
+            raise TransportError(f"{host} is unreachable")  # type: ignore[no-untyped-call]
         try:
             return transport(url, *args, **{**options, "timeout": QUESTION_SECONDS})
         except TransportError:
@@ -366,7 +366,7 @@ def _gcp_kind(credentials: Any) -> tuple[str, bool]:
         (external_account.Credentials, "workload identity federation", False),
         (
             impersonated_credentials.Credentials,
-            "a service account that is impersonated",
+            "an impersonated service account",
             False,
         ),
         (service_account.Credentials, "a service account's key file", True),

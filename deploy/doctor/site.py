@@ -49,15 +49,15 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = site_file.load(path)
     except FederationError as error:
-        yield problem("site", str(error), "correct the file: see its how-to")
+        yield problem("site", str(error), "correct the file: see docs/reference")
         return
-    yield ok("site", f"{config.file.name!r} by {path}")
+    yield ok("site", f"{config.file.name!r}, from {path}")
     yield doctor_flower.check_flower()
     yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
     yield from _node_key(config)
     yield from _certificate(config, clock)
     yield from doctor.check_folder(
-        "folder", config.folder, otherwise="name another in site.toml (folder)"
+        "folder", config.folder, otherwise="set another folder in site.toml"
     )
     yield from doctor.check_closed(config.folder)
     yield from _data(config)
@@ -80,7 +80,9 @@ def _node_key(config: SiteConfig) -> Iterator[Check]:
 def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     path, renew = config.certificate, "crossfed enroll --renew"
     if path is None:
-        found = "none: only an aggregator on this machine's loopback lets it in"
+        found = (
+            "none: only an aggregator on this machine's loopback interface accepts it"
+        )
         yield warning("certificate", found)
         return
     until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
@@ -93,7 +95,7 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         advice = f"start the agent, which renews it, or {renew}"
         yield warning("certificate", found, advice)
     else:
-        found = f"{path} holds for {days:.0f} days"
+        found = f"{path} is valid for {days:.0f} days"
         yield ok("certificate", found)
 
 
@@ -101,7 +103,7 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
 def _data(config: SiteConfig) -> Iterator[Check]:
     own = config.file.data
     if not own.source:
-        found = "none of its own: it takes part with public data that a job names"
+        found = "none: the site takes part with public data that a job names"
         yield warning("data", found)
         return
     with unable_to_exit():
@@ -115,8 +117,8 @@ def _budget(config: SiteConfig) -> Iterator[Check]:
     if limit is None:
         yield warning(
             "budget",
-            "site.toml states no limit for all runs together, so every job with "
-            "differential privacy is refused",
+            "site.toml sets no limit for all runs together, so the site refuses every "
+            "job with differential privacy",
             "set policy.total_epsilon",
         )
     else:
@@ -142,18 +144,21 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         return
     except (OSError, http.client.HTTPException) as error:
         found = f"{address} cannot be reached: {error}"
-        advice = "is it up, is its port open, does a firewall stand in between?"
+        advice = (
+            "check that it is running, that its port is open, and that no firewall "
+            "blocks it"
+        )
         yield problem("aggregator", found, advice)
         return
     seconds = clock.monotonic() - begin
     if status == _OK:
-        found = f"{address} is well and answers in {1e3 * seconds:.0f} ms"
+        found = f"{address} is healthy and answers in {1e3 * seconds:.0f} ms"
         yield ok("aggregator", found)
     else:
         yield warning(
             "aggregator",
-            f"{address} answers, and is not ready (HTTP {status})",
-            "wait, or ask its operator to look at its logs",
+            f"{address} answers, but is not ready (HTTP {status})",
+            "wait, or ask its operator to check its logs",
         )
     yield from _skew(date, clock)
     yield from _is_let_in(config, clock)
@@ -166,7 +171,9 @@ def _skew(date: str, clock: Clock) -> Iterator[Check]:
         return  # It does not tell the time.
     found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
     if abs(skew) > MOST_SKEW_SECONDS:
-        yield problem("clock skew", found, "set the time of this machine: run ntp")
+        yield problem(
+            "clock skew", found, "set this machine's clock, for example with NTP"
+        )
     else:
         yield ok("clock skew", found)
 
@@ -180,11 +187,11 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield problem("admission", f"the connection ended: {error}", "try again")
         return
     if status == _FORBIDDEN:
-        found = "the aggregator does not let this site's certificate in"
+        found = "the aggregator rejects this site's certificate"
         advice = "it expired or was revoked: ask the operator, and enrol again"
         yield problem("admission", found, advice)
     else:
-        found = "the aggregator lets this site's certificate in"
+        found = "the aggregator accepts this site's certificate"
         yield ok("admission", found)
         yield from _bandwidth(config, clock)
 

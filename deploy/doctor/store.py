@@ -75,15 +75,15 @@ class _Trial:
 
     def deeds(self) -> Iterator[tuple[str, Callable[[], object], str]]:
         """What is done, in this order, with the words for it when it went well."""
-        yield "write", self._write, "an object was written"
-        yield "read", self._read, "it was read back, whole and in part"
-        yield "list", self._list, "it was listed"
+        yield "write", self._write, "wrote an object"
+        yield "read", self._read, "read it back, in full and in part"
+        yield "list", self._list, "listed it"
         yield (
             "conditions",
             lambda: check_conditions_kept(self.store),
-            "conditional writes are kept, of small objects and in parts",
+            "conditional writes work, for small objects and for multipart ones",
         )
-        yield "delete", self.delete, "it was deleted"
+        yield "delete", self.delete, "deleted it"
 
     def _write(self) -> None:
         self.store.put(self.key, [self.content], if_absent=True)
@@ -94,7 +94,7 @@ class _Trial:
         part = self.store.read(self.key, start=half, length=half)
         if whole != self.content or part != self.content[half:]:
             raise CorruptObject(
-                f"other bytes came back from {self.store.url} than were written"
+                f"{self.store.url} returned different bytes than were written"
             )
 
     def _list(self) -> None:
@@ -111,8 +111,8 @@ class _Trial:
         except ObjectNotFound:
             return
         raise StoreUnavailable(
-            f"{self.store.url} keeps an object that was deleted: look for a retention "
-            "rule or a hold"
+            f"{self.store.url} still has an object that was deleted: look for a "
+            "retention rule or a hold"
         )
 
 
@@ -166,6 +166,6 @@ def _advice(scheme: str, name: str, error: FederationError) -> str:
     if isinstance(error, NotAuthenticated):
         return f"sign in, or give this machine an identity{page}"
     if isinstance(error, StoreForbidden):
-        right = _RIGHTS[scheme].get(name, "what it needs")
+        right = _RIGHTS[scheme].get(name, "the permissions it needs")
         return f"grant these credentials {right}{page}"
-    return f"mend what the message names, and look again{page}"
+    return f"fix what the message names, then check again{page}"

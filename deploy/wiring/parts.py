@@ -50,8 +50,8 @@ def check_sites_are_here(job: JobSpec) -> None:
     for index, site in enumerate(job.sites):
         if site.flower_app is not None:
             raise JobError(
-                f"site {site.name!r} runs an app of Flower, which is not here: take "
-                "this key out to rehearse with the job's own model",
+                f"site {site.name!r} runs a Flower app, which a simulation cannot run: "
+                "remove this key to rehearse with the job's own model",
                 key=f"sites[{index}].flower_app",
             )
 

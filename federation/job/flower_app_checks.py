@@ -36,8 +36,8 @@ def check_flower_apps(job: JobSpec) -> None:
 def _check_site(job: JobSpec, index: int, name: str) -> None:
     if job.sites[index].data is not None:
         raise JobError(
-            f"site {name!r} runs an app of Flower, which brings its own data: take "
-            "this key out",
+            f"site {name!r} runs a Flower app, which brings its own data: remove this "
+            "key",
             key=f"sites[{index}].data",
         )
 
@@ -61,12 +61,12 @@ def _check_app(app: FlowerAppSpec, *, key: str) -> None:
     for name, value in app.settings.items():
         if name == ROUND:
             raise JobError(
-                "is the number of the round: choose another name",
+                "is reserved for the round number: choose another name",
                 key=f"{key}.settings.{name}",
             )
         if not isinstance(value, _SETTINGS):
             raise JobError(
-                "must be a number, a text, true or false: a record of Flower has no "
+                "must be a number, a string, true or false: a Flower record has no "
                 "tables",
                 key=f"{key}.settings.{name}",
             )
@@ -77,17 +77,17 @@ def _check_job(job: JobSpec, name: str) -> None:
     for refused, reason, key in (
         (
             private.secure_aggregation.enabled,
-            "it cannot mask its update, and the others' sum would be one without it",
+            "it cannot mask its update, and the sum of the others would exclude it",
             "privacy.secure_aggregation.enabled",
         ),
         (
             private.differential_privacy.enabled,
-            "nothing clips its gradients, adds noise or keeps a ledger there",
+            "nothing there clips its gradients, adds noise or keeps a ledger",
             "privacy.differential_privacy.unit",
         ),
         (
             job.communication.links.changes,
-            "it keeps no model from round to round",
+            "it does not keep a model between rounds",
             "communication.down_content",
         ),
         *(
@@ -103,12 +103,12 @@ def _check_job(job: JobSpec, name: str) -> None:
         ),
         (
             job.aggregation.weights == "dynamic",
-            "it does not evaluate what it has trained; use examples or uniform",
+            "it does not evaluate its trained model; use examples or uniform",
             "aggregation.weights",
         ),
         (
             job.training.task not in BUILT_IN,
-            "it reports loss and accuracy, and not the metrics of an objective",
+            "it reports loss and accuracy, not the metrics of an objective",
             "training.task",
         ),
         (
@@ -118,14 +118,14 @@ def _check_job(job: JobSpec, name: str) -> None:
         ),
         (
             job.training.proximal_mu != 0.0,
-            "nothing keeps it near the global weights; if it does so, use settings",
+            "nothing there keeps it near the global weights; or use settings",
             "training.proximal_mu",
         ),
         (
             job.training.optimizer.state != "fresh",
-            "nothing keeps its optimiser there; if it does so itself, leave it out",
+            "nothing there keeps its optimiser state; if the app does, remove this key",
             "training.optimizer.state",
         ),
     ):
         if refused:
-            raise JobError(f"site {name!r} runs an app of Flower: {reason}", key=key)
+            raise JobError(f"site {name!r} runs a Flower app: {reason}", key=key)

@@ -48,7 +48,7 @@ def _check_names(job: JobSpec) -> None:
     except ValueError as error:
         raise JobError(str(error), key="name") from None
     if not job.sites:
-        raise JobError("name at least one site in a [[sites]] table", key="sites")
+        raise JobError("add at least one [[sites]] table", key="sites")
     seen: set[str] = set()
     for index, site in enumerate(job.sites):
         try:
@@ -68,8 +68,8 @@ def _check_data(job: JobSpec) -> None:
     ]
     if job.data is None and without:
         raise JobError(
-            f"site {without[0]!r} has no data: add a [data] table to deal out, or "
-            "give the site a `data` of its own",
+            f"site {without[0]!r} has no data: add a [data] table for the simulation "
+            "to split, or give the site its own `data`",
             key="data",
         )
     if job.data is not None:
@@ -81,7 +81,7 @@ def _check_speeds(partition: PartitionSpec, num_sites: int) -> None:
     if partition.kind != "proportional":
         if speeds:
             raise JobError(
-                f'is of no use with {partition.kind!r}: use kind = "proportional"',
+                f'has no effect with {partition.kind!r}: use kind = "proportional"',
                 key=key,
             )
         return
@@ -136,11 +136,13 @@ def _check_optimizer(job: JobSpec) -> None:
         raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
     elif optimizer.state == "keep" and not optimizer.momentum:
         raise JobError(
-            "plain sgd has no state to keep: set a momentum, or leave it out",
+            "plain sgd has no state to keep: set a momentum, or remove this key",
             key=f"{table}.state",
         )
     if len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas):  # noqa: PLR2004
-        raise JobError("give two numbers from 0 to below 1", key=f"{table}.betas")
+        raise JobError(
+            "give two numbers, each at least 0 and below 1", key=f"{table}.betas"
+        )
 
 
 def _check_quorum(job: JobSpec) -> None:
@@ -152,7 +154,7 @@ def _check_quorum(job: JobSpec) -> None:
         )
     if job.minimum_sites > job.cohort_size:
         raise JobError(
-            f"{job.minimum_sites} sites can never answer: a round asks "
+            f"{job.minimum_sites} sites can never answer: a round has "
             f"{job.cohort_size}",
             key="schedule.minimum_sites",
         )
@@ -164,7 +166,7 @@ def _check_robust_rule(job: JobSpec) -> None:
     if rule == "mean":
         if bad:
             raise JobError(
-                "a mean withstands no bad site; use trimmed_mean, median, krum or "
+                "a mean tolerates no bad site; use trimmed_mean, median, krum or "
                 "multi_krum",
                 key="aggregation.byzantine_sites",
             )
@@ -177,8 +179,8 @@ def _check_robust_rule(job: JobSpec) -> None:
         )
     if bad == 0 and rule != "median":
         raise JobError(
-            f"{rule} withstands as many bad sites as it is told to, and 0 would make "
-            "it no safer than the mean: set it to 1 or more",
+            f"{rule} tolerates the number of bad sites given here, and with 0 it is no "
+            "safer than the mean: set it to 1 or more",
             key="aggregation.byzantine_sites",
         )
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1)
@@ -230,7 +232,7 @@ def _check_simulation(job: JobSpec) -> None:
     for index, name in enumerate(named):
         if name in named[:index]:
             raise JobError(
-                f"the machine of {name!r} is described twice",
+                f"site {name!r} has two machines",
                 key=f"simulation.machines[{index}].site",
             )
     for index, fault in enumerate(simulation.faults):

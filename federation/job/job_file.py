@@ -119,7 +119,7 @@ def load_table(
 
 def _rename(document: dict[str, Any], old: str, new: str, path: Path) -> None:
     if new in document:
-        raise JobError(f"is the old name of [{new}]: keep one of both", key=old)
+        raise JobError(f"is the old name of [{new}]: keep only one of them", key=old)
     document[new] = document.pop(old)
     _LOG.warning("%s: [%s] is now [%s]: rename the table", path, old, new)
 
@@ -277,13 +277,13 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any]) -> None:
     if full in PLANNED_KEYS:
         raise JobError(
-            f"{PLANNED_KEYS[full]} is not built yet; take this key out", key=full
+            f"{PLANNED_KEYS[full]} is not built yet; remove this key", key=full
         )
     nearest = difflib.get_close_matches(str(key), fields, n=1)
     hint = (
         f"did you mean {nearest[0]!r}?"
         if nearest
-        else "known here: " + ", ".join(fields)
+        else "known keys: " + ", ".join(fields)
     )
     raise JobError(f"unknown key; {hint}", key=full)
 

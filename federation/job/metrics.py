@@ -120,14 +120,14 @@ def check_objective(job: JobSpec) -> None:
     if training.task in BUILT_IN:
         if training.metrics:
             raise JobError(
-                f"{training.task} reports its own metrics: leave the table out, or "
-                "name an objective of your own in training.task",
+                f"{training.task} reports its own metrics: remove the table, or name "
+                "your own objective in training.task",
                 key=key,
             )
         return
     if not (_FUNCTION.fullmatch(training.task) or code_files.parse(training.task)):
         raise JobError(
-            f"{training.task!r:.80} is neither one of {', '.join(BUILT_IN)} nor of the "
+            f"{training.task!r:.80} is none of {', '.join(BUILT_IN)} and not of the "
             "form module:function or ./file.py:function",
             key="training.task",
         )
@@ -163,18 +163,18 @@ def _check_classes(job: JobSpec) -> None:
 def _fault(name: str, stated: tuple[float, ...]) -> str:
     if not METRIC_NAME.fullmatch(name) or name in _RESERVED:
         return (
-            "is no name of a metric: use up to 32 small letters, digits and _, and "
+            "is not a metric name: use up to 32 lower-case letters, digits and _, and "
             f"none of {', '.join(_RESERVED)}"
         )
     if stated and (len(stated) != _PAIR or not stated[0] < stated[1]):
         return (
-            "must be [low, high], what one record adds at least and at most; or [] "
-            "without bounds"
+            "must be [low, high], the least and the most that one record adds; or [] "
+            "for no bounds"
         )
     if name == LOSS and stated and stated[0] < 0:
         return (
-            "begins below 0: add a constant to a loss that can be negative, so that "
-            "its sum can be read"
+            "starts below 0: add a constant to a loss that can be negative, so that "
+            "its sum can be decoded"
         )
     return ""
 
@@ -188,7 +188,7 @@ def _check_bounded(job: JobSpec) -> None:
         "differential privacy adds noise to its sum in proportion to what one record "
         "may add"
         if job.privacy.differential_privacy.enabled
-        else "secure aggregation sums it without seeing what a site sends"
+        else "secure aggregation sums it without seeing the site's value"
     )
     for name in (LOSS, *metrics_of(job.training)):
         if not job.training.metrics.get(name):

@@ -22,20 +22,20 @@ def check_secure_aggregation(job: JobSpec) -> None:
     _refuse(
         rule != "mean" and secure.groups is None,
         "aggregation.combine",
-        f"{rule} compares updates, and the server sees their sum: set {table}."
-        "groups, so that it compares sums of groups; or use mean, where "
-        "nothing but the clip norm bounds what a bad site does",
+        f"{rule} compares updates, but the server sees only their sum: set "
+        f"{table}.groups, so that it compares sums of groups; or use mean, where only "
+        "the clip norm limits a bad site",
     )
     _refuse(
         not job.communication.links.up.is_linear,
         "communication.codec.name",
-        "updates travel as masked words of the ring, which rounds them to "
-        f"{table}.ring_bits: choose identity here, and fewer bits there",
+        f"updates are sent as masked ring elements of {table}.ring_bits bits: choose "
+        "identity here, and fewer bits there",
     )
     _refuse(
         job.communication.links.changes,
         "communication.down_content",
-        "sites sign the digest of the whole model that they are sent: use model",
+        "sites sign the digest of the whole model that they receive: use model",
     )
     _refuse(
         job.aggregation.weights == "dynamic",
@@ -45,17 +45,17 @@ def check_secure_aggregation(job: JobSpec) -> None:
     _refuse(
         job.schedule.sites_per_round is not None,
         "schedule.sites_per_round",
-        "secure aggregation asks every site in every round: leave it out",
+        "with secure aggregation every site takes part in every round: remove this key",
     )
     _refuse(
         job.schedule.minimum_sites not in {None, job.minimum_sites},
         "schedule.minimum_sites",
-        "under secure aggregation the quorum is its threshold: leave it out",
+        "with secure aggregation the threshold is the quorum: remove this key",
     )
     _refuse(
         secure.ring_bits not in {16, 24, 32},
         f"{table}.ring_bits",
-        f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
+        f"{secure.ring_bits} bits are not supported: choose 16, 24 or 32",
     )
     _refuse(
         secure.ring_bits == 16 and num_sites > 16,  # noqa: PLR2004
@@ -66,7 +66,8 @@ def check_secure_aggregation(job: JobSpec) -> None:
         secure.element_bound is not None
         and secure.element_bound > job.update_clip_norm,
         f"{table}.element_bound",
-        f"no element exceeds clip_norm = {job.update_clip_norm}: choose less, or none",
+        f"no element exceeds clip_norm = {job.update_clip_norm}: choose a smaller "
+        "value, or remove this key",
     )
     _refuse(
         secure.clip_elements and secure.element_bound is None,
@@ -105,27 +106,26 @@ def _check_groups(job: JobSpec) -> None:
     _refuse(
         rule == "mean",
         f"{table}.groups",
-        "a mean does not compare groups, and smaller sums hide less: leave it "
-        "out, or choose a robust aggregation.combine",
+        "a mean does not compare groups, and smaller sums hide less: remove this key, "
+        "or choose a robust aggregation.combine",
     )
     _refuse(
         job.sites_in_sum < fewest,
         f"{table}.groups",
-        f"{len(job.sites)} sites make {groups} groups of {job.sites_in_sum}, "
-        f"and a sum must hold {fewest} updates: name fewer groups or more sites",
+        f"{len(job.sites)} sites make {groups} groups of {job.sites_in_sum}, and a sum "
+        f"must hold at least {fewest} updates: use fewer groups or more sites",
     )
     _refuse(
         job.privacy.secure_aggregation.threshold is not None,
         f"{table}.threshold",
-        "in a group all sites must answer; the rule goes on without a group: "
-        "leave it out",
+        "all sites of a group must answer, and the rule continues without an "
+        "incomplete group: remove this key",
     )
     _refuse(
         private.in_sum,
         f"{table}.groups",
-        f'the noise of unit = "{private.unit}" is planned for the sum of all '
-        'sites, and a group holds too little of it: use unit = "record", or '
-        "leave groups out",
+        f'the noise of unit = "{private.unit}" is planned for the sum of all sites, '
+        'and a group\'s share is too small: use unit = "record", or remove groups',
     )
 
 
@@ -147,8 +147,8 @@ def check_differential_privacy(job: JobSpec) -> None:
         ]
         if given:
             raise JobError(
-                f'{given[0]} promises what unit = "none" does not keep: set '
-                'unit = "record", or leave it out',
+                f'{given[0]} has no effect with unit = "none": set unit = "record", or '
+                "remove this key",
                 key=f"{table}.{given[0]}",
             )
         return
@@ -162,20 +162,20 @@ def check_differential_privacy(job: JobSpec) -> None:
     _refuse(
         private.target_epsilon is None,
         f"{table}.target_epsilon",
-        "say how much may be spent: differential privacy without a bound on "
-        "epsilon promises nothing",
+        "set a limit: differential privacy without a bound on epsilon guarantees "
+        "nothing",
     )
     _refuse(
         job.aggregation.weights != "uniform",
         "aggregation.weights",
-        f"{job.aggregation.weights} weights tell how many records a site "
-        'holds, which differential privacy hides: set weights = "uniform"',
+        f"{job.aggregation.weights} weights reveal how many records a site holds, "
+        'which differential privacy hides: set weights = "uniform"',
     )
     _refuse(
         job.training.clip_grad_norm is not None and private.unit != "site",
         "training.clip_grad_norm",
-        "the gradient of a whole batch is not what bounds one record's part; "
-        f"{table}.clip_norm bounds each record's: leave it out",
+        "clipping a batch's gradient does not bound one record's part; "
+        f"{table}.clip_norm clips each record's gradient: remove this key",
     )
 
 
@@ -196,14 +196,14 @@ def _check_standardise(job: JobSpec, table: str) -> None:
     _refuse(
         unit not in {"record", "joint"},
         table,
-        f'unit = "{unit}" charges nothing for a record, and lets a source use '
-        "exact statistics of its own site: standardise there, and leave this "
-        "table out",
+        f'unit = "{unit}" does not charge for single records, and permits exact '
+        "statistics of a site's own data: standardise in the source, and remove this "
+        "table",
     )
     _refuse(
         job.training.task == "causal_lm",
         table,
-        "tokens have no mean: leave this table out",
+        "tokens have no mean: remove this table",
     )
     _refuse(
         not num_low or not num_high or len({1, num_low, num_high}) > 2,  # noqa: PLR2004
@@ -232,7 +232,9 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
         if not is_used and getattr(private, name) != getattr(default, name):
             where = "adaptive_clip" if name.startswith("clip_") else 'unit = "site"'
             where = 'unit = "joint" or "site"' if name == "colluding_sites" else where
-            raise JobError(f"it is for {where}: leave it out", key=f"{table}.{name}")
+            raise JobError(
+                f"it is for {where} only: remove this key", key=f"{table}.{name}"
+            )
 
 
 def _check_noise_in_sum(job: JobSpec) -> None:
@@ -244,23 +246,22 @@ def _check_noise_in_sum(job: JobSpec) -> None:
         not secure.enabled,
         "privacy.secure_aggregation.enabled",
         f'with unit = "{private.unit}" one site\'s noise alone does not '
-        "protect it: nobody may see its update, so set it to true",
+        "protect it, so nobody may see its update: set this to true",
     )
     _refuse(
         private.colluding_sites >= job.minimum_sites,
         f"{table}.colluding_sites",
-        f"a sum may hold {job.minimum_sites} updates: if "
-        f"{private.colluding_sites} are the adversary's, nobody's noise is left",
+        f"a sum may hold {job.minimum_sites} updates: if {private.colluding_sites} "
+        "collude, no other noise is left",
     )
     _refuse(
         # Of all sites there is but one sum. Else 2 t > N + n_C, as in
         # privacy.secagg.agreement.thresholds.
         opened_once < private.colluding_sites and job.minimum_sites < num_sites,
         f"{table}.colluding_sites",
-        f"with {private.colluding_sites} of them a lying aggregator could "
-        f"open two sums of {job.minimum_sites} of {num_sites} sites, whose "
-        "difference holds too little noise: raise "
-        "privacy.secure_aggregation.threshold",
+        f"with {private.colluding_sites} of them, a dishonest aggregator could unmask "
+        f"two sums of {job.minimum_sites} of {num_sites} sites, and their difference "
+        "would have too little noise: raise privacy.secure_aggregation.threshold",
     )
     _refuse(
         secure.ring_bits == 16,  # noqa: PLR2004
@@ -270,7 +271,7 @@ def _check_noise_in_sum(job: JobSpec) -> None:
     _refuse(
         secure.element_bound is not None,
         "privacy.secure_aggregation.element_bound",
-        "the noise is made for a grid that clip_norm sets: leave it out",
+        "the noise is made for the grid that clip_norm sets: remove this key",
     )
 
 
@@ -279,31 +280,31 @@ def _check_joint(job: JobSpec) -> None:
     _refuse(
         training.local_steps != 1,
         "training.local_steps",
-        "noise that is shared protects one step a round: after it a site's own "
-        'weights hold its own share alone. Set it to 1, or unit = "record"',
+        "shared noise protects only one step per round, because afterwards a site's "
+        'own weights hold only its own share. Set this to 1, or use unit = "record"',
     )
     _refuse(
         optimizer.name != "sgd" or bool(optimizer.momentum),
         "training.optimizer",
-        "joint noise is calibrated to one plain step, which adam and momentum "
-        "are not: use sgd here, and aggregation.server_optimizer for the rest",
+        "joint noise is calibrated to one plain step, without adam or momentum: use "
+        "sgd here, and aggregation.server_optimizer for the rest",
     )
     _refuse(
         bool(optimizer.weight_decay),
         "training.optimizer.weight_decay",
-        "the sum holds clipped gradients and nothing else: set it to 0",
+        "the sum may hold only clipped gradients: set this to 0",
     )
     _refuse(
         bool(training.proximal_mu),
         "training.proximal_mu",
-        "one step from the global weights is not pulled back to them: set it to 0",
+        "the proximal term is zero for a single step from the global weights: set this "
+        "to 0",
     )
     _refuse(
         training.learning_rate.name != "constant"
         or training.learning_rate.warmup_steps > 0,
         "training.learning_rate",
-        "the noise is calibrated to one learning rate: leave it constant, "
-        "without warm-up",
+        "the noise is calibrated to one learning rate: use constant, without warm-up",
     )
 
 
@@ -312,12 +313,12 @@ def _check_site(job: JobSpec) -> None:
     _refuse(
         job.privacy.secure_aggregation.clip_norm is not None,
         "privacy.secure_aggregation.clip_norm",
-        f"updates are clipped once, to {table}.clip_norm: leave it out",
+        f"updates are clipped once, to {table}.clip_norm: remove this key",
     )
     _refuse(
         private.held_out == "noise" and job.evaluation.every > 0,
         f"{table}.held_out",
-        "its noise hides a held-out record and not a site, which is the unit: "
+        "the noise on results hides one held-out record, but the unit is a whole site: "
         'declare the held-out data "public", or set evaluation.every = 0',
     )
 
@@ -334,6 +335,6 @@ def _check_threshold(job: JobSpec) -> None:
     if not smallest <= threshold <= num_sites:
         raise JobError(
             f"{threshold} of {num_sites} sites is not from {smallest} to {num_sites}: "
-            "fewer would let a lying aggregator open two sums of one round",
+            "with fewer, a dishonest aggregator could unmask two sums of one round",
             key="privacy.secure_aggregation.threshold",
         )

@@ -318,14 +318,13 @@ def _before_step(parts: ServerParts, state: RunState) -> RunState:
     if saved is None or saved.round_index < state.round_index:
         raise CorruptObject(
             f"the result of round {state.round_index + 1} is not finite, and the "
-            f"checkpoint of round {state.round_index} to go back to is damaged or "
-            "gone; resume the run from the newest that is whole"
+            f"checkpoint of round {state.round_index} is damaged or missing; resume "
+            "the run from the newest intact checkpoint"
         )
     if saved.round_index > state.round_index:
         raise RunConflict(
-            f"round {saved.round_index} was saved by another coordinator that works "
-            f"on this run, {parts.run_id}; leave the run to that one, or stop it and "
-            "resume"
+            f"round {saved.round_index} was saved by another coordinator of this run, "
+            f"{parts.run_id}; leave the run to it, or stop it and resume"
         )
     return replace(state, optimizer=saved.optimizer)
 
@@ -398,7 +397,7 @@ def _first(complaints: Sequence[str]) -> str:
 def _what_is_left(state: RunState) -> str:
     if state.rounds_completed:
         return "the model of the last completed round is safe in the checkpoints"
-    return "no round was completed: look at what each site answered"
+    return "no round was completed; see what each site answered"
 
 
 def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> None:
@@ -406,9 +405,9 @@ def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> N
     _check_progress(job, state, complaints)
     if state.rounds_completed == 0:
         raise QuorumNotMet(
-            f"not one of the {job.rounds} rounds had a result (the quorum is "
-            f"{job.minimum_sites} of {job.cohort_size} sites); {_said(complaints)}"
-            "nothing was trained"
+            f"none of the {job.rounds} rounds had a result (the quorum is "
+            f"{job.minimum_sites} of {job.cohort_size} sites); "
+            f"{_said(complaints)}nothing was trained"
         )
 
 

@@ -245,7 +245,7 @@ class PlainGather:
         share = self.schedule.share(state.round_index - update.based_on)
         if not share:
             raise InvalidUpdate(
-                f"is based on the model of round {update.based_on}: too old to count"
+                f"is based on the model of round {update.based_on}, which is too old"
             )
         return share
 

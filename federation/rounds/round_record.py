@@ -191,7 +191,7 @@ class RoundRecord:
         if isinstance(message, SiteFailure):
             if message.kind is FailureKind.LEAVING:
                 known = message.message in {*LeaveReason}
-                reason = message.message if known else "for no known reason"
+                reason = message.message if known else "for an unknown reason"
                 self.change_members(self.members.leave(message.site, reason))
         elif not isinstance(message, SecureAnswer) and message.leaving is not None:
             members = self.members.leave(

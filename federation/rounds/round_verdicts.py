@@ -148,7 +148,7 @@ class RoundVerdicts:
             if message.kind is FailureKind.LEAVING:
                 self._open.pop(message.site, None)  # It is asked nothing more.
             return self.fail_step(message.site, step, message.message, message.kind)
-        return self.fail_step(message.site, step, "answered something else")
+        return self.fail_step(message.site, step, "sent the wrong kind of answer")
 
     def fail_step(
         self,
@@ -162,7 +162,7 @@ class RoundVerdicts:
 
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
-        text = "gave no answer that counts"
+        text = "gave no valid answer"
         for task in self._carried:
             self._open.pop(task.site, None)
         missing = [
@@ -217,19 +217,19 @@ class RoundVerdicts:
             return self._judge_secret(message)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE
         if asked is not self.kind:
-            text = f"answered {asked.value} where it was asked to {self.kind.value}"
+            text = f"answered {asked.value} but its task was to {self.kind.value}"
             return self._invalid(message.site, text)
         return self._judge_update(message) if isinstance(message, SiteUpdate) else None
 
     def _judge_secret(self, message: SiteMessage) -> SiteFailure | None:
         if not self.in_secret:
-            text = "answered in secret where the job has no secure aggregation"
+            text = "sent a masked answer, but the job has no secure aggregation"
         elif isinstance(message, SecureAnswer):
             text = "declined to answer"
         elif not isinstance(message, MaskedUpdate):
-            text = "answered in the clear where the job has secure aggregation"
+            text = "sent an unmasked answer, but the job has secure aggregation"
         elif message.layout_digest != self.layout.digest:
-            text = "trained a model of another layout than this run's"
+            text = "trained a model with a different layout than this run's"
         else:
             return None
         return self._invalid(message.site, text)
@@ -237,7 +237,7 @@ class RoundVerdicts:
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
         layout, codec = self.layout, self.codec
         if update.layout_digest != layout.digest:
-            text = "trained a model of another layout than this run's"
+            text = "trained a model with a different layout than this run's"
             return self._invalid(update.site, text)
         delta_d, integers_m = update.delta_d, update.integers_m
         for name, values, size, dtype in (

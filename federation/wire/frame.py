@@ -198,7 +198,7 @@ def decode(data: Buffer) -> WireMessage:
     magic, version, digest = _LEAD.unpack_from(frame)
     # 2. Version before meaning.
     if magic != MAGIC:
-        raise WireError("the bytes do not start like a message of crossfed")
+        raise WireError("the bytes do not start like a crossfed message")
     if version != VERSION:
         older = "the sender" if version < VERSION else "this side"
         raise WireError(
@@ -215,7 +215,7 @@ def decode(data: Buffer) -> WireMessage:
         raise WireError(f"the message has {len(frame)} bytes and declares {expected}")
     # 3. Digest before use.
     if hashlib.sha256(frame[_LEAD.size :]).digest() != digest:
-        raise WireError("the message was damaged on its way: its digest is wrong")
+        raise WireError("the message was damaged in transit: its digest is wrong")
     # 4. Meaning.
     kind = _kind(number)
     body = _PREFIX_BYTES + header_bytes
@@ -237,7 +237,7 @@ def _parse_header(header: bytes) -> Fields:
             _padded(_CANONICAL.encode(fields)) == header
         )
     except (ValueError, RecursionError) as error:
-        raise WireError("the header is not JSON of a reasonable depth") from error
+        raise WireError("the header is not JSON, or is nested too deeply") from error
     if not canonical:
         raise WireError("the header is not a JSON object in canonical form")
     return fields  # type: ignore[no-any-return]
@@ -247,4 +247,4 @@ def _kind(number: int) -> Kind:
     try:
         return Kind(number)
     except ValueError as error:
-        raise WireError(f"messages of kind {number} do not exist") from error
+        raise WireError(f"there is no message kind {number}") from error

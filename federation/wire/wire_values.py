@@ -156,7 +156,9 @@ def _float(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{name} is {value!r:.80}, not a float in hex") from error
     if number.hex() != value:
-        raise WireError(f"{name} is {value!r:.80}, written unlike float.hex does")
+        raise WireError(
+            f"{name} is {value!r:.80}, not in the form that float.hex writes"
+        )
     return number
 
 

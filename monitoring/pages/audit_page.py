@@ -110,8 +110,8 @@ def _panels(number: int, site: SiteFindings, *, is_summed: bool) -> Sequence[Pan
             name=scores[0],
             title="Canaries",
             caption=(
-                f"How far {what} moved each canary's coordinate. The "
-                "further apart the two heaps, the more is told of one record."
+                f"How far {what} moved each canary's coordinate. The further apart the "
+                "two groups, the more is revealed about one record."
             ),
             svg=scores[1],
             key=audit_plots.scores_key(),
@@ -121,12 +121,13 @@ def _panels(number: int, site: SiteFindings, *, is_summed: bool) -> Sequence[Pan
             name=curves[0],
             title="Attacks",
             caption=(
-                "Share of records found against share of others accused falsely, both "
-                "logarithmic. What lies well above the dashed red line breaks the "
-                "promise."
+                "True positive rate against false positive rate, both logarithmic. "
+                "Points well above the dashed red line break the guarantee."
                 if site.promise.is_private
-                else "Share of records found against share of others accused falsely, "
-                "both logarithmic. Nothing bounds these lines."
+                else (
+                    "True positive rate against false positive rate, both logarithmic. "
+                    "No guarantee limits these curves."
+                )
             ),
             svg=curves[1],
             key=audit_plots.roc_key(site),

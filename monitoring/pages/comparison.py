@@ -217,7 +217,7 @@ def _panels(
     better = "Higher" if comparison_plots.has_accuracy(views) else "Lower"
     noisy = ""
     if any(privacy_words.has_noise(view.privacy) for view in views.values()):
-        noisy = " Noise on results shows as ups and downs of a curve."
+        noisy = " Noise on results makes the curves uneven."
     return tuple(
         replace(
             panel,

@@ -28,11 +28,11 @@ model.load_state_dict(load_file("model.safetensors"), strict=False)
 ```
 
 `model` is what the factory above returns. Tied weights are in the file under one of
-their names, for which `strict=False` is there."""
+their names, which is why `strict=False` is needed."""
 
 _NO_PRIVACY = (
-    "No differential privacy. Records of the training data may be recognised in the "
-    "model, or read from it: share it only with those who may see the data."
+    "No differential privacy. The model may reveal which records it was trained on, or "
+    "their content: share it only with people who may see the data."
 )
 _EXHAUSTED = (
     "The run ended early, when the privacy budget of its sites was spent. This is the "
@@ -40,11 +40,11 @@ _EXHAUSTED = (
 )
 _HELD_OUT = (
     "The loss and the accuracy are on held-out data of the same sites: they do not "
-    "say how the model does elsewhere."
+    "show how well the model works elsewhere."
 )
 _SIMULATED = (
-    "The sites were simulated on one machine: clouds and regions are names of the "
-    "job's own."
+    "The sites were simulated on one machine: clouds and regions are only names in the "
+    "job."
 )
 _PLACE = ("name", "cloud", "region")  # of a site, in a job file
 _OWN_DATA = "Each site trained on data that it chose itself, which never left it."
@@ -101,8 +101,8 @@ def _head(view: RunView) -> Iterator[str]:
     num_sites = format_count(len(view.started.sites), "site")
     yield (
         f"One model, trained over {num_sites} by federated learning: updates of the "
-        "model went to an aggregator, and training data did not. The whole job is in "
-        "`job.toml`."
+        "model went to an aggregator, and training data stayed at the sites. The whole "
+        "job is in `job.toml`."
     )
     if view.status != COMPLETED:
         yield from ("", _EXHAUSTED)
@@ -155,7 +155,7 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
     server = job["aggregation"]["server_optimizer"]["name"]
     yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
-    sums = "the aggregator saw sums only" if view.is_secret else "no"
+    sums = "the aggregator saw only sums" if view.is_secret else "no"
     yield "secure aggregation", sums
     up, down = format_bytes(view.bytes_up), format_bytes(view.bytes_down)
     yield "traffic", f"{up} from the sites, {down} to them"

@@ -242,7 +242,7 @@ class RunFolder:
             raise unavailable(self.lock, error) from error
         if not is_ours:
             raise RunConflict(
-                f"another process runs in {self.path}; wait for it, or choose another "
+                f"another process is using {self.path}; wait for it, or choose another "
                 "folder with --out"
             )
 

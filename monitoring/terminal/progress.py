@@ -68,14 +68,14 @@ def left_out(event: SitesLeftOut) -> str:
 def attempt_failed(event: RunFinished) -> str:
     """That a coordinator has ended before its run did."""
     why = f": {event.message}" if event.message else ""
-    return f"coordinator ended{why}; {ANOTHER}"
+    return f"coordinator stopped{why}; {ANOTHER}"
 
 
 def killed_before(event: RunStarted) -> str:
     """That the coordinator before this one left no last event."""
     return (
-        "the coordinator before was killed, or its machine failed; another resumes at "
-        f"round {event.first_round}"
+        "the previous coordinator was killed, or its machine failed; another resumes "
+        f"at round {event.first_round}"
     )
 
 

@@ -68,7 +68,7 @@ def line(view: RunView) -> str | None:
         parts.append(f"{format_bytes(over)} of that over the internet")
     if every.spared_calls:
         reads = format_count(every.spared_calls, "read")
-        parts.append(f"the cache spared {reads} of {format_bytes(every.spared_bytes)}")
+        parts.append(f"the cache saved {reads} of {format_bytes(every.spared_bytes)}")
     return ", ".join(parts)
 
 

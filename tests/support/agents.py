@@ -207,7 +207,7 @@ class _Far:
 
     def handle(self, task: Task) -> SiteMessage:
         if self.is_absent:
-            return failure(task, FailureKind.UNREACHABLE, "was never there")
+            return failure(task, FailureKind.UNREACHABLE, "was never connected")
         arrived = wire.decode(wire.encode_bytes(task))
         assert isinstance(arrived, RoundTask | SecureTask)
         self.grid.seen.append(arrived)

@@ -262,8 +262,8 @@ class _Play:
             ),
             replaced=script.replaced,
             withheld=(
-                "losses of training and numbers of examples leave no site",
-                "held-out results leave with noise, charged to their own records alone",
+                "training losses never leave a site",
+                "held-out results leave with noise, charged only to these records",
             ),
         )
 

@@ -95,5 +95,5 @@ def test_damaged_file_of_a_port_is_named(tmp_path: Path, content: str):
     config.port_file.write_text("9092\n")
     assert config.superlink_port() == 9092
     config.port_file.write_text(content, encoding="latin-1")
-    with pytest.raises(FederationError, match=r"port holds no port: remove it"):
+    with pytest.raises(FederationError, match=r"port holds no port number: remove it"):
         config.superlink_port()

@@ -153,7 +153,7 @@ def test_certificates_hold_for_ninety_days(authority: Authority, clock: VirtualC
     clock.sleep(90 * DAY - 1)
     authority.check_issued(certificate)
     clock.sleep(1)
-    with pytest.raises(KeyFileRefused, match="holds from"):
+    with pytest.raises(KeyFileRefused, match="is valid from"):
         authority.check_issued(certificate)
 
 

@@ -31,7 +31,7 @@ def test_enrolled_site_lacks_nothing_but_the_way(federation: Federation):
     wrong = [each for each in found.values() if each.status == "problem"]
     assert [each.name for each in wrong] == ["aggregator"]
     assert "cannot be reached" in wrong[0].found
-    assert found["certificate"].found.endswith("holds for 90 days")
+    assert found["certificate"].found.endswith("is valid for 90 days")
     assert found["trust"].found == "the key is that of site 'site-a'"
 
 

@@ -59,9 +59,7 @@ def test_apps_and_strangers_are_known(tmp_path: Path):
 
 def test_app_that_is_not_enrolled(tmp_path: Path):
     """Nobody could tell its node."""
-    with pytest.raises(
-        JobError, match="'lab' runs an app of Flower and is not enr"
-    ) as e:
+    with pytest.raises(JobError, match="'lab' runs a Flower app and is not enr") as e:
         known_nodes(enrolled(tmp_path, a=1), job())
     assert e.value.key == "sites[1].flower_app"
     assert known_nodes(tmp_path, job(), absent={"lab"}) == {}

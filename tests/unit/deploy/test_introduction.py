@@ -209,7 +209,7 @@ def test_numbers_that_mean_nothing_are_refused(
     """A site's own, honestly signed: they would go into everybody's contract."""
     answer = introduced(asked, privacy=replace(PROMISE, **change))
     sealed = introduction.seal_introduction(answer, members.sites["one"])
-    with pytest.raises(ProtocolError, match="site 'one' promises what cannot be"):
+    with pytest.raises(ProtocolError, match="site 'one' states impossible numbers"):
         introduction.open_introduction(sealed, members.roster, asked)
 
 
@@ -220,5 +220,5 @@ def test_number_of_examples_that_cannot_be_is_refused(
     """Zero says that it is not told; and JSON has integers of any size."""
     answer = introduced(asked, num_examples=number, privacy=None)
     sealed = introduction.seal_introduction(answer, members.sites["one"])
-    with pytest.raises(ProtocolError, match="what cannot be"):
+    with pytest.raises(ProtocolError, match="impossible number of examples"):
         introduction.open_introduction(sealed, members.roster, asked)

@@ -70,7 +70,7 @@ def test_key_errors_name_the_file_and_the_way_out(tmp_path: Path):
         keys.show(path)
     with pytest.raises(KeyFileRefused, match="move it away"):
         new(path)
-    with pytest.raises(KeyFileRefused, match="make its folder first"):
+    with pytest.raises(KeyFileRefused, match="create its folder first"):
         new(tmp_path / "none" / "left.pem")
     with pytest.raises(KeyFileRefused, match="regular file; name the key file"):
         keys.show(tmp_path)

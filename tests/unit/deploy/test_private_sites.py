@@ -13,7 +13,7 @@ from federation.ids import RunId
 from monitoring import privacy_words
 
 _TRAINING = {"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}}
-_TRAINING_LOSSES = "losses of training leave no site"
+_TRAINING_LOSSES = "losses never leave a site"
 
 
 def _planned(every: int = 1, **private: Any) -> PrivacyPlanned:
@@ -49,7 +49,7 @@ def test_held_out_results_are_said_to_have_noise_where_they_have(unit: str):
     assert "the job declares the held-out data public" in public.withheld[1]
     nothing = _planned(unit=unit, every=0)
     assert not privacy_words.has_noise(nothing)
-    assert nothing.withheld[1] == "held-out results leave no site"
+    assert nothing.withheld[1] == "held-out results never leave a site"
     for planned in (noisy, public, nothing):
         assert planned.withheld[0].startswith(_TRAINING_LOSSES)
 
@@ -61,7 +61,7 @@ def test_whole_sites_say_what_their_bits_tell():
     assert fixed.signal_to_noise is not None
     assert fixed.relation == "one site's data present or absent"
     adapts = _planned(unit="site", held_out="public", adaptive_clip=True)
-    assert "which epsilon counts" in adapts.withheld[2]
+    assert "which counts towards epsilon" in adapts.withheld[2]
     assert adapts.signal_to_noise is not None
     assert adapts.signal_to_noise < fixed.signal_to_noise
 

@@ -216,7 +216,7 @@ def test_by_url(key: KeyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["file://x/job/run"], "--encryption-key: is missing"),
         (["file:///", "--encryption-key", "KEY"], "no run, dataset or export"),
         (["ftp://x", "--encryption-key", "KEY"], "scheme"),
-        (["file://x/job/run", "--encryption-key", "keys.toml"], "names no key"),
+        (["file://x/job/run", "--encryption-key", "keys.toml"], "does not name a key"),
         (["no-such-run"], "there is no run"),
     ],
 )

@@ -71,14 +71,14 @@ def test_run_that_lost_its_coordinator_says_so(
             said = capsys.readouterr().err
         pauses.look()
         assert said == (
-            "crossfed: no coordinator works on run one: if it was killed, the service "
+            "crossfed: run one has no coordinator: if it was killed, the service "
             "starts another, which resumes from the newest checkpoint and waits for "
             "its sites\n"
         )
         assert not capsys.readouterr().err
     pauses.look()
     said = capsys.readouterr().err
-    assert "no aggregator works here: the run resumes by itself after" in said
+    assert "no aggregator is running here: the run resumes automatically after" in said
     assert "crossfed aggregator up" in said
 
 
@@ -88,5 +88,5 @@ def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     run_queue.submit(small_job(), run, at=0.0)
     (run.path / run_queue.COORDINATOR).write_text("{")
     found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path))
-    assert found.startswith("run one is left alone: ")
+    assert found.startswith("run one is not started: ")
     assert "coordinator.json is damaged" in found

@@ -40,7 +40,7 @@ def test_host_with_a_port_makes_no_keys(
     folder = tmp_path / "fed"
     code = cli.main(["aggregator", "init", str(folder), "--host", "a.example.org:1"])
     assert code == 2
-    assert "hosts: 'a.example.org:1' is no name or address" in told(capsys)
+    assert "hosts: 'a.example.org:1' is not a host name or address" in told(capsys)
     assert not folder.exists()
 
 

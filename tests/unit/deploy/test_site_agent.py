@@ -172,7 +172,7 @@ def test_other_code_says_what_to_upgrade(
     [
         (
             {"policy": {**OPEN_POLICY, "functions": [LEAVES, BLOBS]}},
-            "ended the program",
+            "exited the program",
         ),
         # What code that reads data says may quote a record: it does not leave.
         ({"data": {"source": LEAVES}}, "cannot load its data; its log says why"),
@@ -650,7 +650,7 @@ def test_secure_site_refuses_to_work_in_the_clear(
     answer = agent.answer(train_task(job))
     agent.close()
     assert isinstance(answer, SiteFailure)
-    assert "answers under secure aggregation only" in answer.message
+    assert "answers only with secure aggregation" in answer.message
 
 
 def test_contract_against_the_policy_is_refused(agent: SiteAgent, members: Consortium):

@@ -88,13 +88,13 @@ def test_default_policy_accepts_no_job_without_privacy():
             private_job(held_out="public"),
             {},
             "privacy.differential_privacy.held_out",
-            "does not call its held-out data public (policy.public_held_out)",
+            "does not declare its held-out data public (policy.public_held_out)",
         ),
         (
             small_job(),
             {"privacy": "none"},
             "privacy.secure_aggregation.enabled",
-            "demands secure aggregation (policy.secure_aggregation)",
+            "requires secure aggregation (policy.secure_aggregation)",
         ),
         (
             small_job(rounds=6),
@@ -148,7 +148,7 @@ def test_default_policy_accepts_no_job_without_privacy():
             secure_job(5, threshold=5, hybrid=False),
             OPEN,
             "privacy.secure_aggregation.hybrid",
-            "demands the post-quantum hybrid (policy.require_hybrid)",
+            "requires the post-quantum hybrid (policy.require_hybrid)",
         ),
         (
             secure_job(5, threshold=5, ring_bits=16),
@@ -288,7 +288,7 @@ def test_noise_must_withstand_as_many_sites_as_the_policy_says(unit: str):
     two = PolicySpec(**policy, colluding_sites=2)
     key, text = refused(shared_noise_job(unit), **policy, colluding_sites=2)
     assert key == "privacy.differential_privacy.colluding_sites"
-    assert "2 colluding sites cannot take off (policy.colluding_sites), not 1" in text
+    assert "2 colluding sites cannot remove (policy.colluding_sites), not 1" in text
     site_policy.check_job(shared_noise_job(unit, colluding_sites=2), two, SITE)
 
 

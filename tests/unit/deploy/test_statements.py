@@ -247,7 +247,7 @@ ATTEMPTS: Mapping[Attempt, str] = {
     one_for_another: "site 'site-1' states twice what noise it needs",
     of_an_invented_site: "'zoe' is not in roster 1",
     of_silence: "site 'site-0' does not state what noise it needs",
-    of_infinity: "site 'site-0' promises what cannot be",
+    of_infinity: "site 'site-0' states impossible numbers",
     of_a_promise: "a malformed Introduction",
 }
 
@@ -347,7 +347,7 @@ def test_aggregator_asks_for_what_sites_need(meeting: Meeting):
         num_examples=0,
     )
     key = meeting.members.sites[ODD]
-    with pytest.raises(ProtocolError, match="does not state what noise it needs"):
+    with pytest.raises(ProtocolError, match="does not state its noise plan"):
         call.site_of(introduction.seal_introduction(silent, key))
 
 

@@ -67,26 +67,26 @@ def classes(*names: str) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "task": (own("regression"), "training.task", "neither one of classification"),
+    "task": (own("regression"), "training.task", "none of classification"),
     "metrics of a built-in task": (
         own("causal_lm", error=[0.0, 1.0]),
         "training.metrics",
         "reports its own metrics",
     ),
-    "name of a metric": (
+    "not a metric name": (
         own(Error=[]),
         "training.metrics.Error",
-        "no name of a metric",
+        "not a metric name",
     ),
     "taken name": (
         own(loss_sum=[]),
         "training.metrics.loss_sum",
-        "no name of a metric",
+        "not a metric name",
     ),
     "name of right predictions": (
         own(correct=[0.0, 40.0]),
         "training.metrics.correct",
-        "no name of a metric",
+        "not a metric name",
     ),
     "classes of another task": (
         {"training": {"local_steps": 1, "task": "causal_lm", "classes": ["a", "b"]}},
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.metrics.error",
         "[low, high]",
     ),
-    "loss below 0": (own(loss=[-1.0, 1.0]), "training.metrics.loss", "begins below 0"),
+    "loss below 0": (own(loss=[-1.0, 1.0]), "training.metrics.loss", "starts below 0"),
     "too many metrics": (
         own(**{f"m{i}": [] for i in range(17)}),
         "training.metrics",
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "not the metrics of an objective",
     ),
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
-    "no site": ({"sites": []}, "sites", "name at least one site"),
+    "no site": ({"sites": []}, "sites", "add at least one"),
     "site name": (
         {"sites": [{"name": "a"}, {"name": "B"}]},
         "sites[1].name",
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "speeds of an equal deal": (
         {"data": {"source": "m:f", "partition": {"speeds": [1.0]}}},
         "data.partition.speeds",
-        "is of no use with 'iid'",
+        "has no effect with 'iid'",
     ),
     "speeds of some sites": (
         proportional(1.0, 2.0),
@@ -208,12 +208,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "one beta": (
         {"training": {"optimizer": {"betas": [0.9]}}},
         "training.optimizer.betas",
-        "give two numbers from 0 to below 1",
+        "give two numbers, each at least 0 and below 1",
     ),
     "beta of 1": (
         {"training": {"optimizer": {"betas": [0.9, 1]}}},
         "training.optimizer.betas",
-        "give two numbers from 0 to below 1",
+        "give two numbers, each at least 0 and below 1",
     ),
     "cohort too large": (
         {"schedule": {"sites_per_round": 4}},
@@ -223,17 +223,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "quorum above all sites": (
         {"schedule": {"minimum_sites": 4}},
         "schedule.minimum_sites",
-        "4 sites can never answer: a round asks 3",
+        "4 sites can never answer: a round has 3",
     ),
     "quorum above the cohort": (
         {"schedule": {"minimum_sites": 3, "sites_per_round": 2}},
         "schedule.minimum_sites",
-        "3 sites can never answer: a round asks 2",
+        "3 sites can never answer: a round has 2",
     ),
     "bad sites and a mean": (
         {"aggregation": {"byzantine_sites": 1}},
         "aggregation.byzantine_sites",
-        "a mean withstands no bad site",
+        "a mean tolerates no bad site",
     ),
     "robust rule with weights": (
         {"aggregation": {"combine": "median"}},
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "trimmed mean that trims nothing": (
         robust("trimmed_mean"),
         "aggregation.byzantine_sites",
-        "trimmed_mean withstands as many bad sites as it is told to, and 0",
+        "trimmed_mean tolerates the number of bad sites given here, and",
     ),
     "krum of too few": (
         robust("krum", byzantine_sites=1),
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "secret sum under a robust rule": (
         robust("median", byzantine_sites=1) | secret(),
         "aggregation.combine",
-        "median compares updates, and the server sees their sum: set privacy.",
+        "median compares updates, but the server sees only their sum: set privacy.",
     ),
     "secret sum with dynamic weights": (
         {"aggregation": {"weights": "dynamic"}} | secret(),
@@ -304,30 +304,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"communication": {"codec": {"name": "bf16"}}} | secret(),
         "communication.codec.name",
         (
-            "updates travel as masked words of the ring, which rounds them to "
-            "privacy.secure_aggregation.ring_bits: choose identity here, and fewer "
-            "bits there"
+            "updates are sent as masked ring elements of "
+            "privacy.secure_aggregation.ring_bits bits: choose identity here, and "
+            "fewer bits there"
         ),
     ),
     "secret sum of models that are not sent whole": (
         {"communication": {"down_content": "change"}} | secret(),
         "communication.down_content",
-        "sites sign the digest of the whole model that they are sent: use model",
+        "sites sign the digest of the whole model that they receive: use model",
     ),
     "secret sum over a sample": (
         {"schedule": {"sites_per_round": 2}} | secret(),
         "schedule.sites_per_round",
-        "secure aggregation asks every site in every round: leave it out",
+        "secure aggregation every site takes part in every round: remove this key",
     ),
     "secret sum with another quorum": (
         {"schedule": {"minimum_sites": 2}} | secret(),
         "schedule.minimum_sites",
-        "under secure aggregation the quorum is its threshold: leave it out",
+        "with secure aggregation the threshold is the quorum: remove this key",
     ),
     "ring of odd width": (
         secret(ring_bits=20),
         "privacy.secure_aggregation.ring_bits",
-        "20 is not a ring: choose 16, 24 or 32",
+        "20 bits are not supported: choose 16, 24 or 32",
     ),
     "16 bits for 17 sites": (
         {"sites": [{"name": f"s{number}"} for number in range(17)]}
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "bound of elements above the norm": (
         secret(clip_norm=1.0, element_bound=1.5),
         "privacy.secure_aggregation.element_bound",
-        "no element exceeds clip_norm = 1.0: choose less, or none",
+        "no element exceeds clip_norm = 1.0: choose a smaller value",
     ),
     "elements clipped to nothing": (
         secret(clip_elements=True),
@@ -363,47 +363,47 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "threshold that lets two sums open": (
         {"sites": [{"name": name} for name in "abcde"]} | secret(threshold=3),
         "privacy.secure_aggregation.threshold",
-        "3 of 5 sites is not from 4 to 5: fewer would let a lying aggregator open two",
+        "3 of 5 sites is not from 4 to 5: with fewer, a dishonest aggregator could",
     ),
     "epsilon without a unit": (
         {"privacy": {"differential_privacy": {"target_epsilon": 8.0}}},
         "privacy.differential_privacy.target_epsilon",
-        'promises what unit = "none" does not keep',
+        'has no effect with unit = "none"',
     ),
     "a unit without epsilon": (
         {"privacy": {"differential_privacy": {"unit": "record"}}},
         "privacy.differential_privacy.target_epsilon",
-        "without a bound on epsilon promises nothing",
+        "without a bound on epsilon guarantees nothing",
     ),
     "private with weights by examples": (
         private(aggregation={"weights": "examples"}),
         "aggregation.weights",
-        "examples weights tell how many records a site holds",
+        "examples weights reveal how many records a site holds",
     ),
     "private with a clipped batch": (
         private(training={"clip_grad_norm": 1.0}),
         "training.clip_grad_norm",
-        "not what bounds one record's part",
+        "not bound one record's part",
     ),
     "app in a secret sum": (
         with_app(secret(two_sites_waiver=True)),
         "privacy.secure_aggregation.enabled",
-        "site 'b' runs an app of Flower: it cannot mask its update",
+        "site 'b' runs a Flower app: it cannot mask its update",
     ),
     "private app": (
         with_app(private()),
         "privacy.differential_privacy.unit",
-        "nothing clips its gradients",
+        "nothing there clips its gradients",
     ),
     "dynamic weight of an app": (
         with_app({"aggregation": {"weights": "dynamic"}}),
         "aggregation.weights",
-        "it does not evaluate what it has trained",
+        "it does not evaluate its trained model",
     ),
     "app near the global weights": (
         with_app({"training": {"proximal_mu": 0.1}}),
         "training.proximal_mu",
-        "nothing keeps it near the global weights",
+        "nothing there keeps it near the global weights",
     ),
     "app that keeps its optimiser": (
         with_app(
@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             }
         ),
         "training.optimizer.state",
-        "nothing keeps its optimiser there",
+        "nothing there keeps its optimiser state",
     ),
     "data of an app": (
         {"sites": [{"name": "a", "flower_app": {}, "data": {"source": "m:f"}}]},
@@ -440,12 +440,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "app's own number of the round": (
         with_app(settings={"server-round": 1}),
         "sites[1].flower_app.settings.server-round",
-        "is the number of the round",
+        "is reserved for the round number",
     ),
     "app's table of settings": (
         with_app(settings={"model": {"depth": 3}}),
         "sites[1].flower_app.settings.model",
-        "a record of Flower has no tables",
+        "a Flower record has no tables",
     ),
     "threshold beyond the sites": (
         secret(threshold=4),

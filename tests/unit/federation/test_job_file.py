@@ -134,7 +134,7 @@ def test_largest_file(tmp_path: Path):
         (
             {"communication": {"zzz": 1}},
             "communication.zzz",
-            "unknown key; known here: codec, down_codec, down_content",
+            "unknown key; known keys: codec, down_codec, down_content",
         ),
         (
             {"sites": [{"name": "a", "regoin": "x"}]},
@@ -157,7 +157,7 @@ def test_refused_key(changes: dict[str, Any], key: str, text: str):
 
 def test_unknown_key_that_is_no_text():
     """Only Python can write one."""
-    assert str(refusal({1: 2})).startswith("1: unknown key; known here: name, rounds")
+    assert str(refusal({1: 2})).startswith("1: unknown key; known keys: name, rounds")
 
 
 @pytest.mark.parametrize("name", ["name", "rounds", "model", "training", "sites"])
@@ -185,7 +185,7 @@ def test_planned_key(name: str):
         table = table.setdefault(part, {})
     table[last] = 1
     error = refusal(changes)
-    text = f"{name}: {PLANNED_KEYS[name]} is not built yet; take this key out"
+    text = f"{name}: {PLANNED_KEYS[name]} is not built yet; remove this key"
     assert (error.key, str(error)) == (name, text)
 
 

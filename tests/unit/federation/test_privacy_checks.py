@@ -61,7 +61,7 @@ IN_SUM: dict[str, tuple[dict[str, Any], str, str]] = {
     "everybody colludes": (
         _private(colluding_sites=4),
         f"{DP}.colluding_sites",
-        "a sum may hold 4 updates: if 4 are the adversary's",
+        "a sum may hold 4 updates: if 4 collude",
     ),
     "narrow ring": (
         _secure(ring_bits=16),
@@ -71,32 +71,32 @@ IN_SUM: dict[str, tuple[dict[str, Any], str, str]] = {
     "element bound": (
         _secure(element_bound=0.01),
         f"{SECURE}.element_bound",
-        "the noise is made for a grid that clip_norm sets",
+        "the noise is made for the grid that clip_norm sets",
     ),
     "example counts": (
         {"aggregation": {"weights": "examples"}},
         "aggregation.weights",
-        "examples weights tell how many records a site holds",
+        "examples weights reveal how many records a site holds",
     ),
     "no bound on epsilon": (
         _private(target_epsilon=None),
         f"{DP}.target_epsilon",
-        "say how much may be spent",
+        "set a limit",
     ),
     "median": (
         {"aggregation": {"combine": "median"}},
         "aggregation.combine",
-        "compares updates, and the server sees their sum: set privacy.",
+        "compares updates, but the server sees only their sum: set privacy.",
     ),
     "some of the sites": (
         {"schedule": {"sites_per_round": 3}},
         "schedule.sites_per_round",
-        "asks every site in every round",
+        "every site takes part in every round",
     ),
     "another quorum": (
         {"schedule": {"minimum_sites": 3}},
         "schedule.minimum_sites",
-        "the quorum is its threshold",
+        "the threshold is the quorum: remove this key",
     ),
 }
 
@@ -104,17 +104,17 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
     "two steps": (
         _training(local_steps=2),
         "training.local_steps",
-        "noise that is shared protects one step a round",
+        "noise protects only one step per round, because afterwards",
     ),
     "epochs": (
         _training(local_steps=None, local_epochs=1),
         "training.local_steps",
-        'Set it to 1, or unit = "record"',
+        'Set this to 1, or use unit = "record"',
     ),
     "adam": (
         _training(optimizer={"name": "adamw", "lr": 0.1}),
         "training.optimizer",
-        "calibrated to one plain step, which adam and momentum are not",
+        "calibrated to one plain step, without adam or momentum",
     ),
     "momentum": (
         _training(optimizer={"momentum": 0.9}),
@@ -124,17 +124,17 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
     "weight decay": (
         _training(optimizer={"weight_decay": 0.01}),
         "training.optimizer.weight_decay",
-        "the sum holds clipped gradients and nothing else",
+        "the sum may hold only clipped gradients",
     ),
     "proximal term": (
         _training(proximal_mu=0.1),
         "training.proximal_mu",
-        "is not pulled back to them",
+        "from the global weights",
     ),
     "schedule": (
         _training(learning_rate={"name": "cosine"}),
         "training.learning_rate",
-        "calibrated to one learning rate: leave it constant",
+        "calibrated to one learning rate: use constant",
     ),
     "warm-up": (
         _training(learning_rate={"warmup_steps": 2}),
@@ -144,7 +144,7 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
     "clipped batches": (
         _training(clip_grad_norm=1.0),
         "training.clip_grad_norm",
-        "bounds each record's: leave it out",
+        "clips each record's gradient: remove this key",
     ),
     "adaptive clip": (
         _private(adaptive_clip=True),
@@ -172,7 +172,7 @@ WHOLE_SITES: dict[str, tuple[dict[str, Any], str, str]] = {
     "noise on held-out results": (
         {"evaluation": {"every": 1}},
         f"{DP}.held_out",
-        "hides a held-out record and not a site",
+        "hides one held-out record, but the unit is a whole site",
     ),
 }
 
@@ -215,7 +215,7 @@ REFUSED = [
         (WHOLE_SITES, ("site",)),
         (BOUNDS, ("record", "joint")),
         (
-            {"statistics": (_standardise(), STANDARDISE, "standardise there")},
+            {"statistics": (_standardise(), STANDARDISE, "standardise in the source")},
             ("none", "site"),
         ),
     )
@@ -291,7 +291,11 @@ def test_clip_norm_of_a_joint_update(change: dict[str, Any], expected: float):
 
 
 GROUPED = {
-    "aggregation": {"weights": "uniform", "combine": "median", "byzantine_sites": 1},
+    "aggregation": {
+        "weights": "uniform",
+        "combine": "median",
+        "byzantine_sites": 1,
+    },
     "privacy": {
         "secure_aggregation": {"enabled": True, "groups": 3},
         "differential_privacy": {"unit": "none", "target_epsilon": None},
@@ -329,10 +333,15 @@ def test_robust_rule_over_groups_is_accepted():
             {},
             8,
             f"{SECURE}.groups",
-            "8 sites make 3 groups of 2, and a sum must hold 3",
+            "8 sites make 3 groups of 2, and a sum must hold at least 3",
         ),
         (_secure(groups=2), 9, f"{SECURE}.groups", "3"),
-        (_secure(threshold=7), 9, f"{SECURE}.threshold", "all sites must answer"),
+        (
+            _secure(threshold=7),
+            9,
+            f"{SECURE}.threshold",
+            "all sites of a group must answer",
+        ),
         (
             {"aggregation": {"byzantine_sites": 2}},
             9,

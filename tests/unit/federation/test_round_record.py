@@ -217,7 +217,7 @@ def test_reason_of_a_site_that_leaves_is_one_of_ours():
     """Its own text could name other sites, and would be in each checkpoint."""
     for said, kept in (
         ("spot", "spot"),
-        (f"spot); {OTHER} (left out: lied", "for no known reason"),
+        (f"spot); {OTHER} (left out: lied", "for an unknown reason"),
     ):
         record, told = opened()
         word = replace(crashed(SITE), kind=FailureKind.LEAVING, message=said)

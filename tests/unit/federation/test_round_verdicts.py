@@ -86,12 +86,12 @@ REFUSED = {
     "other kind": (
         toy.evaluation(round_index=ROUND),
         FailureKind.INVALID,
-        "answered evaluate where it was asked to train",
+        "answered evaluate but its task was to train",
     ),
     "other layout": (
         replace(SOUND, layout_digest="0" * 64),
         FailureKind.INVALID,
-        "trained a model of another layout than this run's",
+        "trained a model with a different layout than this run's",
     ),
     "too short": (
         replace(SOUND, delta_d=SOUND.delta_d[:-1]),
@@ -121,12 +121,12 @@ REFUSED = {
     "masked update": (
         toy.masked(round_index=ROUND),
         FailureKind.INVALID,
-        "answered in secret where the job has no secure aggregation",
+        "sent a masked answer, but the job has no secure aggregation",
     ),
     "step of secure aggregation": (
         toy.secure_answer(round_index=ROUND),
         FailureKind.INVALID,
-        "answered in secret where the job has no secure aggregation",
+        "sent a masked answer, but the job has no secure aggregation",
     ),
     "masked update of an earlier round": (
         toy.masked(round_index=1),
@@ -280,7 +280,7 @@ def test_update_where_an_evaluation_was_asked():
     """The other way round."""
     refused = opened(TaskKind.EVALUATE).accept(SOUND)
     assert refused is not None
-    assert refused.message == "answered train where it was asked to evaluate"
+    assert refused.message == "answered train but its task was to evaluate"
 
 
 def test_complaints_name_sites():
@@ -312,7 +312,7 @@ STEP_REFUSED = {
     "other step": (
         replace(toy.secure_answer(round_index=ROUND), step=SecureStep.REVEAL),
         FailureKind.INVALID,
-        "survivors: answered something else",
+        "survivors: sent the wrong kind of answer",
     ),
     "own word": (
         toy.failure(round_index=ROUND),

@@ -92,7 +92,7 @@ def test_other_tensor_is_named(
 ):
     """The message names the first tensor that differs and who holds it."""
     other = Layout.build([*TENSORS[:position], tensor, *TENSORS[position + 1 :]])
-    match = rf"site a holds another model: tensor '{TENSORS[position][0]}'"
+    match = rf"site a has a different model: tensor '{TENSORS[position][0]}'"
     with pytest.raises(LayoutMismatch, match=match):
         LAYOUT.check_same(other, whose="site a")
 
@@ -106,7 +106,7 @@ def test_additional_tensor_is_named():
 
 def test_other_order_is_a_mismatch():
     """The same tensors elsewhere in the vector are another model."""
-    with pytest.raises(LayoutMismatch, match="in another order"):
+    with pytest.raises(LayoutMismatch, match="in a different order"):
         LAYOUT.check_same(Layout.build(TENSORS[::-1]), whose="site a")
 
 

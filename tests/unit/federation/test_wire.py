@@ -466,7 +466,7 @@ def test_payload_where_none_belongs_is_refused(message: wire.WireMessage):
 def test_unknown_kind_is_refused():
     """There are seven kinds of messages."""
     for kind in (0, len(wire_fields.Kind) + 1):
-        refused(frame(parts(FAILURE)[0], kind=kind), f"kind {kind} do not exist")
+        refused(frame(parts(FAILURE)[0], kind=kind), f"no message kind {kind}")
 
 
 def test_message_under_another_kind_is_refused():

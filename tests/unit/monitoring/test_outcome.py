@@ -50,5 +50,5 @@ def test_clouds_are_told_of_in_one_line():
     """Without what happened on this machine, which costs nothing."""
     assert list(lines(fold(stored())))[-1] == (
         "storage     12 requests, 2.0 MB written, 5.0 MB read, 5.0 MB of that over the "
-        "internet, the cache spared 4 reads of 12.5 MB"
+        "internet, the cache saved 4 reads of 12.5 MB"
     )

@@ -33,7 +33,9 @@ def test_spent_has_every_term():
 
 def test_nothing_told_is_not_nothing_spent():
     """A run that ended before any answer promises no zero."""
-    assert privacy_words.spent(_planned(), None).startswith("not told by any site (")
+    assert privacy_words.spent(_planned(), None).startswith(
+        "not reported by any site ("
+    )
 
 
 def test_unknown_terms_are_said_as_they_are():
@@ -80,7 +82,7 @@ def test_whole_sites_are_no_records(num_sites: int):
         "present or absent; PLD; no sampling: every site is in every round)"
     )
     assert means == f"{num_sites} sites  noise multiplier 0.900 in the sum"
-    assert signal.startswith("signal-to-noise ratio 1.4: of the mean update")
+    assert signal.startswith("signal-to-noise ratio 1.4: the largest mean update")
     view = fold(events)
     told = privacy_words.meaning(view.privacy, view.total_spent)
     assert "with all that any one site holds left out" in told
@@ -92,8 +94,8 @@ def test_drowned_updates_are_called_so():
     planned = fold(event_samples.whole_sites(1)).privacy
     assert privacy_words.signal(_planned()) is None
     low = replace(planned, signal_to_noise=0.31)
-    assert privacy_words.signal(low).endswith("; little but noise")
-    assert "little but noise" not in privacy_words.signal(planned)
+    assert privacy_words.signal(low).endswith("; mostly noise")
+    assert "mostly noise" not in privacy_words.signal(planned)
 
 
 def test_promise_without_sites_has_no_bound():

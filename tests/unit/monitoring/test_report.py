@@ -216,7 +216,7 @@ def test_private_run_says_what_is_promised_and_what_is_not():
         "Neighbours: add or remove one record",
         "Assumption: Poisson sampling: each record is in each step independently",
         "gcp-us-central1 7.76 8 1e-04 0.950 0.05 20",
-        "Losses of training and numbers of examples leave no site.",
+        "Training losses never leave a site.",
         "Held-out records have their own budget",
         "bn1: BatchNorm2d by GroupNorm",
         "What is not protected",
