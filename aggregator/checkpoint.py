@@ -188,7 +188,7 @@ class RunCheckpoints:
             reasons = "; ".join(str(damage) for _, damage in damages)
             raise CorruptObject(
                 f"none of the run's {len(damages)} checkpoints is whole: {reasons}; "
-                "restore them from a copy, or start a new run"
+                "restore them from a backup, or start a new run"
             )
         return None
 
@@ -215,8 +215,8 @@ class RunCheckpoints:
 
     def _conflict(self, key: str) -> RunConflict:
         return RunConflict(
-            f"{key} was written by another coordinator that works on this run, "
-            f"{self.run_id}; leave the run to that one, or stop it and resume"
+            f"{key} was written by another coordinator of this run, {self.run_id}; "
+            "leave the run to it, or stop it and resume"
         )
 
     def _check_ours(self, manifest: Manifest) -> None:
@@ -233,16 +233,15 @@ class RunCheckpoints:
         found = differences(job_digest.what_decides(self.job), theirs)
         if found:
             raise CheckpointMismatch(
-                f"the run was started from another job than this one: "
-                f"{'; '.join(found)} (there: {manifest.key}). Set these keys back to "
-                "resume, extend the run (--extend ROUNDS) if it is to have more "
-                "rounds, or start a new run"
+                f"the run was started with a different job: {'; '.join(found)} "
+                f"(there: {manifest.key}). Set these keys back to resume, extend the "
+                "run (--extend ROUNDS) if it is to have more rounds, or start a new run"
             )
         if self.layout.num_frozen and not manifest.layout.num_frozen:
             raise CheckpointMismatch(
-                f"{manifest.key} was written before parameters that require no "
-                "gradient stayed at the sites: resume the run with the release that "
-                "began it, or start a new run"
+                f"{manifest.key} was written by an earlier release, which sent "
+                "parameters that require no gradient: resume the run with that "
+                "release, or start a new run"
             )
         self.layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 

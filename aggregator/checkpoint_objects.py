@@ -137,7 +137,7 @@ class CheckpointObjects:
         _each(blob.objects, lambda chunk: self._fill(chunk, targets))
         if int.from_bytes(header[:8], "little") != header_bytes - 8:
             first = self._prefix + blob.objects[0].key
-            raise BadCheckpoint(f"{first} does not hold what its manifest says", first)
+            raise BadCheckpoint(f"{first} does not match its manifest", first)
 
     def damages(self, chunks: Sequence[Chunk]) -> list[str]:
         """Read objects and say what is wrong with each; an empty text if nothing is."""

@@ -89,7 +89,9 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
         # The loop's variables would keep memory alive while the next is awaited.
         del update, folded_d
     if not 0 < total_weight < math.inf:
-        raise ValueError(f"the updates' weights sum to {total_weight}: nothing to mean")
+        raise ValueError(
+            f"the updates' weights sum to {total_weight}: there is nothing to average"
+        )
     return mean_d
 
 
@@ -269,7 +271,7 @@ def _by_site(
     """Hold all updates in the order of sites, whatever order they arrived in."""
     held = sorted(_sound(updates, out_d), key=lambda update: update.site)
     if len(held) < at_least:
-        raise ValueError(f"{len(held)} updates, and the rule needs {at_least}")
+        raise ValueError(f"{len(held)} updates, but the rule needs {at_least}")
     return [update.delta_d for update in held]
 
 

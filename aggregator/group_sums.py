@@ -236,7 +236,7 @@ class GroupGather:
         needed = self._fewest_groups(bad)
         if len(sums) < needed:
             raise TooFewSites(
-                f"{len(sums)} of {len(self._groups)} groups have a sum, and "
+                f"{len(sums)} of {len(self._groups)} groups have a sum, but "
                 f"{self.job.aggregation.combine} needs {needed}"
             )
         return sums, bad
@@ -267,7 +267,7 @@ class GroupGather:
         def round_of(site: SiteId) -> MaskedRound:
             group = self._group_of.get(site)
             if group not in rounds:
-                raise ProtocolError("answered a round that its group was not asked for")
+                raise ProtocolError("answered a round that its group has no part in")
             return rounds[group]
 
         self._exchange.fold(record, tasks, round_of)
@@ -436,11 +436,11 @@ def _suspected(
             continue
         if left // draw.num_groups < len(draw.sites) // draw.num_groups:
             events.warned(
-                f"round {events.round_index}: {site} keeps groups from being drawn. "
-                "Without it they would be too small: run with another in its place"
+                f"round {events.round_index}: {site} prevents groups from being drawn, "
+                "and without it they would be too small: replace it with another site"
             )
             continue
-        faults[site] = "did not open its commitment when groups were drawn"
+        faults[site] = "did not reveal its secret when groups were drawn"
     return replace(known, silences=dict(silences), faults=faults)
 
 

@@ -77,7 +77,7 @@ def _weight_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     weight, n = totals[train.WEIGHT], asked.num_updates
     if not asked.training:
         if weight:
-            yield f"nobody trained, and the weights sum to {weight:.9g}"
+            yield f"no site trained, but the weights sum to {weight:.9g}"
     elif asked.contract.weight_rule == "uniform":
         if weight != n:
             yield f"the weights of {n} sites sum to {weight:.9g}, each of them being 1"
@@ -129,7 +129,7 @@ def _sum_faults(
         totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )
     if not is_asked and (count or loss or any(values)):
-        yield f"nobody was asked for the sums of {kind}, and they are not 0"
+        yield f"no site was asked for the sums of {kind}, but they are not 0"
     # Each site rounds a metric to the grid of the header.
     error = asked.num_updates * WEIGHT_ERROR
     for (name, metric), value in zip(metrics.items(), values, strict=True):

@@ -280,7 +280,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
 def _parse_members(entry: Mapping[str, Any]) -> Members:
     for site, (_, reason, replaced) in entry.items():
         if type(reason) is not str or type(replaced) is not int or replaced < 0:
-            raise ValueError(f"what it says of site {site!r} is damaged")
+            raise ValueError(f"its entry for site {site!r} is damaged")
     return Members(
         {
             SiteId(site): RunMember(Standing(standing), reason, replaced)
@@ -304,7 +304,7 @@ def _parse_anchors(entry: Mapping[str, Any]) -> dict[SiteId, LedgerAnchor]:
     found = {}
     for site, (train, evaluate) in entry.items():
         if not all(type(n) is int and n >= 0 for n in (train, evaluate)):
-            raise ValueError(f"the anchor of site {site!r} is no pair of counts")
+            raise ValueError(f"the anchor of site {site!r} is not a pair of counts")
         found[SiteId(site)] = LedgerAnchor(train=train, evaluate=evaluate)
     return found
 
@@ -329,7 +329,7 @@ def _parse_blob(entry: Mapping[str, Any]) -> Blob:
         if blob.chunk_bytes < 1 or len(blob.chunks) != -(
             -blob.size // blob.chunk_bytes
         ):
-            raise ValueError("a blob has not the chunks that its size asks for")
+            raise ValueError("a blob does not have the chunks that its size requires")
     elif entry["key"] != blob.objects[0].key:
         raise ValueError("a blob is not named after its digest")
     return blob

@@ -172,7 +172,7 @@ class SecureGather:
                     raise
                 index = record.round_index
                 record.events.warned(
-                    f"round {index} goes on under the setup before: {error}"
+                    f"round {index} continues with the previous setup: {error}"
                 )
         setup = self._run_setup.in_force
         assert setup is not None  # noqa: S101  # Else a setup was due, and made.

@@ -112,7 +112,7 @@ def _format_name(name: str, array: Array, *, is_bfloat16: bool) -> str:
     if is_bfloat16:
         if array.dtype != np.uint16:
             raise ValueError(
-                f"bfloat16 tensor {name!r} must come as uint16, not {array.dtype}"
+                f"bfloat16 tensor {name!r} must be passed as uint16, not {array.dtype}"
             )
         return "BF16"
     found = _FORMAT_NAMES.get(array.dtype.name)

@@ -124,7 +124,7 @@ def sums_fault(
                 )
             metrics = training if name == "training" else held_out
             if not _are_possible(sums, metrics):
-                return "counted predictions that cannot be"
+                return "reported an impossible number of predictions"
         return ""
 
     return fault
@@ -158,8 +158,8 @@ def by_examples(update: SiteUpdate) -> float:
     """
     if not 1 <= update.num_examples <= MAX_EXAMPLES:
         raise InvalidUpdate(
-            f"site {update.site!r} claims {update.num_examples} training examples; "
-            f"1 to {MAX_EXAMPLES} are believed"
+            f"site {update.site!r} claims {update.num_examples} training examples; 1 "
+            f"to {MAX_EXAMPLES} are accepted"
         )
     return float(update.num_examples)
 

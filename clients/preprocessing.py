@@ -93,5 +93,5 @@ def fault(kind: str, unit: str, *, is_dealt: bool) -> str | None:
     return (
         f"prepares records with {_USES[kind]}, which have no noise, and the job has "
         f"the unit {unit!r}: use constants that come from elsewhere, or leave records "
-        "raw and set privacy.differential_privacy.standardise"
+        "unscaled and set privacy.differential_privacy.standardise"
     )

@@ -43,7 +43,7 @@ def unable_to_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        fault = "code of a user, which the job or site.toml names, ended the program"
+        fault = "user code named by the job or site.toml exited the program"
         raise JobError(f"{fault}: {error!r}", outside=fault) from error
 
 

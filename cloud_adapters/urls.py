@@ -97,7 +97,7 @@ def parse_url(url: str) -> StoreUrl:
     if scheme in {"s3", "gs"}:
         return _parse_bucket(url, scheme, rest)
     if scheme in {"file", "memory"}:
-        raise JobError(f"{url!r} names no store; {_POSSIBLE}", key=_KEY)
+        raise JobError(f"{url!r} does not name a store; {_POSSIBLE}", key=_KEY)
     raise JobError(f"the scheme {scheme!r} is unknown; {_POSSIBLE}", key=_KEY)
 
 
@@ -160,7 +160,7 @@ def _check_options(scheme: str, options: StoreOptions) -> None:
     if owner and (scheme != "s3" or _ACCOUNT.fullmatch(owner) is None):
         raise ValueError(
             f"bucket_owner {owner!r} must be an account number of 12 digits, and is "
-            "of s3:// alone"
+            "only for s3://"
         )
     if key and _KMS_KEYS[scheme].fullmatch(key) is None:
         form = _ARN_FORM if scheme == "s3" else _NAME_FORM

@@ -39,11 +39,11 @@ def close(folder: Path, listener: Callable[[str], None]) -> None:
         folder.chmod(MODE)
     except PermissionError:
         listener(
-            f"other users may enter {folder} (mode {mode:04o}), and it belongs to user "
+            f"other users can enter {folder} (mode {mode:04o}), and it belongs to user "
             f"{folder.stat().st_uid}: have its owner chmod it to 0700"
         )
     else:
-        listener(f"{folder} had mode {mode:04o}: it is closed to other users now")
+        listener(f"{folder} had mode {mode:04o}: it is now closed to other users")
 
 
 def make(folder: Path) -> None:

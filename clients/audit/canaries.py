@@ -146,7 +146,7 @@ class CanariedData:
         self._codes = np.concatenate((np.zeros(len(data), np.int64), extra))
         one, targets = data.batch(np.array([0]))
         if self._is_language and (one.ndim != 2 or one.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
-            raise SiteError("canaries of causal_lm need windows of integer tokens")
+            raise SiteError("canaries for causal_lm need windows of integer tokens")
         if not self._is_language and targets is None:
             raise SiteError("classification needs targets, and the data has none")
 
@@ -188,7 +188,9 @@ class CanariedData:
 
     def subset(self, indices: Indices) -> Dataset:
         """Refuse: canaries belong to all of a site's records."""
-        raise NotImplementedError(f"canaried data is whole, not {len(indices)} of it")
+        raise NotImplementedError(
+            f"data with canaries must be used whole, not {len(indices)} of it"
+        )
 
 
 def record_shape(data: Dataset) -> tuple[int, ...]:
@@ -199,7 +201,9 @@ def record_shape(data: Dataset) -> tuple[int, ...]:
     """
     inputs, _ = data.batch(np.array([0]))
     if not isinstance(inputs, torch.Tensor):
-        raise SiteError("canaries need inputs of one tensor, and these are nested")
+        raise SiteError(
+            "canaries need inputs that are one tensor, but these are nested"
+        )
     return tuple(inputs.shape[1:])
 
 

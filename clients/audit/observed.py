@@ -34,6 +34,8 @@ class ObservedTrainer(ForwardingTrainer):
         """Train and tell."""
         result = super().fit(weights_d, integers_m, **arguments)
         if not isinstance(result, LocalWeights):
-            raise SiteError("a single update with noise for the sum is not observed")
+            raise SiteError(
+                "a single update with noise meant for the sum cannot be observed"
+            )
         self._witness(weights_d, result)
         return result

@@ -159,7 +159,7 @@ def _bundled(name: str, skip_rows: int = 0) -> tuple[NDArray[np.float64], Indice
     # Read and not imported: scikit-learn and SciPy take a second to start.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise SiteError(f"{name} comes with scikit-learn: install scikit-learn")
+        raise SiteError(f"{name} needs scikit-learn: pip install scikit-learn")
     path = Path(package.origin).with_name("datasets") / "data" / name
     rows = np.loadtxt(path, delimiter=",", skiprows=skip_rows)
     return rows[:, :-1], rows[:, -1].astype(np.int64)

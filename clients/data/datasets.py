@@ -200,7 +200,7 @@ def _as_tensor(
 
 def _examples_of_tuple(pair: tuple[object, ...], *, name: str) -> Examples:
     if len(pair) != _PAIR:
-        raise SiteError(f"{name} is a tuple of {len(pair)} things: {_EXPECTED}")
+        raise SiteError(f"{name} is a tuple of length {len(pair)}: {_EXPECTED}")
     inputs, targets = (map_tree(_as_array, part) for part in pair)
     arrays = list(leaves((pair[0], pair[1])))
     if inputs is None or len(list(leaves((inputs, targets)))) < len(arrays):

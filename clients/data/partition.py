@@ -136,9 +136,9 @@ def _shuffled_classes(
     sides = train.labels(), held_out.labels()
     if sides[0] is None or sides[1] is None:
         raise SiteError(
-            f"partition kind {spec.kind!r} goes by class, and the data has no integer "
-            "targets (or, as a map-style dataset, no attribute `targets`): use iid or "
-            "by_group"
+            f"partition kind {spec.kind!r} splits by class, but the data has no "
+            "integer targets (or, as a map-style dataset, no attribute `targets`): use "
+            "iid or by_group"
         )
     train_n, held_n = sides[0], sides[1]
     train_c, held_c = [], []
@@ -191,12 +191,12 @@ def _by_group(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
     train_n, held_n = train.groups, held_out.groups
     if train_n is None or held_n is None:
         raise SiteError(
-            "partition kind 'by_group' assigns whole groups, and the data has none: "
+            "partition kind 'by_group' assigns whole groups, but the data has none: "
             "return clients.data.Examples with `groups`, or use another kind"
         )
     if train.group_names != held_out.group_names:
         raise SiteError(
-            "the training and the held-out data name different groups: give both the "
+            "the training and the held-out data have different groups: give both the "
             "same group_names"
         )
     sizes = np.bincount(train_n, minlength=len(train.group_names))
@@ -236,7 +236,7 @@ def _dealt_to_least(sizes: Indices, order: Indices, num_sites: int) -> Indices:
 
 def _check_parts(parts: Parts, spec: PartitionSpec, site_names: Sequence[str]) -> None:
     drawn = spec.kind == "dirichlet"
-    note = f" ({MAX_DRAWS} draws all left a site short)" if drawn else ""
+    note = f" ({MAX_DRAWS} draws all gave some site too few)" if drawn else ""
     remedy = "raise alpha, " if drawn else ""
     for (train, held_out), name in zip(parts, site_names, strict=True):
         if len(train) < spec.min_examples:

@@ -70,8 +70,8 @@ class Instance:
         if weights.frozen_digest(self.module, self._layout) != self._digest:
             raise JobError(
                 "has frozen tensors (requires_grad is False) that training changed, "
-                "and those are never sent: let them require a gradient, or make them "
-                "buffers",
+                "but frozen tensors are never sent: let them require a gradient, or "
+                "make them buffers",
                 key="model.factory",
             )
         self._versions = versions
@@ -197,17 +197,17 @@ class ModelPool:
                 (self.layout.tensors[-1], layout.tensors[-1]),
             )
             raise JobError(
-                "gave out a second model of another shape: first "
-                f"{first.name!r} {first.shape}, then {second.name!r} {second.shape}; "
-                "build the same layers in every call",
+                f"returned a second model with a different shape: first {first.name!r} "
+                f"{first.shape}, then {second.name!r} {second.shape}; build the same "
+                "layers in every call",
                 key="model.factory",
             )
         # All else is loaded from the global weights.
         if layout.frozen != self.layout.frozen:
             raise JobError(
-                "gave out a second model whose frozen tensors have other values than "
-                "the first one's, and those do not travel: read them from one file, "
-                "or draw them with torch, which is seeded for every call",
+                "returned a second model whose frozen tensors differ from the first "
+                "one's, but frozen tensors are never sent: read them from a file, or "
+                "draw them with torch, which is seeded for every call",
                 key="model.factory",
             )
         return module
@@ -240,8 +240,8 @@ class ModelPool:
         # Addresses are noted: a module that another thread uses cannot be read.
         if module in self._memory or any(memory & m for m in self._memory.values()):
             raise JobError(
-                "gave out the same weights twice, and sites that train at the same "
-                "time need a model each: build a new module in every call, or set "
+                "returned the same weights twice, but sites that train at the same "
+                "time need separate models: build a new module in every call, or set "
                 "simulation.workers = 1",
                 key="model.factory",
             )
@@ -304,9 +304,9 @@ def _check_finite(layout: Layout, weights_d: Vector) -> None:
     for spec, values in layout.float_views(weights_d):
         if not np.isfinite(values).all():
             raise JobError(
-                f"{spec.name!r} of the model begins with NaN or infinite values, "
-                "which cannot be averaged; make a constant like a mask a buffer "
-                "with persistent=False",
+                f"{spec.name!r} of the model contains NaN or infinite values at the "
+                "start, which cannot be averaged; make a constant such as a mask a "
+                "buffer with persistent=False",
                 key="model.factory",
             )
 

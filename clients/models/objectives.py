@@ -105,14 +105,14 @@ def classification(
     if labels.ndim != 1 or labels.is_floating_point():
         raise _misfit(
             "classification needs one integer class per example: make the targets "
-            "integers of shape (n,), or name an objective of your own in training.task",
+            "integers of shape (n,), or name your own objective in training.task",
             f"the targets are {labels.dtype} of shape {tuple(labels.shape)}",
         )
     logits_bk = _logits(model, inputs)
     if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
         raise _misfit(
             "classification needs logits of shape (examples, classes)",
-            f"for {len(labels)} examples the model gave {tuple(logits_bk.shape)}",
+            f"for {len(labels)} examples the model returned {tuple(logits_bk.shape)}",
         )
     if num_classes not in {0, logits_bk.shape[1]}:
         raise _misfit(
@@ -161,7 +161,7 @@ def causal_lm(
     if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
         raise _misfit(
             "causal_lm needs logits of shape (windows, predictions, vocabulary)",
-            f"for {tuple(targets_bt.shape)} predictions the model gave "
+            f"for {tuple(targets_bt.shape)} predictions the model returned "
             f"{tuple(logits_btv.shape)}",
         )
     return _cross_entropy(logits_btv.flatten(0, 1), targets_bt.reshape(-1), max_loss)
@@ -230,14 +230,15 @@ class UserObjective:
         for name, values in found.items():
             if not isinstance(values, torch.Tensor) or values.shape != shape:
                 raise _misfit(
-                    f"{self._name} must return {name!r} as a tensor with one value for "
-                    "each record: leave out mean() and sum() over the records",
-                    f"it returned {_describe(values)}, and not of shape {shape}",
+                    f"{self._name} must return {name!r} as a tensor with one value per "
+                    "record: do not call mean() or sum() over the records",
+                    f"it returned {_describe(values)} instead of shape {shape}",
                 )
             if values.is_complex():
                 raise SiteError(
                     f"{self._name} returned {name!r} as complex numbers: return their "
-                    "absolute values, or real and imaginary parts by names of their own"
+                    "absolute values, or the real and imaginary parts under separate "
+                    "names"
                 )
         if torch.is_grad_enabled() and not found[LOSS].requires_grad:
             raise SiteError(
@@ -304,8 +305,8 @@ def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
     """Classes that the model has no output for."""
     return _misfit(
         f"the model (model.factory) has {num_classes} outputs, so classes and tokens "
-        f"must be from 0 to {num_classes - 1}: number them anew, or give the model "
-        "more outputs",
+        f"must be from 0 to {num_classes - 1}: renumber them, or give the model more "
+        "outputs",
         f"there are classes from {targets.min()} to {targets.max()}",
     )
 
@@ -317,7 +318,7 @@ def _misfit(fault: str, found: str) -> SiteError:
 
 def _one_tensor(values: Tree, what: str) -> torch.Tensor:
     if not isinstance(values, torch.Tensor):
-        raise SiteError(f"{what} are {_describe(values)}, and must be one tensor")
+        raise SiteError(f"{what} are {_describe(values)}, but must be one tensor")
     return values
 
 
@@ -330,8 +331,8 @@ def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
         raise
     if not isinstance(logits, torch.Tensor):
         raise SiteError(
-            f"the model gave a {type(logits).__name__} and not a tensor of logits: "
-            "let its factory return a module that gives the logits alone"
+            f"the model returned a {type(logits).__name__} and not a tensor of logits: "
+            "make its factory return a module that returns only the logits"
         )
     return logits if logits.dtype is torch.float64 else logits.float()
 
@@ -339,11 +340,11 @@ def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
 def _advice(inputs: Tree) -> str:
     parts = list(leaves(inputs))
     shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-    said = f"the model (model.factory) was given inputs {shapes}"
+    said = f"the model (model.factory) received inputs {shapes}"
     if not isinstance(inputs, torch.Tensor):
         said += (
-            f" as a {type(inputs).__name__}: a list is one tensor for each of its "
-            "items; make it an array to have one"
+            f" as a {type(inputs).__name__}: a list becomes one tensor per item; make "
+            "it an array to get a single tensor"
         )
     if not all(part.is_floating_point() for part in parts):
         said += (

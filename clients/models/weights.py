@@ -125,7 +125,7 @@ def _check_travels(name: str, tensor: object) -> None:
     elif is_lazy(tensor):
         trouble = "has no shape yet: give lazy layers their sizes"
     elif tensor.is_meta or tensor.layout is not torch.strided:
-        trouble = "is sparse or on the meta device: make it a dense one with values"
+        trouble = "is sparse or on the meta device: make it dense, with values"
     elif not tensor.is_floating_point() and tensor.dtype not in _INTEGER_TYPES:
         trouble = (
             f"is {tensor.dtype}: only real floating-point, integer and boolean "

@@ -125,10 +125,10 @@ class CohortRule:
         if is_allowed or not 0 < absent < self.smallest:
             return ""
         return (
-            f"it lets rounds go on without up to {absent} of {num_sites} sites, and "
-            "this site's operator does not accept that (policy.accept_dropouts): the "
-            "round before, with them, would tell of their updates. Set the threshold "
-            "to the number of sites"
+            f"it lets rounds go on without up to {absent} of {num_sites} sites, but "
+            "this site's operator does not accept that (policy.accept_dropouts): "
+            "comparing it with the previous round would reveal their updates. Set the "
+            "threshold to the number of sites"
         )
 
     def join(self, contract: Contract) -> None:
@@ -189,11 +189,11 @@ class CohortRule:
         if self.is_private:
             way_out = ""
         raise CohortRefused(
-            f"a sum over {', '.join(sorted(cohort))}, with the sums on the same data "
-            f"that this site has joined before, would single out {few}, and this "
-            f"site's operator wants groups of {self.smallest} or more. Run with the "
-            "same sites as before, or add or leave out that many at a time; "
-            f"{way_out}or have the operator of this site accept it (policy.min_group)"
+            f"a sum over {', '.join(sorted(cohort))}, together with earlier sums on "
+            f"the same data that this site joined, would single out {few}, but this "
+            f"site's operator requires groups of {self.smallest} or more. Run with the "
+            "same sites as before, or add or remove at least that many at a time; "
+            f"{way_out}or ask this site's operator to accept it (policy.min_group)"
         )
 
 

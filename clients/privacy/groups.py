@@ -70,7 +70,7 @@ class GroupRule:
         """
         draw = read_start(self.draw, start)
         if self.site not in draw.sites:
-            raise DrawRefused("this site is left out, and asked to commit itself")
+            raise DrawRefused("this site was left out, but was asked for a commitment")
 
         def enter(document: Document) -> Document:
             draws = _entered(document.get(self.dataset, []), draw, self.random_bytes)
@@ -100,7 +100,7 @@ class GroupRule:
         shown, number = read_commitments(draw, data), _number(draw, self.site)
         secret = bytes.fromhex(mine["secret"])
         if shown[number] != draw.commitment(number, secret):
-            raise DrawRefused("another commitment of this site is shown")
+            raise DrawRefused("a different commitment is shown for this site")
         self._note(draw, "commitments", shown)
         return write_reveal(number, secret)
 
@@ -119,7 +119,7 @@ class GroupRule:
         secrets, offer = read_group_offer(data)
         draw, mine = self._newest(self.memory.read(DOCUMENT))
         if "commitments" not in mine:
-            raise OutOfOrder("was offered a contract before groups were drawn")
+            raise OutOfOrder("received a contract before groups were drawn")
         outcome = outcome_of(draw, _bytes(mine, "commitments"), secrets)
         self._note(draw, "secrets", secrets)
         group = frozenset(outcome.group_of(self.site))
@@ -129,7 +129,7 @@ class GroupRule:
         """The draw that is under way or over, and what is noted of it."""
         draws = document.get(self.dataset, [])
         if not draws:
-            raise OutOfOrder("takes part in no draw: it was asked for no commitment")
+            raise OutOfOrder("takes part in no draw: it was not asked for a commitment")
         mine = draws[-1]
         left_out = set(self.draw.sites) - set(mine["sites"])
         try:
@@ -150,7 +150,7 @@ class GroupRule:
         def add(document: Document) -> Document:
             newest, mine = self._newest(document)
             if newest != draw:
-                raise DrawRefused("another draw has begun in the meantime")
+                raise DrawRefused("another draw has started in the meantime")
             if what in mine:
                 _check_same(draw, shown, _bytes(mine, what))
                 return document
@@ -210,16 +210,16 @@ def _bytes(mine: Document, what: str) -> dict[int, bytes]:
 def _other_groups(mine: Document, back: Sequence[str] = ()) -> DrawRefused:
     """Refuse to draw other groups than those that were drawn."""
     failed = (
-        f"{', '.join(back)} did not open a commitment in an earlier draw. "
+        f"{', '.join(back)} did not reveal a secret in an earlier draw. "
         if back
         else ""
     )
     return DrawRefused(
         f"has drawn {mine['num_groups']} groups of {', '.join(mine['sites'])} for runs "
-        "on these data, and takes part in no other draw: whoever could have groups "
-        f"drawn again could choose them. {failed}Run with the same sites and number "
-        f"of groups. While a draw is not over, a site that keeps it from being so may "
-        f"be left out or replaced, {MAX_DRAWS - 1} times"
+        "on this data, and takes part in no other draw, because whoever can repeat a "
+        f"draw can choose the groups. {failed}Run with the same sites and number of "
+        "groups. Until a draw is complete, a site that blocks it may be left out or "
+        f"replaced, up to {MAX_DRAWS - 1} times"
     )
 
 
@@ -229,9 +229,10 @@ def _check_same(
     changed = [m.site for m in draw.members if shown[m.number] != known[m.number]]
     if changed:
         raise DrawRefused(
-            f"{', '.join(changed)} committed to another secret than when the groups "
-            "of these data were drawn: a site has lost its memory, or the aggregator "
-            "wants other groups. Run without it, or with another site in its place"
+            f"{', '.join(changed)} committed to a different secret than when the "
+            "groups for this data were drawn: a site has lost its memory, or the "
+            "aggregator is trying to change the groups. Run without it, or replace it "
+            "with another site"
         )
 
 

@@ -175,9 +175,9 @@ def note_content(memory: SiteMemory, dataset: str, digest: str) -> bool:
 def one_budget(dataset: str) -> str:
     """Say what changed data mean for the budget of their name."""
     return (
-        f"the budget of {dataset!r} goes on, because records that were there before "
-        "have spent what they have. Give data another data.name in site.toml only if "
-        "no record of the old data is in them"
+        f"the budget of {dataset!r} continues, because records that were there before "
+        "keep what they have spent. Use a new data.name in site.toml only if the data "
+        "contains no record of the old data"
     )
 
 
@@ -229,8 +229,8 @@ def check_plan(
         raise JobError(
             f"site {terms.site!r}: all runs on {budget.dataset!r} have spent epsilon "
             f"{before:.4g} at delta {delta:g}, this one would take it to "
-            f"{epsilon:.4g}, and {budget.epsilon:g} is allowed ({budget.key}). Ask "
-            "for less, or for fewer rounds",
+            f"{epsilon:.4g}, and {budget.epsilon:g} is allowed ({budget.key}). Lower "
+            "target_epsilon, or run fewer rounds",
             key=_TARGET,
         )
 
@@ -361,11 +361,10 @@ class RememberedLedger:
         epsilon, delta = _composed(self._budget, self.terms, others, after)
         if epsilon > limit:
             raise BudgetExceeded(
-                f"round {round_index} would take all runs on "
-                f"{self._budget.dataset!r} at site {self.terms.site!r} to epsilon "
-                f"{epsilon:.4g} at delta {delta:g}, beyond {limit:g} "
-                f"({self._budget.key}); nothing was released. A higher limit is a "
-                "decision of the site's operator",
+                f"round {round_index} would take all runs on {self._budget.dataset!r} "
+                f"at site {self.terms.site!r} to epsilon {epsilon:.4g} at delta "
+                f"{delta:g}, beyond {limit:g} ({self._budget.key}); nothing was "
+                "released. Only the site's operator can raise the limit",
                 epsilon=epsilon,
                 cap=limit,
             )
@@ -440,10 +439,10 @@ def _check_relation(entry: Document, dataset: str, terms: Terms) -> None:
     before = entry.get("relation", terms.relation)
     if before != terms.relation:
         raise JobError(
-            f"site {terms.site!r}: earlier runs on {dataset!r} were about "
-            f"{before!r} and this one is about {terms.relation!r}; the two "
-            "do not add up to one epsilon. Ask for the same unit as before; other data "
-            "need another data.name in site.toml",
+            f"site {terms.site!r}: earlier runs on {dataset!r} were about {before!r} "
+            f"and this one is about {terms.relation!r}; the two cannot be added into "
+            "one epsilon. Use the same unit as before; different data needs a "
+            "different data.name in site.toml",
             key=_UNIT,
         )
 

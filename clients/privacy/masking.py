@@ -156,7 +156,7 @@ class Masking:
             if not self.contract.differential_privacy.ring_noise_std:
                 raise
             # To decline would tell, without noise, what became of the training.
-            _LOG.warning("training gave NaN or infinity: the update is noise alone")
+            _LOG.warning("training produced NaN or infinity: the update is only noise")
             update_d.fill(0.0)
             return measure_exactly(update_d)
 
@@ -178,7 +178,7 @@ class Masking:
     def _within_clip(self, *, is_within: bool) -> float:
         """What the header says of the clip norm, with this site's noise."""
         if self.noise is None or self.noise.bit_std is None:
-            raise ProtocolError("has no noise for what the contract asks of clipping")
+            raise ProtocolError("has no noise plan for the contract's clipping")
         key = self.random_bytes(KEY_BYTES)
         return noisy_bit(is_within=is_within, std=self.noise.bit_std, key=key)
 
@@ -187,7 +187,7 @@ class Masking:
         if not noise_std:
             return None
         if self.noise is None:
-            raise ProtocolError("has no noise for what the contract asks for")
+            raise ProtocolError("has no noise plan for this contract")
         return RingNoise(
             noise_std=noise_std, spans=self.noise.spans, random_bytes=self.random_bytes
         )
@@ -225,7 +225,8 @@ def _weight(contract: Contract, num_examples: int) -> float:
         return 1.0
     if num_examples > contract.max_examples:
         raise UpdateOutOfRange(
-            f"the site has more examples than the contract's {contract.max_examples}"
+            "the site has more examples than the contract's limit of "
+            f"{contract.max_examples}"
         )
     if train.counts_coarsely(contract):
         num_examples = min(coarse(num_examples), contract.max_examples)

@@ -43,7 +43,7 @@ from privacy.secagg.protocol.setup import SiteSetup
 
 _LOG = logging.getLogger(__name__)
 
-_RESTARTED = "has no keys for this run: it was restarted, and needs a new setup"
+_RESTARTED = "has no keys for this run, because it was restarted, and needs a new setup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,9 @@ class RingSeal:
         elif task.step is SecureStep.REVEAL:
             body = self._reveal(task)
         else:
-            raise ProtocolError(f"{task.step.value} is not a step to ask for")
+            raise ProtocolError(
+                f"{task.step.value} is not a step that can be requested"
+            )
         return _step(task, task.step, body)
 
     def _expire(self, round_index: int) -> None:
@@ -118,7 +120,7 @@ class RingSeal:
     def _group_rule(self) -> GroupRule:
         rule = self._protection.groups
         if rule is None:
-            raise ProtocolError("was asked to draw groups, and the job has none")
+            raise ProtocolError("was asked to draw groups, but the job has none")
         return rule
 
     def _advertise(self, body: bytes, layout: Callable[[], Layout]) -> bytes:
@@ -178,7 +180,7 @@ class RingSeal:
 
     def _current_setup(self) -> SiteSetup:
         if self._setup is None:
-            raise ProtocolError("was asked to confirm before it was made an offer")
+            raise ProtocolError("was asked to confirm before it received an offer")
         return self._setup
 
     def _current_session(self) -> SiteSession:
@@ -231,7 +233,7 @@ class RingSeal:
         """Mask what was done; see ``clients.training.site.Seal``."""
         self._expire(task.round_index)
         if not task.secure:
-            raise ProtocolError("answers under secure aggregation only")
+            raise ProtocolError("answers only with secure aggregation")
         if task.evaluate_after:
             raise ProtocolError(
                 "secure aggregation does not evaluate a site's own model"

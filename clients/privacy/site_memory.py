@@ -133,8 +133,8 @@ def _sealed(body: Document, name: str) -> bytes:
     data = _canonical(outer) + b"\n"
     if len(data) > MAX_BYTES:
         raise StoreUnavailable(
-            f"{name} would have {len(data)} bytes, and a site's memory holds "
-            f"{MAX_BYTES} in one document"
+            f"{name} would have {len(data)} bytes, but a document in a site's memory "
+            f"holds at most {MAX_BYTES}"
         )
     return data
 
@@ -149,7 +149,7 @@ def _parse(data: bytes, name: str, path: Path) -> Document:
     if outer.get("version") != VERSION:
         raise _damaged(
             path,
-            f"it has version {outer.get('version')!r:.20} and this release reads "
+            f"it has version {outer.get('version')!r:.20} but this release reads "
             f"{VERSION}: use the release that wrote it",
         )
     body = outer.get("body")
@@ -162,8 +162,8 @@ def _parse(data: bytes, name: str, path: Path) -> Document:
 
 def _damaged(path: Path, fault: str) -> CorruptObject:
     return CorruptObject(
-        f"{path}: {fault}; this site takes no further part until the file is brought "
-        "back as it was"
+        f"{path}: {fault}; this site takes no further part until the original file is "
+        "restored"
     )
 
 

@@ -216,7 +216,7 @@ class PrivateSites:
         plan, folder = self.plans[name], self._folder_of(name)
         keeping = self.keeping(name)
         if folder is None:
-            raise ValueError("a run that keeps nothing has nothing to recover")
+            raise ValueError("a run that stores nothing has nothing to recover")
         events: dict[Purpose, PrivacyEvent] = {"train": plan.round_event}
         if plan.held_out is not None:
             events["evaluate"] = plan.held_out.event()
@@ -419,9 +419,9 @@ def _check_rounds(folder: Path, run_id: RunId) -> None:
     last = FileRounds(folder / ROUNDS).last(run_id)
     if last:
         raise LedgerBehind(
-            f"{folder / LEDGER_NAME} is gone, and this site has answered rounds of run "
-            f"{run_id} up to round {last}, so nothing is released. Bring the newest "
-            f"ledger back. {RECOVER}"
+            f"{folder / LEDGER_NAME} is missing, but this site has answered rounds of "
+            f"run {run_id} up to round {last}, so nothing is released. Restore the "
+            f"newest ledger. {RECOVER}"
         )
 
 
@@ -538,32 +538,32 @@ def _holds_against(job: JobSpec) -> str:
     sites = "one of the sites" if colluding == 1 else f"{colluding} of the sites"
     return (
         f"the aggregator and the public together with {sites}, as long as the other "
-        "sites in a sum bring their noise"
+        "sites in a sum add their noise"
     )
 
 
 def _withheld(job: JobSpec) -> Iterator[str]:
     """Say what leaves no site, and what leaves beside the updates."""
     private = job.privacy.differential_privacy
-    yield "losses of training leave no site, and answers hold no number of records"
+    yield "training losses never leave a site, and answers contain no record counts"
     if job.evaluation.every == 0:
-        yield "held-out results leave no site"
+        yield "held-out results never leave a site"
     elif private.held_out == "public":
         yield (
-            "held-out results leave as they are: the job declares the held-out data "
+            "held-out results leave without noise: the job declares the held-out data "
             "public"
         )
     else:
-        yield "held-out results leave with noise, charged to the held-out records alone"
+        yield "held-out results leave with noise, charged only to the held-out records"
     if private.standardise is not None:
         yield (
-            "the mean and deviation of each feature at a site are made with noise, and "
-            "are in epsilon"
+            "the mean and deviation of each feature at a site get noise, and count "
+            "towards epsilon"
         )
     if private.adaptive_clip:
         yield (
-            "whether an update was within the clip norm leaves in a sum with noise, "
-            "which epsilon counts"
+            "the number of updates within the clip norm leaves only as a noisy sum, "
+            "which counts towards epsilon"
         )
 
 

@@ -132,7 +132,7 @@ def weakness_of(job: JobSpec, policy: PolicySpec, delta: float | None) -> str:
         return f"its delta is above {policy.max_delta:g} (policy.max_delta)"
     is_public = private.held_out == "public" and job.evaluation.every > 0
     if is_public and not policy.public_held_out:
-        return "it calls held-out data public (policy.public_held_out)"
+        return "it declares held-out data public (policy.public_held_out)"
     return ""
 
 
@@ -149,7 +149,7 @@ def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if not policy.demands_privacy:
         return
     if private.held_out == "public" and not policy.public_held_out:
-        demand = "does not call its held-out data public (policy.public_held_out)"
+        demand = "does not declare its held-out data public (policy.public_held_out)"
         yield _HELD_OUT, f"{demand}: choose 'noise'"
     target, delta = private.target_epsilon, private.delta
     if target is not None and target > policy.max_epsilon:
@@ -160,7 +160,7 @@ def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 
 def _other_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if policy.secure_aggregation and not job.privacy.secure_aggregation.enabled:
-        yield _SECURE, "demands secure aggregation (policy.secure_aggregation)"
+        yield _SECURE, "requires secure aggregation (policy.secure_aggregation)"
     if job.rounds > policy.max_rounds:
         yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
 
@@ -173,7 +173,7 @@ def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     yield from _number_faults(job, policy)
     yield from _noise_faults(job, policy)
     if policy.require_hybrid and not job.privacy.secure_aggregation.hybrid:
-        yield _HYBRID, "demands the post-quantum hybrid (policy.require_hybrid)"
+        yield _HYBRID, "requires the post-quantum hybrid (policy.require_hybrid)"
 
 
 def _sum_size(job: JobSpec) -> int:
@@ -229,8 +229,8 @@ def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """Against how many sites the noise holds that adds up inside the sum."""
     private = job.privacy.differential_privacy
     if private.in_sum and private.colluding_sites < policy.colluding_sites:
-        demand = f"demands noise that {policy.colluding_sites} colluding sites cannot "
-        counted = f"take off (policy.colluding_sites), not {private.colluding_sites}"
+        demand = f"requires noise that {policy.colluding_sites} colluding sites cannot "
+        counted = f"remove (policy.colluding_sites), not {private.colluding_sites}"
         yield _COLLUDING, demand + counted
 
 

@@ -89,7 +89,7 @@ def check_deployed(
     kind = declared(named, train)
     if kind and vouched and kind != vouched:
         raise JobError(
-            f"site {site!r} says {vouched!r} in site.toml (data.preprocessing), and "
+            f"site {site!r} states {vouched!r} in site.toml (data.preprocessing), but "
             f"its source declares {kind!r}",
             key="privacy.differential_privacy.unit",
         )

@@ -106,7 +106,7 @@ class BudgetedTrainer:
         self._ledger.check_anchor(anchor)
         held_out = self._releases.held_out
         if evaluations and not self._releases.evaluates:
-            raise ProtocolError("was asked to evaluate, and the job has no evaluations")
+            raise ProtocolError("was asked to evaluate, but the job has no evaluations")
         releases: list[Release] = []
         if trains:
             releases.append((self._releases.round_event, "train"))
@@ -130,7 +130,7 @@ class BudgetedTrainer:
             RuntimeError: It was not, or it was trained already.
         """
         if not self._trains or round_index != self._round_index:
-            raise RuntimeError(f"round {round_index} was not paid for")
+            raise RuntimeError(f"round {round_index} was not charged")
         self._trains = False
         result = self._trainer.fit(
             weights_d, integers_m, round_index=round_index, kept=kept
@@ -143,11 +143,11 @@ class BudgetedTrainer:
         """Evaluate as was paid for, and add noise to the sums, if that is asked.
 
         Raises:
-            RuntimeError: It was not paid for, or for another round.
+            RuntimeError: It was not charged, or for another round.
         """
         held_out = self._releases.held_out
         if not self._evaluations or round_index != self._round_index:
-            raise RuntimeError(f"an evaluation of round {round_index} was not paid for")
+            raise RuntimeError(f"an evaluation of round {round_index} was not charged")
         self._evaluations -= 1
         if held_out is None:
             return self._trainer.evaluate(

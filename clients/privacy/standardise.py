@@ -75,8 +75,8 @@ class Statistics:
         if found != len(self.centre):
             raise SiteError(
                 f"the records have {found} features, and statistics of "
-                f"{len(self.centre)} were released of this dataset: name it "
-                "differently in site.toml (data.name), or bring back what it was"
+                f"{len(self.centre)} were released of this dataset: give it a "
+                "different name in site.toml (data.name), or restore the previous data"
             )
         shape = (1, -1) + (1,) * (len(_shape(data)) - 1)
         return _StandardisedDataset(
@@ -147,13 +147,13 @@ def num_features(data: Dataset) -> int:
     inputs, _ = data.batch(np.array([0]))
     if not isinstance(inputs, torch.Tensor):
         raise SiteError(
-            "records of several arrays are not standardised: leave "
-            f"{_TABLE} out of the job"
+            f"records of several arrays cannot be standardised: remove {_TABLE} from "
+            "the job"
         )
     if not inputs.is_floating_point() or inputs.ndim < 2:  # noqa: PLR2004
         raise SiteError(
             f"records of type {inputs.dtype} and shape {list(inputs.shape[1:])} have "
-            f"no features to standardise: leave {_TABLE} out of the job"
+            f"no features to standardise: remove {_TABLE} from the job"
         )
     return inputs.shape[1]
 
@@ -171,7 +171,7 @@ def mechanism(job: JobSpec, train: Dataset) -> MomentsMechanism | None:
     features, stated = num_features(train), max(len(wanted.low), len(wanted.high))
     if stated not in {1, features}:
         raise JobError(
-            f"the job states bounds of {stated} features, and records have {features}",
+            f"the job gives bounds for {stated} features, but records have {features}",
             key=f"{_TABLE}.low",
         )
     return MomentsMechanism(
@@ -206,7 +206,7 @@ def release(
     """
     spec, moments = job.privacy.differential_privacy.standardise, mechanism(job, train)
     if spec is None or moments is None:
-        raise ValueError("the job asks for no statistics")
+        raise ValueError("the job requests no statistics")
     inputs, _ = train.batch(np.array([0]))
     shape = (1, -1) + (1,) * (inputs.ndim - 2)
     low, high = (np.array(bound, dtype=np.float64) for bound in (spec.low, spec.high))

@@ -263,9 +263,9 @@ def _check_signal(found: SumPrivacy, federation: Federation) -> None:
     sites = math.ceil(len(job.sites) * MIN_SIGNAL_TO_NOISE / ratio)
     raise JobError(
         f"the mean of {len(job.sites)} updates of {found.share.size} values would have "
-        f"a signal-to-noise ratio of {ratio:.3g}, below {MIN_SIGNAL_TO_NOISE}: almost "
-        f"nothing but noise. About {sites} sites would do, or a model that trains "
-        f"{most:.0f} values, or fewer rounds, or a larger target_epsilon; or protect "
-        'records (unit = "record"); true runs it all the same',
+        f"a signal-to-noise ratio of {ratio:.3g}, below {MIN_SIGNAL_TO_NOISE}: the "
+        f"result would be almost only noise. Use about {sites} sites, or a model that "
+        f"trains {most:.0f} values, or fewer rounds, or a larger target_epsilon; or "
+        'protect records (unit = "record"); true runs it anyway',
         key=f"{_TABLE}.accept_low_signal",
     )

@@ -20,7 +20,7 @@ def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> 
     if len(train) < num_ranks:
         raise SiteError(
             f"site {site!r} has fewer training examples than its {num_ranks} ranks: "
-            "start fewer"
+            "use fewer"
         )
     size = job.training.batch_size
     if isinstance(train, ReadsAhead) and size % num_ranks:
@@ -59,14 +59,14 @@ def check_shardable(layout: Layout) -> None:
     scalar = next((t.name for t in parameters if not t.shape), None)
     if scalar is not None:
         raise JobError(
-            f"the parameter {scalar!r} is a single number without rows, which cannot "
-            "be shared out: give it the shape (1,)",
+            f"the parameter {scalar!r} is a single number without rows and cannot be "
+            "sharded: give it the shape (1,)",
             key="model.factory",
         )
     types = sorted({t.dtype for t in parameters})
     if len(types) > 1:
         raise JobError(
-            f"the model has parameters of {' and '.join(types)}, and a layer's are "
-            "gathered as one: use one type",
+            f"the model has parameters of {' and '.join(types)}, but a layer's "
+            "parameters are gathered together: use one type",
             key="model.factory",
         )

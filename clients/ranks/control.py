@@ -188,11 +188,11 @@ def _decode(body: bytes) -> Message:
         kind = _KINDS[fields.pop("kind")]
         message = kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError("what a rank says is no message") from error
+        raise ProtocolError("a rank sent something that is not a message") from error
     for field in dataclasses.fields(kind):
         kind_of_field = typing.get_origin(field.type) or field.type
         if type(getattr(message, field.name)) is not kind_of_field:
-            raise ProtocolError(f"{field.name} in a message of a rank is no value")
+            raise ProtocolError(f"{field.name} in a rank's message is not valid")
     return message
 
 

@@ -157,11 +157,11 @@ class RankGroup:
                 raise SiteError(f"rank {rank}: {answer.message}")
             # What is wrong with the data is told to the site alone; it is in the log.
             raise SiteError(
-                f"rank {rank} of site {self._start.site!r} cannot begin; the site's "
+                f"rank {rank} of site {self._start.site!r} cannot start; the site's "
                 "log says why"
             )
         if isinstance(answer, Ready) == self._are_ready:
-            raise ProtocolError(f"rank {rank} answers something else than was asked")
+            raise ProtocolError(f"rank {rank} sent an unexpected answer")
         return answer
 
     def _last_words(self, rank: int) -> str:
@@ -172,5 +172,5 @@ class RankGroup:
         except subprocess.TimeoutExpired:
             return f"rank {rank} hung up"
         if status < 0:
-            return f"rank {rank} was ended by {signal.Signals(-status).name}"
+            return f"rank {rank} was killed by {signal.Signals(-status).name}"
         return f"rank {rank} ended with exit code {status}"

@@ -68,7 +68,7 @@ def can_compile(device: torch.device) -> bool:
         torch.compile(small)(torch.ones(2, device=device))
     except TorchDynamoException as error:
         reason, _, _ = str(error).partition("\n")
-        _LOG.warning("torch.compile does not work and is not used: %s", reason)
+        _LOG.warning("torch.compile does not work here, so it is not used: %s", reason)
         return False
     return True
 

@@ -140,6 +140,6 @@ class RankedTrainer:
                 self._group.end()  # Others may wait for the one that failed.
                 raise
         raise SiteError(
-            f"{lost}, and that in {1 + self._restarts} attempts; the log of site "
+            f"{lost}, in all {1 + self._restarts} attempts; the log of site "
             f"{self._site!r} says why"
         )

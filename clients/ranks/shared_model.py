@@ -50,7 +50,7 @@ class SharedModel:
             len(self._weights_d),
             len(self._integers_m),
         ):
-            raise ValueError("the vectors are not of this model")
+            raise ValueError("the vectors do not belong to this model")
         self._weights_d[:] = weights_d
         self._integers_m[:] = integers_m
 

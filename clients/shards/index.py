@@ -159,7 +159,7 @@ def read_index(store: ObjectStore, *, version: str = "") -> DatasetIndex:
     index = _decode(raw, store.url)
     if version not in {"", index.version}:
         raise SiteError(
-            f"the dataset in {store.url} is of version {index.version}, and the job "
+            f"the dataset in {store.url} is of version {index.version}, but the job "
             f"wants {version}: name the new version, or write the old data again"
         )
     return index
@@ -197,19 +197,19 @@ def _decode(raw: bytes, url: str) -> DatasetIndex:
     where = f"{INDEX_KEY} in {url}"
     if raw.startswith(MAGIC):
         raise CorruptObject(
-            f"{where} is encrypted: name its key, in the option encryption_key of the "
-            "data or with --encryption-key"
+            f"{where} is encrypted: give its key, with the option encryption_key of "
+            "the data or with --encryption-key"
         )
     try:
         document = json.loads(raw)
         name, number = document["format"], document["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptObject(
-            f"{where} is not the index of a dataset: see what lies there"
+            f"{where} is not the index of a dataset: check what is stored there"
         ) from error
     if name != FORMAT or number != FORMAT_VERSION:
         raise CorruptObject(
-            f"{where} is of format {name!r} {number!r}, and this crossfed reads "
+            f"{where} is of format {name!r} {number!r}, but this crossfed reads "
             f"{FORMAT!r} {FORMAT_VERSION}: read it with the version that wrote it"
         )
     try:
@@ -224,7 +224,7 @@ def _decode(raw: bytes, url: str) -> DatasetIndex:
         raise _contradiction(where, f"{type(error).__name__}: {error}") from error
     _check_words(index, where)
     if index.version != document.get("version"):
-        raise _contradiction(where, "its version does not follow from its content")
+        raise _contradiction(where, "its version does not match its content")
     for part in (index.train, index.held_out):
         _check_split(part, where)
     return index
@@ -240,7 +240,7 @@ def _check_words(index: DatasetIndex, where: str) -> None:
 def _contradiction(where: str, what: str) -> CorruptObject:
     return CorruptObject(
         f"{where} is damaged ({what}): write the dataset again with `crossfed data "
-        "shard --replace`; shards that are there are not sent again"
+        "shard --replace`; existing shards are not sent again"
     )
 
 

@@ -122,15 +122,15 @@ class Shelf:
             now = self.index.version
         if now == self.index.version:
             return CorruptObject(
-                f"{about.key!r} is not in {self.store.url}, and {INDEX_KEY} names "
-                "it: write the dataset again with `crossfed data shard`, which "
-                "sends what is missing"
+                f"{about.key!r} is not in {self.store.url}, but {INDEX_KEY} lists it: "
+                "write the dataset again with `crossfed data shard`, which sends what "
+                "is missing"
             )
         return SiteError(
-            f"the dataset in {self.store.url} was replaced while it was read: it is "
-            f"of version {now} now, and this process has opened version "
+            f"the dataset in {self.store.url} was replaced while it was being read: it "
+            f"now has version {now}, but this process opened version "
             f"{self.index.version}, whose shards are gone; start again with the new "
-            "one, or write the old data to a URL of its own"
+            "version, or write the old data to a separate URL"
         )
 
     def _find(self, split: Split, number: int) -> tuple[Future[Rows], bool]:

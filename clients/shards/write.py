@@ -142,12 +142,12 @@ def _publish(
             return  # Also if a call that replaced was killed before it had deleted all.
     except ObjectNotFound as error:
         raise ObjectChanged(
-            f"{INDEX_KEY} in {store.url} was deleted meanwhile: run this again"
+            f"{INDEX_KEY} in {store.url} was deleted in the meantime: run this again"
         ) from error
     if not replace:
         raise ObjectExists(
             f"{store.url} holds another dataset or another version of this one: use "
-            "another URL, or --replace (jobs that read the old one now will end)"
+            "another URL, or --replace (jobs that are reading the old one will stop)"
         )
     store.put(INDEX_KEY, [raw], if_version=before)
 
@@ -156,8 +156,8 @@ def _delete_others(store: ObjectStore, index: DatasetIndex) -> None:
     """Delete shards and labels, and nothing else, that the index does not name."""
     if read_index(store).version != index.version:
         raise ObjectChanged(
-            f"somebody else has replaced the dataset in {store.url} just now: see with "
-            "`crossfed data info` which one is there, and run this again"
+            f"someone else has just replaced the dataset in {store.url}: check it with "
+            "`crossfed data info`, and run this again"
         )
     named = index.keys
     for name in SPLITS:
@@ -311,8 +311,8 @@ def _rows(dataset: Dataset, chosen: Indices) -> Rows:
     inputs, targets = dataset.batch(chosen)
     if not all(isinstance(part, torch.Tensor | None) for part in (inputs, targets)):
         raise SiteError(
-            "shards hold inputs and targets of one array each, and these are nested: "
-            "name the function itself as the source"
+            "shards hold inputs and targets of one array each, but these are nested: "
+            "use the function itself as the source"
         )
     groups = None if dataset.groups is None else dataset.groups[chosen]
     if targets is None:

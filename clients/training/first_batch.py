@@ -58,7 +58,7 @@ def _check_records(federation: Federation, name: SiteId) -> None:
         bad = first_not_finite(part, walk)
         if bad is not None:
             raise SiteError(
-                f"{what} record {bad} holds NaN or infinite values: drop or fill such "
+                f"{what} record {bad} holds NaN or infinite values: drop or fill these "
                 "records in the data function"
             )
 
@@ -103,7 +103,7 @@ def _check_step(federation: Federation, name: SiteId) -> int:
     sums = logits_bk.sum(1)
     if logits_bk.min() >= 0 and torch.allclose(sums, torch.ones_like(sums)):
         raise JobError(
-            "gives probabilities, and classification takes logits: leave out the "
+            "returns probabilities, but classification needs logits: remove the "
             "softmax at its end",
             key="model.factory",
         )

@@ -54,19 +54,24 @@ class HeldModel:
     def _changed(self, task: RoundTask) -> Vector:
         held_d, codec, words = self._held_d, self._links.down, task.weights_d
         if held_d is None:
-            raise NotSetUp("does not have the model that changed: it was restarted")
+            raise NotSetUp(
+                "no longer has the model that the change applies to, because it was "
+                "restarted"
+            )
         if self._digest == task.changed_to:  # The same task once more.
             return held_d
         _check_type(task, codec)
         if words.shape != (codec.num_words(held_d.size),):
             raise ProtocolError(
-                f"was sent {words.size} words of what changed in a model of "
-                f"{held_d.size} values"
+                f"received a change of {words.size} words for a model of {held_d.size} "
+                "values"
             )
         weights_d = change.add(codec, held_d, words, out_d=np.empty_like(held_d))
         if change.digest(weights_d) != task.changed_to:
             self._held_d, self._digest = None, ""
-            raise NotSetUp("has another model than the one that changed")
+            raise NotSetUp(
+                "has a different model than the one that the change applies to"
+            )
         return weights_d
 
 
@@ -74,5 +79,5 @@ def _check_type(task: RoundTask, codec: Codec) -> None:
     if task.weights_d.dtype != codec.dtype:
         raise ProtocolError(
             f"was sent a model of type {task.weights_d.dtype}, and {codec.name} has "
-            f"{codec.dtype}: give the site the run's own job"
+            f"{codec.dtype}: give the site the same job as the run"
         )

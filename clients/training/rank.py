@@ -98,7 +98,7 @@ def _answer(
     start = messages.get()
     try:
         if not isinstance(start, Start):
-            raise ProtocolError("the agent does not begin with the run")
+            raise ProtocolError("the agent did not start with the run")
         peers = Peers(
             rank=inherited.rank,
             device=torch.device(device(start)),
@@ -107,10 +107,10 @@ def _answer(
         _meet(inherited, start, peers.device)
         trainer = build(start, peers)
         if trainer.layout().digest != start.layout:
-            raise ProtocolError("the rank builds another model than the agent")
+            raise ProtocolError("the rank builds a different model than the agent")
     except FederationError as error:
         # In this order: the agent ends this process as soon as it knows.
-        _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
+        _LOG.error("rank %d cannot start: %s", inherited.rank.rank, error)
         channel.send(ErrorReply(message=""))
         raise
     _warm_up(peers)
@@ -145,7 +145,7 @@ def _work(
             count=sums.count, loss_sum=sums.loss_sum, metrics=dict(sums.metrics)
         )
     if not isinstance(task, Fit):
-        raise ProtocolError("the agent asks for something unknown")
+        raise ProtocolError("the agent sent an unknown request")
     result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
     if not isinstance(result, LocalWeights):
         raise ProtocolError("several ranks have trained to an update")

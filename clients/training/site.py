@@ -41,8 +41,8 @@ from privacy.secagg.errors import NotSetUp
 
 _LOG = logging.getLogger(__name__)
 _IN_THE_CLEAR = (
-    "was asked for secure aggregation and answers in the clear only: give the site the "
-    "run's own job"
+    "was asked for secure aggregation but was set up without it: give the site the "
+    "same job as the run"
 )
 
 SealedT = TypeVar("SealedT")
@@ -350,7 +350,7 @@ class PlainSeal:
         trained = done.trained
         if trained is None:
             if done.evaluation is None:
-                raise ProtocolError("an evaluation gave no sums")
+                raise ProtocolError("an evaluation returned no sums")
             return SiteEvaluation(
                 run_id=task.run_id,
                 round_index=task.round_index,

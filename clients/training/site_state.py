@@ -107,13 +107,14 @@ class SiteState:
             return self._read(earlier[-1], run_id)
         if any(True for _ in self.store.list(self._folder + _EARLIER)):
             raise CorruptObject(
-                f"{self._folder}{_EARLIER}* is what an earlier release kept of this "
-                "run: end the run with that release, or delete it to begin afresh"
+                f"{self._folder}{_EARLIER}* was stored for this run by an earlier "
+                "release: finish the run with that release, or delete it to start "
+                "afresh"
             )
         if round_index > 1:
             _LOG.warning(
-                "site %s has no state of a round before round %d: it was not asked "
-                "before, or its state is lost; it begins afresh",
+                "site %s has no state of a round before round %d: it did not take part "
+                "before, or lost its state; it starts afresh",
                 self.site,
                 round_index,
             )
@@ -181,8 +182,8 @@ class SiteState:
                 if not others:
                     return KeptState(arrays=load(body), facts=head["facts"])
                 _LOG.warning(
-                    "site %s does not use %s, which is of another %s: it begins "
-                    "afresh; put the state of this run back to go on from it",
+                    "site %s does not use %s, which belongs to another %s: it starts "
+                    "afresh; restore the state of this run to continue from it",
                     self.site,
                     key,
                     " and ".join(others),
@@ -192,14 +193,14 @@ class SiteState:
             fault = f"it cannot be read: {error}"
         raise CorruptObject(
             f"{key} is not a state that this site can use: {fault}. Delete every "
-            f"{self._prefix}* to begin afresh"
+            f"{self._prefix}* to start afresh"
         )
 
     def _fault(self, head: Mapping[str, Any], key: str) -> str:
         """Say what is wrong with an object; empty if nothing is."""
         if head["version"] != VERSION:
             version = f"{head['version']!r:.20}"
-            return f"it has version {version} and this release reads {VERSION}"
+            return f"it has version {version}, but this release reads {VERSION}"
         if (head["site"], self._key(head["round"])) != (self.site, key):
             return "it belongs to another site or round"
         return ""

@@ -93,7 +93,7 @@ class TorchTrainer:
             raise SiteError(f"site {self.site!r} has no training examples")
         if len(self.held_out) == 0 and job.evaluation.every > 0:
             raise SiteError(
-                f"site {self.site!r} has no held-out examples; give it some or set "
+                f"site {self.site!r} has no held-out examples; give it some, or set "
                 "evaluation.every = 0"
             )
         if takes_private_steps(job) != (private is not None):
@@ -237,7 +237,7 @@ class TorchTrainer:
         if bad is not None:
             raise NotFinite(
                 f"training record {bad} holds NaN or infinite values: drop or fill "
-                "such records in the data function",
+                "these records in the data function",
                 outside=UNSTABLE,
             )
 

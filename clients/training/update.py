@@ -11,7 +11,7 @@ from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import Vector, Words, is_finite
 
 UNSTABLE = (
-    "training gave NaN or infinite weights: lower the learning rate or set "
+    "training produced NaN or infinite weights: lower the learning rate or set "
     "training.clip_grad_norm"
 )
 

@@ -37,7 +37,7 @@ class Answers:
         except (ProtocolError, CorruptObject, ObjectNotFound) as error:
             answer = failure(task, FailureKind.INVALID, str(error))
         except StoreError as error:
-            text = f"its answer cannot be fetched: {error}"
+            text = f"cannot fetch its answer: {error}"
             answer = failure(task, FailureKind.UNREACHABLE, text)
         return answer, packed.num_bytes
 

@@ -163,9 +163,9 @@ class FleetCalls:
             return NodeGone(f"{self.address} refuses: {what}")
         if by_proxy:
             return SiteError(
-                f"{self.address} does not let this site in: its certificate is "
-                "missing, expired or revoked; ask the aggregator's operator for an "
-                "invitation, and enrol the site again"
+                f"{self.address} rejects this site: its certificate is missing, "
+                "expired or revoked; ask the aggregator's operator for an invitation, "
+                "and enrol the site again"
             )
         return self._unknown(response, what)
 
@@ -178,7 +178,7 @@ class FleetCalls:
             ahead = 0.0  # It does not tell the time.
         if abs(ahead) > MOST_SKEW_SECONDS:
             return SiteError(
-                f"{self.address} refuses the time that this site signs: its clock is "
+                f"{self.address} rejects this site's timestamp: its clock is "
                 f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}; set it "
                 "(NTP), and start the agent again"
             )
@@ -193,9 +193,8 @@ class FleetCalls:
             self._refused_since = now
         if now - self._refused_since < TURN_SECONDS:
             return KeyInUse(
-                f"{self.address} counts another node with this site's key as active, "
-                f"or does not know it; a node that died is forgotten after "
-                f"{ACTIVE_SECONDS:g} s"
+                f"{self.address} has another active node with this site's key, or does "
+                f"not know the key; a dead node is forgotten after {ACTIVE_SECONDS:g} s"
             )
         return SiteError(
             f"{self.address} does not activate this site's key: stop the other agent "

@@ -292,12 +292,12 @@ class FlowerGrid:
 
     def _pack(self, task: Task) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
-            return failure(task, FailureKind.UNREACHABLE, "was never there")
+            return failure(task, FailureKind.UNREACHABLE, "was never connected")
         try:
             frames = INLINE if task.site in self._known else self._delivery.frames
             return frames.send(task)
         except StoreError as error:
-            text = f"the model does not get into the store: {error}"
+            text = f"the model could not be stored: {error}"
             return failure(task, FailureKind.UNREACHABLE, text)
 
     def _tidy(self, tasks: Sequence[Task]) -> None:
@@ -394,7 +394,7 @@ class FlowerGrid:
         for question in [*batch.open.values()]:
             if self._nodes[question.task.site] in silent:
                 # How long that takes to be known is different for nodes of Flower's.
-                text = "is not there any more: its heartbeats have stopped"
+                text = "is no longer connected: its heartbeats have stopped"
                 self._fail(batch, question, FailureKind.DISCONNECTED, text)
 
     def _fail(
@@ -416,7 +416,7 @@ class FlowerGrid:
 
     def _pause(self, seconds: float | None = None) -> None:
         if self._stopped():
-            raise FederationError("Flower has ended; no site will answer any more")
+            raise FederationError("Flower has stopped; no site will answer")
         self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
 
 

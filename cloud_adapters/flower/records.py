@@ -183,7 +183,7 @@ def _read_arrays(record: ArrayRecord, layout: Layout) -> tuple[Vector, IntegerVe
     missing, strange = expected - record.keys(), record.keys() - expected
     if missing or strange:
         raise InvalidUpdate(
-            "its model is another one than this run's: "
+            "its model differs from this run's: "
             + "; ".join(
                 f"{what} {_some(names)}"
                 for what, names in (("it lacks", missing), ("it adds", strange))

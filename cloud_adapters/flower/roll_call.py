@@ -149,7 +149,7 @@ def _greet(
 
     def pause(complaint: str) -> None:
         if wait.clock.monotonic() >= wait.deadline:
-            raise SiteError(f"{complaint}; start them, or allow them more time")
+            raise SiteError(f"{complaint}; start them, or wait longer for them")
         wait.pause()
 
     while len(nodes := sorted(api.get_node_ids())) < count:
@@ -164,7 +164,7 @@ def _greet(
                 reason = wire.one_line(gist(reply.error.reason))
                 raise SiteError(f"a Flower node cannot run a site: {reason}")
         if silent:
-            pause(f"{len(silent)} Flower nodes are silent")
+            pause(f"{len(silent)} Flower nodes do not answer")
     return nodes[:count]
 
 
@@ -249,7 +249,7 @@ class _Call:
         texts = [*self.complaints, *self.roll_call.absent.values()]
         if missing and not self.complaints and not self.is_hopeless:
             texts.append(f"{', '.join(missing)} did not {self.lack}")
-        raise SiteError(f"the run cannot begin: {'; '.join([*texts, *self.doubts])}")
+        raise SiteError(f"the run cannot start: {'; '.join([*texts, *self.doubts])}")
 
     def ask(self, node: int, now: float) -> None:
         """Ask a node for the first time."""
@@ -327,5 +327,5 @@ class _Call:
             raise ProtocolError(f"cannot answer: {reason}")
         site = self.roll_call.site_of(flower_site.unpack_bytes(reply.content))
         if site in self.nodes:
-            raise SiteError(f"two nodes speak for site {site!r}: stop one of them")
+            raise SiteError(f"two nodes claim to be site {site!r}: stop one of them")
         return site

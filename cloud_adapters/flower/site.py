@@ -326,7 +326,7 @@ def _answer(
 def _about(message: Message) -> ConfigRecord:
     about = message.content.config_records.get(_ABOUT)
     if about is None:
-        raise ProtocolError("a Flower message that does not say what it is about")
+        raise ProtocolError("a Flower message without a subject")
     return about
 
 
@@ -398,7 +398,7 @@ def _within(
     with _lock:
         earlier = _working.get(task.site)
         if earlier is not None and earlier[0].is_alive():
-            text = f"still works on round {earlier[1]}"
+            text = f"is still working on round {earlier[1]}"
             return inline(failure(task, FailureKind.BUSY, text))
         thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
         _working[task.site] = (thread, task.round_index)

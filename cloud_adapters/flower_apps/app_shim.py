@@ -35,7 +35,7 @@ class InstalledApp(ClientApp):
             module, _, name = about["components"]["clientapp"].partition(":")
         except (OSError, KeyError, ValueError) as error:
             raise RuntimeError(
-                f"{folder} holds no app of Flower: {error!r}; its pyproject.toml names "
+                f"{folder} holds no Flower app: {error!r}; its pyproject.toml names "
                 "clientapp in [tool.flwr.app.components]"
             ) from error
         sys.path.insert(0, folder)

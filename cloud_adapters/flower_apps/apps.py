@@ -155,7 +155,7 @@ class FlowerApps(FlowerApi):
     def _ask(self, message: Message, app: _App) -> Sequence[str]:
         task = wire.decode(flower_site.unpack(message.content))
         if not isinstance(task, RoundTask):  # Jobs that would ask for it are refused.
-            raise TypeError(f"an app of Flower cannot answer {type(task).__name__}")
+            raise TypeError(f"a Flower app cannot answer {type(task).__name__}")
         content = flower_records.instruction(task, self._layout, app.spec, app.settings)
         messages = {
             kind: Message(

@@ -57,8 +57,8 @@ def answer(request: bytes) -> bytes:
     if wanted != bundle().hash_str:
         raise ProtocolError(
             f"the aggregator's run has the bundle {wanted[:16]!r}, and this release's "
-            f"is {bundle().hash_str[:16]!r}: install the same release of crossfed and "
-            "of flwr on both sides. What it holds was not fetched"
+            f"is {bundle().hash_str[:16]!r}: install the same releases of crossfed and "
+            "flwr on both sides. The bundle was not fetched"
         )
     content: bytes = GetFabResponse(fab=fab_to_proto(bundle())).SerializeToString()
     return content

@@ -42,7 +42,7 @@ def identity_token(audience: str) -> str:
         )
     except (google.auth.exceptions.GoogleAuthError, OSError) as error:
         raise NotAuthenticated(
-            "Google gives no identity token here: run on a machine or pod with a "
+            "Google provides no identity token here: run on a machine or pod with a "
             f"service account ({type(error).__name__})"
         ) from error
     return token

@@ -43,7 +43,7 @@ _DISABLED = Meaning(
 )
 _BUSY = Meaning(
     StoreUnavailable,
-    "the service has a fault of its own: try again later, and see its status page",
+    "the service has an internal error: try again later, and see its status page",
     is_temporary=True,
 )
 CODES: Mapping[str, Meaning] = {
@@ -56,17 +56,17 @@ CODES: Mapping[str, Meaning] = {
     "DisabledException": _DISABLED,
     "IncorrectKeyException": Meaning(
         KeyRefused,
-        "another key was used when the object was written: name that one in "
+        "the object was written with a different key: set that one in "
         "storage.encryption.key",
     ),
     "InvalidCiphertextException": Meaning(
-        CorruptObject, "its wrapped key was changed, or belongs to another object"
+        CorruptObject, "its wrapped key was modified, or belongs to another object"
     ),
     "InvalidArnException": Meaning(
         KeyRefused, "it is not the ARN of a key: correct storage.encryption.key"
     ),
     "InvalidKeyUsageException": Meaning(
-        KeyRefused, "the key does not encrypt: name a symmetric one (SYMMETRIC_DEFAULT)"
+        KeyRefused, "the key cannot encrypt: use a symmetric one (SYMMETRIC_DEFAULT)"
     ),
     "KeyUnavailableException": _BUSY,
     "KMSInternalException": _BUSY,
@@ -148,10 +148,10 @@ class AwsKms:
         arn, separator, blob = unmark(KIND, wrapped, self.name).partition(b"\0")
         used = arn.decode("ascii", "replace")
         if not separator or not blob or _ARN.fullmatch(used) is None:
-            raise CorruptObject(f"what should be a key wrapped by {self.name} is none")
+            raise CorruptObject(f"this is not a key wrapped by {self.name}")
         if ":key/" in self._arn and _identity(used) != _identity(self._arn):
             raise KeyRefused(
-                f"the object was encrypted with the key {used}, and the job names "
+                f"the object was encrypted with the key {used}, but the job has "
                 f"{self._arn} in storage.encryption.key"
             )
         # The job's key, not the object's: who can write objects must not choose it.
@@ -225,7 +225,7 @@ def translate(error: Exception, doing: str) -> StoreError:
     meaning = CODES.get(code) or s3_errors.meaning_of(error)
     if not issubclass(meaning.error, StoreUnavailable | CorruptObject):
         # Nothing that KMS says is about an object: none is missing because of it.
-        meaning = Meaning(KeyRefused, "the service refuses the request as it is")
+        meaning = Meaning(KeyRefused, "the service rejects the request")
     said = type(error).__name__
     if isinstance(error, ClientError):
         words = error.response.get("Error", {}).get("Message", "no message")

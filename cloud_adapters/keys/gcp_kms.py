@@ -69,7 +69,7 @@ STATUSES: Mapping[str, Meaning] = {
         "kms keys versions enable) and resume",
     ),
     "INTERNAL": Meaning(
-        StoreUnavailable, "the service has a fault of its own", is_temporary=True
+        StoreUnavailable, "the service has an internal error", is_temporary=True
     ),
     "NOT_FOUND": Meaning(
         KeyRefused,
@@ -94,12 +94,12 @@ STATUSES: Mapping[str, Meaning] = {
     ),
 }
 _DAMAGED = Meaning(
-    CorruptObject, "its wrapped key was changed, or belongs to another object"
+    CorruptObject, "its wrapped key was modified, or belongs to another object"
 )
 _REFUSED = Meaning(
     KeyRefused,
-    "the service refuses the request as it is: the key must be for symmetric "
-    "encryption (purpose ENCRYPT_DECRYPT)",
+    "the service rejects the request: the key must be for symmetric encryption "
+    "(purpose ENCRYPT_DECRYPT)",
 )
 _UNCLEAR = Meaning(
     StoreUnavailable,
@@ -174,11 +174,11 @@ class GcpKms:
         """Unlock a key with the version that locked it; see ``KeyService.unwrap``."""
         key, separator, blob = unmark(KIND, wrapped, self.name).partition(b"\0")
         if not separator or _NAME.fullmatch(key.decode("ascii", "replace")) is None:
-            raise CorruptObject(f"what should be a key wrapped by {self.name} is none")
+            raise CorruptObject(f"this is not a key wrapped by {self.name}")
         if key.decode() != self._key:
             raise KeyRefused(
-                f"the object was encrypted with the key {key.decode()}, and the job "
-                f"names {self._key} in storage.encryption.key"
+                f"the object was encrypted with the key {key.decode()}, but the job "
+                f"has {self._key} in storage.encryption.key"
             )
         fields = _encoded("ciphertext", blob)
         answer = self._call("decrypt", "unwrap a data key", fields, context)

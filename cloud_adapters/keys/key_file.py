@@ -109,7 +109,7 @@ class KeyFile:
         except (InvalidTag, ValueError) as error:  # ValueError: too short.
             raise CorruptObject(
                 f"the object's wrapped key does not open with the key {key_id}: it was "
-                "changed, or belongs to another object"
+                "modified, or belongs to another object"
             ) from error
         return plaintext
 
@@ -135,8 +135,8 @@ def read_keys(path: Path) -> Sequence[FileKey]:
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError):
         # Without the cause: its text may quote the file.
         raise KeyRefused(
-            f"{path} is no key file of crossfed: make one with "
-            "'crossfed keys storage FILE'"
+            f"{path} is not a crossfed key file: create one with 'crossfed keys "
+            "storage FILE'"
         ) from None
     if not found or len({key.key_id for key in found}) != len(found):
         raise KeyRefused(f"{path} holds no key, or one id twice")
@@ -195,7 +195,7 @@ def _read_private(path: Path) -> str:
             raise KeyRefused(f"the key file {path} is not a file")
         if found.st_mode & _OTHERS or found.st_uid not in {os.geteuid(), 0}:
             raise KeyRefused(
-                f"others than you can read the key file {path} (mode "
+                f"other users can read the key file {path} (mode "
                 f"{stat.S_IMODE(found.st_mode):04o}): close it with chmod 600 {path}"
             )
         content = os.read(file, _MAX_FILE_BYTES)
@@ -204,7 +204,7 @@ def _read_private(path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise KeyRefused(f"{path} is no key file of crossfed: it is no text") from None
+        raise KeyRefused(f"{path} is not a crossfed key file: it is not text") from None
 
 
 def _write_private(path: Path, content: bytes, *, is_new: bool) -> None:

@@ -30,7 +30,7 @@ def open_keys(name: str, *, endpoint: str = "") -> KeyService:
     """
     kind, separator, place = name.partition(":")
     if not separator or not place:
-        raise JobError(f"{name!r} names no key; {_POSSIBLE}", key=_KEY)
+        raise JobError(f"{name!r} does not name a key; {_POSSIBLE}", key=_KEY)
     if kind == FILE:
         return KeyFile(Path(place))
     try:

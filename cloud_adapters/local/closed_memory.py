@@ -32,7 +32,9 @@ def obstacle() -> str:
         return "crossfed knows no seccomp filter for this machine or kernel"
     # The kernel then leaves the memory open where a process changes its user.
     if (KERNEL_SETTINGS / "fs/suid_dumpable").read_text().strip() == "1":
-        return "fs.suid_dumpable is 1, which leaves the memory of such processes open"
+        return (
+            "fs.suid_dumpable is 1, which leaves the memory of these processes readable"
+        )
     return ""
 
 

@@ -167,7 +167,7 @@ class FaultInjector:
             word_bytes = max(1, update.words.size // max(1, task.weights_d.size))
             return replace(update, words=update.words[:-word_bytes])
         if fault.kind in {"nan", "inf"}:
-            text = f"rehearsed crash: masked words have no place for {fault.kind}"
+            text = f"rehearsed crash: masked words cannot carry {fault.kind}"
             return failure(task, FailureKind.CRASHED, text)
         if fault.kind == "garbage":
             words = self._draws(update).integers(

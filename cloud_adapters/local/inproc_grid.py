@@ -392,7 +392,7 @@ class InProcessGrid(Closing):
                 self._num_held += 1
                 if earlier is None:
                     return slot
-                text = f"still works on round {earlier.task.round_index}"
+                text = f"is still working on round {earlier.task.round_index}"
                 failed = failure(slot.task, FailureKind.BUSY, text)
                 slot.started = self._clock.monotonic()
                 slot.replies = deque([_reply(slot, failed, 0, slot.started)])

@@ -57,7 +57,7 @@ _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
     errno.ENOTDIR: "a file is where a folder must be; move it away",
-    errno.EEXIST: "a file is in its place; use a new folder for every transcript",
+    errno.EEXIST: "a file is in the way; use a new folder for every transcript",
 }
 
 

@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, *_: object) -> None:
         """A client that hangs up is nothing to write a traceback about."""
-        _LOG.info("a request was broken off", exc_info=True)
+        _LOG.info("a request was interrupted", exc_info=True)
 
 
 class LoopbackHandler(BaseHTTPRequestHandler):

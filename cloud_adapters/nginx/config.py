@@ -40,7 +40,7 @@ FLEET_CALLS = (
 PID_FILE = "nginx.pid"
 CONFIG_FILE = "nginx.conf"
 CHECK_SECONDS = 60.0
-OWN_USER = "run crossfed aggregator as a user of its own, who owns the folder"
+OWN_USER = "run crossfed aggregator as a separate user that owns the folder"
 
 _PROGRAMS = ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/local/bin/nginx")
 _TEMPLATE = Path(__file__).with_name("nginx.conf.j2")
@@ -215,7 +215,7 @@ def _quoted(path: Path) -> str:
 def _plain(text: str) -> str:
     if _NOT_QUOTED & set(text):
         raise JobError(
-            f"{text!r} has a character that nginx gives a meaning to: choose another",
+            f"{text!r} contains a character that is special to nginx: choose another",
             key="proxy",
         )
     return text

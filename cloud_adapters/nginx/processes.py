@@ -51,7 +51,7 @@ def reload(work: Path) -> bool:
         return False  # It has ended just now.
     if not _wait(lambda: not any(_is_at_work(number) for number in before)):
         raise ProxyFailed(
-            f"nginx (process {master}) does not take up what has changed: see "
+            f"nginx (process {master}) did not reload its configuration: see "
             f"{work / 'error.log'}, and start crossfed aggregator up again"
         )
     return True
@@ -79,7 +79,7 @@ def end_processes(work: Path) -> None:
     for number in processes(work):
         _end(number)
     if not _wait(lambda: not processes(work)):
-        raise ProxyFailed(f"an nginx that was left over does not end: {work}")
+        raise ProxyFailed(f"a leftover nginx does not stop: {work}")
 
 
 def is_nginx(process: int) -> bool:

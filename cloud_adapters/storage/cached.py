@@ -212,7 +212,7 @@ class ObjectCache:
         except OSError as error:
             raise StoreUnavailable(
                 f"the cache in {str(self._folder)!r} cannot be used: {error.strerror}; "
-                "free some space or mend its permissions, or name another folder in "
+                "free some space or fix its permissions, or set another folder in "
                 "CROSSFED_CACHE_DIR"
             ) from error
 

@@ -175,7 +175,8 @@ class EncryptedStore:
                 continue
             if trailer.metadata_digest != digest_of_metadata(info.metadata):
                 raise CorruptObject(
-                    f"{self._where(key)} has other metadata than were written with it"
+                    f"{self._where(key)} has different metadata than it was written "
+                    "with"
                 )
             return replace(
                 info, size=trailer.size, crc32c=trailer.crc32c, sha256=trailer.sha256

@@ -87,8 +87,8 @@ class Header:
         _, version, segment_bytes, length = _FIXED.unpack_from(content)
         if version != VERSION:
             raise CorruptObject(
-                f"{where} is encrypted in version {version} of the format, and this "
-                f"crossfed reads version {VERSION}: use the one that wrote it"
+                f"{where} is encrypted with version {version} of the format, but this "
+                f"crossfed reads version {VERSION}: use the release that wrote it"
             )
         wrapped = content[_FIXED.size : _FIXED.size + length]
         header = cls(segment_bytes=segment_bytes, wrapped=wrapped)
@@ -242,8 +242,8 @@ class Cipher:
         except (InvalidTag, ValueError) as error:  # ValueError: shorter than a tag.
             part = "its end" if is_trailer else f"segment {index}"
             raise CorruptObject(
-                f"{self.where} is damaged: {part} does not decrypt; it was changed, "
-                "cut off or moved; restore it from a copy"
+                f"{self.where} is damaged: {part} does not decrypt; it was modified, "
+                "truncated or moved; restore it from a copy"
             ) from error
 
     def _associated(self) -> bytes:

@@ -56,18 +56,18 @@ NO_BUCKET = Meaning(
 CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
 CONFLICT = Meaning(
     StoreUnavailable,
-    "others write the same object at the same time; try again later",
+    "others are writing the same object; try again later",
     is_temporary=True,
 )
 CORRUPT = Meaning(
     CorruptObject,
-    "other bytes arrived than were sent: if it happens again, look for a proxy or "
-    "a network device on the way that changes traffic",
+    "the bytes changed in transit: if it happens again, look for a proxy or a network "
+    "device that modifies traffic",
     is_temporary=True,
 )
 BUSY = Meaning(
     StoreUnavailable,
-    "the service has a fault of its own: try again later, and see its status page",
+    "the service has an internal error: try again later, and see its status page",
     is_temporary=True,
 )
 UNREACHABLE = Meaning(
@@ -79,7 +79,7 @@ QUOTA = Meaning(
     StoreUnavailable, "a quota is used up: free space or ask for a higher one"
 )
 REFUSED = Meaning(
-    StoreUnavailable, "the service refuses the request as it is: correct what it names"
+    StoreUnavailable, "the service rejects the request: correct what it names"
 )
 
 

@@ -145,8 +145,8 @@ class FlowerControl:
             if isinstance(error, httpx.HTTPStatusError):
                 text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
             raise SuperLinkUnavailable(
-                f"the SuperLink on {self._address} does not do what it is asked: "
-                f"{text}; is `crossfed aggregator up` running? Its logs are in logs/"
+                f"the SuperLink on {self._address} rejected a request: {text}; check "
+                "that `crossfed aggregator up` is running. Its logs are in logs/"
             ) from error
 
 

@@ -171,7 +171,7 @@ class CoordinatorExecutor:
                 with process.stdin as pipe:
                     pipe.write(json.dumps(asdict(launch)).encode())
             except OSError as error:
-                return LaunchResult.failed(f"the coordinator has ended: {error}")
+                return LaunchResult.failed(f"the coordinator stopped: {error}")
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:

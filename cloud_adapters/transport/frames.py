@@ -121,9 +121,10 @@ class Frames:
             return inline(message)
         if self.store is None:
             raise JobError(
-                f"a message of {size >> 20} MiB is too large to go without a store, "
-                f"which is for more than {self.threshold_bytes >> 20} MiB: set it in "
-                "aggregator.toml and in every site.toml to one that all of them reach",
+                f"a message of {size >> 20} MiB is too large to send without a store, "
+                f"which is needed above {self.threshold_bytes >> 20} MiB: set "
+                "[exchange] in aggregator.toml and in every site.toml to a store that "
+                "all of them can reach",
                 key="exchange.url",
             )
         self._is_used = True
@@ -165,7 +166,7 @@ class Frames:
             raise ProtocolError("two references are to the same vector")
         if self.store is None or self.scratch is None:
             raise JobError(
-                "a message refers to a store, and this side has none: set the one "
+                "a message refers to a store, but this side has none: set the store "
                 "that the others use",
                 key="exchange.url",
             )
@@ -259,8 +260,8 @@ class Frames:
                 if digest.hexdigest() != reference.sha256:
                     raise CorruptObject(
                         f"{key!r} in {store.url} does not have the digest that was "
-                        "announced: somebody writes to the store who should not, or "
-                        "it has lost data"
+                        "announced: someone writes to the store who should not, or the "
+                        "store has lost data"
                     )
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, dtype=np.uint8)

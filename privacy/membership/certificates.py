@@ -145,7 +145,7 @@ class Authority:
             public = asked.public_key()
             valid = asked.is_signature_valid
         except MALFORMED as error:
-            raise KeyFileRefused(f"that is no signing request: {error}") from None
+            raise KeyFileRefused(f"this is not a signing request: {error}") from None
         if not isinstance(public, ec.EllipticCurvePublicKey) or not valid:
             raise KeyFileRefused("a signing request is signed by an elliptic-curve key")
         if not isinstance(public.curve, ec.SECP256R1):
@@ -204,7 +204,7 @@ class Authority:
                 row.serial_number: row.revocation_date_utc.timestamp() for row in found
             }
         except (*MALFORMED, x509.ExtensionNotFound) as error:
-            raise KeyFileRefused(f"that is no list of revocations: {error}") from None
+            raise KeyFileRefused(f"this is not a revocation list: {error}") from None
         return Revocations(number=number.value.crl_number, revoked=revoked)
 
     def check_issued(self, certificate: x509.Certificate) -> None:
@@ -226,8 +226,8 @@ class Authority:
             < certificate.not_valid_after_utc
         ):
             raise KeyFileRefused(
-                f"the certificate holds from {certificate.not_valid_before_utc:%F} to "
-                f"{certificate.not_valid_after_utc:%F}, and it is {now:%F}"
+                f"the certificate is valid from {certificate.not_valid_before_utc:%F} "
+                f"to {certificate.not_valid_after_utc:%F}, and it is {now:%F}"
             )
 
     def _issue(
@@ -370,7 +370,7 @@ def parse_certificate(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except MALFORMED as error:
-        raise KeyFileRefused(f"that is no certificate: {error}") from None
+        raise KeyFileRefused(f"this is not a certificate: {error}") from None
 
 
 def read_certificate(path: Path) -> x509.Certificate:

@@ -256,8 +256,8 @@ def _check_numbers(claimed: Introduction) -> None:
     counts = claimed.num_examples, claimed.num_held_out
     if not all(0 <= count <= wire.MAX_COUNT for count in counts):
         raise ProtocolError(
-            f"site {claimed.site!r} promises what cannot be: a number of examples "
-            f"beyond 0 to {wire.MAX_COUNT}"
+            f"site {claimed.site!r} states an impossible number of examples, beyond 0 "
+            f"to {wire.MAX_COUNT}"
         )
     numbers: list[float] = []
     if claimed.needs is not None:
@@ -270,7 +270,7 @@ def _check_numbers(claimed: Introduction) -> None:
             numbers.append(promise.held_out_noise)
     if not all(0.0 < number < math.inf for number in numbers):
         raise ProtocolError(
-            f"site {claimed.site!r} promises what cannot be: {promise or numbers}"
+            f"site {claimed.site!r} states impossible numbers: {promise or numbers}"
         )
 
 
@@ -317,5 +317,5 @@ def _parse(body: bytes, kind: type[_Message]) -> _Message:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a malformed {kind.__name__}: {error}") from error
     if not isinstance(value, kind):
-        raise ProtocolError(f"that is no {kind.__name__}")
+        raise ProtocolError(f"this is not a {kind.__name__}")
     return value

@@ -125,10 +125,10 @@ def _advice(path: Path, error: KeyFileRefused) -> str:
     cause = error.__cause__
     if isinstance(cause, FileNotFoundError):
         if path.parent.is_dir():
-            return "; make a key with `crossfed keys new`, or name another file"
-        return "; make its folder first, or name another file"
+            return "; create a key with `crossfed keys new`, or choose another file"
+        return "; create its folder first, or choose another file"
     if isinstance(cause, OSError):
-        return "; make it accessible to this user, or name another file"
+        return "; make it accessible to this user, or choose another file"
     text = str(error)
     if "passphrase" in text:
         return (

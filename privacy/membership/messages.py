@@ -222,7 +222,7 @@ def read_refusal(body: bytes) -> str:
     except EnrolmentRefused:
         reason = ""
     printable = "".join(c for c in reason[:500] if c.isprintable())
-    return printable or "it does not say why"
+    return printable or "it gives no reason"
 
 
 def check_enrolment(asked: Enrolment) -> ec.EllipticCurvePublicKey:
@@ -379,7 +379,7 @@ def _load(body: bytes, *, limit: int) -> dict[str, object]:
     except (ValueError, RecursionError):
         raise EnrolmentRefused("that is not JSON", status=400) from None
     if not isinstance(found, dict):
-        raise EnrolmentRefused("that is no message of crossfed", status=400)
+        raise EnrolmentRefused("this is not a crossfed message", status=400)
     return found
 
 

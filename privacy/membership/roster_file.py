@@ -102,7 +102,7 @@ def trust(
     if changed:
         _pin(document, site, party)
         document["serial"] = document.get("serial", 0) + 1
-        advice = "nothing was written: every party has a name and a key of its own"
+        advice = "nothing was written: every party needs its own name and key"
         _write(path, _checked(path, document, advice=advice), document)
     missing = _missing(document)
     return PinResult(

@@ -76,14 +76,14 @@ class Token:
         found = _TOKEN.fullmatch(text.strip())
         if found is None:
             raise EnrolmentRefused(
-                "that is not a whole token: copy all of what `crossfed aggregator "
+                "this token is incomplete: copy all of what `crossfed aggregator "
                 "invite` printed, from crossfed-1 on"
             )
         try:
             parse_address(found["address"], key="token")
             site = check_name(found["site"])
         except (JobError, ValueError) as error:
-            raise EnrolmentRefused(f"that is no token: {error}") from None
+            raise EnrolmentRefused(f"this is not a token: {error}") from None
         return cls(
             address=found["address"],
             authority=found["authority"],

@@ -145,7 +145,7 @@ def test_lost_state_is_said_and_the_site_begins_afresh(
             store.delete(info.key)
         assert state.before(RUN, 2) == NOTHING
     assert "site a has no state of a round before round 2" in caplog.text
-    assert "begins afresh" in caplog.text
+    assert "starts afresh" in caplog.text
 
 
 def _changed(content: bytes) -> bytes:
@@ -171,7 +171,7 @@ def _newer(content: bytes) -> bytes:
         (_changed, "does not match its digest"),
         (_other_fact, "does not match its digest"),
         (_torn, "does not match its digest|cannot be read"),
-        (_newer, "version 3 and this release reads 2|does not match its digest"),
+        (_newer, "version 3, but this release reads 2|does not match its digest"),
         (lambda _: b"", "cannot be read"),
         (lambda _: b"garbage", "cannot be read"),
         (lambda _: b"{}\n\n", "cannot be read"),
@@ -227,10 +227,10 @@ def test_state_of_another_run_model_or_optimiser_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert state.before(RunId(run), 2) == NOTHING
     assert (
-        f"site a does not use sites/a/state-0000000001, which is of another {other}"
-        in caplog.text
+        "site a does not use sites/a/state-0000000001, "
+        f"which belongs to another {other}" in caplog.text
     )
-    assert "begins afresh" in caplog.text
+    assert "starts afresh" in caplog.text
     state.keep(RunId(run), 2, {"v": np.array([2])})
     assert state.before(RunId(run), 3).arrays["v"] == 2
 

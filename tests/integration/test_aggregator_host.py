@@ -157,7 +157,7 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
             host.stop()
         log = (disk / "aggregator.log").read_text()
         # The service may look while the disk is still being filled.
-        assert re.search(rf"the disk of {re.escape(home)} has \d+ MiB left", log)
+        assert re.search(rf"the disk of {re.escape(home)} has \d+ MiB free", log)
         assert "limits.reserve_mib in aggregator.toml" in log
-        assert f"the disk of {home} has room again" in log
+        assert f"the disk of {home} has enough free space again" in log
         assert "Traceback" not in log

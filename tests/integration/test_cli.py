@@ -287,7 +287,7 @@ def test_completed_run_is_left_intact(
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
     done = server.run("simulate", "job.toml", *FAST, "--resume", "--json", folder=place)
     assert done.code == 0, done.stderr
-    assert "is completed: no round was left to run" in done.stderr
+    assert "is already complete" in done.stderr
     assert json.loads(done.stdout)["status"] == "completed"
     after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
     assert after == before
@@ -326,7 +326,7 @@ def test_site_with_an_app_is_checked_but_not_rehearsed(
     assert both.stdout.endswith("the job is sound\n"), both.stderr
     for verb in ("simulate", "audit"):
         refused = server.run(verb, *app, folder=place)
-        words = ["sites[1].flower_app", "site 'right' runs an app of Flower"]
+        words = ["sites[1].flower_app", "site 'right' runs a Flower app"]
         check_refused(refused, words, code=2)
 
 
@@ -508,7 +508,7 @@ BAD = {
     ),
     "data: ends the program": (
         ["--set", "data.source=small_parts:leaving_data"],
-        ["job.toml", "ended the program", "SystemExit(0)"],
+        ["job.toml", "exited the program", "SystemExit(0)"],
     ),
     "more sites than data": (
         [
@@ -671,7 +671,7 @@ def test_file_in_place_of_a_folder_is_refused(server: ForkServer, place: Path) -
     (place / "taken").write_text("mine")
     for out in ("taken", "taken/run"):
         done = server.run("simulate", "job.toml", "--out", out, folder=place)
-        check_refused(done, ["taken", "a file is where a folder must be"], code=1)
+        check_refused(done, ["taken", "a file is in the way of a folder"], code=1)
     assert (place / "taken").read_text() == "mine"
 
 

@@ -326,7 +326,7 @@ def test_private_run_without_a_site_of_an_open_run_is_refused(
     """Noise of the four others alone would hide the fifth site's update."""
     world = World(tmp_path)
     world.run(job_of(SITES[:5]))
-    with pytest.raises(SiteError, match=r"sites: .*would single out site-4, and"):
+    with pytest.raises(SiteError, match=r"sites: .*would single out site-4, but"):
         world.run(private_job(SITES[:4], unit=unit))
     world.run(private_job(SITES[:6], unit=unit))  # Whose own noise hides site-5.
 
@@ -339,7 +339,7 @@ def test_open_run_with_one_site_more_than_a_private_run_is_refused(tmp_path: Pat
         for folder in (tmp_path / name / "runs").glob("*"):
             folder.rename(tmp_path / f"deleted-{name}")
         world.grid.agents[name] = world.agent(name)
-    with pytest.raises(SiteError, match="would single out site-4, and"):
+    with pytest.raises(SiteError, match="would single out site-4, but"):
         world.run(job_of(SITES[:5]))
     world.run(job_of(SITES[:4]))
     world.run(private_job(SITES[:4]))
@@ -350,7 +350,7 @@ def test_open_run_with_one_site_more_than_a_private_run_is_refused(tmp_path: Pat
     [
         ({"target_epsilon": 20.0}, "its epsilon is above 8 .policy.max_epsilon"),
         ({"delta": 1e-3}, "its delta is above 0.0001 .policy.max_delta"),
-        ({"held_out": "public", "every": 1}, "calls held-out data public"),
+        ({"held_out": "public", "every": 1}, "declares held-out data public"),
     ],
 )
 def test_a_promise_that_says_nothing_makes_no_run_private(
@@ -359,7 +359,7 @@ def test_a_promise_that_says_nothing_makes_no_run_private(
     """Else two runs with hardly any noise could differ by one site."""
     world = World(tmp_path)
     world.run(private_job(SITES[:5], **weak))
-    with pytest.raises(SiteError, match=f"would single out site-4, and.*{reason}"):
+    with pytest.raises(SiteError, match=f"would single out site-4, but.*{reason}"):
         world.run(private_job(SITES[:4], **weak))
 
 

@@ -175,7 +175,7 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "60 examples (4)" in text
     assert "0: 20, 1: 20, 2: 20" in text
-    assert "every shard is what the index says" in text
+    assert "every shard matches the index" in text
     assert cli.main(["data", "info", url, "--json"]) == exit_codes.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["dataset"] == "three clouds"
@@ -289,12 +289,12 @@ def test_encrypted_shards_and_wrong_keys(
     shards(url, "--encryption-key", key)
     add_key(tmp_path / "other.toml")
     before = {p: p.read_bytes() for p in (tmp_path / "blobs").rglob("*") if p.is_file()}
-    with pytest.raises(CorruptObject, match="is encrypted: name its key"):
+    with pytest.raises(CorruptObject, match="is encrypted: give its key"):
         simulate(job(url), folder=None)
     other = f"file:{tmp_path}/other.toml"
     with pytest.raises(KeyRefused, match=r"not in .*other\.toml"):
         simulate(job(url, options={"encryption_key": other}), folder=None)
-    with pytest.raises(JobError, match=r"options\.encryption_key: .x. names"):
+    with pytest.raises(JobError, match=r"options\.encryption_key: .x. does not name"):
         simulate(job(url, options={"encryption_key": "x"}), folder=None)
     capsys.readouterr()
     for more, words in (

@@ -90,7 +90,7 @@ def test_site_of_another_release_takes_no_part(
     log = (federation.folder / f"{site}.log").read_text()
     federation.start_site(site)  # Now it is upgraded, and has a part in what follows.
     told = expected.format(release())
-    assert f"the run cannot begin: site {site!r} does not take part: site " in refused
+    assert f"the run cannot start: site {site!r} does not take part: site " in refused
     assert told in refused
     assert f" is refused: site {site!r} {told}" in log
     assert "Traceback" not in refused + log
@@ -319,7 +319,7 @@ def test_doctor_finds_a_site_ready(federation: Deployment):
     found = crossfed("doctor", "--site", str(path), "--json").stdout
     checks = {each["name"]: each for each in json.loads(found)["checks"]}
     assert checks["admission"]["status"] == "ok"
-    assert checks["aggregator"]["found"].split(" is well")[0].startswith("127.0.0.1:")
+    assert checks["aggregator"]["found"].startswith("127.0.0.1:")
     assert checks["clock skew"]["status"] == checks["certificate"]["status"] == "ok"
 
 
@@ -358,7 +358,7 @@ def test_site_that_refuses_names_the_key(
     path.write_text(text)
     federation.start_site(site)
     log = (federation.folder / f"{site}.log").read_text()
-    assert f"the run cannot begin: site {site!r} does not take part: " in refused
+    assert f"the run cannot start: site {site!r} does not take part: " in refused
     assert told.format(site) in refused
     assert " is refused: " in log
     assert told.format(site) in log

@@ -165,8 +165,8 @@ def test_run_in_a_bucket(key: Path, tmp_path: Path, bucket: dict[str, str]):
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("keys.toml", "names no key"),
-        ("file:", "names no key"),
+        ("keys.toml", "does not name a key"),
+        ("file:", "does not name a key"),
         ("vault:x", "'vault' of a key is unknown"),
         ("aws-kms:alias/x", "ARN"),
         ("gcp-kms:x", "not the name of a Cloud KMS key"),

@@ -154,7 +154,7 @@ def test_group_without_an_answer_is_left_out_if_others_suffice():
     assert any("has no sum of site-0" in text for text in five.warnings())
     three = run(grouped(), fault=silence("mask", [LIAR]))
     assert three.statuses() == ["lost", "completed", "completed"]
-    assert "2 of 3 groups have a sum, and median needs 3" in three.warnings()[-1]
+    assert "2 of 3 groups have a sum, but median needs 3" in three.warnings()[-1]
 
 
 def test_rounds_of_a_liar_in_every_round_have_results():
@@ -236,7 +236,7 @@ def test_site_that_blocks_the_draw_is_drawn_without(step: str):
     assert ran.statuses() == ["lost", "lost", "completed", "completed"]
     told = [e for e in ran.seen if isinstance(e, events.SitesLeftOut)]
     assert [(e.round_index, e.sites) for e in told] == [(2, (LIAR,))]
-    assert "did not open its commitment" in told[0].reasons[0]
+    assert "did not reveal its secret" in told[0].reasons[0]
     assert len(ran.answered(3)) == len(ran.answered(4)) == 9
     del ran.sites[LIAR]  # type: ignore[attr-defined]
     assert sorted(map(len, groups_of(ran))) == [3, 3, 3]

@@ -133,6 +133,6 @@ def test_too_few_sites_to_hide_one_are_refused() -> None:
     """As the file says: five clinics instead of sixteen."""
     job = load("sites")
     few = dataclasses.replace(job, sites=job.sites[:5])
-    with pytest.raises(JobError, match="almost nothing but noise") as caught:
+    with pytest.raises(JobError, match="almost only noise") as caught:
         simulate(few)
     assert caught.value.key == "privacy.differential_privacy.accept_low_signal"

@@ -238,7 +238,7 @@ def test_units_do_not_mix(site: Operator):
 
     memory.update("ledgers", about_sites)
     refused = site.propose(RUNS[1], private_job())
-    assert "the two do not add up to one epsilon" in refused
+    assert "the two cannot be added into one epsilon." in refused
     assert refused.startswith("privacy.differential_privacy.unit")
 
 
@@ -313,7 +313,7 @@ def test_changed_data_are_told_once_and_refill_nothing(
     assert own(60) == ""
     told = own(59)
     assert "data of site site-0 have changed since an earlier run" in told
-    assert "the budget of 'records' goes on" in told
+    assert "the budget of 'records' continues" in told
     assert own(59) == own(60) == ""
     assert site.train(RUNS[1], private_job(rounds=1), rounds=1)
     spent = site.spent()

@@ -228,4 +228,4 @@ def test_folder_of_an_earlier_release_is_closed(tmp_path: Path):
     own_folder.close(folder, said.append)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     own_folder.close(folder, said.append)
-    assert said == [f"{folder} had mode 0755: it is closed to other users now"]
+    assert said == [f"{folder} had mode 0755: it is now closed to other users"]

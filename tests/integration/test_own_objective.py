@@ -134,7 +134,7 @@ def test_mistake_shows_the_users_own_line():
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        ("mean_error", r"one value for each record.*returned a tensor of shape \(\)"),
+        ("mean_error", r"one value per record.*returned a tensor of shape \(\)"),
         ("detached", "loss without a gradient.*detach"),
         ("wrong_name", "name its metrics in training.metrics"),
     ],

@@ -68,7 +68,7 @@ BEFOREHAND: Mapping[str, tuple[dict[str, Any], list[str]]] = {
     "changing": ({"model": "changing"}, ["model.factory", "second model", "'weight'"]),
     "no_file": ({"data": "no_file"}, ["FileNotFoundError", 'planted_mistakes.py"']),
 }
-SOFTMAX = ({"model": "probabilities"}, ["model.factory", "leave out the softmax"])
+SOFTMAX = ({"model": "probabilities"}, ["model.factory", "remove the softmax"])
 
 
 def document(mistake: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_ranks_that_die_each_time_fail_the_round():
     pool = ModelPool(job)
     with (
         ranked(job, pool, restarts=1) as trainer,
-        pytest.raises(SiteError, match=r"ended with exit code 3.* in 2 attempts"),
+        pytest.raises(SiteError, match=r"exit code 3.* 2 attempts"),
     ):
         trainer.evaluate(*pool.initial_weights(), round_index=1)
 
@@ -257,7 +257,7 @@ def test_what_is_wrong_with_the_data_stays_at_the_site(
     source = "support.small_jobs:not_there"
     with (
         ranked(EPOCHS, pool, source) as trainer,
-        pytest.raises(SiteError, match="cannot begin; the site's log says") as caught,
+        pytest.raises(SiteError, match="cannot start; the site's log says") as caught,
     ):
         trainer.evaluate(*pool.initial_weights(), round_index=1)
     assert "not_there" not in str(caught.value)

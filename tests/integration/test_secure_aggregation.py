@@ -372,10 +372,10 @@ SPOILT = {
     "words cut": (cut("words"), "bytes of masked words"),
     "header cut": (cut("header_h"), "words are right|are right"),
     "body cut": (cut("body"), ""),
-    "in the clear": (in_clear, "answered in the clear"),
+    "in the clear": (in_clear, "sent an unmasked answer, but"),
     "other layout": (
         lambda update: replace(update, layout_digest="0" * 64),
-        "another layout",
+        "different layout",
     ),
 }
 

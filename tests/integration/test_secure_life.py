@@ -34,7 +34,9 @@ from privacy.secagg.protocol.train import read_train
 pytestmark = pytest.mark.slow
 
 SITE = "site-2"
-NEEDS_SETUP = "has no keys for this run: it was restarted, and needs a new setup"
+NEEDS_SETUP = (
+    "has no keys for this run, because it was restarted, and needs a new setup"
+)
 
 
 def with_restarts(job: JobSpec, *rounds: int, site: str = SITE) -> JobSpec:
@@ -209,7 +211,9 @@ def test_those_with_keys_go_on_without_a_site_that_is_gone():
     # Once a round, as often as the site says that it is there and has no keys.
     assert ear.setups() == [1, 3, 4, 5, 6]
     assert len(set(ear.setup_hashes().values())) == 1
-    assert any("goes on under the setup before" in text for text in secure.warnings())
+    assert any(
+        "continues with the previous setup" in text for text in secure.warnings()
+    )
 
 
 def test_run_ends_where_a_site_that_is_needed_stays_away():

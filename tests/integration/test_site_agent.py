@@ -390,7 +390,7 @@ def test_run_that_has_begun_goes_on_without_a_site_that_refuses(
     assert [status for _, status in place.rounds()] == ["completed"] * 3
     (warned,) = [e.message for e in place.seen if isinstance(e, events.Warned)]
     assert f"{SITES[1]!r} does not take part" in warned
-    assert warned.endswith("the run goes on without it")
+    assert warned.endswith("the run continues without it")
     plans = [e.sites for e in place.seen if isinstance(e, events.PrivacyPlanned)]
     assert plans[1:] == plans[:1] * (name == "private")
 

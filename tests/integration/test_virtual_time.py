@@ -203,6 +203,6 @@ def test_machine_of_nobody_and_of_one_site_twice(site: str | None):
     """A slip of the pen is named with its place."""
     machines = machines_of(plain_job())
     first = {**machines[0], "site": site or machines[0]["site"]}
-    with pytest.raises(JobError, match=r"no site|described twice") as caught:
+    with pytest.raises(JobError) as caught:
         plain_job(simulation={"machines": [*machines, first]})
     assert caught.value.key == f"simulation.machines[{len(machines)}].site"

@@ -290,7 +290,7 @@ def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
         )
 
     assert meet([HONEST]) == {HONEST: 1}
-    with pytest.raises(SiteError, match="the run cannot begin") as caught:
+    with pytest.raises(SiteError, match="the run cannot start") as caught:
         meet(SITES)
     assert fits_a_line(str(caught.value))
 
@@ -404,7 +404,7 @@ def test_whatever_a_site_sends_no_mean_is_beyond_the_clip_norm(
 def test_evaluation_that_nobody_was_asked_for_loses_the_round():
     """A site cannot put metrics into a round that takes none."""
     job = secure_job(5, threshold=5, rounds=2, evaluation={"every": 0})
-    loses_the_round(job, Lies(header={"evaluation_count": 1}), "nobody was asked")
+    loses_the_round(job, Lies(header={"evaluation_count": 1}), "no site was asked")
 
 
 def test_lie_in_the_last_evaluation_leaves_no_metrics():
@@ -418,7 +418,7 @@ def test_lie_in_the_last_evaluation_leaves_no_metrics():
 def test_weight_in_the_last_evaluation_leaves_no_metrics():
     """Nobody trains there, so nobody has a weight."""
     found = lied(SCALING, Lies(header={"weight": 1}, round_index=3))
-    assert any("nobody trained" in text for text in found.warnings())
+    assert any("no site trained" in text for text in found.warnings())
 
 
 def test_lies_that_every_round_holds_end_the_run_with_the_reason():

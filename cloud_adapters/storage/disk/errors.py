@@ -21,9 +21,11 @@ ADVICE: Mapping[int, str] = {
     "storage.url",
     errno.ELOOP: "a symbolic link is where a folder must be; move it away or choose "
     "another storage.url",
-    errno.ENOTDIR: "a file or a symbolic link is where a folder must be; move it "
-    "away or choose another storage.url",
-    errno.EISDIR: "a folder is in its place; move it away",
+    errno.ENOTDIR: (
+        "a file or a symbolic link is in the way of a folder; move it or choose "
+        "another storage.url"
+    ),
+    errno.EISDIR: "a folder is in the way; move it",
     errno.ENOENT: "its folder was removed while it was being written; leave the "
     "store's folder to the run",
     errno.EXDEV: "a folder of the store lies on another file system; keep the whole "
@@ -31,5 +33,5 @@ ADVICE: Mapping[int, str] = {
     errno.ENAMETOOLONG: "a part of it is longer than the file system allows; choose "
     "shorter names",
     errno.EMFILE: "this process has too many open files; raise the limit (ulimit -n)",
-    errno.EIO: "the disk reports an error; check its health before going on",
+    errno.EIO: "the disk reports an error; check its health before you continue",
 }

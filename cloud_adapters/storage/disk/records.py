@@ -128,7 +128,7 @@ def with_record(folder: int, info: ObjectInfo) -> ObjectInfo:
         return _decode(content, info)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptObject(
-            f"what is known of {info.key!r} is damaged: write the object again"
+            f"the record of {info.key!r} is damaged: write the object again"
         ) from error
 
 

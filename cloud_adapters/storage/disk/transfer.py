@@ -186,8 +186,8 @@ class FilePieces:
                 yield piece
             if _state(os.fstat(file.fileno())) != self._state:
                 raise StoreUnavailable(
-                    f"{str(self._path)!r} has changed while it was read: write it to "
-                    "another name, and give it this one when it is whole"
+                    f"{str(self._path)!r} changed while it was being read: write it "
+                    "under another name, and rename it when it is complete"
                 )
 
 

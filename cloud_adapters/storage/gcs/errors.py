@@ -51,7 +51,7 @@ _PERIMETER = Meaning(
 )
 _BILLING = Meaning(
     StoreForbidden,
-    "the project or its billing account is disabled: a person has to enable it",
+    "the project or its billing account is disabled: someone has to enable it",
 )
 _NOT_ACCEPTED = Meaning(
     NotAuthenticated,
@@ -97,7 +97,7 @@ _TOO_LARGE = Meaning(
 )
 _KEPT = Meaning(
     StoreForbidden,
-    "a retention policy or a hold keeps the object: wait for its end, or write "
+    "a retention policy or a hold protects the object: wait until it ends, or write "
     "under another key",
 )
 _UNSUPPORTED = Meaning(

@@ -64,7 +64,7 @@ class Read:
                 raise
             self._begin_again()
             raise StoreUnavailable(
-                f"cannot {self._doing}: it is being overwritten all the time",
+                f"cannot {self._doing}: it keeps being overwritten",
                 temporary=True,
             ) from error
         except StoreForbidden as error:

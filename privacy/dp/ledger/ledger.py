@@ -204,10 +204,9 @@ class _Account:
         raise LedgerBehind(
             f"{name} holds {here.train} charges of training and {here.evaluate} of "
             f"evaluation, and site {self.terms.site!r} is known to have made "
-            f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: "
-            "charges are missing, as after a file was deleted or put back from a "
-            "backup, so nothing is released. Bring the newest ledger back. "
-            f"{ledger_files.RECOVER}"
+            f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: charges "
+            "are missing, as after a file was deleted or put back from a backup, so "
+            f"nothing is released. Restore the newest ledger. {ledger_files.RECOVER}"
         )
 
     def add(self, charge: Charge) -> None:

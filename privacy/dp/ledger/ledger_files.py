@@ -137,8 +137,8 @@ def read_head(folder: Path) -> LedgerHead | None:
     found = _HEAD.fullmatch(data)
     if found is None:
         raise LedgerDamaged(
-            f"{path} is not the head of a ledger, so it cannot be told whether lines "
-            "are missing; bring the untouched file back"
+            f"{path} is not the head of a ledger, so missing lines cannot be detected; "
+            "restore the original file"
         )
     signature = bytes.fromhex((found[3] or b"").decode())
     return LedgerHead(int(found[2]), found[1].decode(), signature)
@@ -189,8 +189,8 @@ def verify(
     if head is None:
         if contents.seq > 0:
             raise LedgerDamaged(
-                f"{name} has no {HEAD_NAME} beside it, so it cannot be told whether "
-                "lines are missing; bring the file back"
+                f"{name} has no {HEAD_NAME} beside it, so missing lines cannot be "
+                "detected; restore the file"
             )
         return contents
     seq, digest, _ = head
@@ -210,9 +210,9 @@ def _check_signed(head: LedgerHead, name: str, key: HeadKey) -> None:
     except FederationError as error:
         what = "is not signed by" if head.signature else "has no signature of"
         raise LedgerDamaged(
-            f"{name}: {HEAD_NAME} beside it {what} this site's identity key, so one "
-            "of the two was written by somebody else, or by an earlier release; "
-            f"nothing is released. Bring the untouched files back. {RECOVER}"
+            f"{name}: {HEAD_NAME} beside it {what} this site's identity key, so one of "
+            "the two was written by somebody else, or by an earlier release; nothing "
+            f"is released. Restore the original files. {RECOVER}"
         ) from error
 
 
@@ -237,6 +237,6 @@ def read_file(path: Path, key: HeadKey | None = None) -> Contents:
 def _shortened(name: str, what: str, seq: int) -> LedgerShortened:
     return LedgerShortened(
         f"{name} {what} and {HEAD_NAME} knows of entry {seq}: lines are missing, so "
-        "what was spent is not known and nothing is released. Bring the whole "
-        f"file back. {RECOVER}"
+        "what was spent is not known and nothing is released. Restore the complete "
+        f"file. {RECOVER}"
     )

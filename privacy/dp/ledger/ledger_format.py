@@ -169,7 +169,7 @@ def read(data: bytes, name: str) -> Contents:
     whole, _, torn = data.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     if not lines:
-        raise LedgerDamaged(f"{name} has no header: this is not a ledger")
+        raise LedgerDamaged(f"{name} has no header, so it is not a ledger")
     reader = _LineReader(name)
     for number, line in enumerate(lines, 1):
         reader.take(line, number)

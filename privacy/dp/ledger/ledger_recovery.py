@@ -93,7 +93,7 @@ def recover(
             if purpose not in events:
                 raise PrivacyError(
                     f"{folder}: the anchor says that {missing} charges of {purpose!r} "
-                    "are missing, and this run makes none: it is not this run's"
+                    "are missing, but this run makes none: it belongs to another run"
                 )
             known = {charge.event for charge in ledger.charges()}
             lost = [e for e in once if e not in known] if purpose == "train" else []

@@ -339,7 +339,7 @@ def _threshold_faults(q: Contract) -> _Faults:
             ),
         )
     if not 2 <= q.min_sites <= q.num_sites:  # noqa: PLR2004
-        yield "min_sites", f"{q.min_sites} of {q.num_sites} makes no sense"
+        yield "min_sites", f"{q.min_sites} of {q.num_sites} is impossible"
     hidden = q.two_site_waiver or q.differential_privacy.hides_records_alone
     if q.num_sites == _PAIR and not hidden:
         yield (

@@ -488,7 +488,7 @@ class SiteSession:
                 raise InconsistentSurvivors(
                     f"site {member.site!r} signed survivors {list(consent.survivors)} "
                     f"and this site {list(current.survivors)}: the aggregator tells "
-                    "sites different stories"
+                    "different sites different things"
                 )
         if len(consents) < self.contract.threshold:
             raise TooFewSites(

@@ -185,10 +185,10 @@ def test_uniform_weights_sum_to_the_number_of_sites():
 def test_nothing_is_reported_that_was_not_asked_for():
     """In rounds without evaluation, and in the evaluation of the last model."""
     refused(
-        HONEST, "nobody was asked for the sums of evaluation", asked(evaluation=False)
+        HONEST, "no site was asked for the sums of evaluation", asked(evaluation=False)
     )
     last = asked(training=False)
-    refused(HONEST, "nobody trained, and the weights sum to 1.5", last)
+    refused(HONEST, "no site trained, but the weights sum to 1.5", last)
     refused({**HONEST, "weight": 0}, "sums of training", last)
     none = {n: v if n.startswith("evaluation") else 0 for n, v in HONEST.items()}
     check_totals(none, last)
@@ -199,7 +199,7 @@ def test_nothing_is_reported_that_was_not_asked_for():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"training_count": 1}, "nobody was asked for the sums of training"),
+        ({"training_count": 1}, "no site was asked for the sums of training"),
         ({"evaluation_loss": 600_001_000}, "a loss that is not from 0.0 to 6.0 each"),
         ({"weight": 3.0}, "each of them being 1"),
     ],

@@ -166,7 +166,7 @@ def test_answer_to_another_step_is_refused():
 
     wraps = {SITE: lambda site: Confused(site, SecureStep.REVEAL, b"")}
     found = run(secure_job(rounds=1), wraps=wraps)
-    assert found.failures(1) == [(SITE, "reveal: answered something else")]
+    assert found.failures(1) == [(SITE, "reveal: sent the wrong kind of answer")]
 
 
 @pytest.mark.parametrize("step", [MASK, "survivors", "reveal"])

@@ -212,11 +212,11 @@ def test_possible_metrics(job: JobSpec, metrics: dict[str, float]):
 )
 def test_impossible_metrics(job: JobSpec, metrics: dict[str, float]):
     """Beyond their bounds, of another kind, or not the job's."""
-    assert judged(job, metrics) == "counted predictions that cannot be"
+    assert judged(job, metrics) == "reported an impossible number of predictions"
 
 
 def test_count_below_zero_is_none():
     """Not even of no predictions."""
     sums = MetricSums(count=-1, loss_sum=1.0, metrics={"correct": -1})
     fault = sums_fault(IN_STEPS)(replace(_update(100), training=sums))
-    assert fault == "counted predictions that cannot be"
+    assert fault == "reported an impossible number of predictions"

@@ -195,19 +195,19 @@ def test_nothing_is_done_that_was_not_paid_for(place: Place):
     weights_d = np.zeros(LAYOUT.size, np.float32)
     integers_m = np.zeros(LAYOUT.num_integers, np.int64)
     trainer = place.trainer
-    with pytest.raises(RuntimeError, match="round 1 was not paid for"):
+    with pytest.raises(RuntimeError, match="round 1 was not charged"):
         trainer.fit(weights_d, integers_m, round_index=1)
-    with pytest.raises(RuntimeError, match="not paid for"):
+    with pytest.raises(RuntimeError, match="not charged"):
         trainer.evaluate(weights_d, integers_m, round_index=1)
     trainer.pay(round_index=1, trains=True, evaluations=1)
     trainer.fit(weights_d, integers_m, round_index=1)
-    with pytest.raises(RuntimeError, match="not paid for"):
+    with pytest.raises(RuntimeError, match="not charged"):
         trainer.fit(weights_d, integers_m, round_index=1)
     trainer.pay(round_index=2, trains=False, evaluations=1)
-    with pytest.raises(RuntimeError, match="not paid for"):
+    with pytest.raises(RuntimeError, match="not charged"):
         trainer.fit(weights_d, integers_m, round_index=2)
     trainer.evaluate(weights_d, integers_m, round_index=2)
-    with pytest.raises(RuntimeError, match="not paid for"):
+    with pytest.raises(RuntimeError, match="not charged"):
         trainer.evaluate(weights_d, integers_m, round_index=2)
     assert [what for what, *_ in place.inner.at_work] == ["train 1", "evaluate"]
 
@@ -215,7 +215,7 @@ def test_nothing_is_done_that_was_not_paid_for(place: Place):
 def test_a_round_that_was_paid_for_is_no_other_round(place: Place):
     """The charge names the round that is trained."""
     place.trainer.pay(round_index=3, trains=True, evaluations=0)
-    with pytest.raises(RuntimeError, match="round 4 was not paid for"):
+    with pytest.raises(RuntimeError, match="round 4 was not charged"):
         place.trainer.fit(
             np.zeros(LAYOUT.size, np.float32),
             np.zeros(LAYOUT.num_integers, np.int64),
@@ -228,7 +228,7 @@ def test_an_evaluation_that_was_paid_for_is_of_no_other_round(place: Place):
     """The charge names the round that is evaluated."""
     place.trainer.pay(round_index=3, trains=False, evaluations=1)
     later = task(4)
-    with pytest.raises(RuntimeError, match="evaluation of round 4 was not paid for"):
+    with pytest.raises(RuntimeError, match="evaluation of round 4 was not charged"):
         place.trainer.evaluate(later.weights_d, later.integers_m, round_index=4)
     assert place.inner.at_work == []
 
@@ -242,7 +242,7 @@ def test_a_job_without_evaluations_has_none(kind: TaskKind):
     assert "the job has no evaluations" in answer.message
     assert (place.inner.at_work, charged(place.ledger)) == ([], [])
     place.trainer.pay(round_index=2, trains=True, evaluations=0)
-    with pytest.raises(RuntimeError, match="not paid for"):
+    with pytest.raises(RuntimeError, match="not charged"):
         place.trainer.evaluate(task(2).weights_d, task(2).integers_m, round_index=2)
 
 

@@ -178,7 +178,10 @@ def test_a_file_that_cannot_be_pinned_names_its_key(
         ("from .layers import none", "cannot be imported: ImportError: cannot import"),
         ("from .none import x", "needs '.none', which is not installed; import a file"),
         ("import deploy; deploy.mine()", "'deploy' is a package of crossfed, which"),
-        ("import clients.mine", "'clients' is a package of crossfed, which comes"),
+        (
+            "import clients.mine",
+            "'clients' is a package of crossfed, which takes precedence over your",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_imported_says_why(folder: Path, first: str, reason: str):

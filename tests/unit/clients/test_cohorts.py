@@ -138,7 +138,7 @@ def test_private_sum_without_a_site_of_an_open_one_is_refused():
     memory = InMemory()
     rule(memory).join(contract(1, 2, 3, 4, 5))
     before = memory.read(DOCUMENT)
-    with pytest.raises(CohortRefused, match="would single out site-05, and") as caught:
+    with pytest.raises(CohortRefused, match="would single out site-05, but") as caught:
         private(memory).join(contract(1, 2, 3, 4))
     assert "make training private" not in str(caught.value)
     with pytest.raises(ContractRefused) as refused:
@@ -150,7 +150,7 @@ def test_private_sum_without_a_site_of_an_open_one_is_refused():
 def test_open_sum_with_a_site_more_than_a_private_one_is_refused(tmp_path: Path):
     """The same in the other order; private sums are durable as open ones are."""
     private(FileMemory(tmp_path)).join(contract(1, 2, 3, 4))
-    with pytest.raises(CohortRefused, match="would single out site-05, and"):
+    with pytest.raises(CohortRefused, match="would single out site-05, but"):
         rule(FileMemory(tmp_path)).join(contract(1, 2, 3, 4, 5))
     rule(FileMemory(tmp_path)).join(contract(1, 2, 3, 4))
 
@@ -190,7 +190,7 @@ def test_private_sum_that_splits_nothing_is_allowed_whatever_was_before():
         rule(memory, smallest=1).join(contract(*sites))
     private(memory).join(contract(1, 2, 3, 4, 5))
     private(memory).join(contract(1, 2, 3, 4))
-    with pytest.raises(CohortRefused, match="single out site-04, and"):
+    with pytest.raises(CohortRefused, match="single out site-04, but"):
         private(memory).join(contract(1, 2, 3))
 
 

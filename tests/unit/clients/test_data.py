@@ -216,7 +216,7 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         (None, "is None: expected"),
         ({"x": INPUTS}, "is a dict: expected"),
         (iter([]), "is a list_iterator: expected"),
-        ((INPUTS,), "tuple of 1 things"),
+        ((INPUTS,), "tuple of length 1"),
         ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, ndarray\[6\]\)"),
         ((INPUTS, CLASSES.tolist()), r"is \(ndarray\[6, 2\], list of length 6\)"),
         ((INPUTS, CLASSES[:5]), "there are 6 inputs and 5 targets"),

@@ -151,9 +151,9 @@ def test_draws_are_counted_and_cost_a_site_each():
     everybody = Everybody()
     everybody.draw()
     everybody.again(10)
-    with pytest.raises(DrawRefused, match="site-10 did not open a commitment"):
+    with pytest.raises(DrawRefused, match="site-10 did not reveal a secret"):
         everybody.draw()
-    with pytest.raises(DrawRefused, match="site-10 did not open a commitment"):
+    with pytest.raises(DrawRefused, match="site-10 did not reveal a secret"):
         everybody.again(9)
     everybody.again(9, 10)
     with pytest.raises(DrawRefused, match="takes part in no other draw"):
@@ -185,7 +185,7 @@ def test_site_does_not_draw_groups_that_it_is_left_out_of():
     """Nor is there a draw of strangers, or of too few."""
     mine = rule(InMemory())
     for start, text in (
-        (write_start(DRAW, [FIRST]), "this site is left out"),
+        (write_start(DRAW, [FIRST]), "this site was left out"),
         (write_start(DRAW, SITES[1:6]), "do not make 3 groups"),
         (lp(b"xsa-v2/draw start") + numbers([11]), "there are no sites"),
     ):
@@ -199,7 +199,7 @@ def test_aggregator_cannot_draw_until_it_likes_the_groups():
     everybody.draw()
     shown = everybody.commitments()
     shown[10] = commit(DRAW, 10, bytes(32), PARTIES.sites[10])
-    with pytest.raises(DrawRefused, match="site-10 committed to another secret"):
+    with pytest.raises(DrawRefused, match="site-10 committed to a different secret"):
         rule(everybody.memories[1]).reveal(write_commitments(shown))
 
 
@@ -261,7 +261,9 @@ def test_own_commitment_must_be_among_those_shown():
     everybody = Everybody()
     shown = everybody.commitments()
     shown[1] = commit(DRAW, 1, bytes(32), PARTIES.sites[1])
-    with pytest.raises(DrawRefused, match="another commitment of this site"):
+    with pytest.raises(
+        DrawRefused, match="a different commitment is shown for this site"
+    ):
         rule(everybody.memories[1]).reveal(write_commitments(shown))
 
 
@@ -270,9 +272,9 @@ def test_steps_have_an_order():
     everybody = Everybody()
     half = everybody.draw()
     fresh = rule(InMemory())
-    with pytest.raises(OutOfOrder, match="was asked for no commitment"):
+    with pytest.raises(OutOfOrder, match="was not asked for a commitment"):
         fresh.reveal(half.commitments())
-    with pytest.raises(OutOfOrder, match="was asked for no commitment"):
+    with pytest.raises(OutOfOrder, match="was not asked for a commitment"):
         fresh.take_offer(write_group_offer(half.secrets, b"offer"))
     fresh.commit(START, PARTIES.sites[1])
     with pytest.raises(OutOfOrder, match="before groups were drawn"):

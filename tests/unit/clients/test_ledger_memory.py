@@ -139,7 +139,7 @@ def test_relations_do_not_add_up():
     """Whoever comes second is refused, whichever it is."""
     memory = InMemory()
     opened(memory).charge(STEP, round_index=1)
-    with pytest.raises(JobError, match="do not add up"):
+    with pytest.raises(JobError, match="cannot be added into"):
         opened(memory, "run-2", relation=accountant.SITE_RELATION)
 
 

@@ -236,7 +236,7 @@ def test_another_seed_is_another_layout():
     one, other = of_here("adapted"), of_here("adapted", seed=5)
     assert one.layout.frozen != other.layout.frozen
     assert one.layout.digest != other.layout.digest
-    with pytest.raises(LayoutMismatch, match="frozen tensors of site 'b' have other"):
+    with pytest.raises(LayoutMismatch, match="frozen tensors of site 'b' differ"):
         one.layout.check_same(other.layout, whose="site 'b'")
 
 

@@ -122,10 +122,10 @@ def test_total_carries_the_gradient():
     [
         (torch.zeros(2, 3), None, "needs targets"),
         (torch.zeros(2), LABELS, "for 2 examples"),
-        (torch.zeros(3, 3), LABELS, r"gave \(3, 3\)"),
+        (torch.zeros(3, 3), LABELS, r"returned \(3, 3\)"),
         (torch.zeros(2, 3), LABELS.float(), "integer class"),
         (torch.zeros(2, 3), LABELS[:, None], "one integer class per example"),
-        ((torch.zeros(2, 3), None), LABELS, "gave a tuple"),
+        ((torch.zeros(2, 3), None), LABELS, "returned a tuple"),
     ],
 )
 def test_classification_explains_what_it_needs(
@@ -140,8 +140,8 @@ def test_classification_explains_what_it_needs(
     ("output", "tokens", "message"),
     [
         (torch.zeros(2, 3, 4), TOKENS, r"for \(2, 2\) predictions"),
-        (torch.zeros(2, 4), TOKENS, r"gave \(2, 4\)"),
-        ({"logits": torch.zeros(2, 2, 4)}, TOKENS, "gave a dict"),
+        (torch.zeros(2, 4), TOKENS, r"returned \(2, 4\)"),
+        ({"logits": torch.zeros(2, 2, 4)}, TOKENS, "returned a dict"),
         (torch.zeros(2, 0, 4), TOKENS[:, :1], "at least two"),
         (torch.zeros(2, 2, 4), TOKENS.float(), "integer tokens"),
         (torch.zeros(2, 2, 4), TOKENS[0], "windows"),
@@ -178,7 +178,7 @@ def test_what_an_objective_returned_stays_at_the_site():
     names = returned({"loss": LOSS, "record 17 of J. Doe": LOSS})
     assert names.endswith("name its metrics in training.metrics")
     shape = returned({"loss": LOSS, "error": LOSS[:1]})
-    assert shape.endswith("leave out mean() and sum() over the records")
+    assert shape.endswith("do not call mean() or sum() over the records")
     assert "test_objectives:own must return 'error' as a tensor" in shape
     for error in (SiteError("record 17 of J. Doe"), KeyError("record 17 of J. Doe")):
         assert "Doe" not in returned_by(error)

@@ -147,7 +147,7 @@ def test_memory_is_shared_through_its_descriptor():
 def test_memory_takes_one_model_only():
     """A vector of another length would lie over its neighbour."""
     memory = SharedModel(LAYOUT)
-    with pytest.raises(ValueError, match="not of this model"):
+    with pytest.raises(ValueError, match="this model"):
         memory.write(np.zeros(5, np.float32), np.zeros(0, np.int64))
     memory.close()
 

@@ -92,21 +92,21 @@ def test_task_in_the_clear_is_refused(after_a_run: Recording):
     """A site that protects itself does so whatever it is asked."""
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
     task = replace(rounds[-1], secure=b"", round_index=3)
-    assert refused(after_a_run.site, task) == "answers under secure aggregation only"
+    assert refused(after_a_run.site, task) == "answers only with secure aggregation"
 
 
 def test_model_of_another_layout_is_refused(after_a_run: Recording):
     """Before a round is begun: the number is not used up."""
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
     task = replace(rounds[-1], layout_digest="0" * 64)
-    assert "another layout" in refused(after_a_run.site, task)
+    assert "different layout" in refused(after_a_run.site, task)
 
 
 def test_step_that_is_not_one_is_refused(after_a_run: Recording):
     """Nobody asks a site to decline."""
     task = next(t for t in after_a_run.tasks if isinstance(t, SecureTask))
     text = refused(after_a_run.site, replace(task, step=SecureStep.DECLINE))
-    assert text == "decline is not a step to ask for"
+    assert text == "decline is not a step that can be requested"
 
 
 def restarted(site: Site) -> Site:
@@ -131,7 +131,7 @@ def test_restarted_site_says_so(after_a_run: Recording):
             assert answer.kind is FailureKind.NOT_SET_UP
             assert answer.message.startswith("has no keys for this run")
         elif task.step is SecureStep.CONFIRM:
-            assert "before it was made an offer" in refused(site, task)
+            assert "before it received an offer" in refused(site, task)
 
 
 def roots_of(site: Site) -> list[Secret]:

@@ -259,7 +259,7 @@ def test_an_index_that_was_edited():
     store = MemoryStore()
     write(store, images())
     rewritten(store, bytes=7)
-    with pytest.raises(CorruptObject, match="does not follow from its content"):
+    with pytest.raises(CorruptObject, match="does not match its content"):
         read_index(store)
 
 

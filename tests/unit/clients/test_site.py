@@ -199,11 +199,11 @@ def test_a_change_of_a_model_that_is_not_there_is_refused(store: MemoryStore):
     for first, text in (
         (fitting, "it was restarted"),
         (task(), ""),
-        (change_task([0.5, -0.5], [1.5, 0.75]), "has another model"),
+        (change_task([0.5, -0.5], [1.5, 0.75]), "has a different model"),
         (fitting, "it was restarted"),
         (task(), ""),
         (fitting, ""),
-        (change_task([1.0], [2.5, 1.5]), "1 words of what changed in a model of 2"),
+        (change_task([1.0], [2.5, 1.5]), "1 words for a model of 2"),
     ):
         answer = site.handle(first)
         assert isinstance(answer, SiteFailure) == bool(text)

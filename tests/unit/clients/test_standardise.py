@@ -287,7 +287,7 @@ def test_what_has_no_features_is_refused():
         with pytest.raises(SiteError, match="no features to standardise"):
             standardise.events(job_of(), data_of(inputs))
     train = data_of(np.zeros((9, 4), np.float32))
-    with pytest.raises(JobError, match="bounds of 3 features, and records have 4"):
+    with pytest.raises(JobError, match="bounds for 3 features, but records have 4"):
         standardise.events(job_of(low=[0, 0, 0], high=[1, 1, 1]), train)
     other = Statistics(centre=(0.0,), spread=(1.0,))
     with pytest.raises(SiteError, match="the records have 4 features"):

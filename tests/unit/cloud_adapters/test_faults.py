@@ -176,7 +176,7 @@ def test_masked_words_cannot_be_not_finite(kind: str):
     message = spoilt_words(kind)
     assert isinstance(message, SiteFailure)
     assert message.kind is FailureKind.CRASHED
-    assert message.message == f"rehearsed crash: masked words have no place for {kind}"
+    assert message.message == f"rehearsed crash: masked words cannot carry {kind}"
 
 
 def test_masked_update_of_a_slow_site_is_sound():

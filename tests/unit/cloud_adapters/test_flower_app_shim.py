@@ -90,10 +90,10 @@ def test_node_that_names_no_app(folder: Path):
 def test_folder_without_an_app(folder: Path, text: str):
     """Nothing is imported from it."""
     (folder / "pyproject.toml").write_text(text)
-    with pytest.raises(RuntimeError, match="holds no app of Flower"):
+    with pytest.raises(RuntimeError, match="holds no Flower app"):
         call(app=str(folder))
     shutil.rmtree(folder)
-    with pytest.raises(RuntimeError, match="holds no app of Flower: FileNotFound"):
+    with pytest.raises(RuntimeError, match="holds no Flower app: FileNotFound"):
         call(app=str(folder))
     assert "small.client" not in sys.modules
 

@@ -190,7 +190,9 @@ def test_key_that_stays_refused_ends_the_node():
     """A node that died is forgotten sooner; what is left is a person's mistake."""
     node = Node(is_active=False)
     for _ in range(60):
-        with pytest.raises(KeyInUse, match="counts another node with this site's key"):
+        with pytest.raises(
+            KeyInUse, match="has another active node with this site's key"
+        ):
             node.calls.call(refused(node))
     with pytest.raises(SiteError, match="stop the other agent that uses it; or enrol"):
         node.calls.call(refused(node))

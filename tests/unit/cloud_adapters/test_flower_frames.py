@@ -251,7 +251,7 @@ def test_store_out_of_the_aggregators_reach_loses_the_round(nodes: Nodes):
     """And not the run: every site's task fails, after one wait for all."""
     replies = exchange(nodes.grid(store=Shut()))
     for reply in replies.values():
-        assert "unreachable: the model does not get into the store" in said(reply)
+        assert "unreachable: the model could not be stored" in said(reply)
     assert nodes.clock.monotonic() < 200.0
     assert nodes.left() == []
 

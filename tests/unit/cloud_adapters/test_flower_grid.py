@@ -245,7 +245,7 @@ def test_too_few_nodes_are_an_error(flower: FakeFlower, clock: VirtualClock):
 def test_silent_node_is_an_error(flower: FakeFlower, clock: VirtualClock):
     """A node that is connected and does not answer is found before the first round."""
     flower.silent = {20}
-    with pytest.raises(SiteError, match="1 Flower nodes are silent"):
+    with pytest.raises(SiteError, match="1 Flower nodes do not answer"):
         make_grid(flower, clock, connect_seconds=2.0)
 
 
@@ -262,7 +262,7 @@ def test_ended_flower_is_an_error(flower: FakeFlower, clock: VirtualClock):
     """Nobody waits for answers that cannot come."""
     grid = make_grid(flower, clock, stopped=lambda: True)
     flower.silent = {20}
-    with pytest.raises(FederationError, match="Flower has ended"):
+    with pytest.raises(FederationError, match="Flower has stopped"):
         exchange(grid)
 
 

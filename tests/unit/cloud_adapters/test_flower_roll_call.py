@@ -195,7 +195,7 @@ def test_enough_sites_may_begin_without_the_others():
 
 def test_too_few_sites_do_not_begin():
     """The message names those that are missing."""
-    with pytest.raises(SiteError, match="cannot begin: two did not connect"):
+    with pytest.raises(SiteError, match="cannot start: two did not connect"):
         meet(Nodes(n5="one", n9=None))
     with pytest.raises(SiteError, match="one, two did not connect"):
         meet(Nodes())
@@ -234,7 +234,7 @@ def test_node_that_cannot_be_reached_is_tried_again():
 
 def test_refusal_is_told_at_once():
     """Nobody waits for a minute to hear it."""
-    text = "cannot begin: site 'one' does not take part: rounds: too many"
+    text = "cannot start: site 'one' does not take part: rounds: too many"
     with pytest.raises(SiteError, match=text):
         meet(Nodes(n9="shy"), meanwhile=_never)
 
@@ -251,7 +251,7 @@ def test_site_that_is_done_without_is_not_waited_for():
 def test_run_that_cannot_do_without_a_site_ends_at_once():
     """With the site's reason; nobody waits for the others."""
     call = SpokenCall(spares=True)
-    with pytest.raises(SiteError, match=r"begin: site 'one' does not .*: rounds$"):
+    with pytest.raises(SiteError, match=r"start: site 'one' does not .*: rounds$"):
         meet(Nodes(n9="shy"), call=call, required=2, meanwhile=_never)
 
 
@@ -291,7 +291,7 @@ def test_unbelievable_answer_is_told_when_a_site_is_missing(answer: Any, text: s
 
 def test_two_nodes_for_one_site_are_refused():
     """One of them is a copy of the other's folder."""
-    with pytest.raises(SiteError, match="two nodes speak for site 'one': stop one"):
+    with pytest.raises(SiteError, match="two nodes claim to be site 'one': stop one"):
         meet(Nodes(n5="one", n9="one"))
 
 

@@ -315,7 +315,7 @@ def test_hanging_site_gives_up_its_thread():
     assert kinds(first) == ["c deadline", "a ok", "b ok"]
     assert first[0].message.message == "gave no answer within 0.05 s"
     assert kinds(second) == ["c busy", "a ok", "b ok"]
-    assert second[0].message.message == "still works on round 1"
+    assert second[0].message.message == "is still working on round 1"
     assert kinds(third) == ["c late", "c ok", "a ok", "b ok"]
 
 

@@ -45,9 +45,9 @@ def test_memory_url_opens_an_empty_store():
         ("ftp://host/runs", "'ftp' is unknown"),
         ("runs", "not a URL"),
         ("file:runs", "not a URL"),
-        ("file://", "names no store"),
-        ("file://a\0b", "names no store"),
-        ("memory://name", "names no store"),
+        ("file://", "does not name a store"),
+        ("file://a\0b", "does not name a store"),
+        ("memory://name", "does not name a store"),
     ],
 )
 def test_other_urls_are_refused(url: str, reason: str):
@@ -132,7 +132,7 @@ NAME = "projects/p-1/locations/europe-west4/keyRings/ring/cryptoKeys/key"
         ("s3://bucket", {"kms_key": NAME}, "ARN of a key of AWS KMS for s3://"),
         ("gs://bucket", {"kms_key": ARN}, "projects/P/locations"),
         ("s3://bucket", {"bucket_owner": "me"}, "account number of 12 digits"),
-        ("gs://bucket", {"bucket_owner": "123456789012"}, "of s3:// alone"),
+        ("gs://bucket", {"bucket_owner": "123456789012"}, "only for s3://"),
         ("file://runs", {"kms_key": ARN}, "is not in a cloud"),
         ("memory://", {"bucket_owner": "123456789012"}, "is not in a cloud"),
     ],

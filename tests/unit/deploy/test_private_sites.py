@@ -13,7 +13,7 @@ from federation.ids import RunId
 from monitoring import privacy_words
 
 _TRAINING = {"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}}
-_TRAINING_LOSSES = "losses never leave a site"
+_TRAINING_LOSSES = "training losses never leave a site"
 
 
 def _planned(every: int = 1, **private: Any) -> PrivacyPlanned:

@@ -38,7 +38,7 @@ def test_listens_in_one_place_alone():
 @pytest.mark.parametrize("sign", ['"', "'", ";", "{", "}", "$", "\\", "\n"])
 def test_path_with_a_sign_of_nginx_is_refused(sign: str):
     """It would end the directive, or be a variable."""
-    with pytest.raises(JobError, match="meaning"):
+    with pytest.raises(JobError, match="special to nginx"):
         config_text(_settings(work=Path(f"/srv/a{sign}b")))
 
 

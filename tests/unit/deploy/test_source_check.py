@@ -107,7 +107,7 @@ def test_operators_vouch_for_their_sources():
 def test_operator_and_source_may_not_contradict_each_other():
     """One of the two is wrong."""
     source = f"{USERS}:own_means"
-    with pytest.raises(JobError, match=r"says 'none' in site.toml .* declares 'own'"):
+    with pytest.raises(JobError, match=r"'none' in site.toml .* declares 'own'"):
         deployed(job_of("site", source), source=source, preprocessing="none")
 
 
