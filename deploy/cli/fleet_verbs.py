@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cloud_adapters.compute.pool import NodeState
@@ -14,6 +15,9 @@ from deploy.exit_codes import DONE
 if TYPE_CHECKING:
     from cloud_adapters.compute.pool import Node
     from deploy.fleet.deployment import Deployment
+    from deploy.fleet.deployment_file import DeploymentPlan
+    from federation.rounds.cost import Speeds
+    from federation.rounds.traffic import Traffic
 
 _HOUR = 3600.0
 _MIB = 1 << 20
@@ -126,4 +130,50 @@ def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-VERBS = {"up": _up, "down": _down, "nodes": _nodes}
+def _plan(options: argparse.Namespace) -> int:
+    from clients.user_code import unable_to_exit  # noqa: PLC0415 -- imports torch
+    from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import deployment_file, plan as planning  # noqa: PLC0415
+    from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
+    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    wanted = deployment_file.load(options.deployment)
+    job = job_file.load(wanted.job)
+    with unable_to_exit(), wiring.torch_threads(job):
+        federation = wiring.build_federation(job)
+        sizes_of = partial(job_check.sizes_of, clock=options.clock)
+        speeds = _speeds(options, wanted, sizes_of(federation))
+        found = planning.alternatives(federation, speeds, sizes_of)
+    if options.json:
+        say_json([planning.document(one) for one in found])
+        return DONE
+    for line in planning.lines(wanted.file.name, found, speeds):
+        say(line)
+    names, rows = planning.table(found)
+    say_table(names, rows)
+    return DONE
+
+
+def _speeds(
+    options: argparse.Namespace, wanted: "DeploymentPlan", traffic: "Traffic | None"
+) -> "Speeds | None":
+    """Speeds that are stated, or those of an earlier run; None if neither is given."""
+    from deploy.fleet import plan as planning  # noqa: PLC0415 -- imports torch
+    from federation.errors import JobError  # noqa: PLC0415
+    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.rounds.cost import Speeds  # noqa: PLC0415 -- imports numpy
+    from monitoring.runs.find import find_run  # noqa: PLC0415
+
+    if options.speeds and options.like:
+        raise JobError("speeds come from a file or from a run, not both", key="--like")
+    if options.speeds:
+        return job_file.load_table(options.speeds, Speeds, lambda _: None)
+    if options.like is None or traffic is None:
+        return None
+    run = find_run(options.like, wanted.folder / "aggregator" / "runs")
+    return planning.with_prices(
+        planning.measured_speeds(run.view(), traffic), wanted.file
+    )
+
+
+VERBS = {"plan": _plan, "up": _up, "down": _down, "nodes": _nodes}

@@ -17,6 +17,7 @@ from federation.rounds import cost
 from federation.rounds.cost import Cost, Speeds
 from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
+from privacy.secagg.agreement.contract import Contract
 
 _MAX_SITES_WITH_LINES = 8
 
@@ -85,13 +86,7 @@ def forecast(
             batches; or the speeds file is not one for its sites.
     """
     job = federation.job
-    # As long as the id of a run: it is part of every message.
-    run_id, private = new_run_id(0.0, bytes(3)), None
-    if job.privacy.differential_privacy.enabled:
-        private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
-    contract = None
-    if job.privacy.secure_aggregation.enabled:
-        contract = rehearse(federation, run_id, private).contract
+    private, contract = _promises(federation, clock)
     lines = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
     if private is not None:
         planned = private.planned(at=clock.now())
@@ -105,6 +100,29 @@ def forecast(
     except JobError as error:
         raise JobError(error.reason, key=f"{speeds}: {error.key}") from error
     return Forecast(promises=lines, traffic=traffic, cost=found)
+
+
+def sizes_of(federation: Federation, *, clock: Clock) -> Traffic | None:
+    """Size a job's messages; see ``Forecast.traffic``.
+
+    Raises:
+        JobError: See ``forecast``.
+    """
+    return traffic_of(federation, _promises(federation, clock)[1])
+
+
+def _promises(
+    federation: Federation, clock: Clock
+) -> tuple[PrivateSites | None, Contract | None]:
+    """What the sites would promise of privacy, and agree on for secure sums."""
+    job = federation.job
+    # As long as the id of a run: it is part of every message.
+    run_id, private = new_run_id(0.0, bytes(3)), None
+    if job.privacy.differential_privacy.enabled:
+        private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
+    if not job.privacy.secure_aggregation.enabled:
+        return private, None
+    return private, rehearse(federation, run_id, private).contract
 
 
 def _bytes(spans: tuple[Span, Span]) -> str:

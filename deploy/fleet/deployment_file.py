@@ -38,12 +38,16 @@ class AggregatorMachine:
             loopback interface, chosen once.
         listen: `ADDRESS:PORT` to listen on; by default, `address`.
         connect_seconds: How long a run waits for its sites to connect.
+        dollars_per_hour: What its machine costs.
+        dollars_per_gigabyte: What traffic costs that leaves it.
     """
 
     provider: str = key(default="local", choices=PROVIDERS)
     address: str = ""
     listen: str = ""
     connect_seconds: float = key(default=600.0, above=0.0)
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class SiteMachine:
         name: Name of the site, as in the job.
         provider: Who runs the machine: `local` is a process on this host.
         organisation: Who answers for the site; by default the deployment's.
+        dollars_per_hour: What its machine costs.
+        dollars_per_gigabyte: What traffic costs that leaves it.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
         policy: As `[policy]` in `site.toml`.
@@ -62,6 +68,8 @@ class SiteMachine:
     name: str
     provider: str = key(default="local", choices=PROVIDERS)
     organisation: str = ""
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
     data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()

@@ -82,6 +82,15 @@ def test_a_federation_comes_up_runs_and_goes_down(file: Path):
     assert (result["status"], result["rounds_completed"]) == ("completed", 2)
     assert alive(file) == sorted(ROLES)
 
+    like = ("--like", result["run_id"])
+    planned, *others = json.loads(crossfed("plan", str(file), "--json", *like).stdout)
+    for way in ("bytes_down", "bytes_up"):
+        low, high = planned[way]
+        # A header is padded to 64 bytes, and a deployed one may need one step more.
+        assert low - 64 * 6 <= result[way] <= high + 64 * 6
+    assert planned["seconds"] > 0
+    assert others
+
     again = crossfed("up", str(file), "--detach")
     assert again.stdout.strip() == result["run_id"]
     assert "is completed" in again.stderr

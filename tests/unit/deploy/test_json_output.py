@@ -54,6 +54,7 @@ ELSEWHERE = {
     "data balance": "integration/test_balance.py",
     "data info": "integration/test_data_in_store.py",
     "storage rewrap": "unit/deploy/test_rewrap.py",
+    "plan": "integration/test_fleet.py",
     "up": "integration/test_fleet.py",
     "nodes": "integration/test_fleet.py",
     "down": "integration/test_fleet.py",
