@@ -19,8 +19,16 @@ settings.load_profile("crossfed")
 
 
 # Whatever talks to a server is slow: starting one, and every request, takes its time.
-_SERVERS = {"s3_server", "s3_store", "gcs_server", "gcs_store", "kms_server"}
-_SERVED = {"s3", "gcs", "aws", "gcp"}
+_SERVERS = {
+    "s3_server",
+    "s3_store",
+    "gcs_server",
+    "gcs_store",
+    "kms_server",
+    "ec2_server",
+    "gce_server",
+}
+_SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce"}
 
 
 _MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)
@@ -109,6 +117,21 @@ def s3_server() -> Iterator[Any]:
 
     with servers.serve() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _ec2() -> Iterator[Any]:
+    from support import ec2_server as servers  # noqa: PLC0415 (seconds to import)
+
+    with servers.serve() as server:
+        yield server
+
+
+@pytest.fixture
+def ec2_server(_ec2: Any) -> Any:
+    """One for all tests of a worker, without instances when a test begins."""
+    _ec2.clear()
+    return _ec2
 
 
 @pytest.fixture

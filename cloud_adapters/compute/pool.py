@@ -3,8 +3,8 @@
 A node is one machine, or on this host one process. Nothing here remembers a node: its
 labels do, so whoever lost everything else finds it by them and ends it.
 
-Implementation: ``cloud_adapters.compute.local``. The contract suite is
-``tests/contract/test_compute_pool.py``.
+Implementations: ``local``, ``ec2`` and ``gce``, beside this module. The contract suite
+is ``tests/contract/test_compute_pool.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,25 +43,41 @@ class NodeSpec:
 
     Attributes:
         name: What people call it; letters, digits and hyphens.
-        command: Program and arguments that the node runs until it ends. No secrets:
-            other users of the machine can read them.
+        command: Program and arguments that a node of this host runs until it ends. No
+            secrets: other users of the machine can read them.
         environment: Variables of the command, in addition to those of the machine. No
             secrets, either.
+        user_data: What a machine of a cloud does when it starts, for cloud-init; see
+            ``deploy.fleet.user_data``. No secrets: whoever may describe the machine
+            can read it, and so can every program on it.
         labels: By what it is found again; a few, each short.
         max_seconds: After so long the node ends by itself, whoever is left to see it.
         machine: Type of machine, for example ``g5.xlarge``; empty on this host.
         zones: Where it may run, the best first; empty on this host.
         market: How it is paid.
+        image: What it starts from, by the cloud's name for it.
+        disk_gb: Size of its encrypted disk.
+        identity: Who its programs are to the cloud: an instance profile or the address
+            of a service account. Empty for nobody.
+        subnets: Where it is connected: one in each zone on AWS, one of the region on
+            Google Cloud. Empty for the account's default ones.
+        firewalls: What filters its traffic: ids of security groups, or network tags.
     """
 
     name: str
-    command: Sequence[str]
+    command: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str]
     max_seconds: float
     machine: str = ""
     zones: Sequence[str] = ()
     market: Market = Market.ON_DEMAND
+    user_data: str = ""
+    image: str = ""
+    disk_gb: int = 50
+    identity: str = ""
+    subnets: Sequence[str] = ()
+    firewalls: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

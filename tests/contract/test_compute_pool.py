@@ -1,9 +1,14 @@
-"""What every compute service promises."""
+"""What every compute service promises.
+
+Nodes of this host run programs here; those of clouds run none in a test, so what their
+programs do is tested on this host alone.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,30 +32,67 @@ LABELS = {"crossfed-deployment": "contract", "crossfed-role": "site-a"}
 WAITS = "import signal; print('it runs', flush=True); signal.pause()"
 
 
-def spec(**changed: object) -> NodeSpec:
-    """A node that waits."""
-    given: dict[str, object] = {
-        "name": "site-a",
-        "command": [sys.executable, "-c", WAITS],
-        "labels": LABELS,
-        "max_seconds": 600.0,
-        **changed,
-    }
-    return NodeSpec(**given)  # type: ignore[arg-type]
+# Machines that the fakes know.
+MACHINES: Mapping[str, Mapping[str, object]] = {
+    "local": {},
+    "ec2": {
+        "machine": "m5.large",
+        "zones": ("us-east-1b", "us-east-1a"),
+        "image": "/aws/service/ami-amazon-linux-latest/"
+        "al2023-ami-kernel-default-x86_64",
+    },
+}
 
 
-@pytest.fixture(params=["local"])
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ComputePool]:
-    """One service of each kind; whatever it has launched is ended."""
-    made = {
-        "local": lambda: LocalPool(
+class Spec:
+    """Makes nodes that wait, as one service knows them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, **changed: object) -> NodeSpec:
+        given: dict[str, object] = {
+            "name": "site-a",
+            "command": [sys.executable, "-c", WAITS],
+            "labels": LABELS,
+            "max_seconds": 600.0,
+            **MACHINES[self.kind],
+            **changed,
+        }
+        return NodeSpec(**given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=list(MACHINES))
+def kind(request: pytest.FixtureRequest) -> str:
+    """A service."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def spec(kind: str) -> Spec:
+    """What it is asked for."""
+    return Spec(kind)
+
+
+@pytest.fixture
+def pool(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[ComputePool]:
+    """The service; whatever it has launched is ended."""
+    found: Any
+    if kind == "local":
+        found = LocalPool(
             folder=tmp_path / "nodes", working_folder=tmp_path, clock=CLOCK
         )
-    }
-    found = made[request.param]()
+    else:
+        found = request.getfixturevalue(f"{kind}_server").pool()
     yield found
     found.terminate([node.id for node in found.nodes({})])
     wait_for(found, {}, all_gone, what="all ended", seconds=60, clock=CLOCK)
+
+
+ON_THIS_HOST = pytest.mark.parametrize("kind", ["local"], indirect=True)
 
 
 def eventually(
@@ -68,18 +110,27 @@ def eventually(
     return node
 
 
-def test_a_node_runs_what_it_was_launched_with(pool: ComputePool):
-    """And is found as it was launched, by any of its labels."""
+def test_a_node_is_found_as_it_was_launched(pool: ComputePool, spec: Spec):
+    """By any of its labels, with all that it was launched with."""
     begin = CLOCK.now()
     node = pool.launch(spec(market=Market.SPOT), "one")
     running = eventually(pool, lambda found: found.state is NodeState.RUNNING)
     assert running.id == node.id
     assert running.name == "site-a"
     assert running.market is Market.SPOT
+    assert running.machine == spec().machine
+    assert running.zone == (*spec().zones, "")[0]
     assert running.labels.items() >= LABELS.items()
     assert begin - 1 <= running.launched <= CLOCK.now() + 1
     assert running.ended is None
     assert running.seconds(running.launched + 5) == 5
+    assert running.trouble == ""
+
+
+@ON_THIS_HOST
+def test_a_node_runs_its_program(pool: ComputePool, spec: Spec):
+    """Whose output is in the log."""
+    node = pool.launch(spec(), "one")
     wait_for(
         pool,
         LABELS,
@@ -90,7 +141,7 @@ def test_a_node_runs_what_it_was_launched_with(pool: ComputePool):
     )
 
 
-def test_a_token_launches_one_node(pool: ComputePool):
+def test_a_token_launches_one_node(pool: ComputePool, spec: Spec):
     """Also when several ask for it at once; another token launches another."""
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: pool.launch(spec(), "one").id, range(8)))
@@ -100,7 +151,7 @@ def test_a_token_launches_one_node(pool: ComputePool):
     assert len(pool.nodes(LABELS)) == 2
 
 
-def test_a_token_of_a_node_that_has_ended_launches_none(pool: ComputePool):
+def test_a_token_of_a_node_that_has_ended_launches_none(pool: ComputePool, spec: Spec):
     """It says that the node is gone; whoever wants another takes another token."""
     node = pool.launch(spec(), "one")
     pool.terminate([node.id])
@@ -109,7 +160,7 @@ def test_a_token_of_a_node_that_has_ended_launches_none(pool: ComputePool):
     assert all_gone(pool.nodes(LABELS))
 
 
-def test_nodes_are_found_by_all_the_labels(pool: ComputePool):
+def test_nodes_are_found_by_all_the_labels(pool: ComputePool, spec: Spec):
     """One that lacks a label, or has another value of it, is not."""
     node = pool.launch(spec(), "one")
     assert [each.id for each in pool.nodes({"crossfed-role": "site-a"})] == [node.id]
@@ -117,7 +168,9 @@ def test_nodes_are_found_by_all_the_labels(pool: ComputePool):
     assert pool.nodes({**LABELS, "crossfed-owner": "x"}) == []
 
 
-def test_terminating_is_harmless_when_there_is_nothing_to_end(pool: ComputePool):
+def test_terminating_is_harmless_when_there_is_nothing_to_end(
+    pool: ComputePool, spec: Spec
+):
     """Ids that are unknown or gone are left alone, and others live on."""
     first, second = pool.launch(spec(), "one"), pool.launch(spec(), "two")
     pool.terminate([])
@@ -136,7 +189,8 @@ def test_terminating_is_harmless_when_there_is_nothing_to_end(pool: ComputePool)
     assert states == {first.id: NodeState.GONE, second.id: NodeState.RUNNING}
 
 
-def test_a_node_ends_by_itself(pool: ComputePool):
+@ON_THIS_HOST
+def test_a_node_ends_by_itself(pool: ComputePool, spec: Spec):
     """After its time, though nobody is there to end it; it is paid for no longer."""
     node = pool.launch(spec(max_seconds=0.5), "one")
     gone = eventually(pool, lambda found: found.state is NodeState.GONE)
@@ -145,7 +199,7 @@ def test_a_node_ends_by_itself(pool: ComputePool):
     assert 0.5 <= gone.seconds(CLOCK.now() + 1000) < 60
 
 
-def test_waiting_in_vain_names_the_nodes(pool: ComputePool):
+def test_waiting_in_vain_names_the_nodes(pool: ComputePool, spec: Spec):
     """And what they do instead."""
     node = pool.launch(spec(), "one")
     with pytest.raises(ComputeError, match=rf"they end not within 0 s: .*{node.id}"):

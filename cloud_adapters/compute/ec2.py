@@ -1,0 +1,335 @@
+"""Nodes that are instances of Amazon EC2, in one account and region.
+
+A launch is found again by a tag with the digest of its token. The service's own token
+covers the seconds until a new instance is listed; it is another one in each zone, since
+a token belongs to one set of parameters. So a command that is killed, and repeated in
+these seconds while an earlier zone has machines again, may launch a second instance:
+the next look finds both, and ``crossfed up`` ends one.
+
+Instances end, and are not stopped, when they shut themselves down: a node whose time is
+over costs nothing more, although nobody is there.
+
+Source: Amazon EC2 API reference, RunInstances, and "Ensuring idempotency".
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import boto3
+from botocore.config import Config
+
+from cloud_adapters.compute import ec2_errors
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from federation.errors import MachineRefused, NoCapacity
+
+# Of the launch: the digest of its token.
+TOKEN_TAG = "crossfed-token"  # noqa: S105 -- the name of a tag
+_NAME_TAG = "Name"
+_PARAMETER = "/aws/service/"
+_TAGGED = ("instance", "volume", "network-interface")
+_NUM_FILTER_VALUES = 200
+_STATES: Mapping[str, NodeState] = {
+    "pending": NodeState.STARTING,
+    "running": NodeState.RUNNING,
+    "shutting-down": NodeState.STOPPING,
+    "stopping": NodeState.STOPPING,
+    "stopped": NodeState.STOPPING,
+    "terminated": NodeState.GONE,
+}
+_ASKED = frozenset({"", "Client.UserInitiatedShutdown"})
+# The service tells it in no other way.
+_ENDED = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (GMT|UTC)\)")
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ec2Pool:
+    """Instances of one account in one region; see ``ComputePool``.
+
+    Attributes:
+        region: Name of the region, for messages.
+        ec2: A client of boto3, which repeats what fails for a moment.
+        ssm: Another one, for images that have a name.
+        page_size: How many instances to ask for at once.
+    """
+
+    region: str
+    ec2: Any
+    ssm: Any
+    page_size: int = 200
+
+    def launch(self, spec: NodeSpec, token: str) -> Node:
+        """See ``ComputePool``.
+
+        Raises:
+            MachineRefused: There is no such image, subnet, zone or type.
+            QuotaReached: The account may not have more of them.
+        """
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        known = self._found({TOKEN_TAG: digest})
+        if known:
+            return min(known, key=lambda node: (node.state is NodeState.GONE, node.id))
+        image, root = self._image(spec.image)
+        refusals = []
+        for zone, subnet in self._places(spec):
+            try:
+                answer = self._call(
+                    "run_instances",
+                    f"launch {spec.name} ({spec.machine}) in {zone}",
+                    **_request(spec, digest, subnet),
+                    ImageId=image,
+                    BlockDeviceMappings=[_disk(root, spec.disk_gb)],
+                    ClientToken=hashlib.sha256(f"{token}/{zone}".encode()).hexdigest(),
+                )
+            except NoCapacity as error:
+                refusals.append(str(error))
+                continue
+            except _TokenSpent:
+                return _gone(spec, digest)
+            return _node(answer["Instances"][0])
+        raise NoCapacity("; ".join(refusals))
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        """See ``ComputePool``; those that are gone are listed for about an hour."""
+        return sorted(self._found(labels), key=lambda node: (node.launched, node.id))
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """See ``ComputePool``."""
+        wanted = sorted(ids)
+        for begin in range(0, len(wanted), _NUM_FILTER_VALUES):
+            some = wanted[begin : begin + _NUM_FILTER_VALUES]
+            # A request that names one unknown instance ends none of the others.
+            found = self._found({}, [{"Name": "instance-id", "Values": some}])
+            alive = [node.id for node in found if node.state is not NodeState.GONE]
+            if alive:
+                doing = f"end {', '.join(alive)} in {self.region}"
+                self._call("terminate_instances", doing, InstanceIds=alive)
+
+    def log(self, node_id: str) -> str:
+        """See ``ComputePool``: what the machine wrote to its console."""
+        filters = [{"Name": "instance-id", "Values": [node_id]}]
+        if not self._found({}, filters):
+            return ""
+        doing = f"read the console of {node_id} in {self.region}"
+        answer = self._call(
+            "get_console_output", doing, InstanceId=node_id, Latest=True
+        )
+        text: str = answer.get("Output", "")
+        return text
+
+    def _found(
+        self, labels: Mapping[str, str], filters: Sequence[Answer] = ()
+    ) -> list[Node]:
+        """Find nodes of ours, also those that have ended."""
+        asked = [
+            *filters,
+            # Without it, no label would mean every instance of the account.
+            {"Name": "tag-key", "Values": [TOKEN_TAG]},
+            *({"Name": f"tag:{n}", "Values": [v]} for n, v in labels.items()),
+        ]
+        found: list[Answer] = []
+        following: dict[str, str] = {}
+        while True:
+            answer = self._call(
+                "describe_instances",
+                f"list instances in {self.region}",
+                Filters=asked,
+                MaxResults=self.page_size,
+                **following,
+            )
+            for reservation in answer["Reservations"]:
+                found += reservation["Instances"]
+            if not answer.get("NextToken"):
+                break
+            following = {"NextToken": answer["NextToken"]}
+        nodes = map(_node, found)
+        # The service takes * and ? in values for wildcards.
+        return [node for node in nodes if labels.items() <= node.labels.items()]
+
+    def _image(self, name: str) -> tuple[str, str]:
+        """The image's id, and the name of its first disk."""
+        doing = f"find the image {name} in {self.region}"
+        if name.startswith(_PARAMETER):
+            found = self._call("get_parameter", doing, self.ssm, Name=name)
+            name = found["Parameter"]["Value"]
+        answer = self._call("describe_images", doing, ImageIds=[name])
+        if not answer["Images"]:
+            raise MachineRefused(
+                f"cannot {doing}: there is no such image for this account: correct "
+                "image"
+            )
+        root: str = answer["Images"][0]["RootDeviceName"]
+        return name, root
+
+    def _places(self, spec: NodeSpec) -> Sequence[tuple[str, str]]:
+        """Zones to try, each with the subnet to use there."""
+        doing = f"find subnets in {self.region}"
+        wanted: Answer = {"SubnetIds": list(spec.subnets)}
+        if not spec.subnets:
+            wanted = {"Filters": [{"Name": "default-for-az", "Values": ["true"]}]}
+        answer = self._call("describe_subnets", doing, **wanted)
+        subnets = {
+            each["AvailabilityZone"]: each["SubnetId"] for each in answer["Subnets"]
+        }
+        lacking = [zone for zone in spec.zones if zone not in subnets]
+        if lacking or not subnets:
+            raise MachineRefused(
+                f"cannot {doing}: {', '.join(lacking) or 'the region'} has none; name "
+                "one of each zone in subnets"
+            )
+        return [(zone, subnets[zone]) for zone in spec.zones or sorted(subnets)]
+
+    def _call(
+        self, operation: str, doing: str, client: Any = None, **parameters: Any
+    ) -> Answer:
+        request: Callable[..., Answer] = getattr(client or self.ec2, operation)
+        try:
+            return request(**parameters)
+        except ec2_errors.FAILURES as error:
+            if ec2_errors.code_of(error) == ec2_errors.TOKEN_IS_SPENT:
+                raise _TokenSpent from error
+            raise ec2_errors.translate(error, doing) from error
+
+
+class _TokenSpent(Exception):
+    """A token's instance has ended, and is no longer listed."""
+
+
+def connect(region: str, endpoint: str = "") -> Ec2Pool:
+    """Open the service with the environment's credentials.
+
+    Args:
+        region: For example ``us-east-1``.
+        endpoint: URL of the service; empty for the region's own.
+
+    Raises:
+        ComputeError: The profile that the environment names is not there, or region
+            or endpoint are malformed.
+    """
+    doing = f"open EC2 in {region}"
+    config = Config(
+        connect_timeout=5,
+        read_timeout=60,
+        # Reads, and writes that have a token or can be repeated anyway.
+        retries={"mode": "standard", "total_max_attempts": 5},
+        user_agent_extra="crossfed",
+    )
+    try:
+        session = boto3.session.Session()
+        ec2, ssm = (
+            session.client(
+                service,
+                region_name=region,
+                endpoint_url=endpoint or None,
+                config=config,
+            )
+            for service in ("ec2", "ssm")
+        )
+    except ValueError as error:
+        raise MachineRefused(f"cannot {doing}: {error}") from error
+    except ec2_errors.FAILURES as error:
+        raise ec2_errors.translate(error, doing) from error
+    return Ec2Pool(region=region, ec2=ec2, ssm=ssm)
+
+
+def _request(spec: NodeSpec, digest: str, subnet: str) -> dict[str, Any]:
+    """What is the same for every zone, but for the subnet."""
+    tags = {**spec.labels, _NAME_TAG: spec.name, TOKEN_TAG: digest}
+    pairs = [{"Key": name, "Value": value} for name, value in tags.items()]
+    interface: dict[str, Any] = {
+        "DeviceIndex": 0,
+        "SubnetId": subnet,
+        "AssociatePublicIpAddress": False,
+        "DeleteOnTermination": True,
+    }
+    if spec.firewalls:
+        interface["Groups"] = list(spec.firewalls)
+    request: dict[str, Any] = {
+        "MinCount": 1,
+        "MaxCount": 1,
+        "InstanceType": spec.machine,
+        "NetworkInterfaces": [interface],
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        # Sessions alone, and none through a proxy on the machine.
+        "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": pairs} for kind in _TAGGED
+        ],
+        "UserData": spec.user_data,
+    }
+    if spec.identity:
+        request["IamInstanceProfile"] = {"Name": spec.identity}
+    if spec.market is Market.SPOT:
+        request["InstanceMarketOptions"] = {
+            "MarketType": "spot",
+            "SpotOptions": {
+                "SpotInstanceType": "one-time",
+                "InstanceInterruptionBehavior": "terminate",
+            },
+        }
+    return request
+
+
+def _disk(device: str, size_gb: int) -> Answer:
+    return {
+        "DeviceName": device,
+        "Ebs": {
+            "VolumeSize": size_gb,
+            "VolumeType": "gp3",
+            "Encrypted": True,
+            "DeleteOnTermination": True,
+        },
+    }
+
+
+def _node(instance: Answer) -> Node:
+    tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
+    state = instance["State"]["Name"]
+    is_spot = instance.get("InstanceLifecycle") == "spot"
+    return Node(
+        id=instance["InstanceId"],
+        name=tags.get(_NAME_TAG, ""),
+        state=_STATES[state],
+        labels=tags,
+        machine=instance["InstanceType"],
+        zone=instance["Placement"]["AvailabilityZone"],
+        market=Market.SPOT if is_spot else Market.ON_DEMAND,
+        launched=instance["LaunchTime"].timestamp(),
+        ended=_ended(instance) if _STATES[state] is NodeState.GONE else None,
+        trouble=_trouble(instance, state),
+    )
+
+
+def _trouble(instance: Answer, state: str) -> str:
+    reason = instance.get("StateReason", {})
+    words: str = reason.get("Message", "") or reason.get("Code", "")
+    if state == "stopped":
+        return f"it is stopped, and its disk still costs: end it ({words})"
+    return "" if reason.get("Code", "") in _ASKED else words
+
+
+def _ended(instance: Answer) -> float | None:
+    found = _ENDED.search(instance.get("StateTransitionReason", ""))
+    if found is None:
+        return None
+    at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+    return at.timestamp()
+
+
+def _gone(spec: NodeSpec, digest: str) -> Node:
+    """A node of which the service knows only that it has ended."""
+    return Node(
+        id=digest,
+        name=spec.name,
+        state=NodeState.GONE,
+        labels=spec.labels,
+        machine=spec.machine,
+        market=spec.market,
+        launched=0.0,
+        ended=0.0,
+    )

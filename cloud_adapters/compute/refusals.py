@@ -1,0 +1,30 @@
+"""What a compute service may answer, in this product's errors, and how that is told."""
+
+from dataclasses import dataclass
+
+from federation.errors import ComputeError
+
+_MAX_WORDS = 300  # Some services append kilobytes that nobody can read.
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What an answer or an exception means to us.
+
+    Attributes:
+        error: What to raise.
+        advice: What a person can do.
+    """
+
+    error: type[ComputeError]
+    advice: str
+
+    def told(self, doing: str, said: str) -> ComputeError:
+        """Make the error.
+
+        Args:
+            doing: What was being done, and where: ``launch site-a in us-east-1a``.
+            said: What the service says.
+        """
+        words = " ".join(said.split())[:_MAX_WORDS]
+        return self.error(f"cannot {doing}: {self.advice} ({words})")

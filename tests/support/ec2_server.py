@@ -1,0 +1,129 @@
+"""An EC2 on loopback: moto's, and what Amazon's does but moto does not.
+
+Added here: tokens, of which each launches one instance at most, and refusals that a
+test asks for.
+"""
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+from xml.sax.saxutils import escape
+
+from support import s3_server
+from support.s3_server import ACCOUNT, REGION, App
+
+from cloud_adapters.compute.ec2 import Ec2Pool
+
+# One that moto knows.
+IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
+ZONES = ("us-east-1a", "us-east-1b")
+
+Form = Mapping[str, str]
+
+
+class Ec2Server:
+    """A running server.
+
+    Attributes:
+        url: Where it is.
+        refusal: Given a request, the code to refuse it with; None lets it pass.
+        requests: Forms that were sent.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.refusal: Callable[[Form], str | None] = lambda _: None
+        self.requests: list[Form] = []
+        self._launched: dict[str, tuple[Form, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Forget every instance: moto lists those that have ended for ever."""
+        from moto.ec2.models import ec2_backends  # noqa: PLC0415 (seconds to import)
+
+        ec2_backends[ACCOUNT][REGION].reset()
+        self.refusal = lambda _: None
+        self.requests.clear()
+        self._launched.clear()
+
+    def pool(self, **options: Any) -> Ec2Pool:
+        """A pool of the only region."""
+        given = {
+            "region": REGION,
+            "ec2": s3_server.client(self.url, service="ec2"),
+            "ssm": s3_server.client(self.url, service="ssm"),
+        }
+        return Ec2Pool(**{**given, **options})
+
+    def launches(self) -> list[Form]:
+        """Launches that were asked for."""
+        return [form for form in self.requests if form["Action"] == "RunInstances"]
+
+    def front(self, app: App) -> App:
+        """Put what moto lacks before it."""
+
+        def serve(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+            body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            environ["wsgi.input"] = io.BytesIO(body)
+            form = dict(parse_qsl(body.decode(errors="replace")))
+            if "Action" not in form:
+                return app(environ, start)
+            with self._lock:
+                self.requests.append(form)
+                code = self.refusal(form)
+                if code is not None:
+                    return _refuse(start, code)
+                if form["Action"] == "RunInstances":
+                    return self._launch(form, app, environ, start)
+                return list(app(environ, start))
+
+        return serve
+
+    def _launch(
+        self, form: Form, app: App, environ: dict[str, Any], start: Any
+    ) -> Iterable[bytes]:
+        token = form["ClientToken"]
+        if token not in self._launched:
+            statuses: list[str] = []
+
+            def noted(status: str, *rest: Any) -> Any:
+                statuses.append(status)
+                return start(status, *rest)
+
+            answer = b"".join(app(environ, noted))
+            if statuses[0].startswith("200"):
+                self._launched[token] = (form, answer)
+            return [answer]
+        before, answer = self._launched[token]
+        if before != form:
+            return _refuse(start, "IdempotentParameterMismatch")
+        if self._has_ended(answer):
+            return _refuse(start, "IdempotentInstanceTerminated")
+        start("200 OK", [("Content-Type", "text/xml")])
+        return [answer]
+
+    def _has_ended(self, answer: bytes) -> bool:
+        from moto.ec2.models import ec2_backends  # noqa: PLC0415 (seconds to import)
+
+        name = answer.partition(b"<instanceId>")[2].partition(b"<")[0].decode()
+        state: str = ec2_backends[ACCOUNT][REGION].get_instance(name).state
+        return state == "terminated"
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Ec2Server]:
+    """Run a server until the end of the block."""
+    made = Ec2Server()
+    with s3_server.serve(before=made.front) as server:
+        made.url = server.url
+        yield made
+
+
+def _refuse(start: Any, code: str) -> Iterable[bytes]:
+    status = "503 Service Unavailable" if code == "Unavailable" else "400 Bad Request"
+    start(status, [("Content-Type", "text/xml")])
+    error = f"<Error><Code>{escape(code)}</Code><Message>told by a test</Message>"
+    return [f"<Response><Errors>{error}</Error></Errors></Response>".encode()]

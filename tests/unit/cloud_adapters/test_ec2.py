@@ -1,0 +1,233 @@
+"""Instances of EC2: what is asked for, where, and what the answers mean."""
+
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from support import s3_server
+from support.ec2_server import IMAGE, ZONES, Ec2Server, Form
+
+from cloud_adapters.compute import ec2, ec2_errors
+from cloud_adapters.compute.pool import Market, NodeSpec, NodeState
+from federation.errors import (
+    ComputeError,
+    ComputeForbidden,
+    ComputeUnauthenticated,
+    ComputeUnavailable,
+    MachineRefused,
+    NoCapacity,
+    QuotaReached,
+)
+
+LABELS = {"crossfed-deployment": "x"}
+
+
+def spec(**changed: Any) -> NodeSpec:
+    given = {
+        "name": "site-a",
+        "labels": LABELS,
+        "max_seconds": 600.0,
+        "machine": "m5.large",
+        "zones": ZONES,
+        "image": IMAGE,
+    }
+    return NodeSpec(**{**given, **changed})
+
+
+def values(form: Form, prefix: str) -> dict[str, str]:
+    """Fields of a form below a prefix."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in form.items()
+        if name.startswith(prefix)
+    }
+
+
+def test_instances_are_closed_and_end_for_good(ec2_server: Ec2Server):
+    """The request has what moto does not keep."""
+    iam = s3_server.client(ec2_server.url, service="iam")
+    iam.create_instance_profile(InstanceProfileName="site")
+    ec2_server.pool().launch(
+        spec(market=Market.SPOT, identity="site", disk_gb=70, user_data="#x\n"), "one"
+    )
+    (form,) = ec2_server.launches()
+    assert form["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert values(form, "MetadataOptions.") == {
+        "HttpTokens": "required",
+        "HttpPutResponseHopLimit": "1",
+    }
+    assert form["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert form["NetworkInterface.1.DeleteOnTermination"] == "true"
+    assert values(form, "BlockDeviceMapping.1.") == {
+        "DeviceName": "/dev/xvda",
+        "Ebs.VolumeSize": "70",
+        "Ebs.VolumeType": "gp3",
+        "Ebs.Encrypted": "true",
+        "Ebs.DeleteOnTermination": "true",
+    }
+    assert form["IamInstanceProfile.Name"] == "site"
+    assert values(form, "InstanceMarketOptions.") == {
+        "MarketType": "spot",
+        "SpotOptions.SpotInstanceType": "one-time",
+        "SpotOptions.InstanceInterruptionBehavior": "terminate",
+    }
+    tagged = [form[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)]
+    assert tagged == ["instance", "volume", "network-interface"]
+    for number in (1, 2, 3):
+        tags = values(form, f"TagSpecification.{number}.Tag.").values()
+        assert {"crossfed-deployment", "x", "Name", "site-a"} <= set(tags)
+
+
+def test_zones_are_tried_in_their_order(ec2_server: Ec2Server):
+    """The next one where one has no machines; each with its own subnet."""
+    pool = ec2_server.pool()
+    first: list[str] = []
+
+    def refusal(form: Form) -> str | None:
+        if form["Action"] == "RunInstances" and not first:
+            first.append(form["NetworkInterface.1.SubnetId"])
+            return "InsufficientInstanceCapacity"
+        return None
+
+    ec2_server.refusal = refusal
+    assert pool.launch(spec(zones=ZONES[::-1]), "one").zone == ZONES[0]
+    used = [form["NetworkInterface.1.SubnetId"] for form in ec2_server.launches()]
+    assert used[0] == first[0] != used[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "tries"),
+    [
+        ("InsufficientInstanceCapacity", NoCapacity, 2),
+        ("SpotMaxPriceTooLow", NoCapacity, 2),
+        ("VcpuLimitExceeded", QuotaReached, 1),
+        ("UnauthorizedOperation", ComputeForbidden, 1),
+    ],
+)
+def test_a_refused_launch_launches_nothing(
+    ec2_server: Ec2Server, code: str, error: type[ComputeError], tries: int
+):
+    """All zones are tried and named where that can help, and else one."""
+    pool = ec2_server.pool()
+    ec2_server.refusal = lambda form: code if form["Action"] == "RunInstances" else None
+    with pytest.raises(error, match=code) as caught:
+        pool.launch(spec(), "one")
+    for zone in ZONES[:tries]:
+        assert f"launch site-a (m5.large) in {zone}" in str(caught.value)
+    assert len(ec2_server.launches()) == tries
+    ec2_server.refusal = lambda _: None
+    assert pool.nodes({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"image": "ami-00000000000000000"}, "correct image.*InvalidAMIID.NotFound"),
+        ({"image": "/aws/service/none"}, "correct image.*ParameterNotFound"),
+        ({"subnets": ("subnet-0",)}, "correct subnets.*InvalidSubnetID"),
+        ({"zones": ("us-east-1z",)}, "us-east-1z has none; name one of each zone"),
+    ],
+)
+def test_what_does_not_exist_is_named(
+    ec2_server: Ec2Server, changed: dict[str, Any], words: str
+):
+    """Before anything is launched."""
+    if changed.get("image", "").startswith("ami-"):
+        # moto lists nothing, where Amazon refuses.
+        ec2_server.refusal = lambda form: (
+            "InvalidAMIID.NotFound" if form["Action"] == "DescribeImages" else None
+        )
+    with pytest.raises(MachineRefused, match=words):
+        ec2_server.pool().launch(spec(**changed), "one")
+    assert ec2_server.launches() == []
+
+
+def test_a_node_that_the_service_has_forgotten_is_gone(ec2_server: Ec2Server):
+    """Its token launches none, though no tag says so any more."""
+    pool = ec2_server.pool()
+    node = pool.launch(spec(), "one")
+    pool.terminate([node.id])
+    tags = [{"Key": name} for name in node.labels]
+    pool.ec2.delete_tags(Resources=[node.id], Tags=tags)
+    assert pool.nodes({}) == []
+    assert pool.launch(spec(), "one").state is NodeState.GONE
+    assert pool.nodes({}) == []
+
+
+def test_all_pages_are_read(ec2_server: Ec2Server):
+    """And instances that others have launched are not ours, whatever is asked."""
+    pool = ec2_server.pool(page_size=5)
+    image, _ = pool._image(IMAGE)
+    (other,) = pool.ec2.run_instances(
+        ImageId=image, MinCount=1, MaxCount=1, ClientToken="others"
+    )["Instances"]
+    ids = {pool.launch(spec(), str(number)).id for number in range(7)}
+    assert {node.id for node in pool.nodes({})} == ids
+    assert pool.nodes({"crossfed-deployment": "*"}) == []
+    pool.terminate([other["InstanceId"], *ids])
+    assert {node.state for node in pool.nodes({})} == {NodeState.GONE}
+    answer = pool.ec2.describe_instances(InstanceIds=[other["InstanceId"]])
+    assert answer["Reservations"][0]["Instances"][0]["State"]["Name"] == "running"
+
+
+def test_a_stopped_instance_still_costs(ec2_server: Ec2Server):
+    """It is not gone, and says why."""
+    pool = ec2_server.pool()
+    node = pool.launch(spec(), "one")
+    pool.ec2.stop_instances(InstanceIds=[node.id])
+    (found,) = pool.nodes({})
+    assert found.state is NodeState.STOPPING
+    assert "its disk still costs" in found.trouble
+
+
+def failure(code: str, status: int = 400, message: str = "words") -> ClientError:
+    answer = {
+        "Error": {"Code": code, "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return ClientError(answer, "RunInstances")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (failure("InsufficientInstanceCapacity", 500), NoCapacity),
+        (failure("Unsupported"), NoCapacity),
+        (failure("InsufficientFreeAddressesInSubnet"), NoCapacity),
+        (failure("MaxSpotInstanceCountExceeded"), QuotaReached),
+        (failure("VolumeLimitExceeded"), QuotaReached),
+        (failure("InvalidAMIID.Malformed"), MachineRefused),
+        (failure("InvalidInstanceType"), MachineRefused),
+        (failure("InvalidGroup.NotFound"), MachineRefused),
+        (failure("InvalidParameterValue"), MachineRefused),
+        (failure("UnauthorizedOperation", 403), ComputeForbidden),
+        (failure("OptInRequired", 403), ComputeForbidden),
+        (failure("AuthFailure", 401), ComputeUnauthenticated),
+        (failure("ExpiredToken", 400), ComputeUnauthenticated),
+        (failure("RequestExpired", 400), ComputeUnauthenticated),
+        (failure("RequestLimitExceeded", 503), ComputeUnavailable),
+        (failure("SomethingNew", 503), ComputeUnavailable),
+        (NoCredentialsError(), ComputeUnauthenticated),
+        (EndpointConnectionError(endpoint_url="https://x"), ComputeUnavailable),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, Exception) else "",
+)
+def test_failures_become_ours(error: Exception, expected: type[ComputeError]):
+    """With what was done, what to do and what the service says."""
+    made = ec2_errors.translate(error, "launch site-a in us-east-1a")
+    assert type(made) is expected
+    assert str(made).startswith("cannot launch site-a in us-east-1a: ")
+
+
+def test_an_unknown_instance_profile_is_named():
+    """The service says it with a code of many meanings."""
+    words = "Value (x) for parameter iamInstanceProfile.name is invalid."
+    made = ec2_errors.translate(failure("InvalidParameterValue", 400, words), "launch")
+    assert type(made) is MachineRefused
+    assert "correct identity" in str(made)
+
+
+def test_a_region_that_is_malformed_is_refused():
+    """Before any request."""
+    with pytest.raises(ComputeError, match="open EC2 in no region"):
+        ec2.connect("no region")
