@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -98,9 +98,14 @@ test-newest: ## Run the fast tests with the newest versions there are (NEWEST na
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,parquet]' --group test
 	$(VENV)-newest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 
+# In one process: with sysmon, which would cost less, branches need Python 3.14.
+coverage: $(READY) ## Measure what the fast tests cover, branches too, and demand a floor
+	OMP_NUM_THREADS=1 $(BIN)/python -I -m coverage run -m pytest $(FAST) -p no:xdist --quiet
+	$(BIN)/python -m coverage report
+
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
 # PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
-test-all: test test-long test-lowest test-newest ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
+test-all: test test-long coverage test-lowest test-newest ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
 	$(BIN)/python tools/mutants.py
 
 lint: $(READY) ## Check format, style, types and floors
