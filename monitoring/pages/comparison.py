@@ -131,7 +131,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
         items = {str(index): part for index, part in enumerate(value)}.items()
     else:
-        return {prefix.removesuffix("."): str(value)}
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return {prefix.removesuffix("."): text}
     found: dict[str, str] = {}
     for key, part in items:
         found |= _flat(part, f"{prefix}{key}.")

@@ -216,6 +216,7 @@ def test_changed_keys():
     )
     assert changed_keys(jobs) == {"sites.1.name": ["y", "z"]}
     assert changed_keys(["= broken", "rounds = 1"]) == {"rounds": ["-", "1"]}
+    assert changed_keys(["a = true", "a = false"]) == {"a": ["true", "false"]}
 
 
 def test_page_is_written_whole(tmp_path: Path):
