@@ -74,7 +74,7 @@ test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
 test-fast: $(READY) ## Run the tests that take milliseconds
-	OMP_NUM_THREADS=1 $(PYTEST) $(FAST) -n 2 --dist worksteal
+	$(PYTEST) $(FAST) -n 2 --dist worksteal
 
 test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
 	@mkdir -p runs

@@ -11,6 +11,10 @@ from typing import Any, Literal
 import pytest
 from hypothesis import settings
 
+# Before torch is imported, here and in all that tests start: threads of several
+# processes that wait for each other keep two cores busy with waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples in every run, and no wall clock: a busy machine fails no test.
 every = settings(deadline=None, derandomize=True)
 settings.register_profile("crossfed", every)
