@@ -65,10 +65,10 @@ from federation.protocols import Clock
 
 # We send them more often, so that the aggregator can tell sooner.
 BEAT_EVERY_SECONDS = 3.0
-POLL_SECONDS = 0.1
-# After so long without a message, and then so far apart.
-IDLE_AFTER_SECONDS = 60.0
-IDLE_POLL_SECONDS = 0.5
+# Between looks for a message: a share of the time since the last one came, within
+# these bounds. A SuperLink works for 5 ms on every look.
+POLL_SHARE = 0.05
+POLL_SECONDS, IDLE_POLL_SECONDS = 0.1, 0.5
 # While it works, for it is asked what became of the task.
 BUSY_POLL_SECONDS = 1.0
 STOP_POLL_SECONDS = 0.2
@@ -289,10 +289,9 @@ class FlowerNode:
                 # A node at work goes on beating its heart, and an outage may pass.
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
-            idle = self.clock.monotonic() - last > IDLE_AFTER_SECONDS
-            seconds = IDLE_POLL_SECONDS if idle else POLL_SECONDS
             self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
-            ended.wait(seconds)
+            idle = self.clock.monotonic() - max(last, self._sent_at)
+            ended.wait(poll_seconds(idle))
 
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]
@@ -388,6 +387,15 @@ class FlowerNode:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = outside_of(error)[:500]
             return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def poll_seconds(idle_seconds: float) -> float:
+    """Return how long to wait before the next look for a message.
+
+    Args:
+        idle_seconds: Since the last message came, or was answered.
+    """
+    return min(max(POLL_SHARE * idle_seconds, POLL_SECONDS), IDLE_POLL_SECONDS)
 
 
 class _Version:
