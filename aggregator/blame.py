@@ -68,8 +68,8 @@ class Blame:
             if (accuser, dealer) not in self._disputes:
                 self._disputes[accuser, dealer] = None
                 said.append(
-                    f"site {accuser!r} says that site {dealer!r} dealt it another "
-                    "share than it committed to: one of the two is at fault"
+                    f"site {accuser!r} says that site {dealer!r} sent it a share that "
+                    "does not match its commitment: one of the two is at fault"
                 )
         return said
 

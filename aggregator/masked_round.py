@@ -127,13 +127,13 @@ class MaskedRound:
     def _check_sizes(self, update: MaskedUpdate) -> None:
         if update.words.size != self._num_bytes:
             raise ProtocolError(
-                f"sent {update.words.size} bytes of masked words; {self._num_bytes} "
-                "are right"
+                f"sent {update.words.size} bytes of masked words instead of "
+                f"{self._num_bytes}"
             )
         if update.header_h.size != self._header_h.size:
             raise ProtocolError(
-                f"sent a header of {update.header_h.size} words; "
-                f"{self._header_h.size} are right"
+                f"sent a header of {update.header_h.size} words instead of "
+                f"{self._header_h.size}"
             )
 
 
@@ -144,4 +144,4 @@ def check_sender(site: SiteId, signer: SiteId) -> None:
         ProtocolError: It was not.
     """
     if signer != site:
-        raise ProtocolError(f"sent an answer that {signer!r} has signed")
+        raise ProtocolError(f"sent an answer that {signer!r} signed")

@@ -72,8 +72,8 @@ def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weigh
         most = introduced.get(update.site)
         if most is not None and update.num_examples > most:
             raise InvalidUpdate(
-                f"site {update.site!r} claims {update.num_examples} training examples "
-                f"and introduced itself with {most}: if its data has grown, stop the "
+                f"site {update.site!r} claims {update.num_examples} training examples, "
+                f"but introduced itself with {most}: if its data has grown, stop the "
                 "run and resume it"
             )
         return weigh(update)
@@ -119,8 +119,8 @@ def sums_fault(
                 continue
             if sums.count > bound:
                 return (
-                    f"counts {sums.count} predictions in {name.partition('_')[0]}; by "
-                    f"what is known of its data there are {bound} at most"
+                    f"counts {sums.count} predictions in {name.partition('_')[0]}, but "
+                    f"its data allows at most {bound}"
                 )
             metrics = training if name == "training" else held_out
             if not _are_possible(sums, metrics):

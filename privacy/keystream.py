@@ -318,7 +318,7 @@ def _format(words_w: Words) -> tuple[int, int]:
     itemsize = words_w.dtype.itemsize
     if words_w.dtype.kind != "u" or words_w.ndim != 1:
         raise ValueError(
-            f"words are a flat unsigned array, not {words_w.dtype}{words_w.shape}"
+            f"words must be a flat unsigned array, not {words_w.dtype}{words_w.shape}"
         )
     if not words_w.flags.c_contiguous or not words_w.flags.writeable:
         raise ValueError("words must be contiguous and writeable")

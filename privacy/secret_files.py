@@ -69,6 +69,6 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_mode & _OTHERS:
         mode = stat.S_IMODE(status.st_mode)
         raise KeyFileRefused(
-            f"{path} has mode {mode:04o}: others may reach the key; chmod it to 0600 "
-            "and, if anyone else had access, make a new identity"
+            f"{path} has mode {mode:04o}: others may read the key; chmod it to 0600 "
+            "and, if anyone else had access, create a new identity"
         )

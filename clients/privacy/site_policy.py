@@ -144,8 +144,8 @@ def accepted_units(policy: PolicySpec) -> tuple[str, ...]:
 def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     private = job.privacy.differential_privacy
     if private.unit not in accepted_units(policy):
-        demand = f"demands {policy.privacy!r} (policy.privacy)"
-        yield _UNIT, f"{demand}, and the job says {private.unit!r}"
+        demand = f"requires {policy.privacy!r} (policy.privacy)"
+        yield _UNIT, f"{demand}, but the job has {private.unit!r}"
     if not policy.demands_privacy:
         return
     if private.held_out == "public" and not policy.public_held_out:
@@ -189,18 +189,18 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         private = job.privacy.differential_privacy
         hides = private.unit == "record" and not weakness_of(job, policy, private.delta)
         if not hides and not policy.accept_two_sites:
-            demand = "demands record-level privacy in a run of two"
+            demand = "requires record-level privacy in a run of two"
             yield _UNIT, f"{demand} (policy.accept_two_sites)"
     demanded = policy.fewest_in_sum(num_sites)
     if fewest < demanded:
-        given = f"and {fewest} of {num_sites} may make one"
+        given = f"but this job allows sums over {fewest} of {num_sites}"
         key = "sites" if fewest == num_sites else _THRESHOLD
-        yield key, f"demands {demanded} in a sum (policy.min_sites), {given}"
+        yield key, f"requires {demanded} in a sum (policy.min_sites), {given}"
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < policy.colluding_sites:
-        demand = f"demands protection against {policy.colluding_sites} colluding sites"
-        given = f"{fewest} of {num_sites} give it against {tolerated}"
-        yield _THRESHOLD, f"{demand} (policy.colluding_sites), and {given}"
+        demand = f"requires protection against {policy.colluding_sites} colluding sites"
+        given = f"{fewest} of {num_sites} protect against {tolerated}"
+        yield _THRESHOLD, f"{demand} (policy.colluding_sites), but {given}"
 
 
 def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
@@ -213,8 +213,8 @@ def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield (
             _ELEMENT,
             (
-                f"allows {policy.max_element_bound:g} (policy.max_element_bound), and "
-                f"the job says {bound:g}"
+                f"allows {policy.max_element_bound:g} (policy.max_element_bound), but "
+                f"the job has {bound:g}"
             ),
         )
     if secure.ring_bits not in policy.ring_bits:

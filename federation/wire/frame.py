@@ -202,17 +202,18 @@ def decode(data: Buffer) -> WireMessage:
     if version != VERSION:
         older = "the sender" if version < VERSION else "this side"
         raise WireError(
-            f"the message has format version {version}, this side reads {VERSION}: "
+            f"the message has format version {version}, but this side reads {VERSION}: "
             f"upgrade {older}, so that both have the same release of crossfed"
         )
     number, header_bytes, payload_bytes = _LENGTHS.unpack_from(frame, _LEAD.size)
     if header_bytes > MAX_HEADER_BYTES:
         raise WireError(
-            f"the header has {header_bytes} bytes, at most {MAX_HEADER_BYTES} may be"
+            f"the header has {header_bytes} bytes, more than the {MAX_HEADER_BYTES} "
+            "allowed"
         )
     expected = _PREFIX_BYTES + header_bytes + payload_bytes
     if len(frame) != expected:
-        raise WireError(f"the message has {len(frame)} bytes and declares {expected}")
+        raise WireError(f"the message has {len(frame)} bytes, but declares {expected}")
     # 3. Digest before use.
     if hashlib.sha256(frame[_LEAD.size :]).digest() != digest:
         raise WireError("the message was damaged in transit: its digest is wrong")

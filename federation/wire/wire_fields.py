@@ -327,7 +327,7 @@ def _read_sections(
     ]
     if len(payload) != sum(sizes):
         raise WireError(
-            f"the payload has {len(payload)} bytes where the header says {sum(sizes)}"
+            f"the payload has {len(payload)} bytes, but the header says {sum(sizes)}"
         )
     ends = itertools.accumulate(sizes)
     return {

@@ -154,7 +154,7 @@ def _float(value: Any, name: str) -> float:
     try:
         number = float.fromhex(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"{name} is {value!r:.80}, not a float in hex") from error
+        raise WireError(f"{name} is {value!r:.80}, not a hexadecimal float") from error
     if number.hex() != value:
         raise WireError(
             f"{name} is {value!r:.80}, not in the form that float.hex writes"

@@ -51,7 +51,7 @@ def noisy_bit(*, is_within: bool, std: float, key: bytes) -> float:
         A multiple of 2^-10.
     """
     if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes")
+        raise ValueError(f"a key must have {KEY_BYTES} bytes")
     noise = RoundedGaussian(sigma=std * _BIT_STEPS).draw(Keystream(key))
     return (_BIT_STEPS // 2 * (1 if is_within else -1) + noise) / _BIT_STEPS
 

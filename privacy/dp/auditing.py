@@ -84,12 +84,14 @@ def guess(scores_m: Scores, is_in_m: Truth, *, num_guesses: int) -> Guesses:
         ValueError: Shapes differ, a score is NaN, or ``num_guesses`` is out of range.
     """
     if scores_m.shape != is_in_m.shape or scores_m.ndim != 1:
-        raise ValueError(f"{scores_m.shape} scores of {is_in_m.shape} canaries")
+        raise ValueError(f"{scores_m.shape} scores for {is_in_m.shape} canaries")
     if np.isnan(scores_m).any():
         raise ValueError("a canary's score is not a number")
     half = num_guesses // 2
     if not 1 <= half <= len(scores_m) // 2:
-        raise ValueError(f"{num_guesses} guesses about {len(scores_m)} canaries")
+        raise ValueError(
+            f"{num_guesses} guesses are not possible for {len(scores_m)} canaries"
+        )
     order = np.argsort(scores_m, kind="stable")
     out, inside = order[:half], order[-half:]
     return Guesses(
@@ -124,9 +126,12 @@ def p_value(
         ValueError: A number is out of range.
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(f"{correct} of {guesses} guesses about {canaries} canaries")
+        raise ValueError(
+            f"{correct} correct of {guesses} guesses are not possible for {canaries} "
+            "canaries"
+        )
     if not (epsilon >= 0 and 0 <= delta <= 1):
-        raise ValueError(f"epsilon {epsilon} and delta {delta} bound nothing")
+        raise ValueError(f"epsilon {epsilon} or delta {delta} is out of range")
     rate = 1 / (1 + math.exp(-epsilon))
     found = float(binom.sf(correct - 1, guesses, rate))
     if correct and delta:
@@ -157,7 +162,7 @@ def epsilon_lower_bound(
         ValueError: A number is out of range.
     """
     if not 0 < confidence < 1:
-        raise ValueError(f"a confidence lies between 0 and 1, not at {confidence}")
+        raise ValueError(f"the confidence must be between 0 and 1, not {confidence}")
 
     def is_contradicted(epsilon: float) -> bool:
         found = p_value(canaries, guesses, correct, epsilon=epsilon, delta=delta)
@@ -232,7 +237,7 @@ def roc(in_i: Scores, out_o: Scores) -> Roc:
     """
     num_in, num_out = len(in_i), len(out_o)
     if not num_in or not num_out:
-        raise ValueError("a ROC curve needs records of both kinds")
+        raise ValueError("a ROC curve needs members and non-members")
     both = np.concatenate((in_i, out_o))
     if np.isnan(both).any():
         raise ValueError("a score is not a number")
@@ -275,7 +280,7 @@ def clopper_pearson(
         ValueError: There are more successes than trials, or no trial.
     """
     if not 0 <= successes <= trials or not trials:
-        raise ValueError(f"{successes} successes in {trials} trials")
+        raise ValueError(f"{successes} successes in {trials} trials are not possible")
     tail = (1 - confidence) / 2
     failures = trials - successes
     low = beta.ppf(tail, successes, failures + 1) if successes else 0.0

@@ -20,7 +20,7 @@ _BATCH_KEY = "training.batch_size"
 def largest_delta(num_records: int) -> float:
     """Largest delta that is accepted for so many records: 1 / (10 n)."""
     if num_records < 1:
-        raise ValueError(f"{num_records} records have no delta")
+        raise ValueError(f"there is no delta for {num_records} records")
     return 1 / (DELTA_SHARE * num_records)
 
 
@@ -52,16 +52,15 @@ def check_delta(
     largest = largest_delta(num_records)
     if not delta >= MIN_DELTA:
         raise JobError(
-            f"{delta:g} is below {MIN_DELTA:g}, which is the least that the accountant "
+            f"{delta:g} is below {MIN_DELTA:g}, the smallest delta that the accountant "
             f"can resolve; the rule for {num_records} {what} gives "
             f"{max(default_delta(num_records), MIN_DELTA):g}",
             key=_DELTA_KEY,
         )
     if delta > largest:
         raise JobError(
-            f"{delta:g} is too large for {num_records} {what}: "
-            f"at most 1 / (10 n) = {largest:.3g}; leave it out for "
-            f"{default_delta(num_records):g}",
+            f"{delta:g} is too large for {num_records} {what}: at most 1 / (10 n) = "
+            f"{largest:.3g}; without it, delta is {default_delta(num_records):g}",
             key=_DELTA_KEY,
         )
 

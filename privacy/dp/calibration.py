@@ -62,9 +62,8 @@ def noise_multiplier(
     if steps * slack >= delta / 2:
         raise PrivacyUnreachable(
             f"delta {delta:g} is used up by the slack of {steps} steps, {slack:g} "
-            f"each: no noise helps; at most {int(delta / 2 / slack)} steps, or "
-            "a delta of at "
-            f"least {2 * steps * slack:.2g}, would do",
+            f"each, so no noise is enough; use at most {int(delta / 2 / slack)} steps, "
+            f"or a delta of at least {2 * steps * slack:.2g}",
             key=_KEY,
         )
     goal = epsilon_cap * (1 - _HEADROOM)
@@ -81,7 +80,7 @@ def _check_beside(
     if taken >= goal:
         raise PrivacyUnreachable(
             f"{target:g} at delta {delta:g} cannot be reached: noised statistics of "
-            f"the same records take {taken:.3g} of it; give them more noise "
+            f"the same records use {taken:.3g} of it; give them more noise "
             f"({_STATISTICS_NOISE})",
             key=_KEY,
         )

@@ -46,7 +46,9 @@ def epsilon(events: Iterable[PrivacyEvent], delta: float) -> CrossCheck:
     events = tuple(events)
     delta -= total_slack(events)
     if not events or delta <= 0:
-        raise ValueError(f"{len(events)} events and a delta of {delta} have no epsilon")
+        raise ValueError(
+            f"there is no epsilon for {len(events)} events and a delta of {delta}"
+        )
     variables = [
         prv.PoissonSubsampledGaussianPRV(event.sampling_rate, event.noise_multiplier)
         for event in events

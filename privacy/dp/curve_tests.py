@@ -113,7 +113,10 @@ def p_value_of_guesses(
         ValueError: A number is out of range.
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(f"{correct} of {guesses} guesses about {canaries} canaries")
+        raise ValueError(
+            f"{correct} correct of {guesses} guesses are not possible for {canaries} "
+            "canaries"
+        )
     low, high = _LEAST_LOG, 0.0
     if _is_possible(curve, canaries, guesses, correct, 1.0):
         return 1.0

@@ -73,10 +73,14 @@ class PrivacyEvent:
             "slack": float,
         }
         if not isinstance(document, Mapping) or set(document) != set(kinds):
-            raise ValueError(f"an event has the fields {', '.join(kinds)}")
+            raise ValueError(
+                f"an event must have exactly the fields {', '.join(kinds)}"
+            )
         for name, kind in kinds.items():
             if type(document[name]) is not kind:
-                raise ValueError(f"{name} of an event is {document[name]!r}")
+                raise ValueError(
+                    f"{name} of an event has the wrong type: {document[name]!r}"
+                )
         return cls(**document)
 
 

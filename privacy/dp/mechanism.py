@@ -83,16 +83,16 @@ class GaussianMechanism:
         smallest, largest = 2.0**_FINEST_EXPONENT, 2.0**_LARGEST_EXPONENT
         if not smallest <= self.clip_norm <= largest:
             raise ValueError(
-                f"clip_norm must lie in [2^-60, 2^60], which {self.clip_norm} does not"
+                f"clip_norm must be in [2^-60, 2^60], not {self.clip_norm}"
             )
         if not 1 <= self.size <= MAX_SIZE:
             raise ValueError(f"size must be 1 to 2^32, not {self.size}")
         steps = self.sensitivity / self.step
         if not MIN_SIGMA <= self.noise_multiplier * steps < MAX_SIGMA:
             raise ValueError(
-                f"noise_multiplier must lie in [{MIN_SIGMA / steps:.3g}, "
-                f"{MAX_SIGMA / steps:.3g}] for {self.size} values, which "
-                f"{self.noise_multiplier} does not"
+                f"noise_multiplier must be in [{MIN_SIGMA / steps:.3g}, "
+                f"{MAX_SIGMA / steps:.3g}] for {self.size} values, not "
+                f"{self.noise_multiplier}"
             )
 
     @property
@@ -149,11 +149,13 @@ class GaussianMechanism:
         """
         if sum_d.dtype not in _TYPES or sum_d.shape != (self.size,):
             raise ValueError(
-                f"the sum is a float32 or float64 array of shape ({self.size},), not "
-                f"{sum_d.dtype}{sum_d.shape}"
+                f"the sum must be a float32 or float64 array of shape ({self.size},), "
+                f"not {sum_d.dtype}{sum_d.shape}"
             )
         if not sum_d.flags.c_contiguous or not sum_d.flags.writeable:
-            raise ValueError("a sum that is replaced must be contiguous and writeable")
+            raise ValueError(
+                "the sum is changed in place, so it must be contiguous and writeable"
+            )
         step, noise = self.step, self._noise()
         rounding = _Rounding(_stream(random_bytes, 2 * self.size), step)
         keystream = _stream(random_bytes, noise.bytes_per_draw * self.size)

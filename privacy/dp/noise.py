@@ -86,7 +86,7 @@ class RoundedGaussian:
         """Refuse what the tables or 32 bits cannot hold."""
         if not MIN_SIGMA <= self.sigma <= MAX_SIGMA:
             raise ValueError(
-                f"noise on the grid has a standard deviation of {MIN_SIGMA} to "
+                f"noise on the grid needs a standard deviation of {MIN_SIGMA} to "
                 f"{MAX_SIGMA:.0f} steps, not {self.sigma}: choose another step"
             )
 
@@ -139,7 +139,7 @@ class RoundedGaussian:
         """
         if values_d.dtype not in (np.int32, np.uint32) or values_d.ndim != 1:
             raise ValueError(
-                "noise is added to a flat array of int32 or uint32, not to "
+                "noise can be added only to a flat array of int32 or uint32, not to "
                 f"{values_d.dtype}{values_d.shape}"
             )
         signed_d = values_d.view(np.int32)

@@ -46,7 +46,7 @@ def poisson_indices(
     if num_records < 0:
         raise ValueError(f"num_records must be at least 0, not {num_records}")
     if not 0 <= rate <= 1:
-        raise ValueError(f"a sampling rate lies in [0, 1], which {rate} does not")
+        raise ValueError(f"a sampling rate must be in [0, 1], not {rate}")
     # Below the threshold is chosen. One word's range ends a step short of rate 1.
     threshold = int(Fraction(rate) * (1 << _WORD_BITS))
     if threshold >> _WORD_BITS:

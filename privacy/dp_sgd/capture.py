@@ -91,15 +91,13 @@ def _check_call(
         or kwargs
         or not all(isinstance(value, torch.Tensor) for value in (*args, out))
     ):
-        raise _unfollowable(
-            name, "is called with more than one tensor, or returns more than one"
-        )
+        raise _unfollowable(name, "takes or returns more than one tensor")
     for value in (args[0], out):
         if value.ndim == 0 or len(value) != num_records:
             raise _unfollowable(
                 name,
                 f"works on shape {tuple(value.shape)} in a batch of {num_records} "
-                "records, which must be its first axis",
+                "records, but its first axis must be the records",
             )
 
 
@@ -129,7 +127,7 @@ def backprops_of(total: torch.Tensor, uses: Sequence[Use]) -> list[torch.Tensor 
     for use in uses:
         if use.inputs._version != use.version:  # noqa: SLF001 - torch has no other name.
             raise _unfollowable(
-                use.name, "was called with a tensor that was overwritten after that"
+                use.name, "was called with a tensor that was overwritten afterwards"
             )
     edges = [use.edge for use in uses]
     return list(torch.autograd.grad(total, edges, allow_unused=True))

@@ -211,8 +211,8 @@ def sum_margin(expected_records: int) -> float:
     margin = most_records(expected_records) * 2.0**-19 * (1 + 2.0**-6)
     if margin >= _MOST_MARGIN:
         raise JobError(
-            f"private steps of {expected_records} records are not to be summed "
-            "accurately enough: take less than 250,000",
+            f"private steps of {expected_records} records cannot be summed accurately "
+            "enough: use fewer than 250,000",
             key="training.batch_size",
         )
     return margin
@@ -242,8 +242,8 @@ def _check_precision() -> None:
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise JobError(
-            f"norms of 'ghost' need matrix products of float32, and this process has "
-            f"set torch.set_float32_matmul_precision({precision!r}): take that out, or "
+            "norms of 'ghost' need matrix products of float32, but this process has "
+            f"set torch.set_float32_matmul_precision({precision!r}): remove that, or "
             "choose 'hooks'",
             key="privacy.differential_privacy.clipping",
         )

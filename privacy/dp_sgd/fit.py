@@ -138,18 +138,18 @@ def _check_record_axis(name: str, layer: nn.Module) -> None:
 def _check_layer(name: str, layer: nn.Module) -> None:
     """Refuse what mixes records, or changes weights without noise."""
     if isinstance(layer, _BatchNorm):
-        why = "makes a record's result depend on the others of its batch"
+        why = "makes a record's result depend on the others in its batch"
         raise _refuse(name, layer, why, "use nn.GroupNorm, or nn.LayerNorm")
     if isinstance(layer, nn.RNNBase):
         why = "has no gradients by record"
         raise _refuse(name, layer, why, "use nn.LSTM or nn.GRU, or train without it")
     if isinstance(layer, nn.MultiheadAttention):
         why = "has no gradients by record"
-        instead = "leave out add_bias_kv and add_zero_attn, and do not subclass it"
+        instead = "remove add_bias_kv and add_zero_attn, and do not subclass it"
         raise _refuse(name, layer, why, instead)
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
-        why = "changes its weights as it reads them (max_norm)"
-        raise _refuse(name, layer, why, "leave max_norm out")
+        why = "changes its weights when it reads them (max_norm)"
+        raise _refuse(name, layer, why, "remove max_norm")
     if isinstance(layer, nn.EmbeddingBag):
         why = "has no gradients by record"
         raise _refuse(name, layer, why, "use nn.Embedding and take the mean")
@@ -159,7 +159,7 @@ def _check_trained(name: str, layer: nn.Module) -> None:
     """Refuse layers whose parameters nobody can compute per-record gradients of."""
     if known_type(layer) is not None:
         if not set(trainable(layer)) <= {"weight", "bias"}:
-            why = "holds its weights in another form (weight_norm, spectral_norm)"
+            why = "stores its weights in another form (weight_norm, spectral_norm)"
             raise _refuse(name, layer, why, "use the layer as it is")
         return
     if isinstance(layer, nn.LayerNorm):
@@ -174,5 +174,5 @@ def _check_trained(name: str, layer: nn.Module) -> None:
         del layer.ft_compute_sample_grad
     except (NotImplementedError, RuntimeError) as error:
         why = "has no gradients by record"
-        instead = "build it of layers like nn.Linear; its buffers are in the way"
+        instead = "build it from layers like nn.Linear, without buffers"
         raise _refuse(name, layer, why, instead) from error

@@ -161,7 +161,7 @@ def check_places(uses: Sequence[MatrixUse], most_records: float) -> None:
     if most_records * places * largest * 2.0**-53 > _ROOM:
         raise JobError(
             f"private steps of up to {most_records:.0f} records with {places} places "
-            "each are not proven to be summed accurately enough by 'ghost': take "
+            "each are not proven to be summed accurately enough by 'ghost': use "
             "smaller steps, or choose 'hooks'",
             key="privacy.differential_privacy.clipping",
         )

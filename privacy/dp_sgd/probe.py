@@ -184,8 +184,8 @@ class _Probe:
                 raise JobError(
                     f"the model fails on a batch of {num_records(batch.records)} "
                     f"records, although it takes {_BESIDE + num_records(self.base)}: a "
-                    "private step may draw any number of records, so let the model "
-                    "take any",
+                    "private step may draw any number of records, so the model must "
+                    "accept any number",
                     key=_KEY,
                 )
             found = _difference(expected, among, trace, batch.rows, 1.0)
@@ -248,9 +248,9 @@ class _Probe:
             module = copy.deepcopy(self.module)
         except Exception as error:  # Whatever the user's class raises.
             raise JobError(
-                "the model cannot be copied, and copies are tested before private "
-                f"steps ({type(error).__name__}): keep locks, files and results of "
-                "earlier calls out of its attributes",
+                "the model cannot be copied, but private steps test a copy first "
+                f"({type(error).__name__}): do not store locks, files or results of "
+                "earlier calls in its attributes",
                 key=_KEY,
             ) from error
         generator = torch.Generator().manual_seed(self.seed)
@@ -383,7 +383,7 @@ def _difference(
     if [(s.name, s.kind) for s in deciding[0]] != [
         (s.name, s.kind) for s in deciding[1]
     ]:
-        return "", "calls other layers"
+        return "", "calls different layers"
     pairs = [
         (a, a.values[one_rows], b.values[other_rows])
         for a, b in zip(*deciding, strict=True)
@@ -396,9 +396,9 @@ def _difference(
         if _differ(a, b, tolerance, floor):
             return _culprit(one, one_rows, other, other_rows, tolerance) or (
                 seen.name,
-                "gets another gradient"
+                "gets a different gradient"
                 if seen.kind == "gradient"
-                else "gives another result",
+                else "gives a different result",
             )
     return None
 
@@ -416,7 +416,7 @@ def _culprit(
         if a.kind == "input":
             got_the_same[a.name] = got_the_same.get(a.name, True) and not differs
         elif differs and got_the_same.get(a.name):
-            return a.name, "gives another result"
+            return a.name, "gives a different result"
     return None
 
 
@@ -461,8 +461,8 @@ def _mixing(module: nn.Module, name: str, how: str) -> JobError:
         else f"the model (a {kind}), between its layers or in the objective,"
     )
     return JobError(
-        f"{who} {how} for a record when others are beside it: differential privacy "
-        "needs every record by itself; work on each record along its own axes, and "
-        "not over the first axis, which is that of the records",
+        f"{who} {how} for a record when the batch has other records: differential "
+        "privacy needs each record processed on its own; compute along a record's own "
+        "axes, not along the first axis, which counts the records",
         key=_KEY,
     )

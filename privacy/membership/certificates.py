@@ -90,7 +90,7 @@ class Authority:
         if _public_bytes(certificate.public_key()) != _public_bytes(key.public_key()):
             raise KeyFileRefused(
                 f"{folder / 'ca.key'} does not belong to {folder / 'ca.crt'}: restore "
-                "both from the same copy"
+                "both from the same backup"
             )
         return cls(certificate=certificate, key=key, clock=clock)
 
@@ -106,8 +106,8 @@ class Authority:
             write_new(folder / "ca.crl", self.revocation_list({}), mode=0o644)
         except OSError as error:
             raise KeyFileRefused(
-                f"cannot write {error.filename}: {error.strerror}; an authority is "
-                "never overwritten"
+                f"cannot write {error.filename}: {error.strerror}; an existing "
+                "authority is never overwritten"
             ) from error
 
     @property
@@ -139,7 +139,7 @@ class Authority:
                 curve.
         """
         if len(request) > MAX_REQUEST_BYTES:
-            raise KeyFileRefused("a signing request has at most 16 KiB")
+            raise KeyFileRefused("a signing request must have at most 16 KiB")
         try:
             asked = x509.load_pem_x509_csr(request)
             public = asked.public_key()
@@ -147,10 +147,13 @@ class Authority:
         except MALFORMED as error:
             raise KeyFileRefused(f"this is not a signing request: {error}") from None
         if not isinstance(public, ec.EllipticCurvePublicKey) or not valid:
-            raise KeyFileRefused("a signing request is signed by an elliptic-curve key")
+            raise KeyFileRefused(
+                "a signing request must be signed by an elliptic-curve key"
+            )
         if not isinstance(public.curve, ec.SECP256R1):
             raise KeyFileRefused(
-                f"a site's certificate is on the curve P-256, not {public.curve.name}"
+                "a site's certificate must use the curve P-256, not "
+                f"{public.curve.name}"
             )
         return self._issue(name, public, ExtendedKeyUsageOID.CLIENT_AUTH, [])
 
@@ -227,7 +230,7 @@ class Authority:
         ):
             raise KeyFileRefused(
                 f"the certificate is valid from {certificate.not_valid_before_utc:%F} "
-                f"to {certificate.not_valid_after_utc:%F}, and it is {now:%F}"
+                f"to {certificate.not_valid_after_utc:%F}, but today is {now:%F}"
             )
 
     def _issue(
@@ -309,7 +312,7 @@ def load_key(path: Path) -> PrivateKey:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise KeyFileRefused(
-            f"{path} is no elliptic-curve key: restore it from its copy"
+            f"{path} is not an elliptic-curve key: restore it from a backup"
         )
     return key
 
@@ -382,9 +385,11 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return parse_certificate(path.read_bytes())
     except OSError as error:
-        raise KeyFileRefused(f"{path} cannot be read: {error.strerror}") from None
+        raise KeyFileRefused(f"cannot read {path}: {error.strerror}") from None
     except KeyFileRefused:
-        raise KeyFileRefused(f"{path} is no certificate: restore it") from None
+        raise KeyFileRefused(
+            f"{path} is not a certificate: restore it from a backup"
+        ) from None
 
 
 def _public_bytes(key: object) -> bytes:

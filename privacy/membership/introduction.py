@@ -217,7 +217,7 @@ def stated_needs(
         if each.needs is None:
             raise ProtocolError(f"site {each.site!r} does not state {_WHAT}")
         if each.site in found:
-            raise ProtocolError(f"site {each.site!r} states twice {_WHAT}")
+            raise ProtocolError(f"site {each.site!r} states {_WHAT} more than once")
         found[SiteId(each.site)] = each.needs
     return found
 
@@ -244,9 +244,9 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
     key = PublicIdentity(entry.public_key)
     _verify(sealed, key, Label.PROMISE, who=f"site {entry.site!r}")
     if claimed.proposal != digest(proposal):
-        raise ProtocolError(f"site {entry.site!r} answers another proposal")
+        raise ProtocolError(f"site {entry.site!r} answers a different proposal")
     if claimed.privacy is not None and claimed.privacy.site != claimed.site:
-        raise ProtocolError(f"site {entry.site!r} promises for another site")
+        raise ProtocolError(f"site {entry.site!r} makes a promise for another site")
     _check_numbers(claimed)
     return claimed
 
@@ -291,7 +291,7 @@ def _seal(
 
 def _body(sealed: bytes) -> bytes:
     if not SIGNATURE_BYTES < len(sealed) <= MAX_BYTES:
-        raise ProtocolError(f"{len(sealed)} bytes are no signed message")
+        raise ProtocolError(f"{len(sealed)} bytes are not a signed message")
     return sealed[SIGNATURE_BYTES:]
 
 
@@ -310,7 +310,7 @@ def _parse(body: bytes, kind: type[_Message]) -> _Message:
         version = found.get("version") if isinstance(found, dict) else None
         if version != VERSION:
             raise ProtocolError(
-                f"a message of version {version!r:.20} arrived and this is version "
+                f"the message has version {version!r:.20}, but this side uses version "
                 f"{VERSION}: install the same release of crossfed on both sides"
             )
         value = decode(found, kind, where=kind.__name__)

@@ -107,7 +107,7 @@ def _passphrase(path: Path | None) -> bytes | None:
         line = file.readline(MAX_PASSPHRASE_BYTES + 2).rstrip(b"\r\n")
     if not 1 <= len(line) <= MAX_PASSPHRASE_BYTES:
         raise KeyFileRefused(
-            f"the first line of {path} is no passphrase: write 1 to "
+            f"the first line of {path} is not a passphrase: write 1 to "
             f"{MAX_PASSPHRASE_BYTES} bytes into it"
         )
     return line
@@ -132,9 +132,9 @@ def _advice(path: Path, error: KeyFileRefused) -> str:
     text = str(error)
     if "passphrase" in text:
         return (
-            "; name a file with the right passphrase with --passphrase-file, or the "
+            "; give a file with the right passphrase with --passphrase-file, or the "
             "right key file"
         )
     if "belongs to user" in text or "regular file" in text or "another kind" in text:
-        return "; name the key file of this user that `crossfed keys new` made"
+        return "; use a key file of this user that `crossfed keys new` created"
     return ""

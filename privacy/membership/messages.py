@@ -187,7 +187,7 @@ def read_request(body: bytes) -> Enrolment | Renewal:
     kinds = {"enrolment": Enrolment, "renewal": Renewal}
     kind = kinds.get(str(found.get("kind")))
     if kind is None:
-        raise EnrolmentRefused("neither an enrolment nor a renewal", status=400)
+        raise EnrolmentRefused("this is neither an enrolment nor a renewal", status=400)
     asked: Enrolment | Renewal = _typed(found, kind)
     _check_words(asked)
     return asked
@@ -259,7 +259,7 @@ def check_renewal(
     said = _renewal_statement(asked)
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise EnrolmentRefused("the certificate is not of a site")
+        raise EnrolmentRefused("this is not a site's certificate")
     _check_ecdsa(
         key, asked.certificate_proof, said, hashes.SHA256(), whose="certificate"
     )
@@ -290,7 +290,7 @@ def unhex(digits: str, what: str) -> bytes:
     except ValueError:
         found = b""
     if found.hex() != digits:
-        raise EnrolmentRefused(f"{what} is not in hexadecimal digits", status=400)
+        raise EnrolmentRefused(f"{what} is not hexadecimal", status=400)
     return found
 
 
@@ -331,7 +331,9 @@ def _public_key(pem: str) -> ec.EllipticCurvePublicKey:
     try:
         key = serialization.load_pem_public_key(pem.encode())
     except (ValueError, UnsupportedAlgorithm):
-        raise EnrolmentRefused("the node's key is no public key", status=400) from None
+        raise EnrolmentRefused(
+            "the node's key is not a public key", status=400
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
         key.curve, ec.SECP384R1
     ):
@@ -350,7 +352,9 @@ def _check_ecdsa(
     try:
         key.verify(unhex(proof, "proof"), said, ec.ECDSA(algorithm))
     except InvalidSignature:
-        raise EnrolmentRefused(f"the key of the {whose} has not signed this") from None
+        raise EnrolmentRefused(
+            f"the signature of the {whose} key is missing or wrong"
+        ) from None
 
 
 def _check_identity(identity: str, proof: str, said: bytes) -> None:
@@ -358,7 +362,9 @@ def _check_identity(identity: str, proof: str, said: bytes) -> None:
         key = PublicIdentity(unhex(identity, "identity"))
         key.verify(Label.ENROLMENT, said, unhex(proof, "proof"), who="the site")
     except (ValueError, BadSignature) as error:
-        raise EnrolmentRefused(f"the identity has not signed this: {error}") from None
+        raise EnrolmentRefused(
+            f"the signature of the identity is missing or wrong: {error}"
+        ) from None
 
 
 def _plain(value: Enrolment | Renewal | EnrolmentReply) -> dict[str, object]:
@@ -373,11 +379,11 @@ def _dump(value: dict[str, object]) -> bytes:
 
 def _load(body: bytes, *, limit: int) -> dict[str, object]:
     if len(body) > limit:
-        raise EnrolmentRefused(f"a message has at most {limit} bytes", status=413)
+        raise EnrolmentRefused(f"a message must have at most {limit} bytes", status=413)
     try:
         found = json.loads(body, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
-        raise EnrolmentRefused("that is not JSON", status=400) from None
+        raise EnrolmentRefused("this is not JSON", status=400) from None
     if not isinstance(found, dict):
         raise EnrolmentRefused("this is not a crossfed message", status=400)
     return found
@@ -387,7 +393,7 @@ def _typed(found: dict[str, object], kind: type[Message]) -> Message:
     version = found.get("version")
     if version != VERSION or isinstance(version, bool):
         raise EnrolmentRefused(
-            f"a message of version {version!r:.20} arrived and this is version "
+            f"the message has version {version!r:.20}, but this side uses version "
             f"{VERSION}: install the same release of crossfed on both sides",
             status=400,
         )

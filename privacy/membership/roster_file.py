@@ -19,7 +19,7 @@ from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import RosterRefused
 
-_CORRECT = "correct it, or name another roster"
+_CORRECT = "correct it, or use another roster"
 
 # What a draft lacks, so that the rest of it can be checked like a roster.
 _NO_AGGREGATOR = {"organisation": "none yet", "public_key": bytes(KEY_BYTES).hex()}
@@ -190,10 +190,13 @@ def _read_document(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise RosterRefused(
-            f"cannot read {path}: {error.strerror}; name a roster file of this user"
+            f"cannot read {path}: {error.strerror}; use a roster file that this user "
+            "can read"
         ) from error
     if len(data) > limit:
-        raise RosterRefused(f"{path} is larger than {limit} bytes: it is no roster")
+        raise RosterRefused(
+            f"{path} is larger than {limit} bytes, so it is not a roster"
+        )
     try:
         document = tomllib.loads(data.decode())
     except ValueError as error:
@@ -264,6 +267,6 @@ def _write(path: Path, found: Roster, document: dict[str, Any]) -> None:
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise RosterRefused(
-            f"cannot write {path}: {error.strerror}; make its folder writable for "
-            "this user, or name another roster"
+            f"cannot write {path}: {error.strerror}; make its folder writable for this "
+            "user, or use another roster"
         ) from error

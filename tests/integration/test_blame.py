@@ -109,13 +109,13 @@ def test_dealer_of_a_wrong_share_is_left_out(caplog: pytest.LogCaptureFixture):
     """The round has its sum, and the next ones are of the four others."""
     found = lied(deal=spoilt_for(NUMBER[PEER]))
     assert found.statuses() == ["completed"] * 3
-    assert warned(found, f"site '{PEER}' says that site '{LIAR}' dealt it")
+    assert warned(found, f"site '{PEER}' says that site '{LIAR}' sent it")
     assert set(found.answered(1)) == set(NUMBER)
     assert [left_out(found, r) for r in (1, 2, 3)] == [[], [LIAR], [LIAR]]
     assert set(found.answered(3)) == set(NUMBER) - {LIAR}
     assert len(found.failures(3)) == 1  # It is not asked, so it does not answer.
     (line,) = [r for r in caplog.records if r.name == "clients.privacy.ring_seal"]
-    assert f"round 1: the sealed shares of site '{LIAR}' were changed" in line.message
+    assert f"round 1: the sealed shares of site '{LIAR}' were modified" in line.message
 
 
 def test_dealer_of_wrong_shares_to_most_costs_one_round():
@@ -140,7 +140,7 @@ def test_site_that_releases_a_wrong_share_is_left_out():
     assert warned(found, f"site '{LIAR}' is at fault")
     (failure,) = found.failures(1)
     assert failure[0] == LIAR
-    assert "released another share" in failure[1]
+    assert "released a different share" in failure[1]
     assert left_out(found, 2) == left_out(found, 3) == [LIAR]
 
 

@@ -174,7 +174,9 @@ def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
         world.run(job_of(SITES[:4]))
 
 
-FORGOTTEN = r"memory/cohorts\.json is gone .* 20260102-030405-000001: .*min_group = 1"
+FORGOTTEN = (
+    r"memory/cohorts\.json is missing .* 20260102-030405-000001: .*min_group = 1"
+)
 
 
 @pytest.mark.parametrize("lost", ["cohorts.json", ""])
@@ -217,7 +219,7 @@ def test_operator_may_accept_that_cohorts_are_lost(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("serial", "said"),
-    [(1, "holds another roster with the same serial"), (2, "holds roster 1")],
+    [(1, "has a different roster with the same serial"), (2, "has roster 1")],
 )
 def test_name_with_another_key_is_in_a_sum_only_by_every_operators_roster(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, serial: int, said: str
@@ -456,7 +458,7 @@ def test_one_sum_over_all_goes_with_groups_of_enough(tmp_path: Path):
 def test_groups_against_an_operators_policy_are_refused(tmp_path: Path):
     """By the keys of the job, before anything is drawn."""
     world = World(tmp_path, {"min_sites": 4}, names=TEN[:9])
-    with pytest.raises(SiteError, match=r"demands 4 in a sum \(policy\.min_sites\)"):
+    with pytest.raises(SiteError, match=r"requires 4 in a sum \(policy\.min_sites\)"):
         world.run(by_groups(TEN[:9]))
     assert not list(tmp_path.glob("*/memory/groups.json"))
 

@@ -71,7 +71,7 @@ def without_site(policy: LocalPolicy) -> LocalPolicy:
 
 
 SETUPS = {
-    "wrong key": (with_key, "pins another key"),
+    "wrong key": (with_key, "pins a different key"),
     "stale roster": (with_policy(newer_roster), "roster"),
     "unknown site": (with_policy(without_site), "roster"),
     "against the policy": (
@@ -167,7 +167,9 @@ def test_step_that_is_replayed_is_refused(step: str):
     found = run(secure_job(), fault=fault)
     (failure,) = refused
     assert failure.kind == "invalid"
-    assert "is not due" in failure.message or "no round is under way" in failure.message
+    assert (
+        "is not due" in failure.message or "no round is in progress" in failure.message
+    )
     assert SITE in found.answered(2)
 
 

@@ -1,4 +1,4 @@
-"""One contract and two jobs: sites are told to compute different things.
+"""One contract and two jobs: sites are told to different jobs.
 
 If all sites but one take steps of no length, the sum is that one's update. Sites and
 messages are whole ones; the aggregator holds its key and writes what it likes.
@@ -239,7 +239,7 @@ def test_no_key_of_the_job_may_differ():
     tried = set()
     for key, changed in changes(job):
         other = replace(contract, job_digest=job_digest.digest(changed))
-        with pytest.raises(ContractRefused, match="compute different things") as caught:
+        with pytest.raises(ContractRefused, match="different jobs") as caught:
             check_against_policy(other, policy)
         assert caught.value.key == "job_digest", key
         tried.add(key)

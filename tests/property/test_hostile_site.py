@@ -370,7 +370,7 @@ def test_small_weight_gains_nothing():
     # The others' weight is all but taken back: 5/12 are left.
     lie = Lies(header={"weight": (5 - 5 * EXAMPLES) * FRACTION // EXAMPLES})
     job = secure_job(5, threshold=5, clip_norm=0.05, rounds=2)  # All are clipped.
-    loses_the_round(job, lie, "of a total weight 0.416667 make at most")
+    loses_the_round(job, lie, "with a total weight of 0.416667 reach at most")
 
 
 @pytest.mark.parametrize("job", [SCALING, UNIFORM], ids=["examples", "uniform"])

@@ -142,12 +142,11 @@ class _Account:
         now = self._clock.now()
         if now < self.time - CLOCK_TOLERANCE_SECONDS:
             raise ClockWentBackwards(
-                f"the clock of site {self.terms.site!r} shows {_utc(now)} and its "
-                f"ledger's last entry is of {_utc(self.time)}: the machine may run "
-                "from an old snapshot, so nothing is released. Set the clock "
-                "right and try "
-                "again; if the entry was written with a clock that was ahead, wait "
-                "until that time or begin a new run"
+                f"the clock of site {self.terms.site!r} shows {_utc(now)}, but its "
+                f"ledger's last entry is from {_utc(self.time)}: the machine may run "
+                "from an old snapshot, so nothing is released. Set the clock right and "
+                "try again; if the entry was written with a clock that was ahead, wait "
+                "until that time or start a new run"
             )
         return max(now, self.time)
 
@@ -185,10 +184,9 @@ class _Account:
         raise BudgetExceeded(
             f"round {round_index} would take site {self.terms.site!r} to epsilon "
             f"{after:.4g} at delta {self.terms.delta:g}, beyond its cap of {cap:g} "
-            f"(spent so far on {_WHAT[purpose]}: {self.epsilon(purpose):.4g}); "
-            "nothing was released. End the run here, or begin one with fewer "
-            "rounds or more noise; a higher cap is a decision of the "
-            "site's operator",
+            f"(spent so far on {_WHAT[purpose]}: {self.epsilon(purpose):.4g}); nothing "
+            "was released. Stop here, or start a run with fewer rounds or more noise; "
+            "only the site's operator can raise the cap",
             epsilon=after,
             cap=cap,
         )
@@ -203,7 +201,7 @@ class _Account:
             return
         raise LedgerBehind(
             f"{name} holds {here.train} charges of training and {here.evaluate} of "
-            f"evaluation, and site {self.terms.site!r} is known to have made "
+            f"evaluation, but site {self.terms.site!r} is known to have made "
             f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: charges "
             "are missing, as after a file was deleted or put back from a backup, so "
             f"nothing is released. Restore the newest ledger. {ledger_files.RECOVER}"
@@ -426,8 +424,8 @@ class FileLedger(_LockedLedger):
         account.seq, account.time = account.seq + 1, now
         self._recovered = (
             f"{self._path} ended in an unfinished line of {contents.torn_bytes} bytes, "
-            "written when the site was stopped; nothing was released for it and it was "
-            "taken away"
+            "written when the site was stopped; nothing was released for it, and it "
+            "was removed"
         )
 
     def _write(self, line: bytes, digest: str, seq: int) -> None:
@@ -448,14 +446,16 @@ class FileLedger(_LockedLedger):
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
         return StoreUnavailable(
-            f"cannot keep the ledger {self._path}: {error.strerror}; "
-            "nothing is released: free some space, or make it writable for this user"
+            f"cannot write the ledger {self._path}: {error.strerror}; nothing is "
+            "released: free some space, or make it writable for this user"
         )
 
 
 _HINTS = {
-    "job_digest": "; if an earlier release began this run, end it with that release, "
-    "which computed the digest of a job in another way"
+    "job_digest": (
+        "; if an earlier release started this run, finish it with that release, which "
+        "computed the job's digest differently"
+    )
 }
 
 
@@ -464,11 +464,10 @@ def _check_terms(found: Terms, wanted: Terms, name: str) -> None:
         ours, theirs = getattr(wanted, field), getattr(found, field)
         if ours != theirs:
             raise LedgerMismatch(
-                f"{name} is a ledger with {field} {theirs!r} and this run has "
-                f"{ours!r}: it is another run's, site's or job's, or the terms "
-                "were changed; "
-                "nothing is released. Give this run a folder of its own, or go on with "
-                f"the job as it was{_HINTS.get(field, '')}"
+                f"{name} is a ledger with {field} {theirs!r} but this run has "
+                f"{ours!r}: it belongs to another run, site or job, or the terms were "
+                "changed; nothing is released. Give this run its own folder, or "
+                f"continue with the original job{_HINTS.get(field, '')}"
             )
 
 

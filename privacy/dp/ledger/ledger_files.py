@@ -22,9 +22,9 @@ HEAD_NAME = "ledger.head"
 
 # What to do when the charges of a run are lost.
 RECOVER = (
-    "If it is lost, stop the site and run crossfed ledger recover, which charges "
-    "every round that is known to be answered; or begin a new run with a budget that "
-    "counts what this one may have spent"
+    "If it is lost, stop the site and run crossfed ledger recover, which charges every "
+    "round that the site is known to have answered; or start a new run with a budget "
+    "that counts what this one may have spent"
 )
 
 # A line has about 450 bytes: more than a million charges.
@@ -90,8 +90,8 @@ def open_locked(folder: Path) -> int:
     except BlockingIOError as error:
         os.close(handle)
         raise LedgerBusy(
-            f"another process writes the ledger {path}: one site agent at a time; stop "
-            "the other one, or wait for it"
+            f"another process is writing the ledger {path}: stop the other site agent, "
+            "or wait for it"
         ) from error
     except OSError:
         os.close(handle)
@@ -184,7 +184,7 @@ def verify(
     if head is not None and key is not None:
         _check_signed(head, name, key)
     if head is not None and b"\n" not in data:
-        raise _shortened(name, "has no whole line", head[0])
+        raise _shortened(name, "has no complete line", head[0])
     contents = ledger_format.read(data, name)
     if head is None:
         if contents.seq > 0:
@@ -198,8 +198,8 @@ def verify(
         raise _shortened(name, f"ends at entry {contents.seq}", seq)
     if contents.hashes[seq] != digest:
         raise LedgerDamaged(
-            f"{name}: entry {seq} is not the one that {HEAD_NAME} names; one of the "
-            "two files was put back from elsewhere, and nothing is released"
+            f"{name}: entry {seq} does not match {HEAD_NAME}; one of the two files was "
+            "restored from another copy, and nothing is released"
         )
     return contents
 
@@ -210,9 +210,9 @@ def _check_signed(head: LedgerHead, name: str, key: HeadKey) -> None:
     except FederationError as error:
         what = "is not signed by" if head.signature else "has no signature of"
         raise LedgerDamaged(
-            f"{name}: {HEAD_NAME} beside it {what} this site's identity key, so one of "
-            "the two was written by somebody else, or by an earlier release; nothing "
-            f"is released. Restore the original files. {RECOVER}"
+            f"{name}: its {HEAD_NAME} {what} this site's identity key, so one of the "
+            "two was written by someone else, or by an earlier release; nothing is "
+            f"released. Restore the original files. {RECOVER}"
         ) from error
 
 
@@ -236,7 +236,7 @@ def read_file(path: Path, key: HeadKey | None = None) -> Contents:
 
 def _shortened(name: str, what: str, seq: int) -> LedgerShortened:
     return LedgerShortened(
-        f"{name} {what} and {HEAD_NAME} knows of entry {seq}: lines are missing, so "
+        f"{name} {what}, but {HEAD_NAME} records entry {seq}: lines are missing, so "
         "what was spent is not known and nothing is released. Restore the complete "
         f"file. {RECOVER}"
     )

@@ -195,8 +195,8 @@ class _LineReader:
             raise LedgerDamaged(
                 f"{self._name}, line {number}: {_fault(error)}; the ledger was changed "
                 "after it was written, so what was spent is not known and nothing is "
-                "released. Bring the untouched file back, or begin a new run with a "
-                "budget that counts what this one may have spent"
+                "released. Restore the original file, or start a new run with a budget "
+                "that counts what this one may have spent"
             ) from error
 
     def _take(self, document: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ class _LineReader:
         elif kind == "recovery" and set(document) == {"seq", "time", "dropped_bytes"}:
             self._num_recoveries += 1
         else:
-            raise ValueError(f"there is no such line as {kind!r}")
+            raise ValueError(f"there is no line type {kind!r}")
 
     def contents(self, torn_bytes: int) -> Contents:
         """What was read."""
@@ -233,9 +233,9 @@ class _LineReader:
         claimed, previous = document.pop("hash"), document.pop("prev")
         again, found = _line(document, previous)
         if found != claimed or again != line + b"\n":
-            raise ValueError("its hash is not that of its contents")
+            raise ValueError("its hash does not match its contents")
         if previous != (self._hashes[-1] if self._hashes else START):
-            raise ValueError("it does not follow the line before it")
+            raise ValueError("it does not follow the previous line")
         self._hashes.append(found)
         return document
 
@@ -243,16 +243,16 @@ class _LineReader:
         seq, time = document["seq"], document["time"]
         place = len(self._hashes) - 1
         if type(seq) is not int or seq != place:
-            raise ValueError(f"its place is {seq!r} and must be {place}")
+            raise ValueError(f"its place is {seq!r} instead of {place}")
         if type(time) is not float or not math.isfinite(time) or time < self._time:
-            raise ValueError(f"its time {time!r} is before that of the line before it")
+            raise ValueError(f"its time {time!r} is before that of the previous line")
         self._time = time
 
 
 def _fault(error: Exception) -> str:
     """What is wrong with a line, in words."""
     if isinstance(error, UnicodeDecodeError | json.JSONDecodeError | RecursionError):
-        return "it is no line of a ledger"
+        return "it is not a ledger line"
     if isinstance(error, KeyError):
         return f"it has no field {error}"
     return str(error)
@@ -264,12 +264,14 @@ def _terms(document: dict[str, Any]) -> Terms:
         raise ValueError(f"version {version!r} is not {VERSION}")
     names = {"seq", "time", *(field.name for field in fields(Terms))}
     if set(document) != names:
-        raise ValueError(f"a header has the fields {', '.join(sorted(names))}")
+        raise ValueError(
+            f"a header must have exactly the fields {', '.join(sorted(names))}"
+        )
     del document["seq"], document["time"]
     for name, value in document.items():
         kind = float if name in {"delta", "epsilon_cap"} else str
         if type(value) is not kind:
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} has the wrong type: {value!r}")
     return Terms(**document)
 
 
@@ -277,12 +279,12 @@ def _charge(document: dict[str, Any]) -> Charge:
     event = PrivacyEvent.parse(document.pop("event"))
     charge = Charge(event=event, **document)
     if type(charge.round_index) is not int or charge.round_index < 0:
-        raise ValueError(f"its round is {charge.round_index!r}")
+        raise ValueError(f"its round {charge.round_index!r} is not valid")
     if charge.purpose not in PURPOSES:
-        raise ValueError(f"its purpose is {charge.purpose!r}")
+        raise ValueError(f"its purpose {charge.purpose!r} is not valid")
     spent = charge.epsilon_after
     if type(spent) is not float or not (math.isfinite(spent) and spent >= 0):
-        raise ValueError(f"its epsilon is {spent!r}")
+        raise ValueError(f"its epsilon {spent!r} is not valid")
     return charge
 
 

@@ -114,9 +114,9 @@ def recover(
 def _check_possible(anchor: LedgerAnchor, folder: Path) -> None:
     if max(anchor.train, anchor.evaluate) > MAX_RECOVERED:
         raise LedgerBehind(
-            f"the ledger in {folder} would need {anchor.train} charges of training "
-            f"and {anchor.evaluate} of evaluation, beyond {MAX_RECOVERED}: no run has "
-            "so many rounds, so the number is wrong. Begin a new run, and ask the "
+            f"the ledger in {folder} would need {anchor.train} charges of training and "
+            f"{anchor.evaluate} of evaluation, beyond {MAX_RECOVERED}: no run has so "
+            "many rounds, so the number is wrong. Start a new run, and ask the "
             "aggregator's operator where it comes from"
         )
 

@@ -81,11 +81,11 @@ def _other_tag(found: bytes, tag: bytes) -> str:
     theirs, _, kind = found.partition(b"/")
     ours, _, _ = tag.partition(b"/")
     if theirs == ours or not kind or (not theirs.isalnum() and b"-" not in theirs):
-        return "it is another kind of message"
+        return "it is a different kind of message"
     version = theirs.decode("ascii", "replace")
     return (
-        f"its sender speaks {version!r:.20} and this release {ours.decode()!r}: all "
-        "parties of a run must have releases that speak the same"
+        f"its sender uses version {version!r:.20} of the protocol and this release "
+        f"uses {ours.decode()!r}: install the same release at all parties of the run"
     )
 
 
@@ -106,7 +106,7 @@ class Reader:
         self._what = tag.decode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise self._wrong(
-                f"it has {len(data)} bytes, at most {MAX_MESSAGE_BYTES} may be"
+                f"it has {len(data)} bytes, more than the {MAX_MESSAGE_BYTES} allowed"
             )
         self._data = bytes(data)
         self._at = 0
@@ -143,9 +143,11 @@ class Reader:
         """Take LP bytes: of exactly ``size``, or of at most ``limit``."""
         length = self.u64(f"length of {name}")
         if size is not None and length != size:
-            raise self._wrong(f"{name} has {length} bytes, {size} are right")
+            raise self._wrong(f"{name} has {length} bytes instead of {size}")
         if limit is not None and length > limit:
-            raise self._wrong(f"{name} has {length} bytes, at most {limit} may be")
+            raise self._wrong(
+                f"{name} has {length} bytes, more than the {limit} allowed"
+            )
         return self._take(name, length)
 
     def text(self, name: str, *, limit: int) -> str:

@@ -153,22 +153,25 @@ class ModelTrail:
         certified = certificate.opened.round_index
         if certified >= round_index:
             raise CertificateRefused(
-                f"round {round_index} came with a certificate of round {certified}"
+                f"round {round_index} arrived with the certificate of round {certified}"
             )
         newest = self._newest
         if newest is None or certified > newest.opened.round_index:
             return
         if certificate.signed != newest.signed:
             raise CertificateRefused(
-                f"the certificate of round {certified} contradicts the one of round "
-                f"{newest.opened.round_index} that came before"
+                f"the certificate of round {certified} contradicts the earlier one of "
+                f"round {newest.opened.round_index}"
             )
 
     def _check_round(self, opened: OpenedRound) -> None:
         index, contract = opened.round_index, self._contract
         if index == 0:
             if opened != self._start:
-                raise CertificateRefused("the certificate of round 0 names another one")
+                raise CertificateRefused(
+                    "the certificate of round 0 describes a different start than this "
+                    "site's"
+                )
             return
         if contract.partition and not opened.survivors:
             return  # The model is made of the sums of other groups.
@@ -176,8 +179,8 @@ class ModelTrail:
         known = self._contexts if self._number in opened.survivors else {}
         if known.get(index, opened.context) != opened.context:
             raise CertificateRefused(
-                f"the certificate is of another round {index} than this site's: "
-                "another setup, model or kind of work"
+                f"the certificate is for a different round {index} than this site's: a "
+                "different setup, model or kind of work"
             )
         in_contract = set(opened.survivors) <= set(contract.cohort)
         if not in_contract or len(opened.survivors) < contract.quorum:
@@ -187,6 +190,6 @@ class ModelTrail:
             )
         if self._consents.get(index, opened.survivors) != opened.survivors:
             raise CertificateRefused(
-                f"the certificate of round {index} names other sites than the list "
-                "that this site has signed"
+                f"the certificate of round {index} names different sites than the list "
+                "that this site signed"
             )

@@ -292,7 +292,7 @@ _Faults = Iterator[tuple[str, str]]
 def _identity_faults(q: Contract) -> _Faults:
     """Who takes part."""
     if q.suite != SUITE:
-        yield "suite", f"{q.suite[:64]!r} is not spoken here, only {SUITE!r}"
+        yield "suite", f"{q.suite[:64]!r} is not supported, only {SUITE!r}"
     for key in (
         "code_hash",
         "layout_digest",
@@ -356,7 +356,7 @@ def _threshold_faults(q: Contract) -> _Faults:
 def _arithmetic_faults(q: Contract) -> _Faults:
     """How it is summed."""
     if q.ring_bits not in RING_BITS:
-        yield "ring_bits", f"{q.ring_bits} is not one of {RING_BITS}"
+        yield "ring_bits", f"{q.ring_bits} is not in {RING_BITS}"
     for key in ("clip_norm", "scale"):
         value = getattr(q, key)
         if not (math.isfinite(value) and value > 0):
@@ -388,8 +388,8 @@ def _ring_faults(q: Contract) -> _Faults:
             yield (
                 key,
                 (
-                    f"it says {value}, and {derived} follows from its ring of "
-                    f"{q.ring_bits} bits, {q.num_sites} sites, bound and noise"
+                    f"it is {value}, but its ring of {q.ring_bits} bits, {q.num_sites} "
+                    f"sites, bound and noise give {derived}"
                 ),
             )
 
@@ -397,15 +397,15 @@ def _ring_faults(q: Contract) -> _Faults:
 def _content_faults(q: Contract) -> _Faults:
     """What is summed."""
     if len(q.partition) not in {0, DIGEST_BYTES}:
-        yield "partition", f"it has {DIGEST_BYTES} bytes, or none"
+        yield "partition", f"it must have {DIGEST_BYTES} bytes, or none"
     if not 1 <= q.roster_serial <= MAX_U64:
         yield "roster_serial", "serials start at 1"
     if not 1 <= q.num_values <= MAX_U64:
-        yield "num_values", "an update has at least one value"
+        yield "num_values", "an update must have at least one value"
     if q.weight_rule not in WEIGHT_RULES:
-        yield "weight_rule", f"{q.weight_rule[:64]!r} is not one of {WEIGHT_RULES}"
+        yield "weight_rule", f"{q.weight_rule[:64]!r} is not in {WEIGHT_RULES}"
     if q.max_examples < 1 or (q.weight_rule == "uniform" and q.max_examples != 1):
-        yield "max_examples", "it is at least 1, and 1 for uniform weights"
+        yield "max_examples", "it must be at least 1, and exactly 1 for uniform weights"
     slots = q.header_slots
     if len(slots) > MAX_HEADER_SLOTS or len(set(slots)) != len(slots):
         yield "header_slots", f"give at most {MAX_HEADER_SLOTS} distinct names"

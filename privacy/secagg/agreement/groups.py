@@ -76,7 +76,7 @@ class Draw:
         """Refuse what cannot be divided."""
         if not MIN_GROUPS <= self.num_groups <= len(self.members) // 2:
             raise ValueError(
-                f"{len(self.members)} sites do not make {self.num_groups} groups"
+                f"cannot form {self.num_groups} groups from {len(self.members)} sites"
             )
 
     @property
@@ -171,7 +171,7 @@ def outcome_of(
             != (commitments[member.number])
         ):
             raise DrawRefused(
-                f"the secret of {member.site!r} is not the one that it committed to"
+                f"the secret of {member.site!r} does not match its commitment"
             )
     bound = fields(b"xsa-v2/draw seed", draw.context) + byte_map(commitments)
     seed = hashlib.sha256(bound + byte_map(secrets)).digest()
@@ -253,7 +253,7 @@ def read_commitment(draw: Draw, data: bytes) -> Commitment:
     message.verify(member.public_key, who=f"site {member.site!r}")
     if message.context != draw.context:
         raise DrawRefused(
-            f"site {member.site!r} takes part in another draw: of other sites or of "
+            f"site {member.site!r} takes part in a different draw: other sites, or "
             "another number of groups"
         )
     return message
@@ -398,7 +398,7 @@ class AggregatorDraw:
         message = read_commitment(self._draw, data)
         member = self._draw.members[message.number - 1]
         if message.number in self._values:
-            raise OutOfOrder(f"site {member.site!r} has committed itself already")
+            raise OutOfOrder(f"site {member.site!r} has already committed")
         self._commitments[message.number] = bytes(data)
         self._values[message.number] = message.value
         return member.site
@@ -446,7 +446,7 @@ class AggregatorDraw:
         """
         number, secret = read_reveal(data)
         if self._values.get(number) != self._draw.commitment(number, secret):
-            raise DrawRefused("revealed another secret than it committed to")
+            raise DrawRefused("revealed a secret that does not match its commitment")
         self._secrets[number] = secret
         return self._draw.members[number - 1].site
 
@@ -468,7 +468,7 @@ class AggregatorDraw:
         missing = [m.site for m in self._draw.members if m.number not in seen]
         if missing:
             raise TooFewSites(
-                f"groups are drawn by all sites, and the {what} of "
+                f"all sites draw the groups together, but the {what} of "
                 f"{', '.join(missing)} is missing"
             )
 
@@ -476,6 +476,6 @@ class AggregatorDraw:
 def _check_numbers(draw: Draw, shown: Mapping[int, bytes], what: str) -> None:
     if set(shown) != {member.number for member in draw.members}:
         raise DrawRefused(
-            f"the {what} are of sites {sorted(shown)}, and the draw has 1 to "
+            f"the {what} are of sites {sorted(shown)}, but the draw has sites 1 to "
             f"{len(draw.members)}"
         )

@@ -172,7 +172,7 @@ def load(path: Path, *, passphrase: bytes | None = None) -> Identity:
             f"{path} holds no private key that this passphrase opens"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise KeyFileRefused(f"{path} holds a key of another kind than Ed25519")
+        raise KeyFileRefused(f"{path} holds a key that is not Ed25519")
     return Identity(key)
 
 

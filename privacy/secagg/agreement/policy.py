@@ -144,15 +144,15 @@ def _proposal_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.run_id != policy.run_id:
         yield _Fault(
             "run_id",
-            f"it is {q.run_id!r}, and this site takes part in {policy.run_id!r}",
+            f"it is {q.run_id!r}, but this site takes part in {policy.run_id!r}",
         )
     if q.job_digest != policy.job_digest:
         yield _Fault(
             "job_digest",
-            f"it belongs to another job ({q.job_digest.hex()[:16]}...) than the one "
-            f"proposed to this site ({policy.job_digest.hex()[:16]}...): the "
-            "aggregator has told sites to compute different things, or has changed "
-            "the job since it proposed it",
+            f"it belongs to a different job ({q.job_digest.hex()[:16]}...) than the "
+            f"one proposed to this site ({policy.job_digest.hex()[:16]}...): the "
+            "aggregator sent different jobs to the sites, or changed the job after "
+            "proposing it",
         )
 
 
@@ -168,8 +168,8 @@ def _term_faults(q: Contract, policy: LocalPolicy) -> _Faults:
         if given != value:
             yield _Fault(
                 name,
-                f"it is {given!r}, and {value!r} follows from the job that was "
-                "proposed to this site",
+                f"it is {given!r}, but the job that was proposed to this site gives "
+                f"{value!r}",
             )
 
 
@@ -179,13 +179,13 @@ def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.partition != (b"" if group is None else group.partition):
         yield _Fault(
             "partition",
-            "it rests on other groups than those that this site has drawn",
+            "it is based on different groups than this site has drawn",
         )
     members = {member.site for member in q.members}
     if group is not None and members != group.sites:
         yield _Fault(
             "members",
-            f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
+            f"this site's group, as drawn, is {', '.join(sorted(group.sites))}",
         )
     if group is None and policy.sites is not None and members != policy.sites:
         yield _Fault("members", "they are not the sites of the job that was proposed")
@@ -200,18 +200,18 @@ def _pin_faults(q: Contract, policy: LocalPolicy) -> _Faults:
             "approved at this site",
         )
     if q.code_hash not in policy.code_hashes:
-        yield _Fault("code_hash", "this site does not run that code")
+        yield _Fault("code_hash", "this site runs different code")
     if (q.layout_digest, q.num_values) != (policy.layout_digest, policy.num_values):
-        yield _Fault("layout_digest", "this site holds another model")
+        yield _Fault("layout_digest", "this site has a different model")
     if q.roster_serial != policy.roster.serial:
         yield _Fault(
             "roster_serial",
-            f"it is {q.roster_serial} and this site holds roster "
-            f"{policy.roster.serial}: fetch the new one from its owners",
+            f"it is {q.roster_serial}, but this site has roster "
+            f"{policy.roster.serial}: get the new one from the aggregator's operator",
         )
     if q.roster_digest != policy.roster.digest:
         yield _Fault(
-            "roster_digest", "this site holds another roster with the same serial"
+            "roster_digest", "this site has a different roster with the same serial"
         )
     # Which sites of the roster take part is the job's: what a sum of few reveals is
     # bounded by `colluding`, `min_sites` and the rule for two.
@@ -229,8 +229,8 @@ def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if tolerated < policy.colluding:
         yield _Fault(
             "threshold",
-            f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
-            f"sites, this site demands {policy.colluding}",
+            f"{q.threshold} of {q.num_sites} tolerates {tolerated} colluding sites, "
+            f"but this site requires {policy.colluding}",
         )
     hidden = policy.accept_two_sites or q.differential_privacy.hides_records_alone
     if q.num_sites == _PAIR and not hidden:
@@ -242,11 +242,11 @@ def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.min_sites < policy.min_sites:
         yield _Fault(
             "min_sites",
-            f"a sum may hold {q.min_sites} updates, this site demands "
+            f"a sum may hold only {q.min_sites} updates, but this site requires "
             f"{policy.min_sites}",
         )
     if policy.require_hybrid and not q.hybrid:
-        yield _Fault("hybrid", "this site demands the post-quantum hybrid")
+        yield _Fault("hybrid", "this site requires the post-quantum hybrid")
 
 
 def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
@@ -273,22 +273,23 @@ def _noise_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.threshold < share.threshold:
         yield _Fault(
             "threshold",
-            f"{q.threshold} updates in a sum do not hold the noise of "
-            f"{share.threshold} that this site counts on",
+            f"{q.threshold} updates in a sum have less noise than the "
+            f"{share.threshold} that this site relies on",
         )
     if profile == "site" and q.clip_norm > share.sensitivity:
         yield _Fault(
             "clip_norm",
-            f"{q.clip_norm} is above the {share.sensitivity} that noise is made for",
+            f"{q.clip_norm} is above the {share.sensitivity} that the noise is "
+            "calibrated for",
         )
     if q.weight_rule != "uniform":
         yield _Fault(
-            "weight_rule", "this site's weight would tell what noise is to hide"
+            "weight_rule", "this site's weight would reveal what the noise must hide"
         )
     if q.element_bound is not None:
         # Whether a site declines, or how it clips, is not what was accounted for.
         yield _Fault(
-            "element_bound", "the noise is made for a grid that clip_norm sets"
+            "element_bound", "the noise is calibrated for the grid that clip_norm sets"
         )
 
 
@@ -305,6 +306,6 @@ def _exposure_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.header_slots != policy.header_slots:
         yield _Fault(
             "header_slots",
-            f"it asks for {list(q.header_slots)}, and this site reports "
+            f"it asks for {list(q.header_slots)}, but this site reports "
             f"{list(policy.header_slots)}",
         )

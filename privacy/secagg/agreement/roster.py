@@ -126,7 +126,7 @@ class Roster:
         """
         if serial < self.serial:
             raise StaleRoster(
-                f"roster {serial} was offered and this site holds roster "
+                f"roster {serial} was offered, but this site already has roster "
                 f"{self.serial}: a key may have been withdrawn since; make the "
                 "contract from the newest roster"
             )

@@ -82,15 +82,15 @@ class PrivacyTerms:
     def faults(self) -> Iterator[tuple[str, str]]:
         """Find contradictions: the attribute, and what is wrong with it."""
         if self.profile not in PROFILES:
-            yield "profile", f"{self.profile[:64]!r} is not one of {PROFILES}"
+            yield "profile", f"{self.profile[:64]!r} is not in {PROFILES}"
         elif not self.is_none:
             yield from self._claim_faults()
         elif self != PrivacyTerms():  # One spelling of nothing.
-            yield "profile", "it is none, and yet a mechanism or a number is named"
+            yield "profile", "it is none, but a mechanism or a number is given"
 
     def _claim_faults(self) -> Iterator[tuple[str, str]]:
         if not 0 < len(self.mechanism.encode()) <= _MAX_WORD_BYTES:
-            yield "mechanism", f"it is named with 1 to {_MAX_WORD_BYTES} bytes"
+            yield "mechanism", f"it must have 1 to {_MAX_WORD_BYTES} bytes"
         for name in ("noise_multiplier", "epsilon_cap", "clip_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -100,19 +100,22 @@ class PrivacyTerms:
         if not 0 < self.delta < 1:
             yield "delta", f"{self.delta} is not in (0, 1)"
         if self.steps_per_round < 1:
-            yield "steps_per_round", "a round has at least one step"
+            yield "steps_per_round", "a round must have at least one step"
         yield from self._profile_faults()
 
     def _profile_faults(self) -> Iterator[tuple[str, str]]:
         if self.profile == "joint" and self.steps_per_round > 1:
             # Of several local steps the later ones do not hold the others' noise.
-            yield "steps_per_round", "joint noise is for rounds of one step"
+            yield "steps_per_round", "joint noise requires rounds of one step"
         if not 0 <= self.ring_noise_std < math.inf:
             yield "ring_noise_std", f"{self.ring_noise_std} is not a number of steps"
         elif self.profile == "record" and self.ring_noise_std:
             yield "ring_noise_std", "the noise of record is added in training"
         elif self.profile == "joint" and not self.ring_noise_std:
-            yield "ring_noise_std", "joint noise adds up inside the sum: name it"
+            yield (
+                "ring_noise_std",
+                ("joint noise adds up inside the sum: give its standard deviation"),
+            )
 
 
 NO_PRIVACY = PrivacyTerms()

@@ -57,11 +57,11 @@ class MaskedSum:
         self._check_open()
         if num_values(words_w, self._spec) != self._sum_d.size:
             raise ValueError(
-                f"a masked update of {num_values(words_w, self._spec)} values does "
-                f"not add to a sum of {self._sum_d.size}"
+                f"a masked update of {num_values(words_w, self._spec)} values cannot "
+                f"be added to a sum of {self._sum_d.size}"
             )
         if self._num_folded == self._spec.num_sites:
-            raise ValueError(f"the sum holds all {self._num_folded} updates already")
+            raise ValueError(f"the sum already holds all {self._num_folded} updates")
         self._num_folded += 1
         in_ranges(
             lambda start, stop: self._fold_range(words_w, start, stop),
@@ -123,7 +123,7 @@ class MaskedSum:
 
     def _check_open(self) -> None:
         if self._decoded:
-            raise ValueError("the sum has been decoded; a round has a sum of its own")
+            raise ValueError("the sum has been decoded; use a new sum for each round")
 
     def _fold_range(self, words_w: Words, start: int, stop: int) -> None:
         if words_w.dtype == self._sum_d.dtype:

@@ -104,7 +104,10 @@ def encode_header(spec: HeaderSpec, values: Mapping[str, float]) -> HeaderWords:
     """
     names = {slot.name for slot in spec.slots}
     if names != set(values):
-        raise ValueError(f"not one number per slot: {sorted(names ^ set(values))}")
+        raise ValueError(
+            "every slot needs exactly one number; missing or unknown: "
+            f"{sorted(names ^ set(values))}"
+        )
     words = [_encode(slot, values[slot.name]) for slot in spec.slots]
     return np.array(words, np.int64).view(np.uint64)
 
@@ -132,7 +135,7 @@ def _encode(slot: Slot, value: float) -> int:
     # Messages leave the value out: it is what the header hides.
     if slot.kind is SlotKind.COUNT:
         if not isinstance(value, int):
-            raise ValueError(f"slot {slot.name!r} takes an integer")
+            raise ValueError(f"slot {slot.name!r} needs an integer")
         word, least = value, 0
     else:
         if not math.isfinite(value):
@@ -152,8 +155,8 @@ def _decode(slot: Slot, word: int, num_sites: int) -> float:
     least = 0 if slot.kind is SlotKind.COUNT else -largest
     if not least <= word <= largest:
         raise SumOutOfRange(
-            f"the sum of slot {slot.name!r} is none that {num_sites} honest sites "
-            f"make: {A_LIE}"
+            f"the sum of slot {slot.name!r} is impossible for {num_sites} honest "
+            f"sites: {A_LIE}"
         )
     if slot.kind is SlotKind.COUNT:
         return word

@@ -36,11 +36,13 @@ def honest_shares(threshold: int, colluding: int) -> int:
         ValueError: There is no share left.
     """
     if colluding < 1:
-        raise ValueError("whoever takes part knows the noise of one site, its own")
+        raise ValueError(
+            "colluding must be at least 1: a participant knows its own noise"
+        )
     if threshold <= colluding:
         raise ValueError(
-            f"of {threshold} updates in a sum {colluding} may be the adversary's, and "
-            "nobody's noise is left"
+            f"a sum may hold {threshold} updates: if {colluding} sites collude, no "
+            "other noise is left"
         )
     return threshold - colluding
 
@@ -159,12 +161,12 @@ class NoiseShare:
         if spec.noise_std < MIN_NOISE_STD:
             yield (
                 f"shares of {spec.noise_std:.3g} steps are fewer than "
-                f"{MIN_NOISE_STD:.0f}, and the sum of so little is no Gaussian"
+                f"{MIN_NOISE_STD:.0f}, too few for the sum to be Gaussian"
             )
         elif self.effective_multiplier(spec) < self.multiplier:
             yield (
-                f"{spec.noise_std} steps are worth a noise multiplier of "
-                f"{self.effective_multiplier(spec)}, and this site counts on "
+                f"{spec.noise_std} steps give a noise multiplier of "
+                f"{self.effective_multiplier(spec)}, but this site relies on "
                 f"{self.multiplier}"
             )
 
@@ -173,15 +175,15 @@ class NoiseShare:
         if inflation > MAX_INFLATION:
             raise ValueError(
                 f"rounding {self.size} values to {spec.bits} bits adds "
-                f"{100 * (inflation - 1):.1f} % to what one of the protected may "
-                f"change, more than {100 * (MAX_INFLATION - 1):.0f} %: take more "
-                "bits, a smaller clip_norm of secure aggregation, or a larger one of "
-                "differential privacy"
+                f"{100 * (inflation - 1):.1f} % to the sensitivity, more than "
+                f"{100 * (MAX_INFLATION - 1):.0f} %: use more bits, a smaller "
+                "clip_norm of secure aggregation, or a larger one of differential "
+                "privacy"
             )
         if spec.noise_std < MIN_NOISE_STD:
             raise ValueError(
                 f"each site's share of the noise would be {spec.noise_std:.3g} steps "
-                f"of the grid, fewer than {MIN_NOISE_STD:.0f}, and the sum of so "
-                "little is no Gaussian: take more noise, more bits, or a smaller "
-                "clip_norm of secure aggregation"
+                f"of the grid, fewer than {MIN_NOISE_STD:.0f}, too few for the sum to "
+                "be Gaussian: use more noise, more bits, or a smaller clip_norm of "
+                "secure aggregation"
             )

@@ -90,11 +90,11 @@ class RingSpec:
         if not 0 <= self.noise_std < math.inf:
             raise ValueError("noise_std must be finite and at least 0")
         if self.bits == 16 and self.noise_std:  # noqa: PLR2004
-            raise ValueError("16 bits have no room for noise: take 24 or 32")
+            raise ValueError("16 bits have no room for noise: use 24 or 32")
         if self.amplitude < MIN_AMPLITUDE:
             raise ValueError(
                 f"{self.bits} bits leave {self.num_sites} sites an amplitude of "
-                f"{self.amplitude}, less than {MIN_AMPLITUDE}: take more bits"
+                f"{self.amplitude}, less than {MIN_AMPLITUDE}: use more bits"
             )
         if self.scale > MAX_SCALE:
             raise ValueError(f"a bound of {self.bound} is too small for float32")
@@ -107,7 +107,7 @@ class RingSpec:
         if self.bits == 16 and self.num_sites > MAX_SITES_OF_16_BITS:  # noqa: PLR2004
             raise ValueError(
                 f"16 bits are too coarse for {self.num_sites} sites, beyond "
-                f"{MAX_SITES_OF_16_BITS}: take 24 or 32"
+                f"{MAX_SITES_OF_16_BITS}: use 24 or 32"
             )
 
     @property
@@ -319,18 +319,18 @@ def _check_sum(
     found = max(int(q_c.max()), -int(q_c.min()))
     if found > largest:
         raise SumOutOfRange(
-            f"values [{begin}, {begin + q_c.size}) of the sum reach {found} steps, and "
-            f"{_honest(held)} at most {largest:.0f}: {A_LIE}"
+            f"values [{begin}, {begin + q_c.size}) of the sum reach {found} steps, but "
+            f"{_honest(held)} reach at most {largest:.0f}: {A_LIE}"
         )
 
 
 def _check_norm(norm: float, largest: float, held: Inputs) -> None:
     if not norm <= largest:
         raise SumOutOfRange(
-            f"the norm of the sum is {norm:.3g} steps, and {_honest(held)} at most "
-            f"{largest:.3g}: {A_LIE}"
+            f"the norm of the sum is {norm:.3g} steps, but {_honest(held)} reach at "
+            f"most {largest:.3g}: {A_LIE}"
         )
 
 
 def _honest(held: Inputs) -> str:
-    return f"{held.num_updates} honest sites of a total weight {held.weight:.6g} make"
+    return f"{held.num_updates} honest sites with a total weight of {held.weight:.6g}"

@@ -10,8 +10,8 @@ ProtocolError
 from federation.errors import InvalidUpdate, ProtocolError
 
 A_LIE = (
-    "a site lied, or an answer was damaged; a sum does not tell whose, so the round is "
-    "lost"
+    "a site lied, or an answer was damaged; the sum does not show which, so the round "
+    "is lost"
 )
 
 

@@ -246,10 +246,11 @@ class _Sealer:
 
 def _check_update(update_d: Vector, weight: float) -> None:
     if not 0 < weight <= 1:
-        raise ValueError(f"a weight lies in (0, 1], which {weight} does not")
+        raise ValueError(f"a weight must be in (0, 1], not {weight}")
     if update_d.dtype != np.float32 or update_d.ndim != 1:
         raise ValueError(
-            f"an update is a flat float32 array, not {update_d.dtype}{update_d.shape}"
+            "an update must be a flat float32 array, not "
+            f"{update_d.dtype}{update_d.shape}"
         )
     if not update_d.flags.c_contiguous or not update_d.flags.writeable:
         raise ValueError("an update that is sealed in place must own its memory")
@@ -259,7 +260,7 @@ def _check_noise(noise: Noise | None, spec: RingSpec) -> None:
     given = 0.0 if noise is None else noise.noise_std
     if given != spec.noise_std:
         raise ValueError(
-            f"the ring is made for noise of {spec.noise_std} steps, not of {given}"
+            f"the ring is planned for noise of {spec.noise_std} steps, not {given}"
         )
 
 

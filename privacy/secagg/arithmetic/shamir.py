@@ -52,11 +52,11 @@ def split(
         ValueError: An argument is out of range.
     """
     if any(len(secret) != SECRET_BYTES for secret in secrets):
-        raise ValueError(f"a secret has {SECRET_BYTES} bytes")
+        raise ValueError(f"a secret must have {SECRET_BYTES} bytes")
     if not 1 <= threshold <= len(holders):
         raise ValueError(f"{len(holders)} holders cannot have threshold {threshold}")
     if len(set(holders)) != len(holders):
-        raise ValueError("a holder is named twice")
+        raise ValueError("a holder is listed twice")
     if not all(1 <= x < MAX_SHARES for x in holders):
         raise ValueError(f"holders are numbered from 1 to {MAX_SHARES - 1}")
     polynomials = [
@@ -94,7 +94,9 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
             share or the result is out of range.
     """
     if len(shares) != threshold:
-        raise BadShare(f"{len(shares)} shares were given, exactly {threshold} are used")
+        raise BadShare(
+            f"{len(shares)} shares were given instead of exactly {threshold}"
+        )
     holders = tuple(x for x, _ in shares)
     weights = _weights_at_zero(holders)
     total = sum(
@@ -103,7 +105,7 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
     )
     value = total % PRIME
     if value >> (8 * SECRET_BYTES):
-        raise BadShare("the shares do not meet in a 32-byte secret")
+        raise BadShare("the shares do not combine to a 32-byte secret")
     return bytearray(value.to_bytes(SECRET_BYTES, "big"))
 
 
@@ -140,7 +142,7 @@ def _reduced(values: bytes, lane_bytes: int) -> bytearray:
 def _weights_at_zero(holders: tuple[int, ...]) -> tuple[int, ...]:
     """Lagrange weights of the value at 0; holders are public."""
     if len(set(holders)) != len(holders):
-        raise BadShare("a holder of a share is named twice")
+        raise BadShare("a holder of a share is listed twice")
     if not all(1 <= x < MAX_SHARES for x in holders):
         raise BadShare(f"holders of shares are numbered from 1 to {MAX_SHARES - 1}")
     weights = []
@@ -166,8 +168,8 @@ def _encode(value: int) -> bytes:
 def _decode(holder: int, share: bytes) -> int:
     if len(share) != SHARE_BYTES:
         raise BadShare(
-            f"the share of site {holder} has {len(share)} bytes, "
-            f"{SHARE_BYTES} are right"
+            f"the share of site {holder} has {len(share)} bytes instead of "
+            f"{SHARE_BYTES}"
         )
     value = int.from_bytes(share, "big")
     if value >= PRIME:

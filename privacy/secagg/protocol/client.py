@@ -149,7 +149,7 @@ class SiteSession:
     def __post_init__(self) -> None:
         """Wait for the first round."""
         if self.secrets.contract_hash != self.contract.digest:
-            raise WrongContext("the run secrets were made under another contract")
+            raise WrongContext("the run secrets belong to a different contract")
         self.cohort = self.secrets.cohort
         self._round: _Round | None = None
         self.disputes: list[str] = []
@@ -218,13 +218,14 @@ class SiteSession:
         contract = self.contract
         if not 1 <= facts.round_index <= contract.max_rounds:
             raise ReplayedRound(
-                f"round {facts.round_index} is not in 1..{contract.max_rounds}, which "
-                "the contract allows"
+                f"round {facts.round_index} is outside 1..{contract.max_rounds}, the "
+                "rounds that the contract allows"
             )
         if facts.cohort != self.cohort:
             raise WrongCohort(
-                f"round {facts.round_index} asks sites {list(facts.cohort)} and the "
-                f"setup has {list(self.cohort)}: another cohort needs another setup"
+                f"round {facts.round_index} is for sites {list(facts.cohort)}, but the "
+                f"setup is for {list(self.cohort)}: a different cohort needs a new "
+                "setup"
             )
         self.memory.advance(contract.run_id, facts.round_index)
         self._drop_round()
@@ -274,7 +275,7 @@ class SiteSession:
             OutOfOrder: No answer is due.
         """
         if {len(vector_digest), len(header_digest)} != {DIGEST_BYTES}:
-            raise ValueError(f"digests have {DIGEST_BYTES} bytes")
+            raise ValueError(f"digests must have {DIGEST_BYTES} bytes")
         current = self._current()
         single = self.contract.setting is Setting.P1
         then = _RoundStep.DONE if single else _RoundStep.SURVIVORS
@@ -319,7 +320,9 @@ class SiteSession:
             survivors = tuple(sorted(heads))
             self._check_survivors(survivors, current)
             if heads[self.number] != current.head:
-                raise InconsistentSurvivors("the list shows another head of this site")
+                raise InconsistentSurvivors(
+                    "the list shows a different head for this site"
+                )
             for number, encoded in heads.items():
                 if number != self.number:
                     current.dealt[number] = self._check_head(number, encoded, current)
@@ -371,7 +374,7 @@ class SiteSession:
 
     def _current(self) -> _Round:
         if self._round is None:
-            raise OutOfOrder("no round is under way at this site")
+            raise OutOfOrder("no round is in progress at this site")
         return self._round
 
     def _drop_round(self) -> None:
@@ -441,12 +444,12 @@ class SiteSession:
             )
         if self.number not in survivors:
             raise InconsistentSurvivors(
-                f"survivors {list(survivors)} lack this site, {self.number}, which "
-                "has answered"
+                f"survivors {list(survivors)} omit this site, {self.number}, although "
+                "it has answered"
             )
         if len(survivors) < self.contract.quorum:
             raise TooFewSites(
-                f"{len(survivors)} survivors are too few: the contract demands "
+                f"{len(survivors)} survivors are too few: the contract requires "
                 f"{self.contract.quorum}"
             )
 
@@ -459,12 +462,12 @@ class SiteSession:
         verify(head, member)
         if head.context != current.context:
             raise WrongContext(
-                f"site {member.site!r} answered another round, model or setup than "
+                f"site {member.site!r} answered a different round, model or setup than "
                 "this site"
             )
         if len(head.dealt) != DIGEST_BYTES * (1 + len(self.cohort)):
             raise InconsistentSurvivors(
-                f"the head of {member.site!r} does not say what this site is dealt"
+                f"the head of {member.site!r} has no entry for this site's shares"
             )
         return in_row(head.dealt, place_of_holder(self.number, self.cohort))
 
@@ -475,24 +478,26 @@ class SiteSession:
             consent = Consent.from_bytes(encoded)
             if consent.number != number or number not in current.survivors:
                 raise InconsistentSurvivors(
-                    f"a consent of site {consent.number} is shown as {number}, of the "
-                    f"survivors {list(current.survivors)}"
+                    f"the consent of site {consent.number} is shown as that of site "
+                    f"{number}, one of the survivors {list(current.survivors)}"
                 )
             member = self.contract.member(number)
             verify(consent, member)
             if consent.context != current.context:
                 raise WrongContext(
-                    f"the consent of {member.site!r} belongs to another round or model"
+                    f"the consent of {member.site!r} belongs to a different round or "
+                    "model"
                 )
             if consent.survivors != current.survivors:
                 raise InconsistentSurvivors(
-                    f"site {member.site!r} signed survivors {list(consent.survivors)} "
-                    f"and this site {list(current.survivors)}: the aggregator tells "
-                    "different sites different things"
+                    f"site {member.site!r} signed the survivors "
+                    f"{list(consent.survivors)}, but this site signed "
+                    f"{list(current.survivors)}: the aggregator sent different lists "
+                    "to different sites"
                 )
         if len(consents) < self.contract.threshold:
             raise TooFewSites(
-                f"{len(consents)} consents are too few: the contract demands "
+                f"{len(consents)} consents are too few: the contract requires "
                 f"{self.contract.threshold}"
             )
 
@@ -502,15 +507,16 @@ class SiteSession:
         for shown in (reveal.inbox, reveal.rows):
             if set(shown) != senders:
                 raise InconsistentSurvivors(
-                    f"the inbox is of sites {sorted(shown)}, the other survivors are "
-                    f"{sorted(senders)}"
+                    f"the inbox is from sites {sorted(shown)}, but the other survivors "
+                    f"are {sorted(senders)}"
                 )
         for sender in senders:
             digest = dealt_digest(reveal.inbox[sender], reveal.rows[sender])
             if digest != current.dealt[sender]:
                 raise BadShare(
-                    "the aggregator shows other shares or commitments of "
-                    f"{self.contract.member(sender).site!r} than it signed"
+                    "the aggregator shows shares or commitments of "
+                    f"{self.contract.member(sender).site!r} that differ from what it "
+                    "signed"
                 )
         opened = {self.number: bytearray(current.shared.own)}
         self.disputes = []
@@ -543,7 +549,7 @@ class SiteSession:
         ):
             return shares
         wipe(shares)
-        raise BadShare(f"{who} dealt this site other shares than it committed to")
+        raise BadShare(f"{who} sent this site shares that do not match its commitments")
 
     def _release(self, opened: Mapping[int, bytearray], current: _Round) -> Shares:
         """The structural rule: b_j for j in A; k_jl for j in A and l not in A."""

@@ -159,7 +159,9 @@ class RoundFacts:
     def __post_init__(self) -> None:
         """Check the digests' length."""
         if {len(self.model_digest), len(self.task_digest)} != {DIGEST_BYTES}:
-            raise ValueError(f"digests of model and task have {DIGEST_BYTES} bytes")
+            raise ValueError(
+                f"digests of model and task must have {DIGEST_BYTES} bytes"
+            )
 
 
 def round_context(
@@ -468,6 +470,7 @@ def unseal(key: Secret, ciphertext: bytes, data: bytes, *, who: str) -> bytearra
         AESGCM(key.buffer).decrypt_into(_NONCE, ciphertext, data, plaintext)
     except InvalidTag:
         raise BadShare(
-            f"the sealed shares of {who} were changed or made for another site or round"
+            f"the sealed shares of {who} were modified, or made for a different site "
+            "or round"
         ) from None
     return plaintext

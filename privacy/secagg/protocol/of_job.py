@@ -142,8 +142,8 @@ def _max_examples(job: JobSpec, largest: int | None) -> int:
         allowed = largest
     if allowed is None:
         raise JobError(
-            "is missing: no site tells how many examples it has, so the job must say "
-            "the most; or set aggregation.weights to uniform",
+            "is missing: sites do not reveal how many examples they have, so give an "
+            "upper limit, or set aggregation.weights to uniform",
             key="privacy.secure_aggregation.max_examples",
         )
     # Whether a site has more, and declines, would otherwise be a question about its
@@ -160,7 +160,7 @@ def check_layout(layout: Layout) -> None:
     for spec in layout.tensors:
         if spec.role is Role.MAX:
             raise JobError(
-                f"the largest {spec.name!r} of any site cannot be found without seeing "
-                "each site's; give it the role keep or from_server",
+                f"the maximum of {spec.name!r} cannot be computed without seeing each "
+                "site's value; give it the role keep or from_server",
                 key="model.integer_buffers",
             )

@@ -93,8 +93,8 @@ class FileRounds:
 def _check_above(run_id: RunId, round_index: int, last: int) -> None:
     if round_index <= last:
         raise ReplayedRound(
-            f"round {round_index} of run {run_id} was asked for and round {last} has "
-            "been answered: a round is answered once"
+            f"round {round_index} of run {run_id} was requested, but this site has "
+            f"already answered round {last}, and it answers each round only once"
         )
 
 

@@ -92,7 +92,8 @@ class AggregatorRound:
         """Wait for masked answers."""
         if facts.cohort != setup.cohort:
             raise WrongCohort(
-                f"cohort {list(facts.cohort)} is not the setup's {list(setup.cohort)}"
+                f"the cohort {list(facts.cohort)} differs from the setup's "
+                f"{list(setup.cohort)}"
             )
         self._cohort = setup.cohort
         self._contract: Contract = setup.contract
@@ -152,7 +153,8 @@ class AggregatorRound:
         self._check_context(head.context, member)
         if (head.vector_digest, head.header_digest) != (vector_digest, header_digest):
             raise WrongContext(
-                f"the vector or header of {member.site!r} is not the one that it signed"
+                f"the vector or header of {member.site!r} differs from the one that it "
+                "signed"
             )
         self._check_dealt(head, masked, member)
         self._check_first(member)
@@ -196,7 +198,7 @@ class AggregatorRound:
             ]
             self._phase = _RoundPhase.LOST
             raise TooFewSites(
-                f"{len(self._heads)} sites answered and the contract demands "
+                f"{len(self._heads)} sites answered, but the contract requires "
                 f"{self._contract.quorum}; missing: {', '.join(absent)}"
             )
         self._survivors = tuple(sorted(self._heads))
@@ -223,9 +225,9 @@ class AggregatorRound:
         verify(consent, member)
         self._check_context(consent.context, member)
         if consent.survivors != self._survivors:
-            raise InconsistentSurvivors(f"site {member.site!r} signed another list")
+            raise InconsistentSurvivors(f"site {member.site!r} signed a different list")
         if member.number in self._consents:
-            raise OutOfOrder(f"site {member.site!r} has consented already")
+            raise OutOfOrder(f"site {member.site!r} has already consented")
         self._consents[member.number] = bytes(data)
         return member.site
 
@@ -275,7 +277,7 @@ class AggregatorRound:
         verify(shares, member)
         self._check_context(shares.context, member)
         if member.number in self._shares:
-            raise OutOfOrder(f"site {member.site!r} has sent its shares already")
+            raise OutOfOrder(f"site {member.site!r} has already sent its shares")
         try:
             self._check_shares(shares, member)
         except BadShare as error:
@@ -354,8 +356,8 @@ class AggregatorRound:
             ]
             if len(holders) < self._contract.threshold:
                 raise TooFewSites(
-                    f"{len(holders)} sites released shares that site "
-                    f"{self._contract.member(j).site!r} dealt: the contract demands "
+                    f"{len(holders)} sites released shares from site "
+                    f"{self._contract.member(j).site!r}: the contract requires "
                     f"{self._contract.threshold}"
                 )
             try:
@@ -382,7 +384,7 @@ class AggregatorRound:
             self._check_share(encode_secret(secret), dealer, SECRET, about)
         except BadShare:
             self.faults[member.site] = (
-                f"site {member.site!r} dealt shares that do not meet in the secret "
+                f"site {member.site!r} sent shares that do not combine to the secret "
                 "that it committed to"
             )
             raise BadShare(self.faults[member.site]) from None
@@ -391,20 +393,22 @@ class AggregatorRound:
     def _check_phase(self, phase: _RoundPhase) -> None:
         if self._phase is not phase:
             raise OutOfOrder(
-                f"{phase.value!r} are not due in this round, {self._phase.value!r} are"
+                f"{phase.value!r} are not due now in this round; expected: "
+                f"{self._phase.value!r}"
             )
 
     def _check_context(self, context: bytes, member: Member) -> None:
         if context != self._context:
             raise WrongContext(
-                f"site {member.site!r} speaks of another run, setup, round or model"
+                f"the message of site {member.site!r} is for a different run, setup, "
+                "round or model"
             )
 
     def _check_first(self, member: Member) -> None:
         if member.number not in self._cohort:
-            raise WrongCohort(f"site {member.site!r} has no keys of this setup")
+            raise WrongCohort(f"site {member.site!r} has no keys in this setup")
         if member.number in self._heads or member.number in self._declined:
-            raise OutOfOrder(f"site {member.site!r} has answered this round already")
+            raise OutOfOrder(f"site {member.site!r} has already answered this round")
 
     def _check_dealt(self, head: Head, masked: MaskedAnswer, member: Member) -> None:
         """Check sealed shares and commitments: complete, and as the head says."""
@@ -424,8 +428,8 @@ class AggregatorRound:
             )
         if dealt_digests(masked.sealed, masked.rows) != head.dealt:
             raise BadShare(
-                f"the sealed shares or commitments of {member.site!r} are not those "
-                "that it signed"
+                f"the sealed shares or commitments of {member.site!r} differ from "
+                "those that it signed"
             )
 
     def _check_shares(self, shares: Shares, member: Member) -> None:
@@ -457,15 +461,15 @@ class AggregatorRound:
         row = self._rows[dealer][holder]
         if found != in_row(row, place_of(dealer, about, self._cohort)):
             raise BadShare(
-                f"site {self._contract.member(holder or dealer).site!r} released "
-                "another share than site "
-                f"{self._contract.member(dealer).site!r} dealt it"
+                f"site {self._contract.member(holder or dealer).site!r} released a "
+                f"different share than site {self._contract.member(dealer).site!r} "
+                "sent it"
             )
 
     def _check_enough(self, count: int, what: str) -> None:
         if count < self._contract.threshold:
             raise TooFewSites(
-                f"{count} {what} are too few: the contract demands "
+                f"{count} {what} are too few: the contract requires "
                 f"{self._contract.threshold}"
             )
 

@@ -167,7 +167,7 @@ class SiteSetup:
             book = Book.from_bytes(data)
             adverts = _read_adverts(contract, book)
             if book.adverts.get(number) != self._advert:
-                raise BookRefused("the book shows another advert of this site")
+                raise BookRefused("the book shows a different advert for this site")
             self._setup_hash = book.setup_hash
             self._cohort = tuple(sorted(adverts))
             ciphertexts: dict[int, bytes] = {}
@@ -201,7 +201,7 @@ class SiteSetup:
                 self.contract, confirms, self._setup_hash, self._cohort
             )
             if confirms.confirms[self._number] != self._confirm:
-                raise BookRefused("another confirm of this site is shown")
+                raise BookRefused("a different confirm is shown for this site")
             roots = {
                 peer: self._roots(peer, confirm)
                 for peer, confirm in parsed.items()
@@ -225,7 +225,7 @@ class SiteSetup:
         own = contract.member_named(self.site)
         if own.public_key != self.identity.public.key:
             raise ContractRefused(
-                f"it pins another key for {self.site!r} than this site's "
+                f"it pins a different key for {self.site!r} than this site's "
                 f"{self.identity.public.fingerprint[:19]}...",
                 key="members",
             )
@@ -305,7 +305,7 @@ class AggregatorSetup:
         """Prepare an offer."""
         if self.contract.aggregator_key != self.identity.public.key:
             raise ContractRefused(
-                "it is not the key of this aggregator", key="aggregator_key"
+                "it is not this aggregator's key", key="aggregator_key"
             )
         self._cohort = tuple(
             member.number
@@ -337,7 +337,7 @@ class AggregatorSetup:
         advert = Advert.from_bytes(data)
         member = _check_advert(self.contract, advert)
         if member.number not in self._cohort:
-            raise BookRefused(f"site {member.site!r} is left out of this setup")
+            raise BookRefused(f"site {member.site!r} is excluded from this setup")
         _add_once(self._adverts, member, data, "advert")
         return member.site
 
@@ -402,14 +402,14 @@ class AggregatorSetup:
         missing = self.missing()
         if missing:
             raise TooFewSites(
-                f"the setup needs every site's {what} and has none of "
+                f"the setup needs every site's {what}, but has none from "
                 f"{', '.join(missing)}: wait, or make a contract without them"
             )
 
 
 def _add_once(seen: dict[int, bytes], member: Member, data: bytes, what: str) -> None:
     if member.number in seen:
-        raise OutOfOrder(f"site {member.site!r} has sent its {what} already")
+        raise OutOfOrder(f"site {member.site!r} has already sent its {what}")
     seen[member.number] = bytes(data)
 
 
@@ -418,12 +418,12 @@ def _check_advert(contract: Contract, advert: Advert) -> Member:
     # The signature first: an unsigned message proves nothing about its site.
     verify(advert, member)
     if advert.contract_hash != contract.digest:
-        raise WrongContext(f"the advert of {member.site!r} is for another contract")
+        raise WrongContext(f"the advert of {member.site!r} is for a different contract")
     expected = KEM_PUBLIC_BYTES if contract.hybrid else 0
     if len(advert.keys.kem) != expected:
         raise BookRefused(
-            f"the ML-KEM key of {member.site!r} has {len(advert.keys.kem)} bytes, "
-            f"{expected} are right"
+            f"the ML-KEM key of {member.site!r} has {len(advert.keys.kem)} bytes "
+            f"instead of {expected}"
         )
     return member
 
@@ -435,14 +435,13 @@ def _check_confirm(
     verify(confirm, member)
     if confirm.setup_hash != setup_hash:
         raise WrongContext(
-            f"site {member.site!r} saw another book: the aggregator shows different "
-            "keys to different sites, or replays an old setup"
+            f"site {member.site!r} saw a different book: the aggregator shows "
+            "different keys to different sites, or replays an old setup"
         )
     above = {j for j in cohort if j > member.number}
     if set(confirm.ciphertexts) != (above if contract.hybrid else set()):
         raise BookRefused(
-            f"the confirm of {member.site!r} has ciphertexts for other sites than "
-            "those above it"
+            f"the confirm of {member.site!r} has ciphertexts for the wrong sites"
         )
     return member
 
@@ -457,7 +456,7 @@ def _read_adverts(contract: Contract, book: Book) -> dict[int, Advert]:
     if not shown <= set(contract.cohort) or len(shown) < contract.quorum:
         raise BookRefused(
             f"the book shows sites {sorted(shown)}; the contract has "
-            f"{list(contract.cohort)} and demands {contract.quorum} of them"
+            f"{list(contract.cohort)} and requires {contract.quorum} of them"
         )
     adverts: dict[int, Advert] = {}
     for number, data in book.adverts.items():
@@ -486,7 +485,7 @@ def _read_confirms(
     shown = tuple(sorted(confirms.confirms))
     if shown != cohort:
         raise BookRefused(
-            f"the confirms show sites {list(shown)} and the book has {list(cohort)}"
+            f"the confirms show sites {list(shown)}, but the book has {list(cohort)}"
         )
     parsed: dict[int, Confirm] = {}
     for number, data in confirms.confirms.items():

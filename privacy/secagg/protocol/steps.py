@@ -35,7 +35,9 @@ class Steps(Generic[StepT]):
             OutOfOrder: Another step is due. Nothing changes then.
         """
         if self.due is not step:
-            raise OutOfOrder(f"{step.value!r} is not due now, {self.due.value!r} is")
+            raise OutOfOrder(
+                f"{step.value!r} is not due now; expected: {self.due.value!r}"
+            )
         # Due again only at the very end: a failure anywhere leaves it aborted.
         self.due = self._aborted
         try:

@@ -208,7 +208,7 @@ def write_sums(
         # A built-in task; an objective of a user's has bounds of its own.
         loss = min(loss, MAX_MEAN_LOSS * sums.count)
     if not 0 <= loss * _MICRO <= _LARGEST_COUNT:
-        raise UpdateOutOfRange(f"the {kind} loss is {loss} and does not fit")
+        raise UpdateOutOfRange(f"the {kind} loss is {loss}, too large to encode")
     return {
         f"{kind}_count": sums.count,
         f"{kind}_loss": round(loss * _MICRO),

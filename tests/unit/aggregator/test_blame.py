@@ -116,8 +116,8 @@ def test_news_is_said_once():
     assert said == [
         "site 'site-1' is at fault: lied",
         (
-            "site 'site-2' says that site 'site-3' dealt it another share than it "
-            "committed to: one of the two is at fault"
+            "site 'site-2' says that site 'site-3' sent it a share that does not "
+            "match its commitment: one of the two is at fault"
         ),
     ]
     assert not found.note(shown)  # type: ignore[arg-type]

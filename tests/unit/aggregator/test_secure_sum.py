@@ -209,7 +209,7 @@ def test_site_that_sends_the_answer_of_another_does_not_count():
         return Shares(site)
 
     found = run(secure_job(rounds=1), wraps={"site-0": own, SITE: Shares})
-    said = "sent an answer that 'site-0' has signed"
+    said = "sent an answer that 'site-0' signed"
     assert found.failures(1) == [(SITE, said)]
     assert SITE not in found.answered(1)
 

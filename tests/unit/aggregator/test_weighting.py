@@ -66,7 +66,7 @@ def test_site_is_held_to_what_it_introduced_itself_with(rule: str):
     held = weight_of(rule, introduced={SiteId("site"): 100})
     sums = {"before": _sums(2.0), "after": _sums(1.0)}
     assert held(_update(100, **sums)) == weight_of(rule)(_update(100, **sums))
-    said = "claims 101 training examples and introduced itself with 100: if its data"
+    said = "claims 101 training examples, but introduced itself with 100: if its data"
     with pytest.raises(InvalidUpdate, match=said):
         held(_update(101, **sums))
     elsewhere = weight_of(rule, introduced={SiteId("other"): 1})
@@ -152,7 +152,7 @@ def test_site_counts_no_more_predictions_than_it_has_data_for(
     )
     assert fault(within) == ""
     assert f"counts {most + 1} predictions in {kind.partition('_')[0]}" in fault(beyond)
-    assert f"{most} at most" in fault(beyond)
+    assert f"at most {most}" in fault(beyond)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_site_does_not_draw_groups_that_it_is_left_out_of():
     mine = rule(InMemory())
     for start, text in (
         (write_start(DRAW, [FIRST]), "this site was left out"),
-        (write_start(DRAW, SITES[1:6]), "do not make 3 groups"),
+        (write_start(DRAW, SITES[1:6]), "3 groups"),
         (lp(b"xsa-v2/draw start") + numbers([11]), "there are no sites"),
     ):
         with pytest.raises(DrawRefused, match=text):
@@ -301,7 +301,7 @@ def test_site_refuses_the_contract_of_a_group_that_it_did_not_draw():
     chosen = group_contract(
         PARTIES.contract(), [FIRST, *others[:2]], half.outcome().digest
     )
-    with pytest.raises(ContractRefused, match="has drawn a sum with site-01"):
+    with pytest.raises(ContractRefused, match="as drawn, is site-01"):
         check_against_policy(chosen, PARTIES.policy(group=group))
 
 

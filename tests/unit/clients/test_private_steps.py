@@ -334,7 +334,9 @@ def test_a_model_that_mixes_records_is_not_evaluated():
         job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, private=private()
     )
     weights_d, integers_m = pool.initial_weights()
-    with pytest.raises(JobError, match="'1' \\(a _SignOfSum\\) gives another result"):
+    with pytest.raises(
+        JobError, match="'1' \\(a _SignOfSum\\) gives a different result"
+    ):
         trainer.evaluate(weights_d, integers_m, round_index=1, max_loss=3.0)
 
 

@@ -85,7 +85,7 @@ def test_step_of_a_round_that_is_over_is_refused(
 ):
     """Its keys are gone."""
     (task, *_) = (t for t in after_a_run.tasks if getattr(t, "step", None) is step)
-    assert refused(after_a_run.site, task) == "no round is under way at this site"
+    assert refused(after_a_run.site, task) == "no round is in progress at this site"
 
 
 def test_task_in_the_clear_is_refused(after_a_run: Recording):
@@ -223,7 +223,7 @@ def test_one_site_that_clips_otherwise_opens_no_sum():
     assert found.statuses() == ["lost", "completed"]
     ((site, message),) = found.failures(1)
     assert site == SITE
-    assert "another run, setup, round or model" in message
+    assert "a different run, setup, round or model" in message
 
 
 class Poor:

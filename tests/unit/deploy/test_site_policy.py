@@ -118,19 +118,19 @@ def test_default_policy_accepts_no_job_without_privacy():
             secure_job(5, threshold=5),
             {**OPEN, "min_sites": 6},
             "sites",
-            "demands 6 in a sum (policy.min_sites), and 5 of 5 may make one",
+            "requires 6 in a sum (policy.min_sites), but this job allows sums",
         ),
         (
             secure_job(5, threshold=4),
             {**OPEN, "min_sites": 5},
             "privacy.secure_aggregation.threshold",
-            "demands 5 in a sum (policy.min_sites), and 4 of 5 may make one",
+            "requires 5 in a sum (policy.min_sites), but this job allows sums",
         ),
         (
             private_job(),
             {"min_sites": 3},
             "sites",
-            "demands 3 in a sum (policy.min_sites), and 2 of 2 may make one",
+            "requires 3 in a sum (policy.min_sites), but this job allows sums",
         ),
         (
             secure_job(5, threshold=4),
@@ -142,7 +142,7 @@ def test_default_policy_accepts_no_job_without_privacy():
             private_job(),
             {"privacy": "none"},
             "sites",
-            "demands 3 in a sum (policy.min_sites), and 2 of 2 may make one",
+            "requires 3 in a sum (policy.min_sites), but this job allows sums",
         ),
         (
             secure_job(5, threshold=5, hybrid=False),

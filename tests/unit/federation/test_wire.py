@@ -405,8 +405,12 @@ def test_trailing_bytes_are_refused():
 
 def test_other_version_is_named_before_anything_is_read():
     """An operator with two releases is told which side to upgrade."""
-    refused(frame({}, version=1), "format version 1, this side reads 2: .*the sender")
-    refused(frame({}, version=3), "format version 3, this side reads 2: .*this side")
+    refused(
+        frame({}, version=1), "format version 1, but this side reads 2: .*the sender"
+    )
+    refused(
+        frame({}, version=3), "format version 3, but this side reads 2: .*this side"
+    )
 
 
 def test_other_magic_is_refused():
@@ -418,7 +422,7 @@ def test_huge_declared_header_is_refused():
     """A declared length allocates nothing."""
     data = bytearray(wire.encode_bytes(FAILURE))
     struct.pack_into("<I", data, 48, 2**32 - 1)
-    refused(data, "at most 65536")
+    refused(data, "the 65536 allowed")
 
 
 def test_huge_declared_payload_is_refused():
@@ -453,7 +457,7 @@ def test_maximum_of_words_is_checked_before_the_payload():
     """A length that no model has is named as such."""
     too_long, longest = 2**35 + 1, 2**35
     refused(changed(MASKED, {"words_bytes": too_long}), f"{too_long}, not a count")
-    refused(changed(MASKED, {"words_bytes": longest}), "where the header says")
+    refused(changed(MASKED, {"words_bytes": longest}), "but the header says")
 
 
 @pytest.mark.parametrize("message", [EVALUATION, FAILURE])

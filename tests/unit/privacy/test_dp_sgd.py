@@ -352,7 +352,7 @@ def test_ghost_refuses_what_it_is_not_proven_for():
     check_places(uses_of(torch.ones(1, 1, 9), torch.ones(1, 1, 9)), 260_000)
     torch.set_float32_matmul_precision("medium")
     try:
-        with pytest.raises(JobError, match=r"precision\('medium'\): take that out"):
+        with pytest.raises(JobError, match=r"precision\('medium'\): remove that"):
             ClippedSum(nn.Linear(2, 2), clip_norm=1, clipping="ghost", batch_size=2)
         ClippedSum(nn.Linear(2, 2), clip_norm=1, clipping="hooks", batch_size=2)
     finally:
@@ -362,7 +362,7 @@ def test_ghost_refuses_what_it_is_not_proven_for():
 def test_sums_that_no_margin_is_enough_for_are_refused():
     """Instead of a promise that rounding may break."""
     assert sum_margin(4096) < 0.01
-    with pytest.raises(JobError, match="less than 250,000"):
+    with pytest.raises(JobError, match="fewer than 250,000"):
         sum_margin(260_000)
 
 
@@ -495,7 +495,7 @@ class BareWithDropout(Bare):
         (lambda: nn.MultiheadAttention(4, 2), "use batch_first=True"),
         (
             lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
-            "leave out add_bias_kv",
+            "remove add_bias_kv",
         ),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
         (lambda: nn.EmbeddingBag(4, 4), "use nn.Embedding"),
@@ -564,7 +564,7 @@ class Named(nn.Module):
         (Elsewhere, "'linear.weight' of the model is used outside of the layer"),
         (Flattening, r"'linear' works on shape \(24, 8\) in a batch of 3 records"),
         (Overwriting, "'linear' was called with a tensor that was overwritten"),
-        (Named, "'linear' is called with more than one tensor"),
+        (Named, "'linear' takes or returns more than one tensor"),
     ],
 )
 def test_models_that_cannot_be_followed_are_refused(

@@ -139,14 +139,14 @@ def test_modules_that_mix_records_are_refused(mixer: str, place: str):
 def test_the_module_is_named(mixer: str):
     """It, or the one whose own code mixes records."""
     inputs, function = torch.randn(BATCH, 4), MIXERS[mixer]
-    with pytest.raises(JobError, match=r"'1' \(a Apply\) gives another result"):
+    with pytest.raises(JobError, match=r"'1' \(a Apply\) gives a different result"):
         check(PLACES["inside"](function), inputs)
-    with pytest.raises(JobError, match=r"'2' \(a Apply\) gives another result"):
+    with pytest.raises(JobError, match=r"'2' \(a Apply\) gives a different result"):
         check(PLACES["with dropout"](function), inputs)
     with pytest.raises(JobError, match=r"the model \(a Between\), between its layers"):
         check(Between(function), inputs)
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Between(function)))
-    with pytest.raises(JobError, match=r"'1.0' \(a Between\) gives another result"):
+    with pytest.raises(JobError, match=r"'1.0' \(a Between\) gives a different result"):
         check(inner, inputs)
 
 
@@ -228,7 +228,7 @@ class SizeAndDropout(nn.Module):
 )
 def test_other_ways_to_mix_are_refused(make: Callable[[], nn.Module]):
     """Over batches, by their size, and by a mode."""
-    with pytest.raises(JobError, match="for a record when others"):
+    with pytest.raises(JobError, match="for a record when the batch has"):
         check(make(), torch.randn(BATCH, 4))
 
 
@@ -287,7 +287,9 @@ def test_a_model_that_cannot_be_copied_is_refused():
     """With the kind of error and what to do."""
     module = Locked()
     try:
-        with pytest.raises(JobError, match=r"cannot be copied.* \(TypeError\): keep"):
+        with pytest.raises(
+            JobError, match=r"cannot be copied.* \(TypeError\): do not store"
+        ):
             check(module, torch.randn(BATCH, 4))
     finally:
         module.open_file.close()

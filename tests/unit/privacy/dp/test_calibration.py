@@ -92,7 +92,7 @@ def test_too_large_a_delta_is_refused():
 @pytest.mark.parametrize("delta", [1e-11, 0.0, -1.0, math.nan])
 def test_too_small_a_delta_is_refused(delta: float):
     """It could not be told from rounding."""
-    with pytest.raises(JobError, match="the least that"):
+    with pytest.raises(JobError, match="the smallest delta"):
         budget.check_delta(delta, 100)
 
 
@@ -113,5 +113,5 @@ def test_what_is_released_beside_the_steps_is_paid_for():
     assert found > alone
     steps = PrivacyEvent(noise_multiplier=found, sampling_rate=0.1, steps=100)
     assert 3.99 < accountant.epsilon([steps, beside], 1e-5) <= 4.0
-    with pytest.raises(PrivacyUnreachable, match=r"take 1\.\d+ of it; give them more"):
+    with pytest.raises(PrivacyUnreachable, match=r"use 1\.\d+ of it; give them more"):
         calibration.noise_multiplier(1.0, 1e-5, 0.1, 100, beside=[beside])

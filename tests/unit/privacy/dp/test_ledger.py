@@ -180,7 +180,7 @@ def test_only_the_owner_reads_it(folder: Path):
 def test_one_writer_at_a_time(folder: Path):
     """The second is told, the first goes on, and a reader may look."""
     first = opened(folder)
-    with pytest.raises(LedgerBusy, match="another process writes"):
+    with pytest.raises(LedgerBusy, match="another process is writing"):
         opened(folder)
     first.charge(EVENT, round_index=3)
     assert len(ledger_files.read_file(folder / "ledger.jsonl").charges) == 4
@@ -327,7 +327,7 @@ def test_every_loss_at_the_end_is_noticed(folder: Path):
 def test_a_lost_ledger_is_not_a_new_one(folder: Path):
     """Its head is still there."""
     (folder / "ledger.jsonl").unlink()
-    with pytest.raises(LedgerShortened, match="has no whole line"):
+    with pytest.raises(LedgerShortened, match="has no complete line"):
         opened(folder)
 
 
@@ -394,7 +394,7 @@ def test_what_cannot_be_kept_is_not_released(folder: Path):
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
     """Before anything is trained."""
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreUnavailable, match="cannot keep the ledger"):
+    with pytest.raises(StoreUnavailable, match="cannot write the ledger"):
         opened(tmp_path / "file")
     with pytest.raises(StoreUnavailable, match="cannot read the ledger"):
         ledger_files.read_file(tmp_path / "nowhere" / "ledger.jsonl")

@@ -165,7 +165,7 @@ def test_noise_that_is_not_the_rings_is_refused():
     """More, less, or none where some is asked for."""
     ring = _ring()
     for noise in (None, _noise(ring.noise_std * 1.01, "x"), _noise(4.0, "x")):
-        with pytest.raises(ValueError, match="made for noise of"):
+        with pytest.raises(ValueError, match="planned for noise of"):
             seal_(
                 np.zeros(10, np.float32),
                 ring,

@@ -93,7 +93,7 @@ def test_more_updates_than_sites_are_refused():
 
 
 def test_update_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="does not add"):
+    with pytest.raises(ValueError, match="cannot be added"):
         MaskedSum(3, _spec(32)).fold_(np.zeros(4, np.uint32))
 
 

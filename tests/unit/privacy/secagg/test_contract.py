@@ -238,9 +238,9 @@ def test_scale_and_amplitude_that_do_not_follow_are_named():
     """With what the contract says and what follows from its other fields."""
     ring = CONTRACT.ring()
     assert (CONTRACT.scale, CONTRACT.amplitude) == (ring.scale, ring.amplitude)
-    with pytest.raises(ContractRefused, match=rf"says 9, and {ring.amplitude} follows"):
+    with pytest.raises(ContractRefused, match=rf"is 9, but .* give {ring.amplitude}"):
         PARTIES.contract(amplitude=9)
-    with pytest.raises(ContractRefused, match=rf"says 2.0, and {ring.scale} follows"):
+    with pytest.raises(ContractRefused, match=rf"is 2.0, but .* give {ring.scale}"):
         PARTIES.contract(scale=2.0)
 
 

@@ -86,9 +86,9 @@ def test_shares_that_nobody_else_knows():
 @pytest.mark.parametrize(
     ("threshold", "colluding", "text"),
     [
-        (3, 0, "knows the noise of one site, its own"),
-        (3, 3, "of 3 updates in a sum 3 may be the adversary's"),
-        (3, 4, "nobody's noise is left"),
+        (3, 0, "knows its own noise"),
+        (3, 3, "a sum may hold 3 updates: if 3 sites collude"),
+        (3, 4, "no other noise is left"),
     ],
 )
 def test_no_share_left_is_refused(threshold: int, colluding: int, text: str):
@@ -102,7 +102,7 @@ def test_no_share_left_is_refused(threshold: int, colluding: int, text: str):
 def test_coarse_ring_is_refused():
     """The trap of a large model: here 24 bits, which 32 would cure."""
     share = _share(size=10**8, sensitivity=0.01, threshold=4)
-    with pytest.raises(ValueError, match=r"to 24 bits adds .* %.* take more bits"):
+    with pytest.raises(ValueError, match=r"to 24 bits adds .* %.* use more bits"):
         share.ring_spec(bits=24, num_sites=4, clip_norm=1.0)
     assert share.ring_spec(bits=32, num_sites=4, clip_norm=1.0).bits == 32
 
@@ -133,7 +133,7 @@ def test_a_ring_of_another_plan_has_faults():
     assert not list(share.faults(ring))
     assert not list(share.faults(replace(ring, noise_std=ring.noise_std * 1.01)))
     (fault,) = share.faults(replace(ring, noise_std=ring.noise_std * (1 - 1e-5)))
-    assert "are worth a noise multiplier of 4.79" in fault
+    assert "give a noise multiplier of 4.79" in fault
     assert list(replace(share, colluding=2).faults(ring))
     (fault,) = replace(share, multiplier=1e-9).faults(replace(ring, noise_std=3.9))
     assert "fewer than 4" in fault

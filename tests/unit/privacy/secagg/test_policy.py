@@ -170,7 +170,7 @@ def test_two_sites_with_private_records_need_no_waiver():
 def test_colluders_are_counted_with_the_threshold():
     """A higher threshold passes a stricter policy."""
     check_against_policy(PARTIES.contract(threshold=4), PARTIES.policy(colluding=2))
-    with pytest.raises(ContractRefused, match="withstands 2"):
+    with pytest.raises(ContractRefused, match="tolerates 2"):
         check_against_policy(PARTIES.contract(threshold=4), PARTIES.policy(colluding=3))
     check_against_policy(PARTIES.contract(threshold=5), PARTIES.policy(colluding=3))
 
@@ -206,7 +206,7 @@ def test_noise_at_the_limit_passes(profile: str):
     [
         (
             "differential_privacy.ring_noise_std",
-            "are worth a noise multiplier of 1.09",
+            "give a noise multiplier of 1.09",
             {"std": RING.noise_std * (1 - 1e-6)},
             {},
         ),
@@ -224,26 +224,26 @@ def test_noise_at_the_limit_passes(profile: str):
         ),
         (
             "threshold",
-            "4 updates in a sum do not hold the noise of 5",
+            "4 updates in a sum have less noise than the 5",
             {},
             {"noise_share": dataclasses.replace(SHARE, threshold=5)},
         ),
         (
             # As many shares of others, as long as only one site colludes.
             "threshold",
-            "4 updates in a sum do not hold the noise of 5",
+            "4 updates in a sum have less noise than the 5",
             {},
             {"noise_share": dataclasses.replace(SHARE, threshold=5, colluding=2)},
         ),
         (
             "weight_rule",
-            "would tell what noise is to hide",
+            "would reveal what the noise must hide",
             {"weight_rule": "examples", "max_examples": 10},
             {},
         ),
         (
             "element_bound",
-            "a grid that clip_norm sets",
+            "the grid that clip_norm sets",
             {"element_bound": 0.999, "std": RING.noise_std * 1.01},
             {},
         ),
@@ -268,7 +268,7 @@ def test_larger_clip_norm_than_planned_is_refused_where_sites_are_the_unit():
     share = dataclasses.replace(SHARE, sensitivity=0.5)
     policy = PARTIES.policy(noise_share=share)
     check_against_policy(_with_noise("joint"), policy)
-    with pytest.raises(ContractRefused, match="noise is made for"):
+    with pytest.raises(ContractRefused, match="noise is calibrated for"):
         check_against_policy(_with_noise("site"), policy)
 
 

@@ -122,7 +122,7 @@ def test_older_roster_is_stale():
     other = dataclasses.replace(ROSTER, aggregator_organisation="x")
     ROSTER.check_successor(ROSTER)
     ROSTER.check_successor(newer)
-    with pytest.raises(StaleRoster, match="holds roster 4"):
+    with pytest.raises(StaleRoster, match="already has roster 4"):
         newer.check_successor(ROSTER)
     with pytest.raises(StaleRoster, match="two rosters"):
         ROSTER.check_successor(other)

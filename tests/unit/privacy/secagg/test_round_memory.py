@@ -27,7 +27,7 @@ def test_rounds_only_rise(memory: RoundMemory):
     memory.advance(RUN, 1)
     memory.advance(RUN, 5)
     for again in (5, 4, 1, 0, -1):
-        with pytest.raises(ReplayedRound, match="round 5 has been answered"):
+        with pytest.raises(ReplayedRound, match="already answered round 5"):
             memory.advance(RUN, again)
     memory.advance(RUN, 6)
 

@@ -150,7 +150,7 @@ def test_site_checks_its_own_place():
     """Its own name must stand in the contract with its own key."""
     with pytest.raises(UnknownSite):
         PARTIES.site_setup(1, site="stranger").on_offer(offer())
-    with pytest.raises(ContractRefused, match="another key"):
+    with pytest.raises(ContractRefused, match="a different key"):
         PARTIES.site_setup(1, identity=PARTIES.sites[2]).on_offer(offer())
 
 
@@ -318,7 +318,7 @@ def no_ciphertext_for_me(confirms: dict[int, bytes]) -> None:
 def test_wrong_confirms_end_the_setup(
     attack: Callable[[dict[int, bytes]], None], error: type[ProtocolError]
 ):
-    """A site that saw another book, or a forged word of it, gives no secrets."""
+    """A site that saw a different book, or a forged word of it, gives no secrets."""
     setups, confirms = confirmed()
     attack(confirms)
     setup = setups[2]
@@ -338,7 +338,7 @@ def test_replayed_advert_of_a_peer_is_found_by_its_confirm():
     truth = {i: setups[i].on_book(book) for i in (2, 3, 4)}
     confirms = Confirms(confirms={1: lie, **truth}).to_bytes()
     for i in PARTIES.sites:
-        with pytest.raises(WrongContext, match="another book"):
+        with pytest.raises(WrongContext, match="a different book"):
             setups[i].on_confirms(confirms)
 
 
@@ -355,7 +355,7 @@ def test_site_steps_have_an_order():
     setup = PARTIES.site_setup(1)
     with pytest.raises(OutOfOrder, match="no contract"):
         _ = setup.contract
-    with pytest.raises(OutOfOrder, match="'offer' is"):
+    with pytest.raises(OutOfOrder, match="expected: 'offer'"):
         setup.on_book(b"")
     with pytest.raises(OutOfOrder):
         setup.on_confirms(b"")
@@ -461,7 +461,7 @@ def test_answer_of_a_site_that_is_left_out_counts_for_nothing():
         identity=PARTIES.aggregator, contract=CONTRACT, left_out=[site_name(2)]
     )
     advert = PARTIES.site_setup(2).on_offer(aggregator.offer())
-    with pytest.raises(BookRefused, match="is left out"):
+    with pytest.raises(BookRefused, match="is excluded"):
         aggregator.on_advert(advert)
 
 

@@ -18,7 +18,7 @@ def test_steps_follow_each_other():
     """A step is due once, and another step changes nothing."""
     erased: list[int] = []
     steps = Steps(Step.ONE, aborted=Step.ABORTED, erase=lambda: erased.append(1))
-    with pytest.raises(OutOfOrder, match="'two' is not due now, 'one' is"):
+    with pytest.raises(OutOfOrder, match="'two' is not due now; expected: 'one'"):
         steps.take(Step.TWO, then=Step.ONE).__enter__()
     with steps.take(Step.ONE, then=Step.TWO):
         pass
