@@ -119,8 +119,8 @@ def open_store(
     parsed = parse_url(url)
     if not parsed.is_remote and (options.kms_key or options.bucket_owner):
         raise JobError(
-            f"{url!r} is not in a cloud: kms_key and bucket_owner are of buckets; "
-            "storage.encryption encrypts on this machine",
+            f"{url!r} is not in a cloud: kms_key and bucket_owner apply only to "
+            "buckets; storage.encryption encrypts on this machine",
             key=_KEY,
         )
     if parsed.scheme == "memory":
@@ -134,15 +134,15 @@ def open_store(
             return _open_s3(parsed.place, prefix, options)
         return _open_gcs(parsed.place, prefix, options)
     except ValueError as error:
-        raise JobError(f"{url!r} names no store: {error}", key=_KEY) from error
+        raise JobError(f"{url!r} does not name a store: {error}", key=_KEY) from error
 
 
 def _parse_bucket(url: str, scheme: str, rest: str) -> StoreUrl:
     bucket, _, prefix = rest.partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise JobError(
-            f"{url!r} names no store: {bucket!r} cannot be a bucket, whose name is of "
-            "lower-case letters, digits, '.', '_' and '-'",
+            f"{url!r} does not name a store: {bucket!r} cannot be a bucket, whose name "
+            "has lower-case letters, digits, '.', '_' and '-'",
             key=_KEY,
         )
     prefix = prefix.removesuffix("/")
@@ -150,7 +150,7 @@ def _parse_bucket(url: str, scheme: str, rest: str) -> StoreUrl:
         if prefix:
             check_key(prefix)
     except ValueError as error:
-        raise JobError(f"{url!r} names no store: {error}", key=_KEY) from error
+        raise JobError(f"{url!r} does not name a store: {error}", key=_KEY) from error
     return StoreUrl(scheme=scheme, place=bucket, prefix=prefix)
 
 

@@ -47,7 +47,7 @@ class PromptEnd:
         self._stopped.wait()
         # A process that ends by itself does so meanwhile, and this thread with it.
         threading.Event().wait(GRACE_SECONDS)
-        self._listener("ended without waiting; a task that was at work comes again")
+        self._listener("ended without waiting; the interrupted task will be sent again")
         speaker = threading.Thread(target=self._farewell, daemon=True)
         speaker.start()
         speaker.join(FAREWELL_SECONDS)

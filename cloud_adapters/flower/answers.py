@@ -55,7 +55,7 @@ class Answers:
         self, task: Task, head: SiteMessage, references: Sequence[Reference]
     ) -> SiteMessage:
         if not isinstance(task, RoundTask):
-            text = f"{task.site} answered a step with vectors in the store"
+            text = f"{task.site} answered a secure step with vectors in the store"
             raise ProtocolError(text)
         if (head.run_id, head.round_index) != (task.run_id, task.round_index):
             return head  # It will not count, whatever its vectors are.
@@ -68,5 +68,5 @@ class Answers:
 def _of_site(packed: PackedFrame, site: SiteId) -> SiteMessage:
     answer = wire.decode(packed.frame)
     if isinstance(answer, RoundTask | SecureTask) or answer.site != site:
-        raise ProtocolError(f"{site}'s node spoke for {answer.site!r}")
+        raise ProtocolError(f"the node of {site} answered for {answer.site!r}")
     return answer

@@ -138,7 +138,7 @@ class FleetCalls:
                 return SiteError(
                     f"{self.address} does not prove that it is the aggregator: "
                     f"{cause.verify_message}; compare its address and the certificate "
-                    "authority with those that the aggregator's operator gave you"
+                    "authority with the ones from the aggregator's operator"
                 )
             cause = cause.__cause__ or cause.__context__
         return Outage(f"{self.address} cannot be reached: {error}")

@@ -254,7 +254,7 @@ class FlowerGrid:
         )
         out = Out(question=question)
         if not self._post(batch, out, content, question.kind.value):
-            text = "Flower did not take the message for its node"
+            text = "Flower did not accept the message for its node"
             self._fail(batch, question, FailureKind.UNREACHABLE, text)
         elif question.inquiry is not None:
             question.inquiry.note_sent(self._clock.monotonic())

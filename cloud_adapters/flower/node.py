@@ -375,7 +375,7 @@ class FlowerNode:
         try:
             kind = message.metadata.message_type
             if kind not in _KINDS:
-                raise ProtocolError(f"a message of kind {kind!r:.40} came")  # noqa: TRY301
+                raise ProtocolError(f"unknown message kind {kind!r:.40}")  # noqa: TRY301
             return self.app(message, context)
         except Exception as error:  # noqa: BLE001 -- a message never ends the node
             # What is raised on purpose is worded for both sides; anything else may

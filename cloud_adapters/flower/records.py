@@ -110,7 +110,7 @@ def read_update(
     record = content.array_records.get(spec.arrays)
     if record is None:
         raise InvalidUpdate(
-            f"its answer has no record of arrays {spec.arrays!r} but "
+            f"its answer has no record of arrays {spec.arrays!r}, only "
             f"{_names(content)}: set flower_app.arrays to the app's name for it"
         )
     delta_d, integers_m = _read_arrays(record, layout)
@@ -212,7 +212,7 @@ def _read_array(array: Array, tensor: TensorSpec, kinds: str) -> NDArray[Any]:
         read = npy.read_array_header_1_0 if version == (1, 0) else _read_header_2
         shape, by_columns, dtype = read(stream, max_header_size=MAX_HEADER_BYTES)
     except _NO_HEADER as error:
-        raise InvalidUpdate(f"{where} is no array of NumPy: {error!s:.100}") from error
+        raise InvalidUpdate(f"{where} is not a NumPy array: {error!s:.100}") from error
     if shape != tensor.shape:
         shown = ascii([min(length, MAX_LENGTH) for length in shape])[:60]
         raise InvalidUpdate(f"{where} has shape {shown}, not {list(tensor.shape)}")
@@ -238,7 +238,7 @@ def _metrics(content: RecordDict, spec: FlowerAppSpec) -> MetricRecord:
     record = content.metric_records.get(spec.metrics)
     if record is None:
         raise InvalidUpdate(
-            f"its answer has no record of metrics {spec.metrics!r} but "
+            f"its answer has no record of metrics {spec.metrics!r}, only "
             f"{_names(content)}: set flower_app.metrics to the app's name for it"
         )
     return record
@@ -272,8 +272,8 @@ def _number(metrics: MetricRecord, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         have = ", ".join(sorted(repr(key)[:40] for key in metrics)[:_MAX_NAMES])
         raise InvalidUpdate(
-            f"its metrics have no number {name!r} but {have or 'nothing'}: the job's "
-            "flower_app names the app's metrics"
+            f"its metrics have no number {name!r}, only {have or 'nothing'}: correct "
+            "the names of the app's metrics in the job's flower_app"
         )
     try:
         return float(value)

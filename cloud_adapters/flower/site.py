@@ -259,7 +259,7 @@ def unpack_all(content: RecordDict) -> PackedFrame:
 def _references(content: RecordDict) -> tuple[Reference, ...]:
     text = _about_of(content).get(_REFERENCES, "")
     if not isinstance(text, str):
-        raise ProtocolError("a Flower message with references that are no text")
+        raise ProtocolError("a Flower message whose references are not text")
     return frame_references.read_references(text) if text else ()
 
 
@@ -334,7 +334,7 @@ def _task(message: Message) -> Task:
     site = _about(message).get("site")
     task = wire.decode(unpack(message.content))
     if not isinstance(task, RoundTask | SecureTask) or task.site != site:
-        raise ProtocolError(f"a message for {site!r} that is not its task")
+        raise ProtocolError(f"a message for {site!r} with another site's task")
     return task
 
 

@@ -57,7 +57,7 @@ def assume_role(
         NotAuthenticated: The role does not trust the token.
         StoreUnavailable: STS is out of reach.
     """
-    doing = f"assume the role {role_arn} with a token of Google's"
+    doing = f"assume the role {role_arn} with a Google token"
     try:
         sts = boto3.session.Session().client(
             "sts",

@@ -30,7 +30,7 @@ def check_data_key(plaintext: bytes) -> bytes:
     """
     if len(plaintext) != DATA_KEY_BYTES:
         raise ValueError(
-            f"a data key has {DATA_KEY_BYTES} bytes, this one {len(plaintext)}"
+            f"a data key must have {DATA_KEY_BYTES} bytes, not {len(plaintext)}"
         )
     return plaintext
 
@@ -53,8 +53,8 @@ def unmark(kind: str, wrapped: bytes, name: str) -> bytes:
     for other in KINDS:
         if separator and found == other.encode():
             raise KeyRefused(
-                f"the object's key was wrapped by a key of the kind {other!r}, and not "
-                f"by {name}: name the key that it was written with in "
-                "storage.encryption.key"
+                f"the object's key was wrapped by a key of the kind {other!r}, not by "
+                f"{name}: set storage.encryption.key to the key that the object was "
+                "written with"
             )
-    raise CorruptObject(f"what should be a key wrapped by {name} is none")
+    raise CorruptObject(f"this is not a key wrapped by {name}")

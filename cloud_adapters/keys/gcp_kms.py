@@ -103,8 +103,8 @@ _REFUSED = Meaning(
 )
 _UNCLEAR = Meaning(
     StoreUnavailable,
-    "the endpoint does not answer as Cloud KMS does: check its URL, and proxies on the "
-    "way",
+    "the endpoint does not answer like Cloud KMS: check its URL, and any proxies in "
+    "between",
     is_temporary=True,
 )
 
@@ -239,7 +239,7 @@ class GcpKms:
         except (KeyError, TypeError, ValueError, binascii.Error):
             raise _UNCLEAR.told(doing, f"no {name}") from None
         if google_crc32c.value(content) != checksum:
-            raise _UNCLEAR.told(doing, f"another checksum of the {name}")
+            raise _UNCLEAR.told(doing, f"the checksum of the {name} does not match")
         return content
 
 
@@ -259,7 +259,7 @@ def _answer(
     except requests.RequestException:
         body = None
     if not isinstance(body, dict):
-        raise _UNCLEAR.told(doing, f"status {response.status_code}, no JSON")
+        raise _UNCLEAR.told(doing, f"status {response.status_code}, not JSON")
     if response.status_code == _OK:
         return body
     raise _refusal(

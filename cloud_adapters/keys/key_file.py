@@ -139,7 +139,7 @@ def read_keys(path: Path) -> Sequence[FileKey]:
             "storage FILE'"
         ) from None
     if not found or len({key.key_id for key in found}) != len(found):
-        raise KeyRefused(f"{path} holds no key, or one id twice")
+        raise KeyRefused(f"{path} holds no key, or the same id twice")
     return found
 
 
@@ -184,7 +184,7 @@ def _read_private(path: Path) -> str:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         advice = (
-            "make one with 'crossfed keys storage FILE', or copy the run's own"
+            "create one with 'crossfed keys storage FILE', or copy the run's own"
             if error.errno == errno.ENOENT
             else f"{error.strerror}"
         )
@@ -192,7 +192,7 @@ def _read_private(path: Path) -> str:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise KeyRefused(f"the key file {path} is not a file")
+            raise KeyRefused(f"the key file {path} is not a regular file")
         if found.st_mode & _OTHERS or found.st_uid not in {os.geteuid(), 0}:
             raise KeyRefused(
                 f"other users can read the key file {path} (mode "

@@ -458,7 +458,7 @@ def _checked(task: Task, message: SiteMessage) -> Answer:
     """
     num_bytes = wire.encoded_size(message)
     if message.site != task.site:
-        text = f"spoke for {message.site!r}"
+        text = f"answered for {message.site!r}"
         return failure(task, FailureKind.INVALID, text), num_bytes
     return message, num_bytes
 

@@ -51,4 +51,4 @@ def _why(number: int, parent: int) -> str:
             "was stopped"
         )
     name = signal.Signals(number).name
-    return f"{name} ended it: the service was stopped, or somebody killed it"
+    return f"{name} ended it: the service was stopped, or someone killed it"

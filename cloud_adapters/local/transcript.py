@@ -56,7 +56,7 @@ _KINDS: Mapping[type[WireMessage], str] = {
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
-    errno.ENOTDIR: "a file is where a folder must be; move it away",
+    errno.ENOTDIR: "a file is in the way of a folder; move it",
     errno.EEXIST: "a file is in the way; use a new folder for every transcript",
 }
 
@@ -200,5 +200,5 @@ def _errors(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
         raise StoreUnavailable(
-            f"cannot write the transcript {path}: {advice}, or name another folder"
+            f"cannot write the transcript {path}: {advice}, or choose another folder"
         ) from error

@@ -261,7 +261,9 @@ class EncryptedStore:
                 opened.key, start=start, length=stop - start, if_version=opened.version
             )
             if len(stored) != stop - start:
-                raise CorruptObject(f"{cipher.where} ended early when it was read")
+                raise CorruptObject(
+                    f"{cipher.where} ended early while it was being read"
+                )
             first = (start - cipher.offset(0)) // step
             for _ in _decrypted(cipher, first, memoryview(stored)):
                 pass
@@ -391,8 +393,8 @@ def _check_size(cipher: Cipher, size: int, stored_bytes: int) -> None:
     """Check that header, segments and trailer of a content fill an object."""
     if cipher.trailer_offset(size) + TRAILER_BYTES != stored_bytes:
         raise CorruptObject(
-            f"{cipher.where} is damaged: no content is {stored_bytes} bytes when it is "
-            "encrypted; restore it from a copy"
+            f"{cipher.where} is damaged: no encrypted object has {stored_bytes} bytes; "
+            "restore it from a copy"
         )
 
 

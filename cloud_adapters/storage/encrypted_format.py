@@ -79,11 +79,11 @@ class Header:
         """
         if not content.startswith(MAGIC):
             raise CorruptObject(
-                f"{where} is not encrypted, and what is read with a key has to be: it "
-                "was written without one, or by somebody else"
+                f"{where} is not encrypted, but reading with a key requires it: it was "
+                "written without a key, or by someone else"
             )
         if len(content) < HEADER_BYTES:
-            raise CorruptObject(f"{where} is cut off in its header")
+            raise CorruptObject(f"{where} is truncated in its header")
         _, version, segment_bytes, length = _FIXED.unpack_from(content)
         if version != VERSION:
             raise CorruptObject(
@@ -94,7 +94,7 @@ class Header:
         header = cls(segment_bytes=segment_bytes, wrapped=wrapped)
         is_ours = 0 < segment_bytes <= MAX_SEGMENT_BYTES and length <= MAX_WRAPPED_BYTES
         if not is_ours or header.encode() != content[:HEADER_BYTES]:
-            raise CorruptObject(f"{where} has a header that was changed")
+            raise CorruptObject(f"{where} has a modified header")
         return header
 
 

@@ -53,7 +53,7 @@ NO_BUCKET = Meaning(
     BucketNotFound,
     "the bucket does not exist: correct its name in the URL, or create it",
 )
-CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
+CHANGED = Meaning(ObjectChanged, "the object does not have the requested version")
 CONFLICT = Meaning(
     StoreUnavailable,
     "others are writing the same object; try again later",

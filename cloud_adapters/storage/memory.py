@@ -86,7 +86,7 @@ class MemoryStore:
         with self._lock:
             found = self._objects.get(key)
             if put.if_absent and found is not None:
-                raise ObjectExists(f"{key!r} exists already in the memory store")
+                raise ObjectExists(f"{key!r} already exists in the memory store")
             if put.if_version not in {None, found[1].version if found else None}:
                 raise ObjectChanged(f"{key!r} of the memory store has changed")
             self._num_puts += 1

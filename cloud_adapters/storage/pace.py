@@ -42,7 +42,7 @@ def in_time(
             if seconds >= WINDOW_SECONDS:
                 if received < BYTES_PER_SECOND * seconds and not is_first:
                     raise StoreUnavailable(
-                        f"cannot {doing}: only {received} bytes came in "
+                        f"cannot {doing}: only {received} bytes arrived in "
                         f"{seconds:.0f} s, and less than {BYTES_PER_SECOND // 1024} "
                         "KiB/s counts as a broken connection; check the network",
                         temporary=True,

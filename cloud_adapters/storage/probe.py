@@ -105,8 +105,8 @@ def _check_way(store: ObjectStore, put: Put, key: str, size: str) -> None:
         put(b"third", if_version=first.version)
     except ObjectChanged as error:
         raise StoreUnavailable(
-            f"{store.url} refuses conditional writes that it has to make: {size} was "
-            f"not changed though its version {first.version!r} was named; {_ADVICE}"
+            f"{store.url} refuses conditional writes that it must accept: {size} was "
+            f"not changed although its version {first.version!r} was given; {_ADVICE}"
         ) from error
     _expect(
         ObjectChanged,
@@ -175,7 +175,8 @@ def _removed(store: ObjectStore, key: str) -> Iterator[None]:
     except ObjectNotFound:
         return
     raise StoreUnavailable(
-        f"{store.url} keeps {key!r} though it was deleted; look for a retention rule"
+        f"{store.url} still has {key!r} although it was deleted; look for a retention "
+        "rule"
     )
 
 

@@ -167,7 +167,7 @@ class Gate:
         )
         if begun is not None and begun >= MAX_SESSIONS:
             raise HTTPException(
-                _TOO_LARGE, f"this answer was begun {begun} times: send it to its end"
+                _TOO_LARGE, f"this answer was started {begun} times: send it completely"
             )
 
     def _check_room(
@@ -201,15 +201,15 @@ class Gate:
         ).one()
         named = (
             ("answer_mib", "an answer of a site", self.limits.answer),
-            ("site_mib", "the answers of a site that wait here", self.limits.site),
-            ("run_mib", "the answers of a run that wait here", self.limits.run),
+            ("site_mib", "a site's waiting answers", self.limits.site),
+            ("run_mib", "a run's waiting answers", self.limits.run),
         )
         for stored, (key, what, limit) in zip(sums, named, strict=True):
             if stored + size > limit:
                 raise HTTPException(
                     _TOO_LARGE,
                     f"{what} may have {limit} bytes (limits.{key} in aggregator.toml), "
-                    f"and this would make {stored + size}",
+                    f"but this would make {stored + size}",
                 )
 
     def check_disk(self, size: int) -> None:
@@ -222,9 +222,9 @@ class Gate:
         if free - size < self.limits.reserve:
             raise HTTPException(
                 _NO_ROOM,
-                f"the aggregator's disk has {free} bytes left and keeps "
-                f"{self.limits.reserve} of them for its operator "
-                "(limits.reserve_mib in aggregator.toml)",
+                f"the aggregator's disk has {free} bytes left and reserves "
+                f"{self.limits.reserve} of them for its operator (limits.reserve_mib "
+                "in aggregator.toml)",
             )
 
 
@@ -237,7 +237,7 @@ def _session(state: LinkState) -> Iterator[Session]:
     """
     if not isinstance(state, SqlLinkState):
         raise HTTPException(
-            _UNAVAILABLE, "the SuperLink keeps its state in no database"
+            _UNAVAILABLE, "the SuperLink does not keep its state in a database"
         )
     with state.session() as session:
         session.execute(text(_TABLE))
@@ -248,20 +248,24 @@ def _session(state: LinkState) -> Iterator[Session]:
 def _check_name(session: Session, request: PushMessagesRequest) -> None:
     """Refuse all but one answer of this node to a question that it was asked."""
     if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-        raise HTTPException(_CONFLICT, "a node pushes one answer at a time")
+        raise HTTPException(_CONFLICT, "a node must push one answer at a time")
     metadata = request.messages_list[0].metadata
     if metadata.src_node_id != request.node.node_id:
-        raise HTTPException(_CONFLICT, "a node answers in its own name")
+        raise HTTPException(_CONFLICT, "a node must answer under its own id")
     if metadata.dst_node_id != SUPERLINK_NODE_ID or not metadata.reply_to_message_id:
-        raise HTTPException(_CONFLICT, "a node sends answers, and to nobody else")
+        raise HTTPException(
+            _CONFLICT, "a node may send only answers, and only to the SuperLink"
+        )
     if metadata.message_id != request.message_object_trees[0].object_id:
-        raise HTTPException(_CONFLICT, "an answer is announced under its own name")
+        raise HTTPException(_CONFLICT, "an answer must be announced under its own id")
     asked = session.scalar(
         text("SELECT dst_node_id FROM message_ins WHERE message_id = :question"),
         {"question": metadata.reply_to_message_id},
     )
     if asked != uint64_to_int64(request.node.node_id):
-        raise HTTPException(_CONFLICT, "this node was not asked that, or is too late")
+        raise HTTPException(
+            _CONFLICT, "this node was not asked this, or its answer is too late"
+        )
 
 
 def _message_of(session: Session, request: PushObjectRequest) -> str:
@@ -279,7 +283,7 @@ def _message_of(session: Session, request: PushObjectRequest) -> str:
     )
     if found is None:
         raise HTTPException(
-            _CONFLICT, "this node has announced no answer that this is a part of"
+            _CONFLICT, "this node has not announced an answer with this part"
         )
     return str(found)
 

@@ -146,8 +146,8 @@ class CoordinatorExecutor:
         bundle = self._confines.bundle
         if spec.task_type is not TaskType.SERVER_APP or spec.fab_hash != bundle:
             return LaunchResult.failed(
-                f"the run has the bundle {spec.fab_hash!r:.80}; only the one of this "
-                f"release is started, {bundle}"
+                f"the run has the bundle {spec.fab_hash!r:.80}, but only this "
+                f"release's bundle is started, {bundle}"
             )
         launch = Launch(
             address=spec.runtime_api_address,
@@ -198,7 +198,7 @@ def only(bundle: str) -> Callable[[Any], Fab]:
         found = hashlib.sha256(fab.content).hexdigest()
         if found != bundle:
             raise BundleRefused(
-                f"the run has the bundle {found}; only {bundle} is loaded"
+                f"the run has the bundle {found}, but only {bundle} is loaded"
             )
         return fab
 

@@ -107,7 +107,9 @@ def read_references(text: str) -> tuple[Reference, ...]:
         ProtocolError: It did not write this.
     """
     if len(text) > MAX_REFERENCES_CHARS:
-        raise ProtocolError(f"references to vectors with {len(text)} characters")
+        raise ProtocolError(
+            f"references to vectors have {len(text)} characters, which is too long"
+        )
     try:
         parsed = json.loads(text, parse_constant=typed_json.refuse_constant)
         found: tuple[Reference, ...] = typed_json.decode(
@@ -116,7 +118,7 @@ def read_references(text: str) -> tuple[Reference, ...]:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed references to vectors: {error}") from error
     if not all(0 < each.size <= wire.MAX_COUNT for each in found):
-        raise ProtocolError("a reference to a vector of an impossible size")
+        raise ProtocolError("a reference has an impossible vector size")
     return found
 
 
@@ -157,6 +159,6 @@ def check(head: WireMessage, reference: Reference, sizes: Sizes) -> int:
     most += _SPARE_BYTES if name == "words" else 0
     if not least <= reference.size <= most:
         raise ProtocolError(
-            f"{name} has {reference.size} bytes, where this run's model needs {most}"
+            f"{name} has {reference.size} bytes, but this run's model needs {most}"
         )
     return reference.size

@@ -241,9 +241,9 @@ class Frames:
         info = self.retry.call(lambda _: store.stat(key))
         if info.size != reference.size:
             raise CorruptObject(
-                f"{key!r} in {store.url} has {info.size} bytes, and "
-                f"{reference.size} were announced: are [exchange] and its encryption "
-                "the same at all parties?"
+                f"{key!r} in {store.url} has {info.size} bytes instead of the "
+                f"announced {reference.size}: check that [exchange] and its encryption "
+                "are the same at all parties"
             )
         parts = cast(
             "Generator[bytes]",
@@ -274,7 +274,7 @@ class Frames:
             try:
                 keys = [info.key for info in self.store.list(prefix)]
             except StoreError as error:
-                _LOG.warning("%s in %s is not tidied: %s", prefix, self._url, error)
+                _LOG.warning("cannot clean up %s in %s: %s", prefix, self._url, error)
                 continue
             for key in keys:
                 index = key.removeprefix(prefix).partition("/")[0]
@@ -287,7 +287,7 @@ class Frames:
                 self.store.delete(key)
         except StoreError as error:
             # It is deleted at the end of the run, or by the bucket's own rule.
-            _LOG.warning("%s in %s is not deleted: %s", key, self._url, error)
+            _LOG.warning("cannot delete %s in %s: %s", key, self._url, error)
 
 
 class _Pieces:

@@ -136,7 +136,7 @@ class SiteAgent:
             ProtocolError: It was not, or the task is for another site.
         """
         if task.site != self.name:
-            raise ProtocolError(f"a task for {task.site!r} came to site {self.name!r}")
+            raise ProtocolError(f"site {self.name!r} received a task for {task.site!r}")
         run = self._current(task.run_id)
         with wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
@@ -153,7 +153,7 @@ class SiteAgent:
         met = self._meet_again(run_id)
         if not met.job.privacy.differential_privacy.enabled:
             raise ProtocolError(
-                f"run {run_id!r} has no differential privacy, no ledger"
+                f"run {run_id!r} has no differential privacy, so no ledger"
             )
         private = private_sites(
             met,
@@ -213,13 +213,13 @@ class SiteAgent:
                 for each in used:
                     note(each)
         except StoreUnavailable as error:  # No reason to lose a round.
-            _LOG.warning("what stores were used for is not noted: %s", error)
+            _LOG.warning("cannot record how stores were used: %s", error)
 
     def _folder(self, run_id: RunId) -> Path:
         try:
             return runs_folder(self.config) / check_name(run_id)
         except ValueError as error:
-            raise ProtocolError(f"a run without a proper name: {error}") from None
+            raise ProtocolError(f"a run without a valid name: {error}") from None
 
     def _current(self, run_id: RunId) -> OpenRun:
         run = self._run
@@ -240,8 +240,8 @@ class SiteAgent:
             sealed = (self._folder(met.run_id) / _STATEMENTS).read_bytes()
         except OSError:
             raise ProtocolError(
-                f"site {self.name!r} has not been told what the others need in run "
-                f"{met.run_id!r}"
+                f"site {self.name!r} has not received the other sites' noise "
+                f"statements for run {met.run_id!r}"
             ) from None
         statements = introduction.open_statements(sealed, self.roster)
         return self._stated(statements, met)
@@ -297,8 +297,8 @@ class SiteAgent:
         if stated.keys() != names:
             odd = ", ".join(sorted(stated.keys() ^ names))
             raise JobError(
-                f"site {self.name!r} plans no noise with others than those of the job, "
-                f"and without none of them: {odd}",
+                f"site {self.name!r} must plan its noise with exactly the sites of the "
+                f"job, but these differ: {odd}",
                 key="sites",
             )
         return stated
@@ -432,4 +432,6 @@ def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
     try:
         check_extension(known, job)
     except CheckpointMismatch as error:
-        raise ProtocolError(f"the run was proposed with another job: {error}") from None
+        raise ProtocolError(
+            f"the run was proposed with a different job: {error}"
+        ) from None

@@ -51,8 +51,8 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
     if job.data is None or any(d is not None and "://" in d.source for d in named):
         # A site opens no address that somebody else gives it.
         raise JobError(
-            f"site {file.name!r} has no data of its own: its operator must name "
-            "their source in site.toml",
+            f"site {file.name!r} has no data of its own: its operator must set "
+            "data.source in site.toml",
             key="data.source",
         )
     return wiring.deal_data(job)[SiteId(file.name)]
@@ -77,7 +77,7 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
         digest = call_factory(data_digest.digest, parts)
     if note_content(memory, file.data.name, digest):
         _LOG.warning(
-            "the data of site %s have changed since an earlier run: %s",
+            "the data of site %s has changed since an earlier run: %s",
             file.name,
             one_budget(file.data.name),
         )
@@ -94,7 +94,7 @@ def _told_to_the_log(file: SiteFile) -> Iterator[None]:
         with unable_to_exit():
             yield
     except FederationError as error:
-        _LOG.error("data of site %s cannot be loaded: %s", file.name, error)
+        _LOG.error("cannot load the data of site %s: %s", file.name, error)
         raise SiteError(
             f"site {file.name!r} cannot load its data; its log says why"
         ) from error

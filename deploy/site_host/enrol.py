@@ -251,8 +251,8 @@ def _check_folder(folder: Path, *, clock: Clock) -> None:
     path = folder / "site.pem"
     if path.exists() and _pair(path)[0].not_valid_after_utc.timestamp() > clock.now():
         raise EnrolmentRefused(
-            f"{folder} is an enrolled site's: crossfed enroll --renew gets it a new "
-            "certificate; name another --folder for another site"
+            f"{folder} belongs to an enrolled site: crossfed enroll --renew gets a new "
+            "certificate; give another --folder for another site"
         )
     with os_errors(EnrolmentRefused, f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -275,8 +275,8 @@ def _node_key(path: Path) -> PrivateKey:
     found = load_key(path)
     if not isinstance(found.curve, ec.SECP384R1):
         raise KeyFileRefused(
-            f"{path} is on the curve {found.curve.name} and not on P-384: move it "
-            "away, and a new one is made"
+            f"{path} uses the curve {found.curve.name} and not P-384: move it away, "
+            "and a new key is created"
         )
     return found
 
@@ -295,8 +295,8 @@ def _check_certificate(
     expires = certificate.not_valid_after_utc.timestamp()
     if not is_ours or expires <= clock.now():
         raise EnrolmentRefused(
-            "the aggregator sent a certificate of another key, or one that has expired "
-            "by this machine's clock: compare the clocks, and try again"
+            "the aggregator sent a certificate for another key, or one that has "
+            "expired by this machine's clock: compare the clocks, and try again"
         )
     return expires
 
@@ -312,7 +312,9 @@ def _read(path: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    advice = "make room or the folder writable, and give the same command again"
+    advice = (
+        "free some space or make the folder writable, and run the same command again"
+    )
     with os_errors(KeyFileRefused, f"write {path}", advice):
         replace_private(path, data)
 

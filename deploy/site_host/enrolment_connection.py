@@ -70,15 +70,15 @@ class Aggregator:
             root = parse_certificate(body)
         except KeyFileRefused:
             raise EnrolmentRefused(
-                f"what answers on {self.address} (HTTP {status}) is no aggregator of "
-                "crossfed: compare the address with the operator's"
+                f"the server on {self.address} (HTTP {status}) is not a crossfed "
+                "aggregator: check the address with its operator"
             ) from None
         found = root.fingerprint(hashes.SHA256()).hex()
         if found != fingerprint:
             raise EnrolmentRefused(
-                f"what answers on {self.address} is not the aggregator that made this "
-                f"token: its authority has the fingerprint {found}, the token's has "
-                f"{fingerprint}. Somebody may be in between, or the token is of "
+                f"the server on {self.address} is not the aggregator that created this "
+                f"token: its authority has the fingerprint {found}, but the token's "
+                f"has {fingerprint}. This may be a man-in-the-middle, or a token of "
                 "another aggregator; nothing was sent"
             )
         return root.public_bytes(serialization.Encoding.PEM)
@@ -113,19 +113,21 @@ class Aggregator:
         except ssl.SSLCertVerificationError as error:
             raise EnrolmentRefused(
                 f"{self.address} does not prove that it is the aggregator: "
-                f"{error.verify_message}. If it is reached under another name, its "
-                "operator adds that to hosts in aggregator.toml and starts it again; "
-                "if the certificate is not valid yet, compare the clocks"
+                f"{error.verify_message}. If you reach it under another name, its "
+                "operator must add that name to hosts in aggregator.toml and restart "
+                "it; if the certificate is not valid yet, compare the clocks"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise EnrolmentRefused(
-                f"{self.address} cannot be reached: {error}; compare the address, and "
+                f"{self.address} cannot be reached: {error}; check the address, and "
                 "ask whether crossfed aggregator up is running and its port is open"
             ) from error
         finally:
             connection.close()
         if len(answer) > MAX_ANSWER_BYTES:
-            raise EnrolmentRefused(f"{self.address} answers more than a roster has")
+            raise EnrolmentRefused(
+                f"the answer of {self.address} is larger than any roster"
+            )
         return response.status, answer
 
 
@@ -138,5 +140,5 @@ def _reason(status: int, answer: bytes) -> str:
     if status in {429, 502, 503, 504} and not answer.startswith(b"{"):
         return f"HTTP {status}; it may be starting: try again in a minute"
     if not answer.startswith(b"{"):
-        return f"HTTP {status}; what answers may be no aggregator of crossfed"
+        return f"HTTP {status}; this may not be a crossfed aggregator"
     return read_refusal(answer)

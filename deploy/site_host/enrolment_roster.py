@@ -34,7 +34,7 @@ def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
     given = "".join(digest.split()).lower()
     if len(given) < MIN_DIGEST_DIGITS or not newest.digest.hex().startswith(given):
         raise RosterRefused(
-            f"the aggregator's roster has the digest {newest.digest.hex()} and not "
+            f"the aggregator's roster has the digest {newest.digest.hex()}, not "
             f"{digest[:80]!r}: compare it with the operator of the aggregator and with "
             f"other sites, and give at least {MIN_DIGEST_DIGITS} digits of it"
         )
@@ -81,7 +81,7 @@ def differences(before: Roster, after: Roster) -> list[str]:
         if site not in old:
             lines.append(f"adds site {said}")
         elif old[site] != entry:
-            same = "the same party with the same data; others need a name of their own"
+            same = "the same party with the same data; others need a new name"
             lines.append(f"changes site {said}: accept it only for {same}")
     if before.aggregator_key != after.aggregator_key:
         lines.append("changes the key of the aggregator")
@@ -97,11 +97,11 @@ def check_own_entry(members: Roster, site: SiteId, own: Identity) -> None:
     try:
         entry = members.entry(site)
     except UnknownSite as error:
-        raise RosterRefused(f"{error}: this site was withdrawn") from None
+        raise RosterRefused(f"{error}: this site was removed") from None
     if entry.public_key != own.public.key:
         raise RosterRefused(
             f"roster {members.serial} pins another key for this site: tell the "
-            "aggregator's operator, and keep the roster that is here"
+            "aggregator's operator, and keep the present roster"
         )
 
 

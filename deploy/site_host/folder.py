@@ -27,8 +27,8 @@ def only_one(folder: Path) -> AbstractContextManager[None]:
     """
     return folder_lock.hold(
         folder / "agent.lock",
-        f"another agent or relay works in {folder}: stop it, or give this site a "
-        "folder of its own",
+        f"another agent or relay is running in {folder}: stop it, or give this site "
+        "its own folder",
     )
 
 
@@ -43,7 +43,7 @@ def node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise KeyFileRefused(f"{path} is no key of a node: enrol this site again")
+        raise KeyFileRefused(f"{path} is not a node key: enrol this site again")
     return key
 
 

@@ -68,26 +68,26 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
     site = f"site {file.name!r} trains with {ranks} ranks (compute.ranks)"
     if job.privacy.differential_privacy.unit == "joint":
         raise JobError(
-            f"{site}, and the one step of a joint round is taken by one alone: ask its "
-            "operator to set compute.ranks = 1",
+            f"{site}, but a joint round has a single step, which one rank takes: ask "
+            "its operator to set compute.ranks = 1",
             key="privacy.differential_privacy.unit",
         )
     if job.training.optimizer.state == "keep":
         raise JobError(
-            f"{site}, and an optimiser that is kept from round to round would have to "
-            "be gathered from them and dealt out again, which they cannot: ask its "
-            'operator for compute.ranks = 1 without compute.compile, or use "fresh"',
+            f"{site}, but ranks cannot keep the optimiser's state between rounds: ask "
+            "its operator for compute.ranks = 1 without compute.compile, or use "
+            '"fresh"',
             key="training.optimizer.state",
         )
     if job.training.device.startswith("cuda:"):
         raise JobError(
-            f"{site}, and {job.training.device!r} is one device: write cuda or auto",
+            f"{site}, but {job.training.device!r} is a single device: use cuda or auto",
             key="training.device",
         )
     if file.compute.sharding == "full" and takes_private_steps(job):
         raise JobError(
-            f"{site} that share out the model (compute.sharding), and a private step "
-            "keeps a sum of clipped gradients for the whole model on each: ask its "
+            f"{site} that shard the model (compute.sharding), but private steps need a "
+            "sum of clipped gradients for the whole model on each rank: ask its "
             'operator to set compute.sharding = "none"',
             key="privacy.differential_privacy.unit",
         )

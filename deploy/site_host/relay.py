@@ -99,8 +99,8 @@ class _Upstream:
     def of(cls, config: SiteConfig) -> "_Upstream":
         if config.certificate is None:
             raise JobError(
-                "is empty: without a proxy before the aggregator a SuperNode needs no "
-                "relay, and with one this site must enrol",
+                "is empty: without a proxy in front of the aggregator a SuperNode "
+                "needs no relay, and with one this site must enrol",
                 key="certificate",
             )
         address = config.file.aggregator.address

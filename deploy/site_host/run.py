@@ -389,11 +389,11 @@ def _check_sums_known(config: SiteConfig) -> None:
     runs = sorted({path.parents[3].name for path in answered})
     if runs and not site_memory(config).read(COHORTS):
         raise CorruptObject(
-            f"{config.folder}/memory/{COHORTS}.json is gone or empty, and this site "
-            f"has answered rounds of {', '.join(runs)}: it does not know with whom it "
-            "was summed, so another sum could single it out. Bring the file back. If "
-            "there is no copy, this site's operator can accept that: a run under "
-            "policy.min_group = 1 begins a new file"
+            f"{config.folder}/memory/{COHORTS}.json is missing or empty, but this site "
+            f"has answered rounds of {', '.join(runs)}: it no longer knows with which "
+            "sites it was summed, so another sum could single it out. Restore the "
+            "file. If there is no copy, this site's operator can accept the risk: a "
+            "run with policy.min_group = 1 starts a new file"
         )
 
 

@@ -50,8 +50,8 @@ def serve(
     pinned = members.entry(SiteId(config.file.name)).public_key
     if pinned != me.public.key:
         raise JobError(
-            f"{config.roster} pins another key for {config.file.name!r} than that of "
-            f"{config.identity}: fetch the newest roster, or enrol again",
+            f"{config.roster} pins another key for {config.file.name!r} than "
+            f"{config.identity}: get the newest roster, or enrol again",
             key="roster",
         )
     authority = site_folder.authority(config)

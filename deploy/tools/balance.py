@@ -73,13 +73,13 @@ def balance(examples: Mapping[str, int], speeds: Mapping[str, float]) -> Balance
         if site not in speeds:
             raise SiteError(
                 f"the speed of site {site!r} was not measured: run a job with it, and "
-                "name that run"
+                "give that run"
             )
         if not 0 < speeds[site] < float("inf"):
             raise ValueError(f"a speed of {speeds[site]} is not possible")
     total, capacity = sum(examples.values()), sum(speeds[site] for site in examples)
     if total < 1:
-        raise ValueError("there is no example to share out")
+        raise ValueError("there are no examples to split")
     loads = tuple(
         SiteLoad(
             site=site,
@@ -118,7 +118,7 @@ def measured_speeds(view: RunView, job: JobSpec) -> dict[str, float]:
         SiteError: A site has not finished a round, or the run hides what each took.
     """
     if view.data is None:
-        raise SiteError("the run ended before its data was split: name another run")
+        raise SiteError("the run ended before its data was split: give another run")
     examples = {share.site: share.train_examples for share in view.data.shares}
     found: dict[str, list[float]] = {site: [] for site in examples}
     for row in view.rounds:
@@ -138,7 +138,7 @@ def measured_speeds(view: RunView, job: JobSpec) -> dict[str, float]:
         )
     raise SiteError(
         f"the run has no finished training of site {', '.join(missing)}: run it until "
-        "every site has answered, or name another run"
+        "every site has answered, or give another run"
     )
 
 

@@ -97,7 +97,7 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
         if _digest(store, key) != digest:
             raise CorruptObject(
                 f"{key!r} in {store.url} is not what was written: another export may "
-                "have gone to the same place; export again with --overwrite"
+                "have used the same place; export again with --overwrite"
             )
     return Export(
         run_id=view.started.run_id,
@@ -148,7 +148,7 @@ def _ended(run: RunFolder) -> RunView:
     if view.status not in {COMPLETED, EXHAUSTED} or not run.model.is_file():
         raise RunNotFound(
             f"the run in {run.path} has no final model (it is {view.status}): resume "
-            "it, and export it when its last round is done"
+            "it, and export it after its last round"
         )
     return view
 

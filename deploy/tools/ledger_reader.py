@@ -76,7 +76,7 @@ def find(name: str, root: Path) -> list[Path]:
     if (direct / LEDGER_NAME).is_file():
         return [direct / LEDGER_NAME]
     if direct.name == LEDGER_NAME:
-        raise RunNotFound(f"there is no ledger {name}: name one, or a run")
+        raise RunNotFound(f"there is no ledger {name}: give a ledger or a run")
     # A site keeps no events of a run, so that its folder is not one of a run.
     for folder in (direct, root / name):
         if found := _below(folder):
@@ -84,9 +84,9 @@ def find(name: str, root: Path) -> list[Path]:
     run = find_run(name, root)
     if not (found := _below(run.path)):
         raise RunNotFound(
-            f"the run in {run.path} has no ledger ({PLACES}): its job asks for no "
-            "differential privacy, or its sites keep their ledgers themselves: add "
-            "--config site.toml on a site's machine"
+            f"the run in {run.path} has no ledger ({PLACES}): its job has no "
+            "differential privacy, or its sites keep their own ledgers: add --config "
+            "site.toml on a site's machine"
         )
     return found
 
@@ -151,14 +151,14 @@ def _check_place(contents: Contents, path: Path) -> None:
     terms = contents.terms
     if terms.site != folder.name:
         raise LedgerDamaged(
-            f"{path} is the ledger of site {terms.site!r}: bring that of site "
-            f"{folder.name!r} back; what it has spent is not known"
+            f"{path} is the ledger of site {terms.site!r}: restore that of site "
+            f"{folder.name!r}, whose spending is unknown"
         )
     run_id = RunFolder(folder.parents[1]).run_id()
     if run_id is not None and terms.run_id != run_id:
         raise LedgerDamaged(
-            f"{path} is the ledger of run {terms.run_id}, and this is run {run_id}: "
-            "bring the run's own back; what the site has spent in it is not known"
+            f"{path} is the ledger of run {terms.run_id}, but this is run {run_id}: "
+            "restore this run's own ledger; what the site has spent in it is unknown"
         )
 
 
@@ -171,8 +171,8 @@ def _check_sums(contents: Contents, path: Path) -> None:
         again = accountant.epsilon(contents.events(purpose), contents.terms.delta)
         if abs(again - written[-1]) > _AGREEMENT * max(again, written[-1]):
             raise LedgerDamaged(
-                f"{path} says that epsilon is {written[-1]:.4g} for {purpose}, and its "
-                f"events come to {again:.4g}: it was not written by this accountant"
+                f"{path} states an epsilon of {written[-1]:.4g} for {purpose}, but its "
+                f"events give {again:.4g}: another accountant wrote it"
             )
 
 
@@ -271,7 +271,7 @@ def lines(finding: Finding) -> Iterator[str]:
             )
     if known["num_recoveries"] or known["torn_bytes"]:
         yield (
-            f"note        {known['num_recoveries']} unfinished lines were taken away "
+            f"note        {known['num_recoveries']} unfinished lines were removed "
             f"after a stop, and {known['torn_bytes']} bytes of one are at the end now"
         )
 
@@ -282,7 +282,7 @@ def _spent_lines(purpose: str, spent: dict[str, Any]) -> Iterator[str]:
         f"{spent['steps']} steps"
     )
     if spent["recovered"]:
-        yield f"  recovered {spent['recovered']} charges, of rounds that are not known"
+        yield f"  recovered {spent['recovered']} charges, of unknown rounds"
     yield (
         f"  epsilon   {spent['epsilon']:.4f} (pld); {spent['epsilon_rdp']:.4f} (rdp, a "
         f"bound); {spent['epsilon_prv']:.4f}, at most {spent['epsilon_prv_upper']:.4f} "

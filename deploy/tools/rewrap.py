@@ -108,7 +108,7 @@ def opened(
         if "://" in place:
             if not key:
                 raise JobError(
-                    "is missing: it names the key of what lies there", key=key.argument
+                    "is missing: give the key of the objects there", key=key.argument
                 )
             store = open_store(place, options=service)
             stack.callback(store.close)

@@ -72,7 +72,7 @@ def _read(body: bytes) -> object:
     kind = kind_of(body)
     reader = _READERS.get(kind or "")
     if reader is None:
-        raise ProtocolError(f"{kind!r} is no message that is known here")
+        raise ProtocolError(f"{kind!r} is not a known message")
     try:
         return reader(body)
     except ValueError as error:  # A contract whose fields leave no ring.
@@ -112,7 +112,7 @@ def _plain(name: str, value: object) -> Value:
         return "none"
     if isinstance(value, (str, int, float)):
         return value
-    raise TypeError(f"{name} is a {type(value).__name__}, which nothing here shows")
+    raise TypeError(f"{name} is a {type(value).__name__}, which cannot be shown")
 
 
 def _shown(value: bytes) -> str:

@@ -39,17 +39,17 @@ _COLUMNS = frozenset(
 )
 
 _PROTOCOL = "protocol bytes: public keys, signatures, sealed shares"
-_UPDATE = "this site's own model, IN CLEAR"
+_UPDATE = "this site's own model, UNMASKED"
 
 # What a section holds, and whether it can be read.
 _SECTIONS: Mapping[tuple[type[WireMessage], str], tuple[str, bool]] = {
-    (RoundTask, "weights_d"): ("the global model, in clear", True),
-    (RoundTask, "integers_m"): ("the global model's integers, in clear", True),
+    (RoundTask, "weights_d"): ("the global model, unmasked", True),
+    (RoundTask, "integers_m"): ("the global model's integers, unmasked", True),
     (RoundTask, "secure"): (_PROTOCOL, False),
     (SiteUpdate, "delta_d"): (_UPDATE, True),
     (SiteUpdate, "integers_m"): (_UPDATE, True),
-    (MaskedUpdate, "words"): ("the site's update under its masks", False),
-    (MaskedUpdate, "header_h"): ("the site's sums under their masks", False),
+    (MaskedUpdate, "words"): ("the site's update, masked", False),
+    (MaskedUpdate, "header_h"): ("the site's sums, masked", False),
     (MaskedUpdate, "body"): (_PROTOCOL, False),
     (SecureTask, "body"): (_PROTOCOL, False),
     (SecureAnswer, "body"): (_PROTOCOL, False),
@@ -74,15 +74,15 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
         if row["sequence"] != sequence:
             raise CorruptObject(
                 f"{folder / INDEX}: line {sequence} has number {row['sequence']!r}; "
-                "messages were taken out or put in"
+                "messages were removed or added"
             )
         named.add(str(row["file"]))
         yield row | _content(folder, row)
     others = sorted(path.name for path in folder.iterdir() if path.name not in named)
     if others:
         raise CorruptObject(
-            f"{folder / others[0]} is not in the index: the run was cut off there, "
-            "or somebody put it in"
+            f"{folder / others[0]} is not in the index: the run was interrupted there, "
+            "or someone added the file"
         )
 
 
@@ -158,7 +158,7 @@ class Summary:
                 f"{self._bytes[direction]:,} bytes"
             )
         found = ", ".join(sorted(self._clear)) or "nothing"
-        yield f"from sites in clear: {found}"
+        yield f"readable from sites: {found}"
         for kind, names in sorted(self._signed.items()):
             yield f"from sites in {kind}: {', '.join(sorted(names))}"
 
@@ -169,7 +169,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
         text = index.read_text(encoding="ascii")
     except FileNotFoundError as error:
         raise ObjectNotFound(
-            f"there is no transcript in {folder} (no {INDEX}): name the folder that "
+            f"there is no transcript in {folder} (no {INDEX}): give the folder that "
             "`crossfed simulate --transcript` wrote"
         ) from error
     except (OSError, ValueError) as error:
@@ -206,7 +206,7 @@ def _content(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         if row[name] != value:
             raise CorruptObject(
-                f"{path} is not what the index says: {name} is {value!r} and not "
+                f"{path} does not match the index: {name} is {value!r}, not "
                 f"{row[name]!r}"
             )
     _, header, _ = wire_fields.write(message)

@@ -72,9 +72,9 @@ class FlowerSimulation:
 
 
 _NOT_HERE = {
-    "duplicate": "Flower lets a site answer once",
-    "restart": "Flower's simulation keeps no site in memory that could be restarted",
-    "leave": "Flower's simulation has no site that could come back",
+    "duplicate": "Flower accepts only one answer per site",
+    "restart": "Flower's simulation keeps no sites in memory that could be restarted",
+    "leave": "Flower's simulation has no sites that could come back",
 }
 
 
@@ -86,7 +86,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             "privacy.secure_aggregation.enabled",
             "keeps its keys",
             (
-                ", or train in the clear with --set "
+                ", or train without secure aggregation with --set "
                 "privacy.secure_aggregation.enabled=false"
             ),
         ),
@@ -105,8 +105,8 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
     ):
         if is_asked:
             raise JobError(
-                f"a site {keeps_what} in one process, and Flower's simulation gives "
-                f"its rounds to any; rehearse this with --engine inproc{instead}",
+                f"a site {keeps_what} in one process, but Flower's simulation runs its "
+                f"rounds in any process; rehearse this with --engine inproc{instead}",
                 key=key,
             )
     for index, fault in enumerate(job.simulation.faults):
@@ -126,8 +126,8 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
         )
     if run_store.in_bucket(job) and keeps:
         raise JobError(
-            "sites in other processes keep their state on this machine, and another "
-            "could not go on with the run: use --engine inproc, or file://",
+            "sites in other processes keep their state on this machine, so another "
+            "machine could not resume the run: use --engine inproc, or file://",
             key="storage.url",
         )
     if folder is None and keeps:

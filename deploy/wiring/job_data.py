@@ -193,7 +193,7 @@ def _check_in_clear(store: ObjectStore) -> None:
         if store.read(INDEX_KEY, start=0, length=len(MAGIC)) == MAGIC:
             raise ObjectExists(
                 f"{store.url} holds an encrypted dataset: name its key with "
-                "--encryption-key, or choose another URL for one in clear"
+                "--encryption-key, or choose another URL for an unencrypted dataset"
             )
 
 

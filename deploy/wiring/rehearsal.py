@@ -215,9 +215,9 @@ def dropout_notice(job: JobSpec) -> str:
     return (
         f"rounds may go on without up to {absent} of {len(job.sites)} sites "
         "(privacy.secure_aggregation.threshold). Sums before and after an absence "
-        "tell of the absent sites' updates and results: each site's operator must "
-        "accept that (policy.accept_dropouts) unless as many are absent as "
-        "policy.min_group says"
+        "reveal something about the absent sites' updates and results: each site's "
+        "operator must accept that (policy.accept_dropouts), unless at least "
+        "policy.min_group sites are absent together"
     )
 
 

@@ -189,7 +189,7 @@ def newest_folder(job: JobSpec, root: Path) -> Path:
     if not found:
         raise RunNotFound(
             f"there is no run of the job {job.name!r} in {job.storage.url} or in "
-            f"{root} to resume: leave --resume out to start one"
+            f"{root} to resume: omit --resume to start one"
         )
     return root / job.name / max(found)
 
@@ -251,5 +251,5 @@ def _check_resumable(job: JobSpec, run: RunFolder) -> None:
     if job.privacy.differential_privacy.enabled:
         raise RunNotFound(
             f"{run.path} is not the folder in which the run spent its privacy budget: "
-            "resume it on the machine where it began, or copy that folder here"
+            "resume it on the machine where it started, or copy that folder here"
         )

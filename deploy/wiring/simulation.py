@@ -175,17 +175,17 @@ def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
     if run is None:
         if resume:
             raise RunNotFound(
-                "there is nothing to resume: this run is kept nowhere; name a folder"
+                "there is nothing to resume: this run is not stored; give a folder"
             )
     elif resume and not run.exists():
         raise RunNotFound(
-            f"there is no run in {run.path} to resume (no events.jsonl): leave "
-            "--resume out to start one"
+            f"there is no run in {run.path} to resume (no events.jsonl): omit --resume "
+            "to start one"
         )
     elif run.exists() and not resume:
         raise RunConflict(
-            f"{run.path} already holds run {run.run_id() or '(not begun)'}; add "
-            "--resume to go on with it, or choose another folder with --out"
+            f"{run.path} already holds run {run.run_id() or '(not started)'}; add "
+            "--resume to continue it, or choose another folder with --out"
         )
 
 

@@ -115,7 +115,7 @@ def _speed(job: JobSpec, name: SiteId) -> SiteSpeed:
         return cost.speed_of(cost.machine_speeds(job.simulation.machines), name)
     except JobError as error:
         raise JobError(
-            f"virtual time needs the speed of every site, and {name!r} has none: add "
+            f"virtual time needs the speed of every site, but {name!r} has none: add "
             "an entry with its name and examples_per_second, or use --engine inproc",
             key="simulation.machines",
         ) from error

@@ -40,8 +40,8 @@ def newest_run(job_name: str, root: Path) -> RunFolder:
     runs = [run for run in find_runs(root) if run.path.parent == root / job_name]
     if not runs:
         raise RunNotFound(
-            f"there is no run of the job {job_name!r} in {root} to resume: leave "
-            "--resume out to start one, or name the run's folder with --out"
+            f"there is no run of the job {job_name!r} in {root} to resume: omit "
+            "--resume to start one, or give the run's folder with --out"
         )
     return runs[-1]
 

@@ -167,7 +167,9 @@ def test_trickling_body_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch)
     time_passes(line)
     line.near.put("key", [b"x" * 1000])
     line.proxy.fail(line.patterns.read, Fault(bytes_per_second=50), times=1000)
-    with pytest.raises(StoreUnavailable, match=r"bytes came.*tried \d+ times in 120 s"):
+    with pytest.raises(
+        StoreUnavailable, match=r"bytes arrived.*tried \d+ times in 120 s"
+    ):
         line.far.read("key")
     # A read that has all its bytes is done, however slowly they came.
     assert line.far.read("key", length=1) == b"x"

@@ -136,7 +136,7 @@ def test_another_bundle_is_not_started(tmp_path: Path):
     with superlink.serve(tmp_path) as running:
         _start(running, fab)
         log = tmp_path / "superexec.log"
-        wait_for(lambda: "only the one of this release" in log.read_text(), "refused")
+        wait_for(lambda: "only this release's bundle" in log.read_text(), "refused")
         assert fab.hash_str in log.read_text()
         assert not mark.exists()
 

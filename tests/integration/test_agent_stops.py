@@ -103,7 +103,7 @@ def test_agent_ends_within_seconds(federation: Deployment):
     before = _cpu_seconds(agent)
     wait_for(lambda: _cpu_seconds(agent) > before + WORK_SECONDS, "the agent works")
     assert _stop(federation) <= STOP_SECONDS
-    assert "a task that was at work comes again" in _log(federation)
+    assert "the interrupted task will be sent again" in _log(federation)
 
     federation.start_site(SITE)
     _connect(federation, 3)

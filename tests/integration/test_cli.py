@@ -856,7 +856,7 @@ def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> 
     assert text.code == 0, text.stderr
     assert "000001  to    left  round 1  task train" in text.stdout
     assert "clear   delta_d: 650 float32" in text.stdout
-    lead = "from sites in clear: "
+    lead = "readable from sites: "
     [line] = [line for line in text.stdout.splitlines() if line.startswith(lead)]
     assert "delta_d" in line.removeprefix(lead).split(", ")
     rows = json.loads(server.run("transcript", "seen", "--json", folder=place).stdout)

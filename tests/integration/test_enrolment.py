@@ -167,7 +167,7 @@ def test_something_else_there(host: Host):
     """Here the SuperLink itself, which knows no such path."""
     address = f"127.0.0.1:{host.proxy.settings.superlink_port}"
     token = replace(host.invite("site-e"), address=address)
-    with pytest.raises(EnrolmentRefused, match="no aggregator of crossfed"):
+    with pytest.raises(EnrolmentRefused, match="not a crossfed aggregator"):
         host.enroll(token)
 
 

@@ -326,10 +326,11 @@ def test_site_evaluates_on_no_more_than_it_introduced_itself_with(place: Place):
     failed = [e for e in place.seen if isinstance(e, events.SiteFailed)]
     assert {each.site for each in failed} == {SITES[1]}
     assert [each.round_index for each in failed] == [1, 2]
-    expected = f"counts {10**15} predictions in evaluation; by what is known of its "
+    most = f"but its data allows at most {held_out[1]}"
+    expected = f"counts {10**15} predictions in evaluation, {most}"
     for each in failed:
         assert each.kind == FailureKind.INVALID
-        assert f"{expected}data there are {held_out[1]} at most" in each.message
+        assert expected in each.message
     evaluated = [e for e in place.seen if isinstance(e, events.ModelEvaluated)]
     assert [each.pooled.count for each in evaluated] == [held_out[0]] * 2
 
@@ -352,7 +353,7 @@ def test_site_counts_with_no_more_than_it_introduced_itself_with(place: Place):
     held = [len(train) for train, _ in deal_data(plain).values()]
     assert (told.sites, list(told.num_examples)) == (SITES, held)
     (failed,) = [e for e in place.seen if isinstance(e, events.SiteFailed)]
-    expected = f"claims {10**9} training examples and introduced itself with {held[1]}"
+    expected = f"claims {10**9} training examples, but introduced itself with {held[1]}"
     assert (failed.site, failed.kind) == (SITES[1], FailureKind.INVALID)
     assert expected in failed.message
     (counted,) = [e for e in place.seen if isinstance(e, events.SiteAnswered)]

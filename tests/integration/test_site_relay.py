@@ -254,7 +254,7 @@ def test_aggregator_that_is_away_is_tried_again(
 
 def test_one_works_in_a_folder(relay: Relay):
     """An agent and a relay of one site would answer for each other."""
-    with pytest.raises(FederationError, match="another agent or relay works in"):
+    with pytest.raises(FederationError, match="another agent or relay is running in"):
         Relay(relay.folder).run()
 
 

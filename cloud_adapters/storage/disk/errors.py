@@ -19,15 +19,19 @@ ADVICE: Mapping[int, str] = {
     "file system has no hard links: choose another storage.url",
     errno.EROFS: "the file system is read-only; mount it writable or choose another "
     "storage.url",
-    errno.ELOOP: "a symbolic link is where a folder must be; move it away or choose "
-    "another storage.url",
+    errno.ELOOP: (
+        "a symbolic link is in the way of a folder; move it or choose another "
+        "storage.url"
+    ),
     errno.ENOTDIR: (
         "a file or a symbolic link is in the way of a folder; move it or choose "
         "another storage.url"
     ),
     errno.EISDIR: "a folder is in the way; move it",
-    errno.ENOENT: "its folder was removed while it was being written; leave the "
-    "store's folder to the run",
+    errno.ENOENT: (
+        "its folder was removed while it was being written; do not change the store's "
+        "folder during a run"
+    ),
     errno.EXDEV: "a folder of the store lies on another file system; keep the whole "
     "store on one",
     errno.ENAMETOOLONG: "a part of it is longer than the file system allows; choose "

@@ -127,7 +127,7 @@ def _lock(file: int, target: Path) -> None:
         ) from error
     if not os.fstat(file).st_nlink:
         raise StoreUnavailable(
-            f"another process has just written {str(target)!r}: look at it first"
+            f"another process has just written {str(target)!r}: check it first"
         )
 
 

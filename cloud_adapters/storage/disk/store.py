@@ -194,7 +194,7 @@ class LocalStore:
             raise
         except OSError as error:
             if error.errno == errno.EEXIST:
-                raise ObjectExists(f"{self._where(key)} exists already") from error
+                raise ObjectExists(f"{self._where(key)} already exists") from error
             if error.errno in missing:
                 raise ObjectNotFound(f"there is no {self._where(key)}") from error
             advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
@@ -287,7 +287,7 @@ class LocalStore:
         if found is not None and not stat.S_ISREG(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, "not a file", name)
         if put.if_absent and found is not None:
-            raise ObjectExists(f"{self._where(key)} exists already")
+            raise ObjectExists(f"{self._where(key)} already exists")
         version = None if found is None else local_records.version_of(found)
         if put.if_version not in {None, version}:
             raise ObjectChanged(f"{self._where(key)} has changed")
@@ -295,7 +295,7 @@ class LocalStore:
     def _verify(self, key: str, written: str | None, actual: str | None) -> None:
         if written not in {None, actual}:
             raise CorruptObject(
-                f"{self._where(key)} is damaged: its CRC32C is {actual}, and it was "
+                f"{self._where(key)} is damaged: its CRC32C is {actual}, but it was "
                 f"written with {written}; restore it from a copy"
             )
 

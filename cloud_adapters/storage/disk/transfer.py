@@ -215,7 +215,7 @@ class _OneVersion:
         if len(content) != part.length:
             raise CorruptObject(
                 f"{len(content)} bytes of {key!r} in {self.store.url} arrived from "
-                f"{part.start} on, and {part.length} were asked for",
+                f"{part.start} on instead of {part.length}",
                 temporary=True,
             )
         return content
@@ -234,10 +234,10 @@ class _OneVersion:
         if is_same and actual.size == info.size:
             return
         raise CorruptObject(
-            f"what arrived of {info.key!r} in {self.store.url} is not what was "
-            f"written: {actual.size} bytes with CRC32C {actual.crc32c}, instead of "
-            f"{info.size} with {info.crc32c}; try again, and restore the object if "
-            "that does not help"
+            f"{info.key!r} in {self.store.url} did not arrive as it was written: "
+            f"{actual.size} bytes with CRC32C {actual.crc32c}, instead of {info.size} "
+            f"with {info.crc32c}; try again, and restore the object if that does not "
+            "help"
         )
 
 

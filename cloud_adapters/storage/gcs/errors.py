@@ -76,8 +76,8 @@ _CLOCK_SKEW = Meaning(
 )
 _THROTTLED = Meaning(
     StoreThrottled,
-    "the service asks for fewer requests (of one object it takes about one write "
-    "per second): use fewer workers, or other keys",
+    "the service asks for fewer requests (it accepts about one write per second for "
+    "one object): use fewer workers, or other keys",
     is_temporary=True,
 )
 
@@ -88,11 +88,11 @@ class UploadGone(StoreUnavailable):
 
 _UPLOAD_GONE = Meaning(
     UploadGone,
-    "the upload session has ended before the upload: put the object again",
+    "the upload session ended before the upload: put the object again",
 )
 _TOO_LARGE = Meaning(
     StoreUnavailable,
-    "the service does not take an object of this size (at most 5 TiB): write it in "
+    "the service does not accept an object of this size (at most 5 TiB): write it in "
     "several objects",
 )
 _KEPT = Meaning(
@@ -102,12 +102,12 @@ _KEPT = Meaning(
 )
 _UNSUPPORTED = Meaning(
     StoreUnavailable,
-    "the endpoint does not do this: it has to speak Cloud Storage's JSON API",
+    "the endpoint does not support this: it must provide Cloud Storage's JSON API",
 )
 UNCLEAR = Meaning(
     StoreUnavailable,
-    "the endpoint does not answer as Cloud Storage does: check its URL, and proxies "
-    "on the way",
+    "the endpoint does not answer like Cloud Storage: check its URL, and any proxies "
+    "in between",
     is_temporary=True,
 )
 _TLS = Meaning(

@@ -175,7 +175,7 @@ def json_of(response: requests.Response, doing: str) -> dict[str, Any]:
     with translated(doing):
         body = response.json()
     if not isinstance(body, dict):
-        raise gcs_errors.UNCLEAR.told(doing, "its answer is no object of JSON")
+        raise gcs_errors.UNCLEAR.told(doing, "its answer is not a JSON object")
     return body
 
 

@@ -26,10 +26,10 @@ def signed_url(
         ValueError: Another method, or it would live longer than seven days.
     """
     if method not in {"GET", "PUT"}:
-        raise ValueError(f"a signed URL is for GET or PUT, not {method!r}")
+        raise ValueError(f"a URL can be signed for GET or PUT, not {method!r}")
     if not 1 <= expires_seconds <= MAX_SECONDS:
         raise ValueError(
-            f"a signed URL cannot work for {expires_seconds} s: 1 s to 7 days"
+            f"a signed URL can be valid for 1 s to 7 days, not {expires_seconds} s"
         )
     doing = f"sign a URL for gs://{bucket}/{name}"
     credentials = http.credentials(doing)

@@ -90,7 +90,7 @@ class GcsStore:
                 256 KiB.
         """
         if chunk_bytes <= 0 or chunk_bytes % BLOCK_BYTES:
-            raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 256 KiB")
+            raise ValueError(f"chunk_bytes is {chunk_bytes}, not a multiple of 256 KiB")
         self._bucket = bucket
         self._prefix = folder_of(prefix)
         self._http = GcsHttp(endpoint, credentials)

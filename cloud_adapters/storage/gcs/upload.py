@@ -231,8 +231,8 @@ class UploadSession:
         self._url = response.headers.get("Location", "")
         if not self._url:
             raise StoreUnavailable(
-                f"cannot {self._new.doing}: the endpoint began no upload session; "
-                "it has to speak Cloud Storage's JSON API"
+                f"cannot {self._new.doing}: the endpoint started no upload session; it "
+                "must provide Cloud Storage's JSON API"
             )
 
     def _send(self, chunk: Piece) -> Resource | None:

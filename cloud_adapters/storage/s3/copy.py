@@ -24,7 +24,7 @@ def copy(calls: S3Calls, source: str, write: Write) -> ObjectInfo:
     found = calls.head(source)
     if source == write.key:
         if write.if_absent:
-            raise ObjectExists(f"{source!r} exists already: {calls.where(source)}")
+            raise ObjectExists(f"{source!r} already exists: {calls.where(source)}")
         return found
     write = replace(write, metadata=found.metadata)
     if not write.if_absent and found.size <= MAX_COPY_BYTES:  # 1.

@@ -37,7 +37,7 @@ from federation.errors import (
 
 _ELSEWHERE = Meaning(
     BucketNotFound,
-    "the bucket lies in another region: name that region in the job or in AWS_REGION",
+    "the bucket is in another region: set that region in the job or in AWS_REGION",
 )
 _FORBIDDEN = Meaning(
     StoreForbidden,
@@ -51,8 +51,8 @@ _KMS_FORBIDDEN = Meaning(
 )
 _WRONG_KEY = Meaning(
     NotAuthenticated,
-    "the service does not know or accept these credentials: check which are in use "
-    "(aws sts get-caller-identity), and the endpoint that they are sent to",
+    "the service does not know or accept these credentials: check which ones are in "
+    "use (aws sts get-caller-identity), and to which endpoint they are sent",
 )
 _EXPIRED = Meaning(
     NotAuthenticated,
@@ -77,7 +77,7 @@ _THROTTLED = Meaning(
 )
 _TOO_LARGE = Meaning(
     StoreUnavailable,
-    "the service does not take an object or a part of this size: write it in several "
+    "the service does not accept an object or a part of this size: write it in several "
     "objects",
 )
 _ARCHIVED = Meaning(
@@ -86,13 +86,13 @@ _ARCHIVED = Meaning(
 )
 _UPLOAD_GONE = Meaning(
     StoreUnavailable,
-    "the upload was ended by somebody else, or by a lifecycle rule of less than it "
-    "took: begin it again",
+    "someone else, or a lifecycle rule that is shorter than the upload, ended it: "
+    "start it again",
 )
 _UNSUPPORTED = Meaning(
     StoreUnavailable,
-    "the endpoint does not do this: it has to support conditional writes and "
-    "CRC32C checksums, as Amazon S3 does",
+    "the endpoint does not support this: it must support conditional writes and CRC32C "
+    "checksums, as Amazon S3 does",
 )
 _TLS = Meaning(
     StoreUnavailable,
@@ -101,7 +101,7 @@ _TLS = Meaning(
 )
 UNCLEAR = Meaning(
     StoreUnavailable,
-    "the endpoint does not answer as S3 does: check its URL, and proxies on the way",
+    "the endpoint does not answer like S3: check its URL, and any proxies in between",
     is_temporary=True,
 )
 

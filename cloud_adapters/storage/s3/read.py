@@ -92,7 +92,9 @@ class Read:
             raise
         if wanted and "ContentRange" not in answer:
             answer["Body"].close()
-            raise StoreUnavailable(f"cannot {self._doing}: the endpoint has no ranges")
+            raise StoreUnavailable(
+                f"cannot {self._doing}: the endpoint does not support ranges"
+            )
         return answer
 
     def _num_missing(self, info: ObjectInfo) -> int:

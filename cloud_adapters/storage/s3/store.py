@@ -88,7 +88,7 @@ class S3Store:
             NotAuthenticated: The profile that the environment names is not there.
         """
         if not _BUCKET.fullmatch(bucket):
-            raise ValueError(f"{bucket[:80]!r} cannot be the name of a bucket")
+            raise ValueError(f"{bucket[:80]!r} cannot be a bucket name")
         self._calls = S3Calls(
             clients=GivenClient(client)
             if client is not None
@@ -205,9 +205,11 @@ class S3Store:
         """
         name = name_in(self._calls.prefix, key)
         if method not in _SIGNED:
-            raise ValueError(f"a URL can be signed for GET and PUT, not {method!r}")
+            raise ValueError(f"a URL can be signed for GET or PUT, not {method!r}")
         if not 1 <= expires_seconds <= MAX_URL_SECONDS:
-            raise ValueError(f"a URL works for 1 s to 7 days, not {expires_seconds} s")
+            raise ValueError(
+                f"a signed URL can be valid for 1 s to 7 days, not {expires_seconds} s"
+            )
         url: str = self._calls.understand(
             f"sign a URL of {self._where(key)}",
             lambda: self._calls.client.generate_presigned_url(

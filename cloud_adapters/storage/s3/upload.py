@@ -265,8 +265,8 @@ class _Upload:
             whole.join(part.crc32c, part.size)
         if self.known is not None and self.known.crc32c != whole.crc32c:
             raise StoreUnavailable(
-                f"cannot {self._doing}: its content has changed while it was read; "
-                "write it when it is whole"
+                f"cannot {self._doing}: its content changed while it was being read; "
+                "write it when it is complete"
             )
         known = None if self.known is None else self.known.sha256
         return _info(self.write, whole, sha256=known)
@@ -366,8 +366,10 @@ def refusal(calls: S3Calls, write: Write) -> StoreError:
     """The error for a write whose condition did not hold."""
     where = calls.where(write.key)
     if write.if_absent:
-        return ObjectExists(f"{write.key!r} exists already: {where}")
-    return ObjectChanged(f"{write.key!r} is not of the version named, or gone: {where}")
+        return ObjectExists(f"{write.key!r} already exists: {where}")
+    return ObjectChanged(
+        f"{write.key!r} does not have the given version, or is gone: {where}"
+    )
 
 
 def _ours(calls: S3Calls, write: Write, written: ObjectInfo) -> ObjectInfo | None:

@@ -310,7 +310,7 @@ def test_step_has_no_vectors(nodes: Nodes):
     nodes.on_the_way = spoil
     step = toy.secure_task(SITES[0], run_id=RunId("run-1"))
     (reply,) = exchange_over(nodes.grid(), [step], deadline_seconds=60.0)
-    assert "invalid: one answered a step" in said(reply)
+    assert "invalid: one answered a secure step" in said(reply)
 
 
 def test_task_is_typed(nodes: Nodes):

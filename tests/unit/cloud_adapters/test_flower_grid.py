@@ -383,11 +383,11 @@ def test_error_reply_is_a_failure(
         (flower_site._content(PackedFrame(frame=b"x" * 90)), "do not start like"),
         (
             flower_site._content(PackedFrame(frame=wire.encode_bytes(TASK))),
-            "spoke for 'one'",
+            "answered for 'one'",
         ),
         (
             flower_site._content(PackedFrame(frame=wire.encode_bytes(SECURE_TASK))),
-            "spoke for 'one'",
+            "answered for 'one'",
         ),
     ],
 )
@@ -736,7 +736,7 @@ def test_app_reports_a_site_that_leaves(flower: FakeFlower):
 def test_app_refuses_what_is_not_its_task(flower: FakeFlower, task: Any):
     """A task for another site, or no task at all."""
     app = make_app(toy_sites.echo_site)
-    with pytest.raises(FederationError, match="not its task"):
+    with pytest.raises(FederationError, match="another site's task"):
         ask_app(app, task, site="two")
 
 

@@ -172,7 +172,7 @@ def test_diverged_loss_is_told():
 @pytest.mark.parametrize(
     ("metrics", "complaint"),
     [
-        ({"num-examples": None}, "have no number 'num-examples' but 'eval_acc'"),
+        ({"num-examples": None}, "have no number 'num-examples', only 'eval_acc'"),
         ({"num-examples": 0}, "'num-examples' is 0.0, not a number of examples"),
         ({"num-examples": -3}, "is -3.0, not a number of examples"),
         ({"num-examples": 2.5}, "is 2.5, not a number of examples"),
@@ -197,10 +197,10 @@ def test_accuracy_is_a_fraction(accuracy: float):
 def test_records_of_other_names_are_told():
     """With the key to set."""
     other = RecordDict({"model": sent()["arrays"], "metrics": MetricRecord(METRICS)})
-    assert "no record of arrays 'arrays' but 'metrics', 'model'" in refusal(other)
+    assert "no record of arrays 'arrays', only 'metrics', 'model'" in refusal(other)
     bare = RecordDict({"arrays": sent()["arrays"]})
-    assert "no record of metrics 'metrics' but 'arrays'" in refusal(bare)
-    assert "but nothing: set flower_app.arrays" in refusal(RecordDict())
+    assert "no record of metrics 'metrics', only 'arrays'" in refusal(bare)
+    assert "only nothing: set flower_app.arrays" in refusal(RecordDict())
 
 
 def test_another_model_is_refused():
@@ -218,17 +218,23 @@ def test_another_model_is_refused():
         (Array(np.zeros((2, 3), np.int64)), "is of type int64, not float32"),
         (Array(np.zeros((2, 3), "complex64")), "is of type complex64, not float32"),
         (Array("float32", (2, 3), "torch", b""), "is serialised as 'torch'"),
-        (Array("float32", (2, 3), "numpy.ndarray", b""), "is no array of NumPy"),
-        (Array("float32", (2, 3), "numpy.ndarray", b"\x80\x04N."), "is no array"),
+        (Array("float32", (2, 3), "numpy.ndarray", b""), "is not a NumPy array"),
+        (
+            Array("float32", (2, 3), "numpy.ndarray", b"\x80\x04N."),
+            "is not a NumPy array",
+        ),
         (npy("{'descr':'|O','fortran_order':False,'shape':(2,3)}"), "of type object"),
         (npy("{'descr':'<f4','fortran_order':False,'shape':(2,3)}"), "has 0 bytes"),
-        (npy("{'descr':'<f4','fortran_order':False,'shape':(9**99,)}"), "is no array"),
+        (
+            npy("{'descr':'<f4','fortran_order':False,'shape':(9**99,)}"),
+            "is not a NumPy array",
+        ),
         (
             npy(f"{{'descr':'<f4','fortran_order':False,'shape':(0x{'f' * 4000},)}}"),
             "has shape [9223372036854775808], not [2, 3]",
         ),
-        (npy("(" * 3000), "is no array of NumPy"),
-        (npy("__import__('os').abort()"), "is no array of NumPy"),
+        (npy("(" * 3000), "is not a NumPy array"),
+        (npy("__import__('os').abort()"), "is not a NumPy array"),
     ],
 )
 def test_array_is_checked_before_it_is_read(array: Array, complaint: str):

@@ -142,7 +142,7 @@ def test_error_of_the_server_is_raised_as_it_is(story: SimpleNamespace):
     [
         ("dies", FailureKind.UNREACHABLE, "unavailable"),
         ("raises", FailureKind.CRASHED, "KeyError"),
-        ("lies", FailureKind.INVALID, "spoke for 'honest'"),
+        ("lies", FailureKind.INVALID, "answered for 'honest'"),
         ("unbuilt", FailureKind.CRASHED, "RuntimeError"),
     ],
 )

@@ -186,5 +186,5 @@ def test_answer_that_is_no_object(gcs_line: Line):
     """JSON of another kind."""
     fault = tcp_proxy.answer(200, b"[]", "Content-Type: application/json")
     gcs_line.proxy.fail("GET", fault, times=1000)
-    with pytest.raises(StoreUnavailable, match="no object of JSON"):
+    with pytest.raises(StoreUnavailable, match="not a JSON object"):
         gcs_line.far.stat("key")

@@ -100,7 +100,7 @@ def test_a_good_store_passes_and_is_left_as_it_was(good: ObjectStore):
         (Ignoring("if_absent", "if_version"), "created a second time"),
         (Liar(), "changed by a write that was refused"),
         (Racy(), "created by 4 of 4 at once"),
-        (Stubborn(), "refuses conditional writes that it has to make"),
+        (Stubborn(), "refuses conditional writes that it must accept"),
     ],
 )
 def test_ignored_conditions_are_told(store: ObjectStore, told: str):
@@ -112,7 +112,7 @@ def test_ignored_conditions_are_told(store: ObjectStore, told: str):
 
 def test_what_cannot_be_deleted_is_told():
     """A run removes old checkpoints, and would fill the store."""
-    with pytest.raises(StoreUnavailable, match="though it was deleted"):
+    with pytest.raises(StoreUnavailable, match="although it was deleted"):
         check_conditions_kept(Keeping())
 
 

@@ -29,7 +29,7 @@ def test_signal_is_named():
         signal.raise_signal(signal.SIGTERM)
     assert end.value.code == 0
     assert end.value.why == (
-        "SIGTERM ended it: the service was stopped, or somebody killed it"
+        "SIGTERM ended it: the service was stopped, or someone killed it"
     )
 
 

@@ -141,7 +141,7 @@ def test_used_folder_is_refused(folder: Path, tmp_path: Path):
 def test_disk_errors_are_ours(tmp_path: Path):
     """A file where a folder must be, a file in a frame's place."""
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(StoreUnavailable, match=r"taken.*move it away"):
+    with pytest.raises(StoreUnavailable, match=r"taken.*in the way of a folder"):
         check_fresh(tmp_path / "taken")
     with pytest.raises(StoreUnavailable, match="taken"):
         TranscriptGrid(Script(), tmp_path / "taken/seen")
@@ -322,7 +322,7 @@ def test_words_and_summary(folder: Path):
     assert to_sites.startswith("to sites: 2 messages, ")
     assert from_sites.startswith("from sites: 5 messages, ")
     assert "num_examples" in clear
-    assert list(transcript.Summary().lines())[-1] == "from sites in clear: nothing"
+    assert list(transcript.Summary().lines())[-1] == "readable from sites: nothing"
 
 
 def change_row(folder: Path, at: int, **fields: object) -> None:

@@ -187,7 +187,7 @@ def test_key_of_another_root_is_noticed(
     """A restore that mixed two backups."""
     authority.save(tmp_path)
     (tmp_path / "ca.key").write_bytes(key_pem(new_key()))
-    with pytest.raises(KeyFileRefused, match="same copy"):
+    with pytest.raises(KeyFileRefused, match="same backup"):
         Authority.load(tmp_path, clock=clock)
 
 
@@ -200,7 +200,7 @@ def test_damaged_files_are_named(tmp_path: Path):
         certificates.load_key(path)
     with pytest.raises(KeyFileRefused, match=str(path)):
         certificates.read_certificate(path)
-    with pytest.raises(KeyFileRefused, match="cannot be read"):
+    with pytest.raises(KeyFileRefused, match="cannot read"):
         certificates.read_certificate(tmp_path / "missing")
     path.chmod(0o644)
     with pytest.raises(KeyFileRefused, match="0600"):

@@ -764,7 +764,7 @@ def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federati
     entry = before.sites[0]
     for changes, words in (
         ({"sites": (replace(entry, public_key=other),)}, "another key for this site"),
-        ({"sites": (replace(entry, site="site-b"),)}, "withdrawn"),
+        ({"sites": (replace(entry, site="site-b"),)}, "removed"),
         ({"aggregator_key": other}, "aggregator's own key"),
     ):
         made = replace(before, serial=before.serial + 1, **changes)
@@ -782,8 +782,7 @@ def test_operator_is_asked_who_has_a_name_whose_key_changes(federation: Federati
     (change,) = enrolment_roster.differences(before, replace(before, sites=(other,)))
     assert change.startswith("changes site 'site-a' of ")
     assert change.endswith(
-        ": accept it only for the same party with the same data; others need a name of "
-        "their own"
+        ": accept it only for the same party with the same data; others need a new name"
     )
 
 

@@ -122,7 +122,7 @@ def test_site_cannot_promise_for_another(members: Consortium, asked: bytes):
     """Its name is in its promise, too."""
     answer = introduced(asked, privacy=replace(PROMISE, site="two"))
     sealed = introduction.seal_introduction(answer, members.sites["one"])
-    with pytest.raises(ProtocolError, match="promises for another site"):
+    with pytest.raises(ProtocolError, match="for another site"):
         introduction.open_introduction(sealed, members.roster, asked)
 
 
@@ -132,7 +132,7 @@ def test_replayed_introduction_is_refused(members: Consortium, asked: bytes):
     again = introduction.seal_proposal(
         proposal(small_job(num_sites=1), nonce="01" * 16), members.aggregator
     )
-    with pytest.raises(ProtocolError, match="answers another proposal"):
+    with pytest.raises(ProtocolError, match="answers a different proposal"):
         introduction.open_introduction(sealed, members.roster, again)
 
 
@@ -174,9 +174,9 @@ def test_malformed_text_is_refused(members: Consortium, text: str):
 @pytest.mark.parametrize("size", [0, SIGNATURE_BYTES, introduction.MAX_BYTES + 1])
 def test_impossible_size_is_refused_unread(members: Consortium, size: int):
     """Before its signature is looked at."""
-    with pytest.raises(ProtocolError, match=f"{size} bytes are no signed message"):
+    with pytest.raises(ProtocolError, match=f"{size} bytes are not a signed message"):
         introduction.open_proposal(bytes(size), members.roster)
-    with pytest.raises(ProtocolError, match=f"{size} bytes are no signed message"):
+    with pytest.raises(ProtocolError, match=f"{size} bytes are not a signed message"):
         introduction.open_introduction(bytes(size), members.roster, b"")
 
 

@@ -102,7 +102,7 @@ def test_one_damaged_ledger_fails_the_whole(
     path.write_bytes(path.read_bytes().replace(b'"steps":20', b'"steps":10', 1))
     code, out, _ = show(str(spoiled), capsys=capsys)
     assert code == 1
-    assert f"DAMAGED     {path}, line 2: its hash is not that of its contents" in out
+    assert f"DAMAGED     {path}, line 2: its hash does not match its contents" in out
     assert "sites/right/ledger.jsonl: sound" in out
 
 
@@ -122,7 +122,7 @@ def test_a_false_epsilon_is_damage(tmp_path: Path):
     replace_head(tmp_path, 1, digest)
     found = ledger.examine(tmp_path / "ledger.jsonl")
     assert found.contents is None
-    assert "says that epsilon is 0.1 for train" in found.error
+    assert "states an epsilon of 0.1 for train" in found.error
 
 
 def errors(run: Path) -> dict[str, str]:
@@ -138,7 +138,9 @@ def test_another_sites_ledger_is_no_sites_own(run: Path, tmp_path: Path):
     shutil.copytree(spoiled / "sites" / "left", spoiled / "sites" / "right")
     found = errors(spoiled)
     assert found["left"] == ""
-    assert "is the ledger of site 'left': bring that of site 'right'" in found["right"]
+    assert (
+        "is the ledger of site 'left': restore that of site 'right'" in found["right"]
+    )
 
 
 def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
@@ -150,7 +152,7 @@ def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
         to_line(replace(started, run_id="run-2")) + "\n"
     )
     found = errors(spoiled)
-    assert "is the ledger of run run-1, and this is run run-2" in found["left"]
+    assert "is the ledger of run run-1, but this is run run-2" in found["left"]
     # A copy that lies elsewhere is shown as it is.
     path = Path(shutil.copytree(run / "sites" / "right", tmp_path / "kept"))
     assert ledger.examine(path / "ledger.jsonl").error == ""
@@ -170,8 +172,8 @@ def test_a_ledger_that_is_gone_is_told_by_its_head(run: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b"\xff\xfe", "line 1: it is no line of a ledger; the ledger was changed"),
-        (b"[", "line 1: it is no line of a ledger; the ledger was changed"),
+        (b"\xff\xfe", "line 1: it is not a ledger line; the ledger was changed"),
+        (b"[", "line 1: it is not a ledger line; the ledger was changed"),
         (b"{}", "line 1: it has no field 'hash'; the ledger was changed"),
         (b"[1]", "line 1: it is not an object; the ledger was changed"),
     ],

@@ -90,7 +90,7 @@ def test_no_two_calls_are_the_same(call: SignedRollCall, members: Consortium):
     sealed = introduction.seal_introduction(
         answer(call, "site-0"), members.sites["site-0"]
     )
-    with pytest.raises(ProtocolError, match="answers another proposal"):
+    with pytest.raises(ProtocolError, match="answers a different proposal"):
         other.site_of(sealed)
     assert not other.introductions
 

@@ -116,7 +116,7 @@ def test_bad_roster_is_not_written_over(tmp_path: Path, content: bytes, words: s
 
 def test_unreachable_rosters_are_named(tmp_path: Path):
     """A folder in its place, or no folder to write in."""
-    with pytest.raises(RosterRefused, match="Is a directory; name a roster"):
+    with pytest.raises(RosterRefused, match="Is a directory; use a roster"):
         trust(tmp_path, "left")
     with pytest.raises(RosterRefused, match=r"cannot write.*none.*writable"):
         trust(tmp_path / "none" / "roster.toml", "left")

@@ -52,7 +52,7 @@ def test_key_that_is_open_to_others_is_not_used(
     folder = Federation(folder=tmp_path).site("site-a").folder
     (folder / name).chmod(0o644)
     assert cli.main(["site", "up", "--config", str(folder / "site.toml")]) == 1
-    assert f"{folder / name} has mode 0644: others may reach" in told(capsys)
+    assert f"{folder / name} has mode 0644: others may read" in told(capsys)
 
 
 def test_second_agent_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -60,4 +60,4 @@ def test_second_agent_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = Federation(folder=tmp_path).site("site-a").folder
     with folder_lock.hold(folder / "agent.lock", "the first"):
         assert cli.main(["site", "up", "--config", str(folder / "site.toml")]) == 1
-    assert f"another agent or relay works in {folder}: stop it" in told(capsys)
+    assert f"another agent or relay is running in {folder}: stop it" in told(capsys)

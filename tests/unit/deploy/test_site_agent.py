@@ -193,8 +193,8 @@ def test_code_of_a_user_cannot_end_the_agent(
 def test_run_is_no_path(agent: SiteAgent, members: Consortium, run_id: str):
     """Its name becomes a folder's."""
     made = agents.proposal(small_job(num_sites=2), run_id=run_id)
-    assert "without a proper name" in agents.propose(agent, members, made).refused
-    with pytest.raises(ProtocolError, match="without a proper name"):
+    assert "without a valid name" in agents.propose(agent, members, made).refused
+    with pytest.raises(ProtocolError, match="without a valid name"):
         agent.answer(train_task(small_job(num_sites=2), run_id=RunId(run_id)))
     assert left(agent) == []
     assert not (agent.config.folder.parent / "elsewhere").exists()
@@ -205,7 +205,7 @@ def test_task_of_another_site_is_refused(agent: SiteAgent, members: Consortium):
     job = small_job(num_sites=2)
     accepted(agent, members, job)
     with pytest.raises(
-        ProtocolError, match="a task for 'site-1' came to site 'site-0'"
+        ProtocolError, match="site 'site-0' received a task for 'site-1'"
     ):
         agent.answer(train_task(job, site=SiteId("site-1")))
     agent.close()
@@ -231,7 +231,7 @@ def test_job_may_not_change_under_its_run(agent: SiteAgent, members: Consortium)
     accepted(agent, members, job)
     other = small_job(num_sites=2, rounds=2, seed=1)
     found = agents.propose(agent, members, agents.proposal(other))
-    assert "the run was proposed with another job: " in found.refused
+    assert "the run was proposed with a different job: " in found.refused
     assert "seed: 1 here, 0 there" in found.refused
     assert isinstance(agent.answer(train_task(job)), SiteUpdate)
     agent.close()
@@ -335,7 +335,7 @@ def test_policy_that_was_tightened_holds_for_a_run_that_goes_on(
     agent.close()
     policy = {**OPEN_POLICY, "privacy": "record"}
     again = agents.agent(tmp_path, NAME, members, policy=policy)
-    with pytest.raises(FederationError, match=r"demands 'record' \(policy\.privacy\)"):
+    with pytest.raises(FederationError, match=r"requires 'record' \(policy\.privacy\)"):
         again.answer(train_task(job))
 
 
@@ -406,7 +406,7 @@ def test_run_that_is_refused_brings_no_roster(agent: SiteAgent, members: Consort
             lambda path, old: roster.save(
                 replace(old, serial=3, sites=old.sites[1:]), path
             ),
-            "this site was withdrawn",
+            "this site was removed",
         ),
     ],
     ids=["older", "damaged", "missing", "without the site"],
@@ -584,7 +584,7 @@ def test_full_disk_costs_no_round_for_a_note(
     (agent.config.folder / "runs" / RUN_ID / "storage.jsonl").mkdir()
     agent.watch(MemoryStore(), "", None).put("a", [b"123"])
     assert isinstance(agent.answer(train_task(job)), SiteUpdate)
-    assert "what stores were used for is not noted" in caplog.text
+    assert "cannot record how stores were used" in caplog.text
     agent.close()
 
 
@@ -635,7 +635,7 @@ def test_job_opens_no_address_at_a_site(
     """The site's credentials would open what the aggregator's do not."""
     made = agents.proposal(small_job(**tables))
     found = agents.propose(agent, members, made)
-    assert "its operator must name their source in site.toml" in found.refused
+    assert "its operator must set data.source in site.toml" in found.refused
 
 
 def test_secure_site_refuses_to_work_in_the_clear(
@@ -684,7 +684,7 @@ def test_one_agent_works_in_a_folder(tmp_path: Path):
     folder = tmp_path / "not" / "there yet"
     with (
         site_folder.only_one(folder),
-        pytest.raises(FederationError, match="another agent or relay works in"),
+        pytest.raises(FederationError, match="another agent or relay is running in"),
         site_folder.only_one(folder),
     ):
         pass

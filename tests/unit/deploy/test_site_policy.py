@@ -66,7 +66,7 @@ def test_default_policy_accepts_no_job_without_privacy():
     """Whoever writes nothing gets the strictest."""
     key, text = refused(small_job())
     assert key == "privacy.differential_privacy.unit"
-    assert "demands 'record' (policy.privacy), and the job says 'none'" in text
+    assert "requires 'record' (policy.privacy), but the job has 'none'" in text
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_default_policy_accepts_no_job_without_privacy():
             secure_job(5, threshold=4),
             {**OPEN, "colluding_sites": 3},
             "privacy.secure_aggregation.threshold",
-            "(policy.colluding_sites), and 4 of 5 give it against 2",
+            "(policy.colluding_sites), but 4 of 5 protect against 2",
         ),
         (
             private_job(),
@@ -166,13 +166,13 @@ def test_default_policy_accepts_no_job_without_privacy():
             secure_job(5, threshold=5, element_bound=0.5),
             {**OPEN, "max_element_bound": 0.4},
             "privacy.secure_aggregation.element_bound",
-            "allows 0.4 (policy.max_element_bound), and the job says 0.5",
+            "allows 0.4 (policy.max_element_bound), but the job has 0.5",
         ),
         (
             secure_job(5, threshold=5, clip_norm=3.0),
             {**OPEN, "max_element_bound": 0.4},
             "privacy.secure_aggregation.element_bound",
-            "and the job says 3",
+            "but the job has 3",
         ),
         (
             small_job(),
@@ -297,7 +297,7 @@ def test_default_policy_refuses_noise_of_others(unit: str):
     """An operator who trusts nobody else says nothing."""
     key, text = refused(shared_noise_job(unit))
     assert key == "privacy.differential_privacy.unit"
-    assert f"demands 'record' (policy.privacy), and the job says {unit!r}" in text
+    assert f"requires 'record' (policy.privacy), but the job has {unit!r}" in text
 
 
 def test_units_are_accepted_from_the_policys_on():
@@ -375,7 +375,7 @@ def test_policy_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
     )
     check_against_policy(contract, demands)
     more = replace(demands, min_sites=fewest + 1)
-    with pytest.raises(ContractRefused, match=f"a sum may hold {fewest} updates"):
+    with pytest.raises(ContractRefused, match=f"a sum may hold only {fewest} updates"):
         check_against_policy(contract, more)
 
 

@@ -238,13 +238,13 @@ ATTEMPTS: Mapping[Attempt, str] = {
     forged: "the signature of site 'site-0' under 'promise' is not by the pinned key",
     altered: "the signature of site 'site-0' under 'promise' is not by the pinned key",
     by_another_site: "the signature of site 'site-0' under 'promise'",
-    of_another_run: "site 'site-0' answers another proposal",
-    of_another_start: "site 'site-0' answers another proposal",
-    without_one: "and without none of them: site-0",
-    without_itself: "and without none of them: site-2",
-    of_nobody: "and without none of them: site-0, site-1, site-2, site-3",
-    one_twice: "site 'site-0' states twice what noise it needs",
-    one_for_another: "site 'site-1' states twice what noise it needs",
+    of_another_run: "site 'site-0' answers a different proposal",
+    of_another_start: "site 'site-0' answers a different proposal",
+    without_one: "but these differ: site-0",
+    without_itself: "but these differ: site-2",
+    of_nobody: "but these differ: site-0, site-1, site-2, site-3",
+    one_twice: "site 'site-0' states what noise it needs more than once",
+    one_for_another: "site 'site-1' states what noise it needs more than once",
     of_an_invented_site: "'zoe' is not in roster 1",
     of_silence: "site 'site-0' does not state what noise it needs",
     of_infinity: "site 'site-0' states impossible numbers",
@@ -290,7 +290,7 @@ def test_statements_of_a_run_that_nobody_proposed(meeting: Meeting):
     """There is nothing to hold them against."""
     refusal = meeting.tell(meeting.signed, run_id=OTHER_RUN)
     assert f"run '{OTHER_RUN}' has not been proposed" in refusal
-    assert "without a proper name" in meeting.tell(meeting.signed, run_id="../x")
+    assert "without a valid name" in meeting.tell(meeting.signed, run_id="../x")
 
 
 @pytest.mark.parametrize("who", ["a stranger", "another site"])
@@ -330,7 +330,9 @@ def test_restarted_site_refuses_tasks_before_it_knows_what_others_need(
 ):
     """It cannot say what its noise would be worth."""
     meeting.restart()
-    with pytest.raises(ProtocolError, match="not been told what the others need"):
+    with pytest.raises(
+        ProtocolError, match="not received the other sites' noise statements"
+    ):
         meeting.site.layout(RUN_ID)
 
 

@@ -127,7 +127,7 @@ def test_other_servers_are_named(body: bytes):
     """What does not speak like Cloud KMS is not believed."""
     with GoogleServer(lambda _: Answer(200, {}, body)) as server:
         keys = GcpKms(KEY, endpoint=server.url, retry=quick_retry())
-        with pytest.raises(StoreUnavailable, match="not answer as Cloud KMS"):
+        with pytest.raises(StoreUnavailable, match="not answer like Cloud KMS"):
             keys.generate(CONTEXT)
         keys.close()
 

@@ -360,7 +360,7 @@ def test_site_steps_have_an_order():
     with pytest.raises(OutOfOrder):
         setup.on_confirms(b"")
     setup.on_offer(offer())
-    with pytest.raises(OutOfOrder, match="'book' is"):
+    with pytest.raises(OutOfOrder, match="expected: 'book'"):
         setup.on_offer(offer())
 
 
