@@ -1,10 +1,10 @@
-"""Which sites a secure run goes on without, because of shares that were wrong.
+"""Which sites a secure run excludes because of wrong shares.
 
 What a round shows is of two kinds (``privacy.secagg.protocol.server``):
 
 - A **fault** is a site's own, and signed by it. It is left out.
 - A **dispute** is between two sites: one says that the other dealt it a share that is
-  not the one it committed to. One of them lies and nobody can tell which, since the
+  not the one it committed to. One of them lies, and it is unknown which, since the
   share came sealed. At most one of the two is left out.
 
 An honest site has disputes with faulty ones only. So the faulty sites settle all

@@ -112,7 +112,7 @@ class RunCheckpoints:
         Raises:
             ValueError: A vector of the state does not fit the layout.
             RunConflict: Another coordinator has saved this round.
-            StoreUnavailable: The store is full, read-only or out of reach.
+            StoreUnavailable: The store is full, read-only or unreachable.
         """
         self._check_shapes(state)
         # 1.
@@ -149,7 +149,7 @@ class RunCheckpoints:
         damaged counts.
 
         Raises:
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         found: dict[SiteId, LedgerAnchor] = {}
         for key in self._objects.manifest_keys():
@@ -170,7 +170,7 @@ class RunCheckpoints:
             CheckpointMismatch: The run was started from another job.
             LayoutMismatch: The run's model has another layout.
             CorruptObject: Checkpoints exist and not one of them is whole.
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         damages: list[tuple[str, BadCheckpoint]] = []
         for key in reversed(self._objects.manifest_keys()):

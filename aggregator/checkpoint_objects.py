@@ -44,8 +44,8 @@ class CheckpointObjects:
         """Look at a store; nothing is read or written yet."""
         self._store = store
         self._prefix = prefix
-        # What this object has written or verified, so that one of which nothing is
-        # known is written anew instead of trusted for its name.
+        # What this object has written or verified, so that an unknown one is written
+        # again instead of trusted for its name.
         self._known_whole: set[str] = set()
         self._lock = threading.Lock()
 
@@ -165,7 +165,7 @@ class CheckpointObjects:
         self._known_whole.discard(key)
 
     def remove(self, found: Sequence[ObjectInfo]) -> int:
-        """Remove objects but those written anew since, and return the bytes freed."""
+        """Remove objects unless rewritten since, and return the bytes freed."""
 
         def delete(info: ObjectInfo) -> int:
             try:
@@ -237,7 +237,7 @@ def _damaged(key: str, error: CorruptObject) -> CorruptObject:
 
 
 def _each(items: Iterable[_T], act: Callable[[_T], _R]) -> list[_R]:
-    """Act on all items, several at a time; after a failure none is begun any more."""
+    """Act on all items, several at a time; a failure stops further ones."""
     todo = list(items)
     if len(todo) < 2:  # noqa: PLR2004 -- no other thread is worth while
         return [act(item) for item in todo]

@@ -109,7 +109,7 @@ def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
         verify: Read every byte and compare digests, and not only sizes.
 
     Raises:
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     seen = _look(store, prefix)
     found = []
@@ -166,7 +166,7 @@ def prune(store: ObjectStore, prefix: str, *, keep: int, now: float) -> PruneRes
 
     Raises:
         ValueError: ``keep`` is out of range.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints: keep at least 1")

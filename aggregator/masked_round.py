@@ -67,7 +67,7 @@ class MaskedRound:
         """Add a site's masked update.
 
         Raises:
-            ProtocolError: It is not one of this round; nothing was added.
+            ProtocolError: It does not belong to this round; nothing was added.
         """
         self._check_sizes(update)
         # Who signed is checked before it counts: no site speaks for another.

@@ -2,7 +2,7 @@
 
 What is common to one sum over all sites (``secure_sum``) and to sums over groups
 (``group_sums``): to take a step with some sites, and to note what their answers and
-their silence tell of the keys that they have.
+their silence show about the keys that they have.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -77,7 +77,7 @@ def fault(kind: str, unit: str, *, is_dealt: bool) -> str | None:
     Args:
         kind: One of ``PREPROCESSINGS``, or empty for undeclared data.
         unit: Unit of privacy of the job; ``none`` permits everything.
-        is_dealt: Whether one dataset is dealt out to several sites. Its own statistics
+        is_dealt: Whether one dataset is split among several sites. Its own statistics
             are then over the data of them all.
     """
     if unit == "none":

@@ -56,7 +56,7 @@ def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
 
     Args:
         seed: Seed of the block.
-        device: Where the block works; generators of other GPUs are left alone.
+        device: Where the block runs; generators of other GPUs do not change.
     """
     generators = _generators(device)
     with _SEEDED:

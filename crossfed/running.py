@@ -138,7 +138,7 @@ def report(run: "RunResult | str | Path", path: str | Path | None = None) -> Pat
         path: Where to write; ``report.html`` in the run's folder by default.
 
     Raises:
-        RunNotFound: There is no such run, or it was kept nowhere.
+        RunNotFound: There is no such run, or it was not stored.
     """
     from monitoring.runs.run_folder import leave_report  # noqa: PLC0415 -- imports torch
 
@@ -153,7 +153,7 @@ def compare(*runs: "RunResult | str | Path", path: str | Path | None = None) -> 
         path: Where to write; ``comparison.html`` in the working folder by default.
 
     Raises:
-        RunNotFound: There is no such run, or it was kept nowhere.
+        RunNotFound: There is no such run, or it was not stored.
     """
     from deploy.cli.compare_verb import leave_comparison  # noqa: PLC0415 -- slow to import
 

@@ -20,7 +20,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when it is told to: sleeping takes no time."""
+    """A clock that moves only when someone sleeps, which takes no real time."""
 
     def __init__(self, start: float = 0.0) -> None:
         """Start at ``start`` seconds since the epoch."""

@@ -235,7 +235,7 @@ class StoreError(FederationError):
     Args:
         message: What was asked, where, and what to do.
         temporary: Whether the same request may go well if it is made again.
-        wait_seconds: How long the service wants to be left alone before that.
+        wait_seconds: How long the service wants callers to wait before that.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class EventWriter(Closing):
         """Write one line.
 
         Raises:
-            StoreUnavailable: The disk is full, or the file is out of reach.
+            StoreUnavailable: The disk is full, or the file is unreachable.
         """
         rest = memoryview(to_line(event).encode("ascii") + b"\n")
         start = self._file.seek(0, os.SEEK_END)

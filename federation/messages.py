@@ -90,7 +90,7 @@ class MetricSums:
         return self.mean("correct")
 
     def mean(self, metric: str) -> float:
-        """Mean of a metric over the predictions; NaN if it is not one of the job's."""
+        """Mean of a metric over the predictions; NaN if the job does not have it."""
         return self.metrics.get(metric, math.nan) / self.count
 
     def __add__(self, other: "MetricSums") -> "MetricSums":
@@ -409,7 +409,7 @@ class Reply:
     Attributes:
         task_id: The task that it is about, as ``Grid.send`` named it.
         message: What the site said, or the grid on its behalf.
-        asked_seconds: When the task was handed over, on the monotonic clock.
+        asked_seconds: When the task was sent, on the monotonic clock.
         answered_seconds: When the answer arrived, on the same clock.
         bytes_down: Bytes sent to the site for this task.
         bytes_up: Bytes received from it.

@@ -101,8 +101,8 @@ class Grid(Protocol):
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
         """Close tasks: those that have not gone out never will.
 
-        An answer that comes all the same is late. Tasks that are closed already are
-        left alone.
+        An answer that arrives anyway is late. Tasks that are already closed do not
+        change.
         """
         ...
 
@@ -257,7 +257,7 @@ class WeightedUpdate:
         handed_over: Whether ``delta_d`` is a vector that nobody else uses: the rule may
             write to it, and return it.
         refuse: The rule calls it, before it asks for the next update, if a value is
-            not finite: the update then counts for nothing. Without it that is an error.
+            not finite: the update is then ignored. Without it that is an error.
     """
 
     site: SiteId
@@ -386,9 +386,9 @@ class ObjectStore(Protocol):
 
         Raises:
             ObjectExists: ``if_absent`` and the key is taken.
-            ObjectChanged: ``if_version``, and the object is of another or is gone.
+            ObjectChanged: ``if_version``, but the object has another or is gone.
             CorruptObject: Other bytes arrived than were sent; nothing is there.
-            StoreUnavailable: The store is full, read-only or out of reach.
+            StoreUnavailable: The store is full, read-only or unreachable.
             ValueError: Key or metadata are not of the permitted form, or both
                 conditions are given.
         """
@@ -401,9 +401,9 @@ class ObjectStore(Protocol):
 
         Raises:
             ObjectNotFound: There is no such object.
-            ObjectChanged: ``if_version``, and the object is of another.
+            ObjectChanged: ``if_version``, but the object has another.
             CorruptObject: What arrived does not have the object's checksum.
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         ...
 
@@ -493,7 +493,7 @@ class KeyService(Protocol):
 
         Raises:
             KeyRefused: The service has no such key, or it is disabled.
-            StoreUnavailable: The service is out of reach, or forbids it.
+            StoreUnavailable: The service is unreachable, or forbids it.
         """
         ...
 
@@ -502,7 +502,7 @@ class KeyService(Protocol):
 
         Raises:
             KeyRefused: The service has no such key, or it is disabled.
-            StoreUnavailable: The service is out of reach, or forbids it.
+            StoreUnavailable: The service is unreachable, or forbids it.
         """
         ...
 
@@ -513,7 +513,7 @@ class KeyService(Protocol):
             KeyRefused: They were locked with a key that this service does not have or
                 does not let us use.
             CorruptObject: ``wrapped`` was changed, or made in another context.
-            StoreUnavailable: The service is out of reach, or forbids it.
+            StoreUnavailable: The service is unreachable, or forbids it.
         """
         ...
 
@@ -617,6 +617,6 @@ class Checkpoints(Protocol):
 
         Raises:
             RunConflict: Another coordinator has saved this round.
-            StoreUnavailable: The store is full, read-only or out of reach.
+            StoreUnavailable: The store is full, read-only or unreachable.
         """
         ...

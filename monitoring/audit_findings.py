@@ -74,7 +74,7 @@ class CurveFindings:
     """Tests of the trade-off curve of all that a site's ledger was charged.
 
     Attributes:
-        guesses: How canaries were told apart for ``one_run``.
+        guesses: How canaries were distinguished for ``one_run``.
         p_values: What the tests found.
         without_noise: What they would have found without any noise.
     """
@@ -91,7 +91,7 @@ class SiteFindings:
     Attributes:
         site: Its name.
         promise: What the guarantee says.
-        guesses: How canaries were told apart for the bound on epsilon.
+        guesses: How canaries were distinguished for the bound on epsilon.
         curve: Tests of the trade-off curve; None where nothing is promised.
         confidence: Of the verdict, and of each bound by itself: a promise that is
             kept is called broken with a probability of at most one minus it.
@@ -214,7 +214,7 @@ class AuditFindings:
 
     @property
     def inconclusive(self) -> Sequence[SiteFindings]:
-        """Sites whose promise was not put to the test."""
+        """Sites whose promise was not tested."""
         return [site for site in self.sites if site.is_inconclusive]
 
 

@@ -116,7 +116,7 @@ def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
 
 
 def signal(planned: PrivacyPlanned) -> str | None:
-    """How far updates stand out of the noise; None where that is not told."""
+    """How far updates stand out of the noise; None if that is not reported."""
     ratio = planned.signal_to_noise
     if ratio is None:
         return None

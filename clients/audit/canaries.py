@@ -173,7 +173,7 @@ class CanariedData:
         return torch.cat((inputs.flatten(1), carried), dim=1), targets
 
     def labels(self) -> Indices | None:
-        """None: whoever deals out data has done so before."""
+        """None: the data was split before canaries were added."""
         return None
 
     @property

@@ -308,7 +308,7 @@ def _grouped(parts: list[tuple[str, NDArray[np.uint8]]]) -> Examples:
 
 
 def unigram_entropy(dataset: Dataset) -> float:
-    """Entropy of the tokens, each by itself, in nats per token.
+    """Entropy of single tokens without context, in nats per token.
 
     No language model that ignores context does better on these tokens; a model
     that has learnt anything of their order has a smaller loss.

@@ -1,7 +1,7 @@
-"""How one dataset is dealt out to the sites of a simulation.
+"""Split one dataset among the sites of a simulation.
 
 Every example goes to exactly one site, in the training part and in the held-out
-part alike. What a real site holds is decided there and not here.
+part alike. Real sites bring their own data, so this is not used there.
 
 Shape suffixes: n examples, k sites, c classes.
 """
@@ -48,7 +48,7 @@ def partition(
     site_names: Sequence[str],
     rng: np.random.Generator,
 ) -> list[tuple[Indices, Indices]]:
-    """Deal a dataset out to sites.
+    """Split a dataset among sites.
 
     - ``iid``: at random, in parts that are equal to within one example.
     - ``stratified``: the same, and equal to within one example in each class.

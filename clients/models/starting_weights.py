@@ -130,8 +130,8 @@ def check_first(
     found = [_digest(sorted(each.items()), codec, name) for each in possible]
     if digest not in found:
         raise ProtocolError(
-            f"was sent a first model with other weights than the job names ({KEY} = "
-            f"{name!r}): SHA-256 {found[0]} here, {digest or 'none'} in the job. The "
+            f"received a first model with different weights than the job gives ({KEY} "
+            f"= {name!r}): SHA-256 {found[0]} here, {digest or 'none'} in the job. The "
             "aggregator must start from these weights"
         )
 
@@ -142,8 +142,8 @@ def notice(job: JobSpec) -> str:
         return ""
     return (
         "epsilon covers how this run changes the weights that it starts from "
-        "(model.weights). If they were trained on records of these sites, count the "
-        "runs that did so as well: the ledgers hold those that were private"
+        "(model.weights). If they were trained on records of these sites, add those "
+        "runs: the ledgers list the private ones"
     )
 
 
@@ -173,9 +173,9 @@ def _load(job: JobSpec, places: Sequence[Path]) -> tuple[str, Tensors]:
                 return name, tensors
     name, other = next(iter(found.items()))
     raise JobError(
-        f"{name} holds other weights than the job names (SHA-256 of its values {other} "
-        f"here, {digest or 'none'} in the job): bring those weights back, or load the "
-        "job again",
+        f"{name} holds different weights than the job gives (SHA-256 of its values "
+        f"{other} here, {digest or 'none'} in the job): restore those weights, or load "
+        "the job again",
         key=KEY,
     )
 
@@ -197,7 +197,7 @@ def _files(name: str, places: Sequence[Path]) -> Iterator[Sequence[tuple[str, Pa
     if not files:
         tried = " or ".join(dict.fromkeys(str(each.resolve()) for each in found))
         raise JobError(
-            f"there is no file {tried}: name a safetensors file, or the folder of a "
+            f"there is no file {tried}: give a safetensors file, or the folder of a "
             "completed run",
             key=KEY,
         )
@@ -217,9 +217,9 @@ def _download(url: str, path: Path) -> str:
                 continue
             if info.size > MAX_DOWNLOAD_BYTES:
                 raise JobError(
-                    f"{store.url}/{key} has {info.size:,} bytes, and at most "
+                    f"{store.url}/{key} has {info.size:,} bytes, but at most "
                     f"{MAX_DOWNLOAD_BYTES:,} are downloaded: copy it to this machine "
-                    "and name the copy",
+                    "and give the copy",
                     key=KEY,
                 )
             download(store, key, path, if_version=info.version)
@@ -228,7 +228,7 @@ def _download(url: str, path: Path) -> str:
         store.close()
     tried = " or ".join(f"{store.url}/{key}" for key in keys)
     raise JobError(
-        f"there is no object {tried}: name a safetensors file, or the place of an "
+        f"there is no object {tried}: give a safetensors file, or the place of an "
         "exported model",
         key=KEY,
     )
@@ -240,7 +240,7 @@ def _parsed(url: str) -> StoreUrl:
     except JobError as error:
         raise JobError(error.reason, key=KEY) from error
     if not parsed.is_remote:
-        raise JobError(f"{url} holds no file: name a path or a bucket", key=KEY)
+        raise JobError(f"{url} holds no file: give a path or a bucket", key=KEY)
     return parsed
 
 
@@ -248,7 +248,7 @@ def _read(name: str, path: Path) -> Tensors:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise JobError(f"{name} is no safetensors file: {error}", key=KEY) from error
+        raise JobError(f"{name} is not a safetensors file: {error}", key=KEY) from error
 
 
 def _arrays(tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -288,7 +288,7 @@ def _sent(values_d: Vector, codec: Codec) -> Vector:
 
 def _check_fits(layout: Layout, tensors: Tensors, name: str) -> None:
     """Compare names, shapes and kinds of numbers; the first difference is named."""
-    fault = "fits another model than that of model.factory and model.options"
+    fault = "does not fit the model of model.factory and model.options"
     has_frozen = any(frozen in tensors for frozen in layout.frozen_names)
     for spec in layout.tensors:
         found = tensors.get(spec.name)
@@ -310,7 +310,7 @@ def _check_fits(layout: Layout, tensors: Tensors, name: str) -> None:
     for key, tensor in tensors.items():
         if key not in known:
             raise JobError(
-                f"{name} {fault}: {key!r} is nothing in the model and "
+                f"{name} {fault}: {key!r} is not in the model, but "
                 f"{_described(tensor)} in the file",
                 key=KEY,
             )
@@ -325,7 +325,8 @@ def _check_frozen(pool: ModelPool, tensors: Tensors, name: str) -> None:
         mine, theirs = torch.from_numpy(values), tensors.get(key)
         if theirs is not None and not torch.equal(mine, theirs.to(mine.dtype)):
             raise JobError(
-                f"{name} has other values of {key!r} than model.factory, and frozen "
-                "tensors are never sent: let the factory read them, at every site",
+                f"{name} has different values of {key!r} than model.factory, but "
+                "frozen tensors are never sent: let the factory read them from a file "
+                "at every site",
                 key=KEY,
             )

@@ -205,7 +205,7 @@ def _held(tensor: Any) -> tuple[torch.Tensor, Any]:
     """Return what this process holds of a tensor, and which rows those are.
 
     FSDP2 gives each rank an equal number of rows, rounded up, and the last ranks what
-    is left. Its tensors are told by their method: to import their class takes a second.
+    is left. Its tensors are recognised by a method: importing their class is slow.
     """
     if not hasattr(tensor, "to_local"):
         return tensor, ...

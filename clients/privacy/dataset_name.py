@@ -4,7 +4,7 @@ Budget, sums and groups all go by this name. It must not be the job's, which an
 aggregator writes, nor follow from where the data are: the same records at another
 place have spent what they have, and were summed with whom they were. So the name is
 the operator's, and a site notes which data it was given to. Data that have one keep it:
-with another name they would begin anew.
+under another name their budget would start again.
 
 Releases before this one remembered sums and groups by where the data are. What they
 remembered is taken over when the data are first named.

@@ -407,12 +407,12 @@ class PrivateSites:
 
 
 def _check_rounds(folder: Path, run_id: RunId) -> None:
-    """Refuse to begin a ledger where rounds of its run were answered in secret.
+    """Refuse a new ledger if the site answered secure rounds of this run before.
 
-    A ledger is begun before the first round.
+    A ledger is created before the first round, so it must exist by then.
 
     Raises:
-        LedgerBehind: It is gone.
+        LedgerBehind: It is missing.
     """
     if not _is_missing(folder):
         return
@@ -458,7 +458,7 @@ def planned(
 
 
 def _named(name: SiteId, federation: Federation) -> SitePlan:
-    """Plan a site; what cannot be planned is told with the site's name."""
+    """Plan a site; an error names the site."""
     try:
         return _plan(name, federation)
     except JobError as error:

@@ -2,7 +2,7 @@
 
 The ledger is charged, durably and for all of a round at once, before any of its work:
 what a crash interrupts stays charged, and a round that is refused costs nothing.
-What would tell of single records without noise is withheld: the losses of training,
+What would reveal single records without noise is withheld: the losses of training,
 and how many examples the site holds.
 """
 
@@ -42,7 +42,7 @@ class ClippingTrainer(Trainer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """What a site releases, as its ledger is told.
+    """What a site releases, as charged to its ledger.
 
     Attributes:
         round_event: The private steps of one round.

@@ -89,7 +89,7 @@ class FitReply:
     Attributes:
         num_examples: Of the whole site.
         num_steps: Optimiser steps.
-        count: Predictions of all ranks; -1 if the sums are not to be told.
+        count: Predictions of all ranks; -1 if the sums are withheld.
         loss_sum: Their losses, in nats.
         metrics: The job's metrics over them.
     """
@@ -112,7 +112,7 @@ class EvaluateReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReply:
-    """Rank to agent: an error that another attempt would not mend."""
+    """Rank to agent: an error that another attempt would not fix."""
 
     message: str
 

@@ -51,7 +51,7 @@ class RankGroup:
                 ``clients.training.rank.serve``.
             num_ranks: How many.
             environment: All environment variables that ranks see.
-            start: What they are told first.
+            start: The first message to each rank.
             memory: Where the model's values lie; the caller closes it.
         """
         self._command = (sys.executable, "-P", "-m", "crossfed.child", module)
@@ -93,7 +93,7 @@ class RankGroup:
 
         Raises:
             RankLost: One of them died.
-            SiteError: One of them failed in a way that another attempt will not mend.
+            SiteError: One of them failed in a way that another attempt will not fix.
         """
         self.start()
         if not self._are_ready:
@@ -155,7 +155,7 @@ class RankGroup:
         if isinstance(answer, ErrorReply):
             if self._are_ready:
                 raise SiteError(f"rank {rank}: {answer.message}")
-            # What is wrong with the data is told to the site alone; it is in the log.
+            # Errors in the data go only to the site's own log.
             raise SiteError(
                 f"rank {rank} of site {self._start.site!r} cannot start; the site's "
                 "log says why"
@@ -170,7 +170,7 @@ class RankGroup:
             # Its pipe is closed: it is ending.
             status = self._processes[rank].wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return f"rank {rank} hung up"
+            return f"rank {rank} closed its connection"
         if status < 0:
             return f"rank {rank} was killed by {signal.Signals(-status).name}"
         return f"rank {rank} ended with exit code {status}"

@@ -26,9 +26,9 @@ _LOG = logging.getLogger(__name__)
 class RankedTrainer:
     """Drives a group of ranks; see ``federation.protocols.Trainer``.
 
-    A round in which a rank dies is begun again by new ranks, from the same weights:
-    what a round gives depends on its weights and its number alone. Private steps draw
-    fresh keys; of an attempt that was cut short nothing is known to anybody.
+    A round in which a rank dies is repeated by new ranks, from the same weights:
+    its result depends only on its weights and its number. Private steps draw
+    fresh keys; nothing of an interrupted attempt leaves the site.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RankedTrainer:
             site: Name of the site.
             layout: Layout of the model.
             memory: What the ranks read weights from; this trainer closes it.
-            restarts: How often one piece of work is begun again.
+            restarts: How often one piece of work is repeated.
 
         Raises:
             SiteError: No process can be started.

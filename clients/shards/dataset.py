@@ -74,7 +74,7 @@ def open_dataset(
     Raises:
         SiteError: There is no dataset, or one of another version.
         CorruptObject: Its index or its labels are damaged.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     index = read_index(store, version=reading.version)
     shelf = Shelf(
@@ -125,7 +125,7 @@ class ShardedDataset:
 
         Raises:
             CorruptObject: A shard is damaged or gone.
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         places = self.chosen[indices]
         inputs = self._empty("inputs", len(places))
@@ -194,7 +194,7 @@ class ShardedDataset:
 
         Raises:
             CorruptObject: A shard is damaged or gone.
-            StoreUnavailable: The store or the cache is out of reach.
+            StoreUnavailable: The store or the cache is unreachable.
         """
         for number in np.unique(self._shard_of(self.chosen)).tolist():
             self.shelf.content(self.split.shards[number])

@@ -2,7 +2,7 @@
 
 ``index.json`` lies beside the shards and is written last, so what it names is there.
 Every other object is named after its content: a new version of the dataset writes new
-objects and then deletes the old ones, and whoever read the old index is told so.
+objects and then deletes the old ones, and readers of the old index get an error.
 """
 
 import hashlib
@@ -146,8 +146,8 @@ def read_index(store: ObjectStore, *, version: str = "") -> DatasetIndex:
 
     Raises:
         SiteError: There is no dataset, or one of another version.
-        CorruptObject: The index is not one of ours, or contradicts itself.
-        StoreUnavailable: The store is out of reach.
+        CorruptObject: The index is not a crossfed index, or contradicts itself.
+        StoreUnavailable: The store is unreachable.
     """
     try:
         raw = store.read(INDEX_KEY)

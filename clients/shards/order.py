@@ -106,7 +106,7 @@ def telling_ahead(
     The dataset hears of the first ones at once, before any is asked for.
 
     Args:
-        dataset: If it is not a ``ReadsAhead``, nothing is told.
+        dataset: Batches are announced only to a ``ReadsAhead``.
         batches: What is to be read, and perhaps what comes after.
         num_batches: How many are passed on; all by default.
     """
@@ -127,7 +127,7 @@ def _passed_on(
 
 
 def _tell(dataset: ReadsAhead, source: Iterator[Indices], told: deque[Indices]) -> None:
-    """Tell of so many batches that the next one is there, and enough beyond it."""
+    """Announce batches until the next one and enough after it are known."""
     num_told = sum(map(len, told))
     while not told or num_told < dataset.examples_ahead:
         following = next(source, None)

@@ -83,7 +83,7 @@ class Shelf:
         Raises:
             CorruptObject: It is cut short, gone, or not what the index names.
             SiteError: It is gone, and another version of the dataset is there.
-            StoreUnavailable: The store is out of reach, and was for long.
+            StoreUnavailable: The store has been unreachable for long.
         """
         # Only who needs a shard is patient: threads that fetch in advance would keep a
         # process that wants to end.

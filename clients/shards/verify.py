@@ -19,7 +19,7 @@ def verify_dataset(store: ObjectStore, *parts: ShardedDataset) -> None:
 
     Raises:
         CorruptObject: Something is damaged or gone, or contradicts the index.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     for part in parts:
         first = 0

@@ -91,9 +91,9 @@ def write_dataset(
 
     Raises:
         ObjectExists: Another version is there, and ``replace`` is not given.
-        ObjectChanged: Somebody else has written an index meanwhile.
+        ObjectChanged: Someone else has written an index in the meantime.
         SiteError: The examples are not all of one shape.
-        StoreUnavailable: The store is out of reach, full or read-only.
+        StoreUnavailable: The store is unreachable, full or read-only.
         ValueError: An unknown encoding, or a number that is not positive.
     """
     if encoding not in _CODECS or shard_bytes < 1 or workers < 1:

@@ -75,7 +75,7 @@ def _check_step(federation: Federation, name: SiteId) -> int:
     """
     job, pool = federation.job, federation.pool
     train, held_out = federation.site_data[name]
-    # One step in the clear. What privacy asks of the model is asked apart from it.
+    # One step without privacy, whose requirements on the model are checked elsewhere.
     step = replace(job.training, local_steps=1, local_epochs=None, accumulate=1)
     off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
     trainer = TorchTrainer(

@@ -2,7 +2,7 @@
 
 What it does for a round is the same however the answer leaves: restore what it keeps,
 pay, evaluate, train, seal the update, keep what the next round needs. A *seal* decides
-how it leaves: in the clear here, as masked words in ``clients.privacy.ring_seal``.
+how it leaves: as it is here, as masked words in ``clients.privacy.ring_seal``.
 """
 
 import logging
@@ -144,7 +144,7 @@ class Site:
         meter: Measures what else it takes.
         withheld: Fields of its work that the site does not send; see
             ``federation.job.disclosure``.
-        seal: How answers leave the site; in the clear by default.
+        seal: How answers leave the site; unmasked by default.
         links: The job's codecs.
         check_first: Checks float and integer values of the model before the first
             round, and raises a ``ProtocolError`` if they are not the job's.

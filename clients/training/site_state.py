@@ -2,8 +2,8 @@
 
 Named arrays and small facts, one object for each round that trained, in a store of the
 site's own: encrypted if that store is. A round that is repeated begins from what an
-earlier round left, whatever came after, so that a run killed on either side goes on as
-if nothing had happened.
+earlier round left, whatever came after, so a run that is killed on either side resumes
+with the same result.
 
 Nothing is invented. Where there is no state of an earlier round, or one of another run,
 model or optimiser, the site logs that it begins afresh; an object that is damaged or of

@@ -391,7 +391,7 @@ class TorchTrainer:
         """Yield the examples of each batch of a round, or a rank's share of them."""
         training, data = self.job.training, self.train
         batch_size = training.batch_size // rank.world_size
-        # Data that is told in advance hears of the next round's first batches too.
+        # Data that reads ahead also learns the next round's first batches.
         ahead, shuffle = 0, None
         if isinstance(data, ReadsAhead):
             shuffle = data.epoch_order

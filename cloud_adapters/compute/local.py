@@ -141,7 +141,7 @@ class LocalPool:
 
 
 def _is_new(place: Path) -> bool:
-    """Whether a node was made, and has neither started nor been told to end."""
+    """Whether a node was made, but neither started nor was asked to stop."""
     return not (place / STOP).exists() and read(place, NodeStarted) is None
 
 

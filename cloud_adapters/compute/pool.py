@@ -144,8 +144,8 @@ class ComputePool(Protocol):
     def terminate(self, ids: Collection[str]) -> None:
         """Ask nodes to end, with the notice that the machine gives its programs.
 
-        Returns at once; ``wait_for`` waits. Those that are gone or unknown are left
-        alone.
+        Returns at once; ``wait_for`` waits. Those that are gone or unknown are
+        ignored.
         """
         ...
 
@@ -171,7 +171,7 @@ def wait_for(
     Args:
         pool: The service.
         labels: Which nodes.
-        holds: What is waited for.
+        holds: What to wait for.
         what: The same in words, for the message.
         seconds: How long.
         clock: Tells time.

@@ -1,4 +1,4 @@
-"""What a compute service may answer, in this product's errors, and how that is told."""
+"""The refusals of a compute service as this product's errors, with their messages."""
 
 from dataclasses import dataclass
 

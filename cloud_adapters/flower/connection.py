@@ -1,7 +1,7 @@
 """A node's messages, taken from Flower's Fleet API and answered over it.
 
 A message comes in two parts: an envelope, which a SuperLink hands out once, and a
-content in pieces, which it keeps until it is told that they have arrived.
+content in pieces, which it keeps until their arrival is confirmed.
 """
 
 from dataclasses import dataclass

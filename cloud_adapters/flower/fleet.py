@@ -66,9 +66,9 @@ class FleetCalls:
         address: ``HOST:PORT`` of the aggregator.
         clock: Tells time.
         stopped: Ends all waits.
-        listener: Called with a word about every failure that is waited for.
+        listener: Called with one line about every failure that is waited out.
         uniform: Draws the waits.
-        is_active: Whether the node has been let in.
+        is_active: Whether the node has been accepted.
     """
 
     address: str
@@ -83,7 +83,7 @@ class FleetCalls:
     _refused_since: float | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """The node asks to be let in; until it is, every failure is told at once."""
+        """The node asks for admission; until then, each failure is reported at once."""
         self.is_active, self._heard = False, -math.inf
 
     def succeed(self) -> None:
@@ -106,8 +106,8 @@ class FleetCalls:
         """Make a request, again while the aggregator still counts this node.
 
         Raises:
-            SiteError: There is no use in going on.
-            NodeGone: The node must activate itself anew.
+            SiteError: Trying again is pointless.
+            NodeGone: The node must activate itself again.
             Unanswerable: The aggregator does not want this, and never will.
         """
         attempt = 0

@@ -1,6 +1,6 @@
 """The grid over Flower: tasks become Flower messages, answers become replies.
 
-What is lost on the way is asked after, and sent again: see ``redelivery``. Byte counts
+Lost messages are probed for and sent again: see ``redelivery``. Byte counts
 are those of the wire format, without Flower's own; what travels through a store instead
 is among them.
 """
@@ -205,7 +205,7 @@ class FlowerGrid:
             self._pause()
 
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Close tasks; sites are not told."""
+        """Close tasks, without a message to sites."""
         for batch in self._batches:
             self._late |= batch.withdraw(task_ids)
 
@@ -327,7 +327,7 @@ class FlowerGrid:
         late = []
         owners = {name: batch for batch in self._batches for name in batch.out}
         found = self._api.pull_messages([*owners, *self._late])
-        # Words last: one that tells of an answer may have come with it.
+        # Words last: one about an answer may have arrived with it.
         for message in sorted(found, key=_is_word):
             message_id = message.metadata.reply_to_message_id
             batch = owners.get(message_id)
@@ -341,7 +341,7 @@ class FlowerGrid:
         question, inquiry = out.question, out.question.inquiry
         if message.has_error():
             if out.probed_seconds is not None:
-                return  # It is asked after again.
+                return  # It is probed again.
             if inquiry is not None and message.error.code in flower_errors.LOST:
                 inquiry.note_lost(self._clock.monotonic())
                 return

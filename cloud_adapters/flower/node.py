@@ -316,7 +316,7 @@ class FlowerNode:
         return True
 
     def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
-        """What was not begun comes again when it is asked after."""
+        """Drop messages not started; the aggregator probes and resends them."""
         self._free.set()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -337,7 +337,7 @@ class FlowerNode:
                 self._take(connection, envelope)
             finally:
                 self._free.set()
-            # The next is looked for meanwhile: the way there and back may be long.
+            # The next is fetched meanwhile: a round trip may take long.
             connection.confirm(envelope)
         except (NodeGone, SiteError):
             raise

@@ -36,7 +36,7 @@ class Presence:
             quorum: Nodes without which an exchange is of no use.
             clock: Tells time.
             pause: Waits for so many seconds.
-            is_told: Whether Flower tells of heartbeats; its simulation makes up one
+            is_told: Whether Flower reports heartbeats; its simulation makes up one
                 for all time.
         """
         self._get_nodes = getattr(api, "get_nodes", None) if is_told else None
@@ -52,8 +52,8 @@ class Presence:
 
         As long as too few are there for the exchange to be of use, this lasts until
         its deadline: rounds that are bound to be lost would soon end the run. With
-        enough of them, a node that was waited for in vain is not waited for again
-        until it has been back: gone for good, it would delay every round.
+        enough of them, a node that did not come in time is not awaited again
+        until it has been back: a lost node would delay every round.
         """
         needed = min(self._quorum, len(asked))
         begin = self._clock.monotonic()

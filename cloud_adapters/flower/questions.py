@@ -108,7 +108,7 @@ class Out:
 
     Attributes:
         question: What it is about.
-        probed_seconds: When the question was asked after by it; None if the message
+        probed_seconds: When the message probed for the question; None if the message
             is the question.
     """
 

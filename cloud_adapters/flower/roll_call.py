@@ -39,31 +39,31 @@ class RollCall(Protocol):
         """Tell a site by its node's answer.
 
         Raises:
-            ProtocolError: The answer is not to be believed.
-            SiteError: The site does not take part, and the run does not do without
-                it; the message says why.
+            ProtocolError: The answer cannot be trusted.
+            SiteError: The site does not take part, but the run needs it; the
+                message says why.
         """
         ...
 
     def move_on(self) -> bool:
-        """Go on to the next question, for those who answered; false if all is said."""
+        """Go on to the next question, for nodes that answered; false after the last."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
-    """Who must be there before work begins, and how nodes are told apart.
+    """Which sites must be there before work begins, and how nodes are identified.
 
     Attributes:
-        roll_call: Tells which node is which site. Without it nodes are as good as each
-            other: they are dealt out in ascending order of their ids.
-        known: Nodes that need not or cannot say who they are: of the roll call's sites
+        roll_call: Finds which node is which site. Without it nodes are
+            interchangeable: they are assigned in ascending order of their ids.
+        known: Nodes that need not or cannot say who they are: of the handshake's sites
             those that run an app of Flower. They are not asked; they are there when
             they are connected.
         required: Sites that must be there; all of them by default.
         quorum: Sites without which an exchange is of no use.
         connect_seconds: How long to wait for the nodes, and for the answers to each
-            further question of the roll call.
+            further question of the handshake.
     """
 
     roll_call: RollCall | None = None
@@ -85,7 +85,7 @@ class Attendance:
 
         Args:
             api: Flower's own grid.
-            sites: Who is waited for; other nodes are left in peace.
+            sites: The sites to wait for; other nodes are ignored.
             workers: Processes that the nodes share; None if each has its own.
             clock: Tells time.
             pause: Waits between two looks.

@@ -84,7 +84,7 @@ class RuntimeGrid(HttpGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Answers to messages, as far as they have arrived as a whole."""
-        # What a SuperLink has told of once it does not tell of again.
+        # A SuperLink reports each answer only once.
         asked = [name for name in message_ids if name not in self._arriving]
         if asked:
             found = self._runtime_client.PullMessages(

@@ -76,7 +76,7 @@ LOOK_SECONDS = 0.2
 _LOG = logging.getLogger(__name__)
 
 # What this process has built and what it is busy with. Module state, because Flower
-# unpickles the app anew for every message.
+# unpickles the app again for every message.
 _handlers: OrderedDict[tuple[str, SiteId], SiteHandler] = OrderedDict()
 _working: dict[SiteId, tuple[threading.Thread, int]] = {}
 _lock = threading.Lock()

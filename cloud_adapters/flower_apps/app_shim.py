@@ -22,7 +22,7 @@ class InstalledApp(ClientApp):
         """Have it answer, with the settings of its own ``pyproject.toml``.
 
         Raises:
-            RuntimeError: The node was not told where it is, or it is not there.
+            RuntimeError: The node's configuration lacks its path, or it is not there.
         """
         folder = context.node_config.get("app")
         if not isinstance(folder, str):

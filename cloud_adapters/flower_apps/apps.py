@@ -167,7 +167,7 @@ class FlowerApps(FlowerApi):
             )
             for kind in _kinds(task, app.spec)
         }
-        # One by one: Flower tells of several that it does not take by leaving gaps.
+        # One by one: if Flower rejects some of several, it only leaves gaps.
         parts: dict[str, TaskKind] = {}
         for kind, part in messages.items():
             taken = [name for name in self._api.push_messages([part]) if name]

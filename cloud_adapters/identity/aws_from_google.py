@@ -55,7 +55,7 @@ def assume_role(
 
     Raises:
         NotAuthenticated: The role does not trust the token.
-        StoreUnavailable: STS is out of reach.
+        StoreUnavailable: STS is unreachable.
     """
     doing = f"assume the role {role_arn} with a Google token"
     try:

@@ -83,7 +83,7 @@ def site_policy(
             S3. It is used through S3 alone.
         encryption_key: ARN of the key of ``storage.encryption``, with which the site
             itself encrypts; None for none. It is used for data keys of objects alone.
-        may_rewrap: Whether it may also wrap data keys anew with that key.
+        may_rewrap: Whether it may also wrap data keys again with that key.
 
     Raises:
         ValueError: A key is not the ARN of one.

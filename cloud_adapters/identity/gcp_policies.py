@@ -62,7 +62,7 @@ def role(kind: str) -> str:
 def condition(place: GcsPrefix) -> str:
     """Write the condition that binds a role to one prefix of a bucket, as JSON.
 
-    Objects are told by their name; a listing is a request to the bucket, and told by
+    Objects are identified by name; a listing is a request to the bucket, identified by
     the prefix that it asks for. Source: IAM's documentation on conditions, "Resource
     attributes" and "API attributes".
     """

@@ -1,8 +1,8 @@
 """Keys that never leave AWS KMS.
 
 The context of a data key is KMS's encryption context: it is authenticated, and
-CloudTrail shows it in clear with each use of the key. The role needs
-kms:GenerateDataKey to write, kms:Decrypt to read and kms:Encrypt to wrap anew.
+CloudTrail shows it unencrypted with each use of the key. The role needs
+kms:GenerateDataKey to write, kms:Decrypt to read and kms:Encrypt to rewrap.
 
 Source: AWS KMS API reference, GenerateDataKey, Encrypt and Decrypt.
 """

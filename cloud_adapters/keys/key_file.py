@@ -146,7 +146,7 @@ def read_keys(path: Path) -> Sequence[FileKey]:
 def add_key(path: Path) -> str:
     """Add a new key to a key file, and make the file if there is none.
 
-    The file is written anew beside the old one and then takes its name, so that a
+    The new file is written beside the old one and then takes its name, so that a
     crash leaves the old file or the new one.
 
     Returns:

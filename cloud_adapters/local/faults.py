@@ -33,7 +33,7 @@ _SILENCING = frozenset({"silent", "crash", "leave"})
 
 
 class Restartable:
-    """A site that can be made anew in the middle of a run, as by a restart.
+    """A site that can be recreated during a run, as by a restart.
 
     Args:
         make: Makes the site with what it has on its disk, and nothing in memory.

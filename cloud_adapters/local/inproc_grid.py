@@ -42,7 +42,7 @@ from federation.protocols import Clock, SiteHandler
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
 
-# Updates that threads may finish ahead of the one that is waited for.
+# Updates that threads may finish ahead of the awaited one.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
 
@@ -161,7 +161,7 @@ class InProcessGrid(Closing):
         self._open = True
         self._quick = False  # Whether the last site to answer was.
         self._gathering = False  # The receiver lets replies gather.
-        self._taking = False  # The receiver has its turn.
+        self._taking = False  # The receiver is next.
         self._num_sent = 0
         self._batches: list[_TaskBatch] = []
         self._num_held = 0  # Slots taken up whose replies were not taken.

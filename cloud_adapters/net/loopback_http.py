@@ -1,6 +1,6 @@
 """A threaded HTTP server on the loopback, and the bodies of its requests.
 
-What is served, and to whom, is the business of those who derive from it.
+Subclasses decide what is served, and to whom.
 """
 
 import logging

@@ -37,7 +37,7 @@ def reload(work: Path) -> bool:
         Whether one runs.
 
     Raises:
-        ProxyFailed: The new files are not accepted and it goes on with the old ones, or
+        ProxyFailed: nginx rejects the new files and keeps using the old ones, or
             it does not answer.
     """
     master = _master(work)

@@ -200,7 +200,7 @@ class EncryptedStore:
     def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
         """Copy an object by way of this machine; see ``ObjectStore.copy``.
 
-        The content is encrypted anew, with a data key of its own: an object is bound
+        The content is encrypted again, with a new data key: an object is bound
         to its key in the store.
         """
         check_key(target)
@@ -212,7 +212,7 @@ class EncryptedStore:
         return self.put(target, pieces, if_absent=if_absent, metadata=info.metadata)
 
     def rewrap(self, key: str, *, keys: KeyService | None = None) -> ObjectInfo:
-        """Wrap an object's data key anew, as after the change of a wrapping key.
+        """Wrap an object's data key again, as after the change of a wrapping key.
 
         The content stays encrypted as it is, but has to be read and written once,
         since stores cannot change the beginning of an object. It is decrypted on the
@@ -224,9 +224,9 @@ class EncryptedStore:
             keys: Wraps from now on; by default the service that the store has.
 
         Raises:
-            ObjectChanged: Somebody wrote it meanwhile.
+            ObjectChanged: Someone wrote it meanwhile.
             CorruptObject: It is damaged, or was on its way; nothing is written.
-            KeyRefused: The old or the new key is not to be had; nothing is written.
+            KeyRefused: The old or the new key is unavailable; nothing is written.
         """
         info = self.store.stat(key)
         opened = self._open_version(info)
@@ -297,7 +297,7 @@ class EncryptedStore:
         return content.getvalue()
 
     def _read_range(self, opened: _OpenObject, start: int, length: int | None) -> bytes:
-        """Decrypt the touched segments; what is said of the end is authenticated."""
+        """Decrypt the touched segments; the position of the end is authenticated."""
         cipher, size = opened.cipher, opened.size
         stop = size if length is None else min(size, start + length)
         if start >= stop:

@@ -1,4 +1,4 @@
-"""What any service may answer, in this product's errors, and how that is told.
+"""The answers of any service as this product's errors, with their messages.
 
 Each service has tables of its own, from what it says to one of these rows or to a row
 of its own: ``s3_errors``, ``gcs_errors``, and those of the key services.

@@ -1,4 +1,4 @@
-"""How slowly the body of an object may come before it is asked for anew.
+"""How slowly the body of an object may arrive before it is requested again.
 
 A server that sends one byte a minute keeps to every timeout of a socket, and would hold
 a reader for years. What is too slow is given up soon, and not only when the time for

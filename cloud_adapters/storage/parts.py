@@ -36,7 +36,7 @@ def fetch_all(
 ) -> None:
     """Fetch parts in threads; each worker holds one at a time.
 
-    After a failure, or when the caller is interrupted, no further part is begun.
+    After a failure, or when the caller is interrupted, no further part is started.
 
     Raises:
         Exception: What ``fetch`` raised first.

@@ -47,7 +47,7 @@ class RemovesUnfinished(Protocol):
     """A store in which uploads of killed processes leave parts."""
 
     def remove_unfinished(self, *, older_seconds: float) -> int:
-        """Remove those that were begun so long ago, and return how many."""
+        """Remove those that were started so long ago, and return how many."""
         ...
 
 
@@ -66,7 +66,7 @@ def check_conditions_kept(store: ObjectStore) -> None:
 
     Raises:
         StoreUnavailable: The store made a write that it had to refuse, or refused one
-            that it had to make; or it is out of reach.
+            that it had to make; or it is unreachable.
         StoreForbidden: These credentials may not write, read or delete there.
     """
     for size, put, key in _ways(store):

@@ -59,8 +59,8 @@ class Retry:
     Args:
         attempts: How often to try at most, the first time included. The default is far
             more than the deadline leaves room for.
-        corrupt_attempts: How often to try at most what arrived changed: other than an
-            outage, that is not mended by patience.
+        corrupt_attempts: How often to try at most if changed bytes arrive: unlike an
+            outage, waiting does not fix that.
         base_seconds: Bound of the first wait.
         cap_seconds: Bound of every wait, unless the service asks for a longer one.
         deadline_seconds: No attempt begins later than this after the first.

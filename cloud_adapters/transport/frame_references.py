@@ -139,7 +139,7 @@ def check(head: WireMessage, reference: Reference, sizes: Sizes) -> int:
     """Check a reference before anything is fetched; its size.
 
     Raises:
-        ProtocolError: It is not one of such a message.
+        ProtocolError: It does not belong to such a message.
     """
     name = reference.field
     vectors = vectors_of(head)

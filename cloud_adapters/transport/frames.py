@@ -66,7 +66,7 @@ LEAST_BYTES = 1 << 20
 # Parts of an object that are fetched at the same time, and held in memory.
 AHEAD = 4
 PIECE_BYTES = 4 << 20  # Of a vector on its way into the store.
-# Outages of minutes are waited for; a round's own deadline still holds.
+# Outages of minutes are waited out; a round's own deadline still holds.
 RETRY = Retry(attempts=8, base_seconds=2.0, cap_seconds=30.0, deadline_seconds=180.0)
 
 _LOG = logging.getLogger(__name__)

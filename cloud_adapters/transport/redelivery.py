@@ -1,8 +1,8 @@
 """What is done about tasks and answers that are lost on the way.
 
 Flower delivers at most once: what a SuperLink, a proxy or a connection holds when it
-dies is gone, and nobody is told. So the aggregator gives every question a name that
-stays the same however often the question is sent, and asks after one that has been out
+dies is lost without notice. So the aggregator gives every question a name that
+stays the same however often the question is sent, and probes for one that has been out
 for some seconds, by a message that is its name and nothing else. The site answers with
 a word: that it does not know the name, upon which the question is sent again; that it
 works on it, upon which there is nothing to do but wait; or that it has answered, and
@@ -11,7 +11,7 @@ not sent twice because a message overtook it.
 
 A site works once for each name. What it knows of names is in memory, and is lost with
 the process: beyond that ledgers and the memory of rounds hold, as they do against an
-aggregator that asks anew under another name.
+aggregator that asks again under another name.
 
 Not here: how messages travel (``flower_grid``, ``flower_node``).
 """
@@ -22,10 +22,10 @@ from collections import OrderedDict
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-# When a question is asked after: for the first time, doubled each time, up to the last.
+# When a question is probed: for the first time, doubled each time, up to the last.
 FIRST_SECONDS = 5.0
 MOST_SECONDS = 15.0
-# As soon as this when Flower has told that something was lost.
+# As soon as this when Flower has reported a loss.
 SOON_SECONDS = 1.0
 # Names that a site remembers: of many hours, while a question is out for minutes.
 MAX_NAMES = 1024
@@ -49,7 +49,7 @@ def new_name(round_index: int) -> str:
 
 
 class Inquiry:
-    """Decides when one question is asked after, and when it is sent again."""
+    """Decides when one question is probed, and when it is sent again."""
 
     def __init__(self, now: float) -> None:
         """Begin when it has been sent; times are those of one monotonic clock."""
@@ -74,15 +74,15 @@ class Inquiry:
 
         Args:
             word: What the site says.
-            asked: When it was asked after. A site may not have known then what has
+            asked: When it was probed. A site may not have known then what has
                 been sent again since.
         """
         return word is Word.UNKNOWN and asked >= self._sent
 
     def note_sent(self, now: float) -> None:
-        """It has been sent again. It is asked after no sooner than otherwise.
+        """It has been sent again. It is probed no sooner than otherwise.
 
-        Or a site that lies would be sent the model all the time.
+        Otherwise a dishonest site could request the model all the time.
         """
         self._sent = now
 
@@ -122,7 +122,7 @@ class Inbox(Generic[Answer]):
             self._names.pop(name, None)
 
     def look(self, name: str) -> Word:
-        """What can be said of a question now."""
+        """The state of a question now."""
         with self._lock:
             if self._last is not None and self._last[0] == name:
                 return Word.ANSWERED

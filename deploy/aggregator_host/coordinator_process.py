@@ -37,9 +37,9 @@ def main() -> None:
 def exchange_folders(config: Path) -> list[Path]:
     """Folders of this machine that the exchange uses, from an ``aggregator.toml``.
 
-    As it is now: the service may have read an earlier one. What is wrong with it is
-    said by those who check it. That imports numpy, which starts a thread, and only
-    the threads of this one are confined with it.
+    As it is now: the service may have read an earlier one. Errors in it are reported
+    where it is checked. That imports numpy, which starts a thread, and only the
+    threads of this one are confined with it.
     """
     table: Any = {}
     with suppress(OSError, ValueError):

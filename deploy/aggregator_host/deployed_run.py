@@ -37,7 +37,7 @@ from privacy.secagg.protocol.of_job import check_layout, contract_of
 
 
 class Connect(Protocol):
-    """Makes a grid whose sites have answered a roll call."""
+    """Makes a grid whose sites have answered a handshake."""
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class DeployedRun:
             clock: Tells time.
             listeners: Called with every event.
             stop_requested: Asked after every round.
-            goes_on: Whether another coordinator goes on with the run after an error.
+            goes_on: Whether another coordinator continues the run after an error.
 
         Raises:
             JobError: The job cannot be run.

@@ -1,8 +1,8 @@
 """What the aggregator's operator does about sites: invite, look and revoke.
 
-A site that is revoked is on the proxy's list before anything else is written; what was
-begun is finished by doing it again, or by the next start of the aggregator. Neither
-needs room on the disk: some is kept for it (``disk_reserve``).
+A revoked site is on the proxy's list before anything else is written; an interrupted
+call is finished by repeating it, or by the next start of the aggregator. Neither needs
+free disk space: some is reserved (``disk_reserve``).
 """
 
 from collections.abc import Callable
@@ -226,7 +226,7 @@ def revoke(
 
 
 def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
-    """Write the proxy's list anew, and the server's certificate where it is due.
+    """Rewrite the proxy's list, and renew the server's certificate if it is due.
 
     Before the proxy and the SuperLink start, whatever happened before. A site whose
     certificate is on the list and that the book still has was revoked after the copy
@@ -255,7 +255,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
 
 
 def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:
-    """Certify the server's key anew if it is due, or if ``hosts`` has changed.
+    """Renew the server's certificate if it is due, or if ``hosts`` has changed.
 
     A proxy that runs takes it up at once; a SuperLink with its next start.
 

@@ -61,7 +61,7 @@ class EnrolmentService:
         return self.config.folder / "roster.toml"
 
     def authority(self, body: bytes = b"") -> tuple[int, bytes]:
-        """Answer with the root certificate, for a site to hold against its token."""
+        """Answer with the root certificate, which a site compares with its token."""
         del body
         return 200, (self.config.folder / "ca.crt").read_bytes()
 

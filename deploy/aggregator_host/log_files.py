@@ -1,7 +1,7 @@
 """Logs of the service's programs: none grows without an end.
 
-A program appends to its log through a handle that it keeps, and of all of them nginx
-alone can be told to open another. So it is the content that moves: into ``NAME.log.1``,
+A program appends to its log through an open handle, and only nginx
+can be asked to open another. So the content moves instead: into ``NAME.log.1``,
 in the place of what was there, and the log begins again. What is written between those
 two steps is lost, which only a log that overflows can lose.
 """
@@ -15,7 +15,7 @@ MAX_LOG_BYTES = 32 << 20
 
 
 def bound(folders: Iterable[Path], *, most: int = MAX_LOG_BYTES) -> None:
-    """Begin every log anew that has more than ``most`` bytes; its last content stays.
+    """Truncate every log of more than ``most`` bytes; its last content is kept.
 
     Args:
         folders: What ends in ``.log`` there is a log.

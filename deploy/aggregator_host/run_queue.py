@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """A run that was handed over, and how far it is.
+    """A submitted run, and its progress.
 
     Attributes:
         run: Its folder.
@@ -113,12 +113,12 @@ class QueuedRun:
 
     @property
     def rounds(self) -> int:
-        """Rounds that are completed; counted anew, from all events."""
+        """Rounds that are completed; counted from all events at each call."""
         return _completed_rounds(self.run)
 
     @property
     def away(self) -> Sequence[str]:
-        """Sites that the run goes on without, each with the reason; now, not once."""
+        """Sites that the run currently excludes, each with the reason."""
         event = _left_out(self.run) if self.outcome is None else None
         return () if event is None else event.named()
 
@@ -143,7 +143,7 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedRun:
-    """A run of which a file is damaged: nobody works on it until that is mended.
+    """A run with a damaged file: nobody works on it until that is fixed.
 
     Attributes:
         run: Its folder.
@@ -156,7 +156,7 @@ class DamagedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Every run that was handed over.
+    """Every submitted run.
 
     Attributes:
         runs: The oldest first.
@@ -204,15 +204,15 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     """Find the newest run of a job, which ended before its last round.
 
     Args:
-        job: The job that it was begun with.
+        job: The job that it was started with.
         root: Folder of all runs.
-        extend: Whether the job may have more rounds than the run was begun with, which
+        extend: Whether the job may have more rounds than the run started with, which
             may then be completed.
 
     Raises:
-        RunNotFound: None was handed over.
+        RunNotFound: No run was submitted.
         RunConflict: It has not ended, or has come to its end.
-        CheckpointMismatch: It was begun with another job.
+        CheckpointMismatch: It was started with another job.
         CorruptObject: A file of it is damaged.
     """
     runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
@@ -240,7 +240,7 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
 
 
 def take_up(run: RunFolder, *, at: float) -> None:
-    """Hand over anew a run that ``find_ended`` has found.
+    """Submit again a run that ``find_ended`` has found.
 
     Raises:
         StoreUnavailable: Its folder cannot be written.
@@ -339,7 +339,7 @@ def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
 
 
 def read(run: RunFolder) -> QueuedRun | None:
-    """How far a run is; None if it was not handed over.
+    """Progress of a run; None if it was not submitted.
 
     Raises:
         CorruptObject: A file of it is damaged.
@@ -357,7 +357,7 @@ def read(run: RunFolder) -> QueuedRun | None:
 
 
 def handed_over(root: Path) -> Queue:
-    """Every run below a folder that was handed over."""
+    """Every submitted run below a folder."""
     runs, damaged = [], []
     for path in sorted(root.glob(f"*/*/{REQUEST}")):
         run = RunFolder(path.parent)
@@ -384,7 +384,7 @@ def decide(
         if one.outcome is not None:
             continue
         if one.stop and not one.run.exists():
-            # It waits for its turn or for sites, and looks after its rounds alone.
+            # It waits in the queue or for sites, and checks for a stop only in rounds.
             yield _withdraw(one, flower)
             continue
         before = one.coordinator
@@ -425,7 +425,7 @@ def _completed_rounds(run: RunFolder) -> int:
 
 
 def _left_out(run: RunFolder) -> SitesLeftOut | None:
-    """Whom the newest coordinator goes on without, as its events say."""
+    """Which sites the newest coordinator excludes, according to its events."""
     newest: SitesLeftOut | None = None
     for event in _counted_events(_whole_lines(run)):
         match event:

@@ -147,7 +147,7 @@ class SiteWait:
     is_over: bool = False
 
     def look(self) -> bool:
-        """Look while the grid waits; that Flower has ended is not told by this.
+        """Look while the grid waits; this does not show that Flower has ended.
 
         Raises:
             RunStopped: The run is to end.
@@ -203,10 +203,10 @@ def _connector(
 def known_nodes(
     folder: Path, job: JobSpec, *, absent: Collection[SiteId] = ()
 ) -> dict[SiteId, int]:
-    """Nodes of enrolled sites that a roll call must leave out.
+    """Nodes of enrolled sites that a handshake must exclude.
 
     An app of Flower cannot answer one: its site is known by the key of its node, which
-    enrolment has bound to its name. And sites of other jobs are left in peace.
+    enrolment has bound to its name. Sites of other jobs are ignored.
 
     Args:
         folder: The aggregator's.

@@ -60,7 +60,7 @@ RENEWAL_LOOK_SECONDS = 3600.0
 SUPERLINK, SUPEREXEC = "superlink", "superexec"
 _OK, _UNAVAILABLE = 200, 503
 
-# What Flower's programs must be told so as not to call home.
+# Settings that keep Flower's programs from calling home.
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -259,7 +259,7 @@ class AggregatorService:
             self._tell_once(f"cannot limit the size of a log: {error}")
 
     def _renew(self, control: FlowerControl) -> None:
-        """Renew the server's certificate when it is due; the SuperLink starts anew."""
+        """Renew the server's certificate when it is due; the SuperLink restarts."""
         now = self.clock.monotonic()
         if now < self._next_renewal:
             return

@@ -59,7 +59,7 @@ def prepare(database: Path) -> int:
     """Make the file of the state give space back to the disk; no SuperLink may run.
 
     SQLite keeps the pages of what was deleted. A database in the mode ``FULL`` cuts
-    them off with every transaction; one that was made without is written anew once.
+    them off with every transaction; one that was made without is rewritten once.
 
     Returns:
         Bytes by which the file became smaller.

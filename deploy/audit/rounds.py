@@ -1,7 +1,7 @@
 """How an audit runs a job's rounds: in this process, and keeping nothing.
 
-In the open, where the promise holds against who sees every update; in secret, with the
-job's own secure sum and noise shares, where it holds against who sees what is opened.
+Without masks, if the promise holds against who sees every update; with the
+job's own secure sum and noise shares, if it holds against who sees the opened sums.
 """
 
 import secrets
@@ -109,7 +109,7 @@ class SecretStage:
             see: Called with the mean of every sum that is opened, shape ``(d,)``.
 
         Raises:
-            JobError: The model has what cannot be summed in secret.
+            JobError: The model has tensors that masked sums cannot aggregate.
         """
         self.federation = federation
         self.run_id = throwaway_id()
@@ -186,7 +186,7 @@ def run_rounds(
     """Run the job's rounds in this process and keep nothing.
 
     Raises:
-        SiteError: A site failed in some round: the promises were not put to the test
+        SiteError: A site failed in some round: the promises were not tested
             as they were made.
     """
     federation, store = stage.federation, MemoryStore()

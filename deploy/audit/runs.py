@@ -81,7 +81,7 @@ class Attack:
     """How to attack.
 
     Attributes:
-        sites: Whose promise is put to the test; empty for every site's.
+        sites: Whose promise is tested; empty for every site's.
         canaries: m, at each of them.
         confidence: Of the bounds.
         random_bytes: Draws which canaries are in.

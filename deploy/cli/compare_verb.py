@@ -1,4 +1,4 @@
-"""Runs held against each other, from the folders that they left."""
+"""Compare runs by the folders that they left."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monitoring.runs.run_folder import RunFolder
 
 LOOK_SECONDS = 0.2
-START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
+START_LOOK_SECONDS = 0.5  # Of all submitted runs.
 PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 
 

@@ -1,1 +1,1 @@
-"""What is wrong with a host, a site or a store, and what mends it."""
+"""Finds what is wrong with a host, a site or a store, and how to fix it."""

@@ -1,7 +1,7 @@
 """Who this machine is for a cloud: which identity its clients would use.
 
 The libraries of the clouds look for it as they do in a run, with a second for every
-question. What is told is the kind and the name of an identity, and never a secret; what
+question. Reported are the kind and the name of an identity, never a secret; what
 a library says of a failure is not repeated, as it may hold one.
 """
 

@@ -32,7 +32,7 @@ from federation.protocols import Clock
 from privacy.membership.certificates import parse_certificate
 from privacy.secret_files import read_private
 
-CALL_SECONDS = 30.0  # The way may be slow: that is to be told.
+CALL_SECONDS = 30.0  # A slow connection is measured and reported.
 SOON_DAYS = 14
 _DAY_SECONDS = 86400.0
 _OK, _FORBIDDEN = 200, 403

@@ -28,7 +28,7 @@ from federation.protocols import ObjectStore
 
 FOLDER = "doctor"
 PROBE_BYTES = 64 * 1024
-# A person waits: an outage is to be told, and not to be outlasted.
+# A person waits: report an outage instead of waiting for its end.
 PATIENCE_SECONDS = 10.0
 
 # What each deed needs, as the service calls it.

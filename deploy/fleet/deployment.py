@@ -105,7 +105,7 @@ def opened(
 
     Raises:
         FederationError: Another command works on it.
-        CorruptObject: Its record is damaged, or is of another deployment.
+        CorruptObject: Its record is damaged, or belongs to another deployment.
         StoreUnavailable: The folder cannot be made or written.
     """
     folder = plan.folder

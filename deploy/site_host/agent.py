@@ -201,8 +201,8 @@ class SiteAgent:
     def _tell_use(self, run: OpenRun) -> None:
         """Note in the site's own folder what stores were used for since the last time.
 
-        It is told to nobody: how a site reads its data tells of them, and what that
-        costs is on its own bill.
+        It is never reported: how a site reads its data reveals something of it, and the
+        cost is on the site's own bill.
         """
         used = [*self._meters.used()]
         if not used:
@@ -287,7 +287,7 @@ class SiteAgent:
         """What each site of the job has stated and signed.
 
         Raises:
-            ProtocolError: One is not signed by its site, or is of another run.
+            ProtocolError: One is not signed by its site, or belongs to another run.
             JobError: They are not those of all sites.
         """
         stated = introduction.stated_needs(

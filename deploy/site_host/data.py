@@ -31,9 +31,9 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         watch: Notes what the store is used for that holds them.
 
     Raises:
-        JobError: They would be at an address that somebody else gave, or the job's
+        JobError: They would be at an address from someone else, or the job's
             unit of privacy does not permit how they were prepared.
-        SiteError: They cannot be loaded; why, is told to the site's log alone.
+        SiteError: They cannot be loaded; only the site's log says why.
     """
     data = _own(file, watch) if file.data.source else _rehearsed(file, job)
     check_deployed(
@@ -67,7 +67,7 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
         memory: Of the site.
 
     Raises:
-        SiteError: They cannot be read; why, is told to the site's log alone.
+        SiteError: They cannot be read; only the site's log says why.
         StoreError: The memory cannot be read or written.
     """
     if not file.data.source:  # A rehearsal's differ from job to job.

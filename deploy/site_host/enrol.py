@@ -85,7 +85,7 @@ def enroll(
     answer was lost asks again with the same token and folder.
 
     Args:
-        token: What the aggregator's operator has handed over.
+        token: What the aggregator's operator has sent.
         folder: Of the site; it is made if there is none.
         organisation: Who answers for the site, in words.
         clock: Tells time.

@@ -49,7 +49,7 @@ class Aggregator:
     def authority(self, fingerprint: str) -> bytes:
         """Ask for the root certificate, and take it if its fingerprint is right.
 
-        Whoever answers is not known yet: nothing is told, and nothing is believed but
+        The server is not known yet: nothing is sent, and nothing is trusted but
         what SHA-256 ties to the token.
 
         Args:

@@ -41,7 +41,7 @@ CERTIFY_SECONDS = 45 * 86_400.0
 
 _PATHS = frozenset(f"/v1/fleet/{call}" for call in FLEET_CALLS)
 _BUNDLE = "/v1/fleet/get-fab"
-# Those of one connection, and what is counted anew.
+# Those of one connection, and those that are computed again.
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
     | {"host", "content-length", "expect", "proxy-connection"}
@@ -111,13 +111,13 @@ class _Upstream:
             authority=site_folder.authority(config),
             certificate=config.certificate,
         )
-        way.connect().close()  # Files that cannot be used are told now.
+        way.connect().close()  # Report unusable files now.
         return way
 
     def connect(self) -> http.client.HTTPSConnection:
         """Make a connection that opens with its first call.
 
-        The certificate is read anew, so that a renewed one is taken up.
+        The certificate is read each time, so that a renewed one is used.
 
         Raises:
             JobError: A file holds no certificate.

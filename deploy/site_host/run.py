@@ -1,4 +1,4 @@
-"""One run at a site: what it is told of it, and what answers its tasks."""
+"""One run at a site: what it knows of it, and what answers its tasks."""
 
 import hashlib
 import os
@@ -68,7 +68,7 @@ class OpenRun:
     """A run that a site takes part in.
 
     Attributes:
-        met: What it was told of it.
+        met: What the site knows of the run.
         handler: Answers its tasks.
         promise: What it has promised; None without differential privacy.
         stack: Closed when the site leaves the run: keys go, and ledgers are closed.

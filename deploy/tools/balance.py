@@ -2,7 +2,7 @@
 
 Sites that train whole epochs of their data are done at the same time if each holds as
 many examples as its speed says; until then the fast ones wait for the slowest. What is
-here reads, counts and predicts; dealing out is in ``clients.data.partition``.
+here reads, counts and predicts; splitting is in ``clients.data.partition``.
 """
 
 from collections.abc import Mapping

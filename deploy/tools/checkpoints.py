@@ -76,7 +76,7 @@ def examine(
         RunConflict: ``keep`` is given, and a process of this machine works on the run.
         JobError: ``place`` is a URL and names no store.
         KeyRefused: The run's checkpoints are encrypted, and its key cannot be used.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     is_changed = keep is not None
     with _opened(place, root, encryption, service, is_changed=is_changed) as store:

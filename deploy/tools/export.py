@@ -70,7 +70,7 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
         CorruptObject: The model's file is not whole, or what the store gives back is
             not what was sent.
         KeyRefused: The store encrypts, and what is there has another key.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     view = _ended(run)  # 1.
     job = run.read_job()

@@ -77,7 +77,7 @@ def find(name: str, root: Path) -> list[Path]:
         return [direct / LEDGER_NAME]
     if direct.name == LEDGER_NAME:
         raise RunNotFound(f"there is no ledger {name}: give a ledger or a run")
-    # A site keeps no events of a run, so that its folder is not one of a run.
+    # A site keeps no events of a run, so its folder is not a run folder.
     for folder in (direct, root / name):
         if found := _below(folder):
             return found

@@ -1,7 +1,7 @@
-"""Wrap the data keys of a whole place anew: after a rotation, or for another key.
+"""Wrap the data keys of a whole place again: after a rotation, or for another key.
 
 Contents stay encrypted as they are, and nobody decrypts them. A call that is killed is
-made again: what carries the new key already is left alone where that can be told.
+repeated: objects that already have the new key are skipped where that is visible.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class RewrapResult:
 
     Attributes:
         url: The place.
-        rewrapped: Objects whose data key is wrapped anew.
+        rewrapped: Objects whose data key was wrapped again.
         already: Objects that had the new key.
         changed: Objects that others wrote or deleted meanwhile, and that are as they
             left them.
@@ -102,7 +102,7 @@ def opened(
         JobError: The URL names no store, or no key is named.
         RunNotFound: There is no such run.
         RunConflict: Another process of this machine works on it.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     with contextlib.ExitStack() as stack:
         if "://" in place:
@@ -139,9 +139,9 @@ def rewrap(place: Place, *, to: KeyName) -> RewrapResult:
         to: Another key than theirs; the newest version of theirs if it names none.
 
     Raises:
-        KeyRefused: A key of an object is not to be had; nothing is written.
+        KeyRefused: A key of an object is unavailable; nothing is written.
         CorruptObject: An object's header is damaged; nothing is written.
-        StoreUnavailable: The store or a key service is out of reach.
+        StoreUnavailable: The store or a key service is unreachable.
     """
     with contextlib.ExitStack() as stack:
         old = place.key.open()
@@ -183,7 +183,7 @@ def decrypt(place: Place, folder: Path) -> dict[str, int]:
         KeyRefused: The key is not that of the objects.
         CorruptObject: An object was changed.
         RunNotFound: Nothing encrypted is there.
-        StoreUnavailable: The store is out of reach.
+        StoreUnavailable: The store is unreachable.
     """
     written = {}
     keys = place.key.open()
@@ -205,7 +205,7 @@ def facts(done: RewrapResult) -> dict[str, Any]:
     return asdict(done)
 
 
-_PENDING, _ALREADY, _GONE, _IN_CLEAR = "pending", "already", "gone", "in clear"
+_PENDING, _ALREADY, _GONE, _IN_CLEAR = "pending", "already", "gone", "unencrypted"
 
 
 def _state(place: Place, key: str, old: KeyService, new: KeyService | None) -> str:
@@ -239,7 +239,7 @@ def _state(place: Place, key: str, old: KeyService, new: KeyService | None) -> s
 
 
 def _check_in_clear(store: ObjectStore, key: str) -> None:
-    """Check that an object is not taken for one in clear because of a wrong byte.
+    """Check that an object does not look unencrypted because of a wrong byte.
 
     The key that it is encrypted with would be given up.
 

@@ -1,4 +1,4 @@
-"""Reading a transcript: what every message says in clear, and what it hides.
+"""Read a transcript: what every message shows, and what it hides.
 
 ``cloud_adapters.local.transcript`` writes it. The reader believes no line of the index:
 every frame is decoded again, and size, digest, site, round and kind are compared.
@@ -127,7 +127,7 @@ def lines(message: Mapping[str, Any], *, fields: bool = False) -> Iterator[str]:
 
 
 class Summary:
-    """What sites said in clear, over a whole transcript."""
+    """What can be read from sites, over a whole transcript."""
 
     def __init__(self) -> None:
         """Nothing yet."""

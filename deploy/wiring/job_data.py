@@ -66,7 +66,7 @@ def load_data(
         JobError: There is no such function or store, or it has no such option.
         SiteError: The function failed, or there is no dataset.
         KeyRefused: The dataset is encrypted, and the key is not its own.
-        StoreError: The dataset is damaged, or its store out of reach.
+        StoreError: The dataset is damaged, or its store unreachable.
     """
     if "://" not in source:
         return data.load(source, options, key=key)
@@ -124,7 +124,7 @@ def shard(
     Raises:
         JobError: Source or URL are not of the permitted form.
         KeyRefused: The key cannot be used, or the dataset there has another.
-        StoreError: The store is out of reach, or holds another version.
+        StoreError: The store is unreachable, or holds another version.
     """
     if shard_bytes < 1 or workers < 1:
         raise JobError("give --shard-size and --workers at least 1")
@@ -170,7 +170,7 @@ def info(
         JobError: The URL is not of the permitted form.
         SiteError: There is no dataset.
         KeyRefused: The dataset is encrypted, and the key is not its own.
-        StoreError: The dataset is damaged, or its store out of reach.
+        StoreError: The dataset is damaged, or its store unreachable.
     """
     store = _store(url, "URL", service)
     try:
@@ -185,7 +185,7 @@ def info(
 
 
 def _check_in_clear(store: ObjectStore) -> None:
-    """Refuse to write a dataset in clear over an encrypted one.
+    """Refuse to write an unencrypted dataset over an encrypted one.
 
     Shards are named after what they hold, so that those of both have one name.
     """

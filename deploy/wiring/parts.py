@@ -25,7 +25,7 @@ from federation.rounds.gather import Gather, PlainGather
 
 
 def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federation:
-    """Build the model and deal out the data of a simulation.
+    """Build the model and split the data of a simulation.
 
     Args:
         job: The job.
@@ -129,7 +129,7 @@ def plain_gather(
     *,
     introduced: Mapping[SiteId, SignedCounts] | None = None,
 ) -> Gather:
-    """Gather in the clear, by the job's rule and weights.
+    """Gather without masks, by the job's rule and weights.
 
     Args:
         federation: Job and model.

@@ -160,7 +160,7 @@ def rehearse(
         private: What the sites promise; None without differential privacy.
 
     Raises:
-        JobError: The model has what cannot be summed in secret.
+        JobError: The model has tensors that masked sums cannot aggregate.
     """
     job, layout = federation.job, federation.pool.layout
     check_layout(layout)

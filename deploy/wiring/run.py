@@ -133,7 +133,7 @@ class Run:
         store: Holds the checkpoints.
         emit: Where events go.
         stop_requested: Asked after every round.
-        goes_on: Whether another coordinator goes on with the run after an error.
+        goes_on: Whether another coordinator continues the run after an error.
         transcript: Folder for every message as the aggregator saw it.
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.

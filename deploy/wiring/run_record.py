@@ -42,10 +42,10 @@ class RunRecord:
         pool: Holds the model: its layout, and what of it is frozen.
         clock: Tells time.
         meters: Of every store of the run.
-        introduce: Makes the events that tell of data and promises, once the run has
+        introduce: Makes the events about data and promises, once the run has
             begun.
         listeners: Called with every event after it has been noted.
-        goes_on: Whether another coordinator goes on with the run after an error.
+        goes_on: Whether another coordinator continues the run after an error.
         store: Holds checkpoints, and in a simulation what sites keep.
     """
 
@@ -125,7 +125,7 @@ class RunRecord:
             self.emit(used)
 
     def _begin(self, event: RunStarted) -> None:
-        """From here on the run is this coordinator's: leave what tells of it."""
+        """From here on the run is this coordinator's: write what describes it."""
         self._first_round = event.first_round
         if self.run is not None:
             self.run.write_job(self.job)

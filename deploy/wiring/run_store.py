@@ -99,13 +99,13 @@ class RunPlace:
         """Find out whether the run's checkpoints can stand on its bucket.
 
         Before every start and every resume, since a service may have been replaced.
-        Parts of uploads of this job's runs that were begun a day ago or earlier, and
+        Parts of uploads of this job's runs that were started a day ago or earlier, and
         never ended, are removed as well.
         A folder of this machine is not tried: its conditions are this product's own.
 
         Raises:
             StoreUnavailable: The bucket ignores conditions of writes, which would let
-                two coordinators complete one run; or it is out of reach.
+                two coordinators complete one run; or it is unreachable.
         """
         if in_bucket(self._job):
             check_conditions_kept(self._plain)
@@ -141,26 +141,26 @@ class Copies:
         """Copy the job: a store that cannot be written to shows it before training.
 
         Raises:
-            StoreUnavailable: The store is out of reach, or forbids it.
+            StoreUnavailable: The store is unreachable, or forbids it.
         """
         self._copy(self._run.job)
 
     def listen(self, event: Event) -> None:
         """Copy the events that lead up to each checkpoint, before it is written.
 
-        A checkpoint without its events would be of a run that cannot be told.
+        A checkpoint without its events would belong to a run that cannot be reported.
 
         Raises:
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         if isinstance(event, RoundFinished):
             self._copy(self._run.events)
 
     def leave(self) -> None:
-        """Copy everything, the record of events last: it tells of the others.
+        """Copy everything, the record of events last, since it names the others.
 
         Raises:
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is unreachable.
         """
         run = self._run
         for path in (run.job, run.model, run.result, run.report, run.events):
@@ -176,7 +176,7 @@ def newest_folder(job: JobSpec, root: Path) -> Path:
 
     Raises:
         RunNotFound: There is none in either.
-        StoreUnavailable: The bucket is out of reach.
+        StoreUnavailable: The bucket is unreachable.
     """
     if not in_bucket(job):
         return newest_run(job.name, root).path
@@ -203,7 +203,7 @@ def fetch(job: JobSpec, run: RunFolder) -> None:
     Raises:
         RunConflict: Another process works on the run.
         RunNotFound: What the run needs is in the folder that it began in.
-        StoreUnavailable: The bucket is out of reach.
+        StoreUnavailable: The bucket is unreachable.
     """
     if not in_bucket(job):
         return

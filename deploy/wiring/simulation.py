@@ -222,7 +222,7 @@ def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:
 
 
 def _lineage(job: JobSpec, name: SiteId) -> str:
-    """Name what a simulated site trains on: all that deals out the data."""
+    """Name what a simulated site trains on: all that determines the split."""
     document = job_file.document(job)
     dealt = {key: document.get(key) for key in ("data", "sites", "seed")}
     return lineage(dataset=name, options=dealt)

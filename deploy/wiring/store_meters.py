@@ -1,7 +1,7 @@
 """What the stores of a run are used for: by whom, and over which way.
 
 A simulation's sites are where the job says that they are, and so is its coordinator:
-the way that is told is the one that they would take. Deployed, a coordinator's uses are
+the reported route is the one that they would take. Deployed, a coordinator's uses are
 in the run's events, and a site's in its own folder (``site_agent``).
 """
 
@@ -41,7 +41,7 @@ class User:
 
 @dataclass(slots=True)
 class _CacheMeter:
-    """A cache, and what of it has been told."""
+    """A cache, and how much of its use has been reported."""
 
     cache: ObjectCache
     hits: int = 0

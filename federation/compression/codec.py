@@ -36,7 +36,7 @@ class Codec(Protocol):
         name: What the job file calls it.
         dtype: Type of a word.
         is_linear: Whether the sum of two vectors' words is the sum's words, which is
-            what a sum under masks needs.
+            what a masked sum needs.
         shares_support: Whether all parties send the same coordinates.
     """
 

@@ -90,7 +90,7 @@ class DataSpec:
             `crossfed data shard` wrote to.
         options: Keyword arguments of the function; for a URL `version`, `order`,
             `window`, `warm_up`, `endpoint`, `region`.
-        partition: How the data is dealt out to the sites (simulation only).
+        partition: How the data is split among the sites (simulation only).
     """
 
     source: str
@@ -454,7 +454,7 @@ class JobSpec:
         seed: Seed of all randomness in a simulation: initial weights, partition,
             example order, cohorts.
         model: The model.
-        data: The data that is dealt out to the sites that name none of their own.
+        data: The data that is split among the sites without data of their own.
         training: Local training.
         evaluation: Evaluation.
         aggregation: Aggregation.

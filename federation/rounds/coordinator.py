@@ -134,7 +134,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         is_complete = _is_done(job, parts, state)
         if is_complete or exhausted:
             _check_result(job, state, complaints)
-            # In secret a round is asked for once, and a refusal uses its number up.
+            # With masks a round is attempted once, and a refusal uses its number.
             _evaluate_last(
                 job, parts, state, skip=int(_in_secret(job) and not is_complete)
             )
@@ -234,7 +234,7 @@ def _cohort(
 def _step(parts: ServerParts, state: RunState, delta_d: Vector) -> Vector:
     """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_d``.
 
-    The optimiser's state is written over as well; theta is left alone. Running
+    The optimiser's state is overwritten as well; theta does not change. Running
     statistics are combined and never stepped: a step could make a variance negative.
     """
     averaged = [

@@ -5,9 +5,9 @@ from federation.wire.wire_values import one_line
 
 
 def failure(about: RoundMessage, kind: FailureKind, text: str) -> SiteFailure:
-    """Say why nothing comes of a task, or why an answer does not count.
+    """Say why a task has no result, or why an answer does not count.
 
-    Any text is made fit to travel.
+    Any text is made safe to send.
     """
     return SiteFailure(
         run_id=about.run_id,

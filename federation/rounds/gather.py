@@ -37,7 +37,7 @@ Gathered = tuple[Iterable[WeightedUpdate], CombineRule]
 
 
 class Gather(Protocol):
-    """Asks the sites. Implementations: in the clear here, in secret elsewhere.
+    """Asks the sites. Implementations: without masks here, secure ones elsewhere.
 
     Attributes:
         schedule: When it sends, and when a round ends.

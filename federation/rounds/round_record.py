@@ -46,7 +46,7 @@ class RoundRecord:
         cohort: The sites that are asked.
         clock: Time.
         links: The codecs of both directions.
-        verdicts: Who was asked, who answered, and what does not count.
+        verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
         members: Who takes part, as far as this round has shown.

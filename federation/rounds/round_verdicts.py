@@ -1,4 +1,4 @@
-"""Verdicts of one round: who was asked, who answered, what counts, and why not.
+"""Verdicts of one round: which sites were asked and answered, and what counts.
 
 Pure: messages in, verdicts out. Everything that a site may do wrong is decided
 here, so that the round loop handles sound updates only. One thing only their use shows:

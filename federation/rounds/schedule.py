@@ -113,7 +113,7 @@ class Schedule(Protocol):
 
 
 class Barrier:
-    """Every site of the cohort trains on the newest model, and all are waited for."""
+    """Every site of the cohort trains on the newest model; a round waits for all."""
 
     def next(
         self,

@@ -150,7 +150,7 @@ class Traffic:
     def of_round(self, round_index: int) -> tuple[Span, Span]:
         """Bytes of a round, down and up.
 
-        Where it draws its sites, from the cheapest draw to the dearest.
+        If it draws its sites, from the cheapest draw to the most expensive.
         """
         job = self.job
         is_last = round_index > job.rounds

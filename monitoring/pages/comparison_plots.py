@@ -28,7 +28,7 @@ Runs = Mapping[str, RunView]  # by the name that the page has for them
 
 MAX_SIDE_BY_SIDE = 8  # runs whose curves fit half of the page's width
 
-# More runs than colours are told apart by their dashes.
+# More runs than colours differ by their dashes.
 _DASHES: Sequence[Any] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _MARGIN = 1.6  # room beside the outermost points of the logarithmic axis, as a factor
 

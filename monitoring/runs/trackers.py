@@ -107,7 +107,7 @@ def points_of(view: RunView) -> Points:
 
 @dataclass(slots=True)
 class TensorBoardFiles:
-    """Event files in a folder of the run. Each export writes them anew.
+    """Event files in a folder of the run. Each export rewrites them.
 
     Attributes:
         folder: For ``tensorboard --logdir``.

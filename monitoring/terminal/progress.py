@@ -212,7 +212,7 @@ class PlainProgress(Closing):
         status = "" if event.status == COMPLETED else f"{event.status}  "
         training = ""
         if self._privacy is not None:
-            # Its terms were said when the run started.
+            # Its terms were shown at the start of the run.
             training = f"epsilon {format_epsilon(event.epsilon)}  "
         elif self._is_secret:  # Which the sites' lines cannot tell.
             training = f"training loss {format_number(loss_of(event.training))}  "
@@ -279,6 +279,6 @@ class PlainProgress(Closing):
 
 
 def training_loss(report: SiteAnswered, is_secret: bool) -> str:  # noqa: FBT001
-    """Loss while a site trained, or why it is not told."""
+    """Loss while a site trained, or why it is not shown."""
     # A dash would look like a failure; this is what secure aggregation is for.
     return "hidden" if is_secret else format_number(loss_of(report.training))

@@ -184,7 +184,7 @@ class RunFold:
             self._seconds_before += self._seconds_now()
         self._started.append(event)
         self._newest.pop(RunFinished, None)
-        self._newest.pop(SitesLeftOut, None)  # It is said anew if it still holds.
+        self._newest.pop(SitesLeftOut, None)  # It is sent again if it still holds.
         self._last_at = event.at
         self._forget_from(event.first_round)
 

@@ -73,7 +73,7 @@ class RunView:
         privacy: What is promised of the sites' records; None if nothing is.
         spent: The most that each site has told to have spent, by any coordinator;
             empty without ``privacy``.
-        left_out: Which sites the newest round goes on without; None if none ever was.
+        left_out: Which sites the newest round excludes; None if none ever was.
         groups: What a rule over groups has combined last; None without groups.
         warnings: What a person should know.
         checkpoints: Durable states, by round.

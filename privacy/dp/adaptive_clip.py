@@ -12,7 +12,7 @@ from privacy.dp.noise import RoundedGaussian
 from privacy.keystream import KEY_BYTES, Keystream
 
 # The clip norm stays within this factor of the first: scaled by it, updates are far
-# from the largest float32, and whether one is beyond that is told by no site.
+# from the largest float32, and no site reports whether one is beyond that.
 CLIP_RANGE = 2.0**20
 BIT_SHARE = 0.1  # of 1 / z^2 that the bits may use up
 _MAX_STEP = 2 * math.log(CLIP_RANGE)

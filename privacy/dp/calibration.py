@@ -160,7 +160,7 @@ def _aim(goal: float, least: float) -> float:
 
 
 def _advice(target: float, spent: _SpentEpsilon) -> str:
-    """Say what would reach the target, each by itself, with 100 clip norms of noise."""
+    """Say which single change reaches the target with 100 clip norms of noise."""
     top = MAX_NOISE_MULTIPLIER
     goal = target * (1 - _HEADROOM)
     ways = [f"an epsilon of at least {_round_up(spent(top) / (1 - _HEADROOM)):g}"]

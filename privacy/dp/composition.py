@@ -3,7 +3,7 @@
 The distribution of one step's privacy loss comes from ``one_step``. Here many steps
 are added up by Fourier transform on one fixed grid, whose transforms are kept: a
 further round costs one inverse transform a direction, where dp-accounting would
-begin anew. Every approximation errs upwards:
+start again. Every approximation errs upwards:
 
 - the grid's distributions dominate;
 - a loss above the window counts as infinite, with the probability of the Chernoff
@@ -245,7 +245,7 @@ def _log_moment(losses: Losses, order: float) -> float:
     """Logarithm of E[exp(order * loss)], the loss in cells."""
     exponents = order * (losses.lowest + np.arange(len(losses.probs)))
     top = float(exponents.max())
-    # Smaller terms count for nothing, and denormal numbers are slow.
+    # Smaller terms do not matter, and denormal numbers are slow.
     terms = np.exp(np.maximum(exponents - top, -600.0))
     return top + math.log(float((terms * losses.probs).sum()))
 

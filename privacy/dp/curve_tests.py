@@ -28,7 +28,7 @@ from privacy.dp.auditing import Guesses, Scores, Truth
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.trade_off import TradeOff
 
-# Logarithm of the least p-value that is told from 0, and halvings to find one.
+# Logarithm of the least p-value that is distinguished from 0; halvings to find one.
 _LEAST_LOG, _HALVINGS = -60.0, 24
 
 # Thresholds that are looked at together when the first half of the canaries chooses.

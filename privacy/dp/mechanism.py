@@ -129,7 +129,7 @@ class GaussianMechanism:
 
     @property
     def effective_multiplier(self) -> float:
-        """Standard deviation over sensitivity: what the accountant is to be told."""
+        """Standard deviation divided by sensitivity, for the accountant."""
         return self.noise_std * self.step / self.sensitivity
 
     def release_(self, sum_d: Sum, random_bytes: RandomBytes = os.urandom) -> None:

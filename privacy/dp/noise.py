@@ -127,8 +127,8 @@ class RoundedGaussian:
     def add_(self, values_d: IntegerArray, keystream: Keystream) -> None:
         """Add a fresh draw to every value, in place, modulo 2^32.
 
-        How the stream is dealt out depends on the size: values that are handed over
-        in two calls get other noise than in one.
+        How the stream is split depends on the size: values that are passed
+        in two calls get different noise than in one.
 
         Args:
             values_d: ``int32``, or words of a ring in ``uint32``; flat.

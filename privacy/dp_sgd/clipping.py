@@ -130,8 +130,8 @@ class ClippedSum:
             num_records: At least 1.
 
         Raises:
-            JobError: The model is built so that its per-record gradients are not to
-                be had; the message names the layer.
+            JobError: The model is built so that per-record gradients are unavailable;
+                the message names the layer.
         """
         with watched(self._layers, num_records) as uses:
             total = loss()

@@ -29,7 +29,7 @@ from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
 from privacy.secagg.errors import BadSignature
 
 VERSION = 1
-# Clocks may differ by this much; a renewal that is older is taken for a replay.
+# Clocks may differ by this much; an older renewal counts as a replay.
 FRESH_SECONDS = 600.0
 MAX_MESSAGE_BYTES = 64 << 10  # of a request
 MAX_ANSWER_BYTES = 2 << 20  # a roster has at most half of it

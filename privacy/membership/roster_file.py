@@ -79,7 +79,7 @@ def trust(
 ) -> PinResult:
     """Pin a key in a roster file, which is made if it does not exist.
 
-    The file is written anew, whole or not at all; comments in it are lost.
+    The file is replaced atomically; comments in it are lost.
 
     Args:
         path: The roster file.

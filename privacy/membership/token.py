@@ -93,7 +93,7 @@ class Token:
 
     @property
     def text(self) -> str:
-        """What is handed over; it is shown once and not kept."""
+        """The token itself; it is shown once and not stored."""
         secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
         parts = ("crossfed-1", self.address, self.authority, self.site, secret)
         return ".".join(parts)

@@ -1,13 +1,17 @@
-"""Idioms that read as translated stay out of the documentation.
+"""Idioms that read as translated stay out of pages, messages, docstrings and comments.
 
-Checked is prose alone: code blocks, inline code and the targets of links are left out.
+Only prose is checked: code blocks, inline code and the targets of links are omitted.
 A line break counts as a space.
 """
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from federation import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,11 +74,33 @@ PLAIN = {
     r"whom it holds against": "whom it protects against",
     r"when all is well": "normally",
     r"somebody (?:is )?in between": "a man-in-the-middle",
+    r"kept nowhere": "is not stored",
+    r"(?:is|are|was|were) (?:not )?spoken": "is (not) supported",
+    r"mends?|mended": "fix",
+    r"taken away": "removed",
+    r"brings? (?:\w+ ){0,4}back": "restore",
+    r"cannot be told": "cannot be detected",
+    r"handed over": "submitted / sent",
+    r"(?:gives?|gave) out": "returns",
+    r"left alone": "is skipped / is not started",
+    r"(?:tells?|speaks?) of": "reveals / is about",
 }
 """What is not written, as a regular expression, and what is written instead."""
 
+
+def _pattern(idiom: str) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{idiom})\b".replace(" ", r"\s+"), re.IGNORECASE)
+
+
+ANY = _pattern("|".join(PLAIN))
+"""Finds any of them, to pass over texts without one."""
+
+PACKAGES = sorted({*OURS, "crossfed"})
+"""The product's packages, with their templates and command-line help."""
+
 FENCE = re.compile(r"^```.*?^```$|<!--.*?-->", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`]+`|\]\([^)]*\)")
+COMMENT = re.compile(r"(?<=#) .*(?:\n *# .*)*")
 
 
 def pages() -> list[Path]:
@@ -89,15 +115,70 @@ def prose(text: str) -> str:
     return text
 
 
-def idioms(text: str) -> list[str]:
+def idioms(text: str, first_line: int = 1) -> list[str]:
     """Line, idiom and plain wording of what must not stay as it is."""
     text = prose(text)
+    if not ANY.search(text):
+        return []
     return [
-        f"line {text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}: write {plain}"
+        f"line {text.count(chr(10), 0, found.start()) + first_line}: {found[0]!r}: "
+        f"write {plain}"
         for idiom, plain in PLAIN.items()
-        for found in re.finditer(
-            rf"\b(?:{idiom})\b".replace(" ", r"\s+"), text, re.IGNORECASE
-        )
+        for found in _pattern(idiom).finditer(text)
+    ]
+
+
+def texts(code: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string and comment; values in f-strings are braces."""
+    tree = ast.parse(code)
+    inner = {
+        id(part) for node in ast.walk(tree) for part in getattr(node, "values", ())
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [getattr(part, "value", None) for part in node.values]
+            yield (
+                node.lineno,
+                "".join(part if isinstance(part, str) else "{}" for part in parts),
+            )
+        elif isinstance(node, ast.Constant) and id(node) not in inner:
+            yield node.lineno, str(node.value)
+    for block in COMMENT.finditer(code):
+        yield code.count("\n", 0, block.start()) + 1, re.sub(r"\n *#", "\n", block[0])
+
+
+def found_in(package: Path) -> Iterator[str]:
+    """File, line and idiom, over all files of a package."""
+    for path in sorted(package.rglob("*")):
+        if path.suffix not in {".py", ".toml", ".j2"}:
+            continue
+        text = path.read_text(encoding="utf-8")
+        parts = texts(text) if path.suffix == ".py" else [(1, text)]
+        for line, part in parts:
+            for found in idioms(part, line):
+                yield f"{path.relative_to(ROOT)}, {found}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_messages_docstrings_and_comments_are_in_plain_english(package: str):
+    assert list(found_in(ROOT / package)) == []
+
+
+def test_idioms_in_code_are_found():
+    code = '''def f(x):
+    """Does it anew."""
+    # One that is not
+    # to be had.
+    raise ValueError(
+        f"{x} has been "
+        "taken away"
+    )
+'''
+    found = [each for line, text in texts(code) for each in idioms(text, line)]
+    assert sorted(found) == [
+        "line 2: 'anew': write again",
+        "line 3: 'is not\\n to be had': write is (un)available",
+        "line 6: 'taken away': write removed",
     ]
 
 

@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Mapping
 
-# Reading through a path that is not one of ours finds nothing.
+# Reading a path that is not the store's finds nothing.
 NOTHING_THERE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG}
 )

@@ -2,8 +2,8 @@
 
 It lies beside its target as ``.NAME.DIGEST.partial``; a second file with one byte for
 each part says which are there. Both outlive a killed process, and the next attempt to
-get the same content goes on with them. After a power cut the second file may promise
-what the disk has not kept: the content is to be checked as a whole in any case.
+get the same content continues with them. After a power cut the second file may claim
+what the disk has lost, so the whole content is checked in any case.
 """
 
 import contextlib

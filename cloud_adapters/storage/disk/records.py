@@ -76,7 +76,7 @@ def recorded(folder: int, info: ObjectInfo) -> Iterator[None]:
     """Write an object's record; it goes again if the object does not get its name.
 
     Under the lock of the folder. At the end no other record of the key is left.
-    It is flushed if it holds metadata, which nothing could bring back.
+    It is flushed if it holds metadata, which nothing could restore.
 
     Raises:
         OSError: The disk is full, for example.

@@ -53,10 +53,10 @@ def stream(
 
     Raises:
         ObjectNotFound: There is no such object.
-        ObjectChanged: It is of another version, or was replaced on the way.
+        ObjectChanged: It has another version, or was replaced meanwhile.
         CorruptObject: The content does not have the object's checksum. What was
             yielded before must not be used.
-        StoreUnavailable: The store is out of reach for too long.
+        StoreUnavailable: The store is unreachable for too long.
         ValueError: ``part_bytes`` or ``ahead`` is not positive.
     """
     pinned = _pin(store, key, if_version, retry)
@@ -110,7 +110,7 @@ def download(
 
     Raises:
         ObjectNotFound: There is no such object.
-        ObjectChanged: It is of another version, or was replaced on the way.
+        ObjectChanged: It has another version, or was replaced meanwhile.
         CorruptObject: The content does not have the object's checksum.
         StoreUnavailable: The store is out of reach for too long, or the file cannot
             be written.

@@ -51,8 +51,8 @@ def told_apart(
 ) -> StoreError:
     """Say whether a refused object is only missing.
 
-    Who may not list the whole bucket is told 403 of what is not there. Who may list
-    a prefix finds out there.
+    Without permission to list the whole bucket, the answer for a missing object is 403.
+    With permission to list a prefix, a listing shows whether it is missing.
 
     Args:
         http: The way to the service.

@@ -347,7 +347,7 @@ def _generation(version: str | None, doing: str) -> str | None:
 
 
 def _info(key: str, resource: Resource) -> ObjectInfo:
-    """Take from the API's resource what we tell of an object."""
+    """Read an object's information from the API's resource."""
     metadata: Mapping[str, str] = resource.get("metadata", {})
     doing = f"look at {key!r}"
     crc = resource.get("crc32c")

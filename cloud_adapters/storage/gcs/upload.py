@@ -54,7 +54,7 @@ class NewObject:
     doing: str
 
     def resource(self, sums: Checksums | None) -> Resource:
-        """What the service is told of it; it checks the checksum."""
+        """The resource to send; the service checks the checksum."""
         metadata = {**self.metadata, PUT_ID: self.put_id}
         resource = {"name": self.name, "metadata": metadata}
         if sums is None:
@@ -218,7 +218,7 @@ class UploadSession:
         raise AssertionError("the last chunk makes the object")
 
     def _open(self, generation: str | None) -> None:
-        # A session that is begun and left leaves no object: repeating is safe.
+        # An abandoned session leaves no object: repeating is safe.
         ask = Ask(
             doing=self._new.doing,
             method="POST",

@@ -15,14 +15,14 @@ _LOG = logging.getLogger(__name__)
 
 
 def remove(calls: S3Calls, *, older_seconds: float) -> int:
-    """Remove the parts of uploads that were begun long ago, and return how many.
+    """Remove the parts of uploads that were started long ago, and return how many.
 
     A service that does not list uploads, or not to these credentials, ends no run:
     the log says so, and the bucket's lifecycle rule does the same.
 
     Args:
         calls: To the bucket; what is not below its prefix stays.
-        older_seconds: Uploads that were begun later stay: somebody may be at them.
+        older_seconds: Uploads that were started later stay: they may be in progress.
 
     Raises:
         ValueError: The prefix is empty: uploads of others would go.

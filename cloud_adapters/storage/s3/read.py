@@ -23,8 +23,8 @@ class Read:
     """One read of an object or of a range, over as many requests as it takes.
 
     1. The first request may be for any version, unless one was named.
-    2. Every further one begins where the last broke off, and only goes on with the
-       same version; if the object has changed in between, all begins again.
+    2. Every further one begins where the last broke off, and only continues the
+       same version; if the object has changed in between, it starts again.
     3. A whole object is checked against its CRC32C where that is known.
     """
 

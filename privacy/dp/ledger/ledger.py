@@ -318,7 +318,7 @@ class FileLedger(_LockedLedger):
         LedgerBehind: It holds fewer charges than ``anchor``.
         LedgerBusy: Another process writes it.
         LedgerDamaged: It was changed, or lines are missing (``LedgerShortened``).
-        LedgerMismatch: It is of another run, site or job, or has other terms.
+        LedgerMismatch: It belongs to another run, site or job, or has other terms.
         ClockWentBackwards: The clock is before the last entry.
         StoreUnavailable: It cannot be read or written.
     """
@@ -352,7 +352,7 @@ class FileLedger(_LockedLedger):
 
     @property
     def recovered(self) -> str:
-        """What was mended when the ledger was opened; empty if nothing was."""
+        """What was repaired when the ledger was opened; empty if nothing was."""
         return self._recovered
 
     def restore(self, event: PrivacyEvent, *, purpose: Purpose, count: int) -> None:

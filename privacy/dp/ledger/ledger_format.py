@@ -92,7 +92,7 @@ class Contents:
     Attributes:
         terms: Its header.
         charges: In their order.
-        num_recoveries: How often a torn line was taken away.
+        num_recoveries: How often a torn line was removed.
         hashes: Of every line, by its place.
         time: Of the last line.
         torn_bytes: Length of an unfinished line at the end, which is not counted.
@@ -143,7 +143,7 @@ def charge_line(charge: Charge, previous: str) -> tuple[bytes, str]:
 def recovery_line(
     seq: int, time: float, dropped_bytes: int, previous: str
 ) -> tuple[bytes, str]:
-    """The note that an unfinished line was taken away, and its hash."""
+    """The note that an unfinished line was removed, and its hash."""
     return _line(
         {
             "kind": "recovery",

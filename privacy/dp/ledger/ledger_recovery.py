@@ -72,7 +72,7 @@ def recover(
 
     Raises:
         LedgerBehind: The anchor is beyond what any run charges.
-        PrivacyError: The ledger is of another run, or another process has it open.
+        PrivacyError: The ledger belongs to another run, or another process has it open.
         StoreUnavailable: It cannot be written.
     """
     set_aside = None

@@ -175,7 +175,7 @@ class ModelTrail:
             return
         if contract.partition and not opened.survivors:
             return  # The model is made of the sums of other groups.
-        # Who is not in the sum may have been told something else, or nothing.
+        # A site outside the sum may have received something else, or nothing.
         known = self._contexts if self._number in opened.survivors else {}
         if known.get(index, opened.context) != opened.context:
             raise CertificateRefused(

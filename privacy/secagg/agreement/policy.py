@@ -49,7 +49,7 @@ class LocalPolicy:
         sites: Sites of the job that was proposed: without groups all of them must
             be members. None for any of the roster.
         terms: Fields of the contract, by name, that follow from the job that was
-            proposed: what sums tell of a site is to be what its operator has seen.
+            proposed: sums may reveal about a site only what its operator has seen.
         min_sites: Fewest updates in a sum, in a run of two as in any other.
         colluding: Other sites that may collude with the aggregator, n_C.
         ring_bits: Rings that are accepted.
@@ -260,7 +260,7 @@ def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
 
 
 def _noise_faults(q: Contract, policy: LocalPolicy) -> _Faults:
-    """Whether the noise inside the sum is what this site's accountant is told."""
+    """Whether the noise inside the sum is what this site's accountant assumes."""
     key = "differential_privacy.ring_noise_std"
     profile, share = q.differential_privacy.profile, policy.noise_share
     if profile not in {"joint", "site"}:

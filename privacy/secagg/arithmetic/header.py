@@ -1,4 +1,4 @@
-"""Numbers beside the update, summed in secret as well: weights, losses, counts.
+"""Numbers beside the update, masked and summed as well: weights, losses, counts.
 
 Source: section 3 of the protocol. A header is a short vector of 64-bit words, one
 per slot. The contract names the slots; a site's values are seen by nobody, their

@@ -68,8 +68,8 @@ class RingSpec:
         clip_norm: C, the largest Euclidean norm of an update, in weight units.
         element_bound: Largest value of an element of the clipped and weighted
             update, in weight units; ``clip_norm`` by default, which always holds.
-            A public constant: taken from the updates of a round, it would tell
-            of them.
+            A public constant: taken from the updates of a round, it would reveal
+            something about them.
         clip_elements: Clip larger elements; they are refused otherwise.
         noise_std: Standard deviation of a site's noise on the integer grid.
     """

@@ -181,9 +181,9 @@ class SiteSession:
         )
 
     def expire(self, round_index: int) -> None:
-        """Erase a round that is not over, now that another one is spoken of.
+        """Erase an unfinished round when a message names another one.
 
-        A site that was declared missing is never told so. It learns it from the
+        A site that was declared missing gets no message about it. It learns it from the
         first message of a later round, or of a setup, whose round index is 0.
         """
         current = self._round

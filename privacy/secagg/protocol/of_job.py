@@ -152,7 +152,7 @@ def _max_examples(job: JobSpec, largest: int | None) -> int:
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a model that has what cannot be summed in secret.
+    """Refuse a model with tensors that masked sums cannot aggregate.
 
     Raises:
         JobError: It has.

@@ -15,7 +15,7 @@ sends a right one. Exchanges may lose sites as long as t are left.
 
 Every share is compared with its dealer's signed commitment before it is used. What
 that shows of sites is in ``faults``, which nobody can bring upon an honest site, and
-in ``disputes``, where one of two sites is at fault and nobody can tell which.
+in ``disputes``, where one of two sites is at fault and it is unknown which.
 """
 
 from collections.abc import Mapping, Sequence
@@ -322,7 +322,7 @@ class AggregatorRound:
             self._shares.clear()
 
     def opened(self, *, sum_digest: bytes, header_digest: bytes) -> OpenedRound:
-        """After ``corrections``: the round as a certificate tells of it.
+        """After ``corrections``: the round as a certificate describes it.
 
         Args:
             sum_digest: SHA-256 of the unmasked integer sum.

@@ -10,7 +10,7 @@ Steps S1 and S2 of SECURE_AGGREGATION.md, section 2.3, as two objects without I/
     result().confirms       -- Confirms -->  on_confirms(...) -> RunSecrets
 
 The last arrow travels with the first round's task. The aggregator may leave sites out,
-as a round may do without them: max(t, n_min) of the contract's must be in the book. Who
+as a round may proceed without them: max(t, n_min) must be in the book. Who
 is not in it has no keys and takes no part in rounds under this setup. h_U binds the
 book, so all sites agree on who is in it. At a site the first wrong byte ends the setup
 and erases its keys; the aggregator refuses the wrong message and may be given a right

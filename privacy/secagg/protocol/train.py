@@ -4,7 +4,7 @@ The header's slots are part of the contract. Losses travel as whole micronats, s
 that sums over sites are exact and no slot can wrap.
 
 What a site says in every round of a run alike, its number of examples and of
-predictions, would be told exactly by the first round that it is absent from. Where
+predictions, would be revealed exactly by the first round without it. Where
 rounds may go on without a site, such numbers are on a coarse public grid: see
 ``privacy.counts``.
 """

@@ -453,7 +453,7 @@ def test_the_first_model_is_compared_with_the_jobs(
     """Before anything is trained; later ones are the aggregator's to say."""
 
     def refuse(weights_d: Vector, integers_m: IntegerVector) -> None:
-        raise ProtocolError(f"other weights: {weights_d}")
+        raise ProtocolError(f"different weights: {weights_d}")
 
     trainer = AddOne()
     site = site_of(trainer, store)
@@ -462,7 +462,7 @@ def test_the_first_model_is_compared_with_the_jobs(
     assert type(answer) is answer_type
     if isinstance(answer, SiteFailure):
         assert answer.kind is FailureKind.INVALID
-        assert "other weights" in answer.message
+        assert "different weights" in answer.message
 
 
 def test_a_change_is_no_first_model(store: MemoryStore):

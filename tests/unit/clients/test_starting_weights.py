@@ -86,7 +86,7 @@ def test_the_job_is_bound_to_the_weights(tmp_path: Path) -> None:
     second = job_of(tmp_path)
     digests = {job_digest.digest(job) for job in (first, second, small_job())}
     assert len(digests) == 3
-    with pytest.raises(JobError, match="other weights than the job names"):
+    with pytest.raises(JobError, match="different weights than the job gives"):
         started(first)
     # A name that has its digest needs no file until the run begins.
     file.unlink()
@@ -115,7 +115,7 @@ UNFIT = {
         {**tensors(), LAST: tensors()[LAST].long()},
         f"'{LAST}' is float32.* in the model and int64",
     ),
-    "extra": ({**tensors(), "more": torch.zeros(2)}, "'more' is nothing in the model"),
+    "extra": ({**tensors(), "more": torch.zeros(2)}, "'more' is not in the model"),
     "not finite": ({**tensors(), LAST: tensors()[LAST] * torch.nan}, "NaN"),
 }
 
@@ -132,7 +132,7 @@ def test_the_first_difference_is_named(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("memory://", "name a path or a bucket"),
+        ("memory://", "give a path or a bucket"),
         ("ftp://host/model.safetensors", "the scheme 'ftp' is unknown"),
         ("file://none.safetensors", "there is no file .*none"),
         ("none.safetensors", "there is no file .*none"),
@@ -148,7 +148,7 @@ def test_what_is_not_here_is_refused_when_the_job_is_loaded(
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "start.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(JobError, match="is no safetensors file"):
+    with pytest.raises(JobError, match="is not a safetensors file"):
         job_of(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_frozen_values_must_be_those_of_the_factory(tmp_path: Path) -> None:
     started(job_of(tmp_path, model=model))
     name = next(iter(frozen))
     save_file({**state, name: state[name] + 1}, tmp_path / "start.safetensors")
-    with pytest.raises(JobError, match=f"other values of '{name}'"):
+    with pytest.raises(JobError, match=f"different values of '{name}'"):
         started(job_of(tmp_path, model=model))
 
 
@@ -195,7 +195,7 @@ def test_a_private_run_says_what_epsilon_leaves_out(tmp_path: Path) -> None:
         "aggregation": {"weights": "uniform"},
         "privacy": {"differential_privacy": {"unit": "record", "target_epsilon": 8.0}},
     }
-    assert "count the runs" in notice(job_of(tmp_path, **private))
+    assert "add those runs" in notice(job_of(tmp_path, **private))
     assert notice(job_of(tmp_path)) == ""
     assert notice(small_job(**private)) == ""
 
@@ -233,7 +233,7 @@ def test_integers_are_part_of_the_first_model(tmp_path: Path) -> None:
     save_file(state, tmp_path / "start.safetensors")
     job = job_of(tmp_path, model=model)
     check_first(job, pool, weights_d, integers_m)
-    with pytest.raises(ProtocolError, match="other weights"):
+    with pytest.raises(ProtocolError, match="different weights"):
         check_first(job, pool, weights_d, integers_m + 1)
 
 
@@ -253,7 +253,7 @@ def test_frozen_tensors_are_the_sites_own(held: str, tmp_path: Path) -> None:
     weights_d, integers_m = initial_weights(job, pool)
     check_first(job, pool, weights_d, integers_m)
     weights_d[0] += 1
-    with pytest.raises(ProtocolError, match="other weights"):
+    with pytest.raises(ProtocolError, match="different weights"):
         check_first(job, pool, weights_d, integers_m)
 
 
@@ -288,7 +288,7 @@ def test_a_damaged_file_ends_a_command_with_one_line(
     job.write_text(tomli_w.dumps(document("start.safetensors")))
     assert main(["check-job", str(job)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "start.safetensors is no safetensors file" in line
+    assert "start.safetensors is not a safetensors file" in line
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_weights_come_from_a_bucket(bucket: ObjectStore, tmp_path: Path) -> None
     save_file({**tensors(), LAST: tensors()[LAST] + 1}, file)
     upload(bucket, "exports/moons/model.safetensors", file)
     with pytest.raises(
-        JobError, match=r"s3://.*holds other weights than the job names"
+        JobError, match=r"s3://.*holds different weights than the job gives"
     ):
         started(job)
     bucket.delete("exports/moons/model.safetensors")

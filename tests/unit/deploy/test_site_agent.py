@@ -268,7 +268,7 @@ OTHER_WEIGHTS = {
         (small_job(**PAIR, training=LINEAR), {}, "learning_rate.name = 'linear'"),
         (private_job(rounds=2), {}, "differential privacy cannot be extended"),
     ],
-    ids=["another key", "other weights", "schedule", "private"],
+    ids=["another key", "different weights", "schedule", "private"],
 )
 def test_an_extension_brings_nothing_but_rounds(
     job: JobSpec,
