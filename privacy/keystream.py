@@ -137,7 +137,7 @@ class FrontKeystream(Keystream):
     """
 
     def __init__(self, key: bytes | bytearray) -> None:
-        """Compute the two blocks that GCM keeps to itself."""
+        """Compute the two blocks that GCM uses internally."""
         super().__init__(key)
         self._front = self._context.update(bytes(_GCM_SKIPS))
         gcm = modes.GCM(bytes(_GCM_NONCE_BYTES))
@@ -156,7 +156,7 @@ class FrontKeystream(Keystream):
 def open_keystream(
     key: bytes | bytearray, *, first_byte: int = 0, num_bytes: int
 ) -> Keystream:
-    """Open a stream in the way that is the fastest here; the bytes are the same.
+    """Open a stream with the fastest implementation here; the bytes are the same.
 
     Args:
         key: 32 bytes.

@@ -47,7 +47,7 @@ def close(folder: Path, listener: Callable[[str], None]) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make a folder for its owner alone; one that exists keeps its mode.
+    """Make a folder that only its owner can enter; an existing one keeps its mode.
 
     Raises:
         OSError: It cannot be made.
@@ -57,7 +57,7 @@ def make(folder: Path) -> None:
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Have files made for their owner alone until the end of the context."""
+    """Make new files readable only by their owner, until the end of the context."""
     before = os.umask(UMASK)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that hold keys: made once, for their owner alone, and read only if so."""
+"""Key files: created once, readable only by their owner, and refused otherwise."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def write_new(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Write a file that must not exist, through to the disk.
+    """Write a new file durably; it must not exist.
 
     Raises:
         OSError: It exists or cannot be written.
@@ -29,7 +29,7 @@ def write_new(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def replace_private(path: Path, data: bytes) -> None:
-    """Write a file for its owner alone, whole or not at all, through to the disk.
+    """Write a file atomically and durably, readable only by its owner.
 
     Raises:
         OSError: It cannot be written; what was there is as it was.
@@ -39,7 +39,7 @@ def replace_private(path: Path, data: bytes) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Read a short file that nobody else may reach.
+    """Read a short file that only its owner may access.
 
     Raises:
         KeyFileRefused: It is missing, open to others, a link or too long.

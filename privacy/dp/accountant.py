@@ -1,4 +1,4 @@
-"""From events to (epsilon, delta): what the ledger believes, and a looser bound.
+"""From events to (epsilon, delta): the ledger's accountant, and a looser bound.
 
 ``pld`` adds up privacy loss distributions (arXiv:1607.00133 made tight: see
 ``composition``) and is within 0.1 % of the truth. ``rdp`` adds up Renyi divergences
@@ -53,7 +53,7 @@ class EpsilonCurve:
     """
 
     def __init__(self, delta: float) -> None:
-        """Start with no event, and so with epsilon 0."""
+        """Start without events, at epsilon 0."""
         if not MIN_DELTA <= delta < 1:
             raise ValueError(f"delta is {delta}, not from {MIN_DELTA} up to 1")
         self._delta = delta

@@ -35,7 +35,7 @@ def split(multiplier: float) -> tuple[float, float]:
 
 
 def together(updates: float, bit_std: float) -> float:
-    """Noise multiplier of one Gaussian mechanism that is worth both releases."""
+    """Noise multiplier of one Gaussian mechanism that equals both releases."""
     return 1 / math.hypot(1 / updates, _BIT_SENSITIVITY / bit_std)
 
 

@@ -1,4 +1,4 @@
-"""Lower bounds on epsilon: what an attack that was carried out proves.
+"""Lower bounds on epsilon, from attacks that were carried out.
 
 An accountant says what cannot be learned; an audit tries to learn it. If an attack
 succeeds more often than (epsilon, delta) allows, noise, clipping, sampling or
@@ -30,7 +30,7 @@ _LEAST_RECORDS = 4  # In each group: half of them choose a threshold, half test 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guesses:
-    """What an attacker says about canaries, and how much of it is right.
+    """An attacker's guesses about canaries, and how many are right.
 
     Attributes:
         canaries: m, all of them.
@@ -182,7 +182,7 @@ def epsilon_lower_bound(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roc:
-    """How well scores tell records that were in from records that were not.
+    """How well scores separate members from non-members.
 
     Attributes:
         false_positives: Shares of the records that were out, ascending from 0 to 1,
@@ -271,7 +271,7 @@ def _auc_error(auc: float, num_in: int, num_out: int) -> float:
 def clopper_pearson(
     successes: int, trials: int, confidence: float
 ) -> tuple[float, float]:
-    """Interval of a probability: never too narrow, whatever the probability.
+    """Confidence interval of a probability; never too narrow.
 
     Clopper and Pearson 1934, "The Use of Confidence or Fiducial Limits Illustrated in
     the Case of the Binomial".
@@ -291,7 +291,7 @@ def clopper_pearson(
 def largest_true_positives(
     false_positives: Scores, *, epsilon: float, delta: float
 ) -> Scores:
-    """What (epsilon, delta)-DP lets any attack reach.
+    """Largest true positive rate of any attack on (epsilon, delta)-DP.
 
     ``TPR <= e^eps FPR + delta``, and the same of the attack that says the opposite
     (Kairouz, Oh and Viswanath 2015, arXiv:1311.0776, Theorem 2.1).

@@ -1,4 +1,4 @@
-"""What a guarantee needs of its numbers, checked before anything is trained."""
+"""Checks delta, batch and number of records before anything is trained."""
 
 import math
 
@@ -18,7 +18,7 @@ _BATCH_KEY = "training.batch_size"
 
 
 def largest_delta(num_records: int) -> float:
-    """Largest delta that is accepted for so many records: 1 / (10 n)."""
+    """Largest accepted delta for a number of records: 1 / (10 n)."""
     if num_records < 1:
         raise ValueError(f"there is no delta for {num_records} records")
     return 1 / (DELTA_SHARE * num_records)
@@ -39,7 +39,7 @@ def default_delta(num_records: int) -> float:
 def check_delta(
     delta: float, num_records: int, *, what: str = "training records"
 ) -> None:
-    """Refuse a delta that says too little for so many records.
+    """Refuse a delta that is too large or too small for a number of records.
 
     Args:
         delta: The probability.

@@ -1,4 +1,4 @@
-"""How much noise a target epsilon takes: the inverse of ``accountant.epsilon``."""
+"""How much noise a target epsilon needs: the inverse of ``accountant.epsilon``."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -72,7 +72,7 @@ class Mechanism(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """All that is kept of one direction: a window, and transforms in it."""
+    """State of one direction: a window, and transforms in it."""
 
     lowest: int  # First cell of the window, in widths.
     length: int
@@ -88,7 +88,7 @@ class _Lattice:
 
 
 def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
-    """Smallest epsilon of so many steps of each mechanism, as an upper bound.
+    """Smallest epsilon of the given steps of each mechanism; an upper bound.
 
     Args:
         steps: How often each mechanism is used, at least once.
@@ -120,7 +120,7 @@ def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
 def deltas(
     steps: Mapping[Mechanism, int], epsilons: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Smallest delta for each epsilon of so many steps, as an upper bound.
+    """Smallest delta for each epsilon of the given steps; an upper bound.
 
     Args:
         steps: How often each mechanism is used, at least once.
@@ -146,7 +146,7 @@ def deltas(
 
 
 def _merge_gaussians(steps: Mapping[Mechanism, int]) -> dict[Mechanism, int]:
-    """Replace releases without sampling by one Gaussian, which they are exactly."""
+    """Replace releases without sampling by one Gaussian, which is exact."""
     merged = {m: n for m, n in steps.items() if m.sampling_rate < 1}
     precision = math.fsum(
         n / m.noise_multiplier**2 for m, n in steps.items() if m.sampling_rate == 1
@@ -273,7 +273,7 @@ def _direction(
 
 
 def _even_length(cells: int) -> int:
-    """A length that the Fourier transform is quick with: 2^a, or 3 or 5 times that."""
+    """A length with a fast Fourier transform: 2^a, or 3 or 5 times that."""
     power = 1 << max(cells - 1, 1).bit_length()
     return next(n for n in (power * 5 // 8, power * 3 // 4, power) if n >= cells)
 

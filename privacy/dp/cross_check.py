@@ -1,4 +1,4 @@
-"""A second opinion on epsilon, from another library by other mathematics.
+"""A second computation of epsilon, by another library with other mathematics.
 
 Opacus's accountant by privacy loss random variables (Gopi, Lee and Wutschitz,
 arXiv:2106.02848). Nothing is decided by it: it is printed beside the ledger's epsilon,
@@ -18,7 +18,7 @@ _DELTA_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class CrossCheck:
-    """What Opacus says.
+    """Epsilon according to Opacus.
 
     Attributes:
         estimate: Epsilon as estimated.

@@ -53,7 +53,7 @@ class PValues:
 
 
 def scores_without_noise(is_in_m: Truth, events: Iterable[PrivacyEvent]) -> Scores:
-    """Scores as training without any noise would give them, and rather less clear.
+    """Scores as if from training without noise, rather understated.
 
     A canary that was drawn in some step is seen, and one that was never drawn looks
     like one that is out. As few were drawn as would be likely at the least: four
@@ -70,7 +70,7 @@ def scores_without_noise(is_in_m: Truth, events: Iterable[PrivacyEvent]) -> Scor
 
 
 def one_run(curve: TradeOff, guesses: Guesses) -> float:
-    """Test a curve by the number of right guesses, whatever canaries do to each other.
+    """Test a curve by the number of right guesses, for any dependence of canaries.
 
     Args:
         curve: Of adding or removing one canary.

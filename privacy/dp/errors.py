@@ -20,7 +20,7 @@ from federation.errors import JobError, PrivacyError
 
 
 class PrivacyUnreachable(JobError):
-    """The epsilon that is asked for needs more noise than is worth a training."""
+    """The requested epsilon needs more noise than training can tolerate."""
 
 
 class LedgerDamaged(PrivacyError):
@@ -32,7 +32,7 @@ class LedgerShortened(LedgerDamaged):
 
 
 class LedgerBehind(PrivacyError):
-    """A ledger holds fewer charges than rounds of it are known to be answered."""
+    """A ledger holds fewer charges than the site is known to have made."""
 
 
 class LedgerMismatch(PrivacyError):

@@ -14,7 +14,7 @@ MAX_STEPS = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyEvent:
-    """One kind of release, made some times over: the Poisson-sampled Gaussian.
+    """A release, possibly repeated: the Poisson-sampled Gaussian.
 
     Each step takes every record with probability ``sampling_rate``, adds up one
     contribution of each and adds Gaussian noise (DP-SGD, arXiv:1607.00133,
@@ -39,7 +39,7 @@ class PrivacyEvent:
     slack: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what no mechanism does."""
+        """Refuse values that no mechanism has."""
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0):
             raise ValueError(
                 f"noise_multiplier is {self.noise_multiplier}: a release needs noise"
@@ -61,7 +61,7 @@ class PrivacyEvent:
 
     @classmethod
     def parse(cls, document: Any) -> Self:
-        """Read what ``document`` gave, and nothing else.
+        """Read exactly what ``document`` wrote.
 
         Raises:
             ValueError: It is not such a value.

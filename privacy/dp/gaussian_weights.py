@@ -1,4 +1,4 @@
-"""The probabilities of a rounded Gaussian, to 128 bits, in integers alone.
+"""The probabilities of a rounded Gaussian, to 128 bits, computed with integers only.
 
 Drawing from them is in ``privacy.dp.noise``. Floating-point numbers would not do:
 their error per draw, times the draws of a training run, is no small delta.

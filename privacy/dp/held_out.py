@@ -88,7 +88,7 @@ class HeldOutMechanism:
         )
 
     def standard_deviation(self) -> float:
-        """Of the noise on the number of right predictions."""
+        """Standard deviation of the noise on the number of correct predictions."""
         mechanism = self._mechanism()
         return mechanism.noise_std * mechanism.step * self.predictions
 
@@ -109,6 +109,6 @@ class HeldOutMechanism:
 
 
 def _possible(value: float, metric: Metric, count: int) -> float:
-    """The nearest sum that so many predictions can have."""
+    """The nearest sum that is possible for a number of predictions."""
     found = min(max(value, metric.low * count), metric.high * count)
     return round(found) if metric.is_whole else found

@@ -79,7 +79,7 @@ class GaussianMechanism:
     size: int
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done on the grid."""
+        """Refuse values that the grid cannot represent."""
         smallest, largest = 2.0**_FINEST_EXPONENT, 2.0**_LARGEST_EXPONENT
         if not smallest <= self.clip_norm <= largest:
             raise ValueError(
@@ -133,7 +133,7 @@ class GaussianMechanism:
         return self.noise_std * self.step / self.sensitivity
 
     def release_(self, sum_d: Sum, random_bytes: RandomBytes = os.urandom) -> None:
-        """Replace a sum by what may be released of it.
+        """Replace a sum by its noised version, which may be released.
 
         Never fails because of the values: an error would tell something about them.
         NaN counts as 0; values are clipped at 2^36 steps, some hundred thousand clip

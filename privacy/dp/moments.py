@@ -1,4 +1,4 @@
-"""Means and deviations of records, with noise: what features are standardised by.
+"""Noised means and deviations of records, which standardise features.
 
 Each record adds ``(u_1 .. u_f, u_1^2 .. u_f^2, 1)`` to a sum, where ``u`` is a feature
 scaled from its public bounds to -1 to 1 and clipped there. One record more or less
@@ -44,7 +44,7 @@ class MomentsMechanism:
 
     @property
     def rate(self) -> float:
-        """Probability of each record to be looked at, independently."""
+        """Probability that each record is used, independently."""
         return min(1.0, MOST_RECORDS / coarse(self.num_records))
 
     def event(self) -> PrivacyEvent:
@@ -58,7 +58,7 @@ class MomentsMechanism:
         )
 
     def contributions(self, units: Array) -> Array:
-        """Return what each record adds to the sum, whatever its values are.
+        """Return what each record adds to the sum, bounded for any values.
 
         Args:
             units: Shape ``(n, f, ...)``, features in units of their bounds. Over

@@ -92,7 +92,7 @@ class RoundedGaussian:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the Gaussian that is rounded: what privacy counts."""
+        """Standard deviation of the Gaussian before rounding: what privacy relies on."""
         levels = _levels(self.sigma)
         # Never above the truth, and sigma is below it.
         return max(self.sigma, math.sqrt(_squares(levels)) * (1 - 2.0**-50))
@@ -115,7 +115,7 @@ class RoundedGaussian:
 
     @property
     def bytes_per_draw(self) -> int:
-        """Bytes of the keystream that a draw takes, but for ties."""
+        """Bytes of the keystream that a draw takes, except for ties."""
         return _WORD_BYTES * len(_levels(self.sigma))
 
     def draw(self, keystream: Keystream) -> int:

@@ -29,7 +29,7 @@ class Losses:
 def distributions(
     noise_multiplier: float, sampling_rate: float, width: float
 ) -> tuple[Losses, Losses]:
-    """The loss of a Poisson-sampled Gaussian when the record is removed, and added.
+    """The loss of a Poisson-sampled Gaussian if the record is removed, and if added.
 
     Args:
         noise_multiplier: Standard deviation over sensitivity, > 0.

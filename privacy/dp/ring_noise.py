@@ -40,7 +40,7 @@ class RingNoise:
     random_bytes: Callable[[int], bytes] = field(repr=False)
 
     def open(self, num_words: int) -> Callable[[_Words, int], None]:
-        """Begin a stream under a key of its own; see ``Noise.open``."""
+        """Open a stream with its own key; see ``Noise.open``."""
         num_draws = max(1, math.ceil((self.noise_std / MAX_SIGMA) ** 2))
         part = self.noise_std / math.sqrt(num_draws) * _ROUND_UP
         gaussian = RoundedGaussian(sigma=min(MAX_SIGMA, part))

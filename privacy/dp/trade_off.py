@@ -1,4 +1,4 @@
-"""The trade-off curve of a mechanism: what differential privacy says of every attack.
+"""The trade-off curve of a mechanism, which bounds every attack.
 
 An attack on one record has a false positive rate and a true positive rate. That a
 mechanism is (epsilon, delta)-private for all pairs of a curve at once bounds the second

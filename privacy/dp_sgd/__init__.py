@@ -1,4 +1,4 @@
-"""DP-SGD at a site: models made fit for it, and clipped sums of record gradients.
+"""DP-SGD at a site: adapted models, and clipped sums of per-record gradients.
 
 Source: Abadi et al. 2016, "Deep Learning with Differential Privacy",
 arXiv:1607.00133, Algorithm 1. The noise is in ``privacy.dp.mechanism``, the draw of

@@ -1,4 +1,4 @@
-"""Attention made of linear layers, so that per-record gradients can be had of it.
+"""Attention made of linear layers, which have per-record gradients.
 
 Opacus's ``DPMultiheadAttention`` is not used: in version 1.6 with ``batch_first`` it
 puts the heads' outputs together in another order than ``nn.MultiheadAttention``, which

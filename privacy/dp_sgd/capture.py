@@ -1,4 +1,4 @@
-"""What every layer was called with in a forward pass, and the gradients behind it.
+"""The inputs of every layer in a forward pass, and the gradients of its outputs.
 
 Shape suffixes: B records.
 """
@@ -38,7 +38,7 @@ class Use:
 
 @contextmanager
 def watched(layers: dict[str, nn.Module], num_records: int) -> Iterator[list[Use]]:
-    """Note the calls of some layers within a block.
+    """Record the calls of some layers within a block.
 
     Args:
         layers: Layers by name.
@@ -136,7 +136,7 @@ def backprops_of(total: torch.Tensor, uses: Sequence[Use]) -> list[torch.Tensor 
 def check_every_use_seen(
     total: torch.Tensor, uses: Sequence[Use], parameters: dict[str, nn.Parameter]
 ) -> None:
-    """Look for parameters that take part in a loss outside of their layers' calls.
+    """Find parameters that affect a loss outside of their layers' calls.
 
     Such a part of the gradient would be left out without a word. The answer depends
     on the model's code and not on any value, so one look at a model is enough.

@@ -234,7 +234,7 @@ def choose(num_values: int, *, batch_size: int) -> str:
 
 
 def _check_precision() -> None:
-    """Refuse products of matrices whose rounding the proof does not know.
+    """Refuse matrix products whose rounding the proof does not cover.
 
     Raises:
         JobError: This process has lowered torch's precision.
@@ -266,7 +266,7 @@ def _accumulate(total: Gradients, more: Gradients) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BatchRows:
-    """Gradients of one parameter as they lie in memory.
+    """Gradients of one parameter in their memory layout.
 
     Norms do not ask for the order of values, and a sum is put in order at its end:
     copies of all records' gradients cost as much as their norms.

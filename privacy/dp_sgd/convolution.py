@@ -1,4 +1,4 @@
-"""Gradients of a convolution's weights for each record, in memory that is kept.
+"""Per-record gradients of a convolution's weights, in reused memory.
 
 A record's gradient is one product of matrices: the gradients of the outputs, by place,
 with the windows of the input that made them (Chellapilla et al. 2006, section 2.1,
@@ -19,7 +19,7 @@ _UNROLLED_VALUES = 1 << 18  # 1 MiB: half of a usual second-level cache
 
 
 class Workspace:
-    """Memory for the gradients of a batch, used again for the next batch.
+    """Memory for the gradients of a batch, reused for the next batch.
 
     Attributes:
         buffers: What there is, in the order in which a batch asks for it.
@@ -31,11 +31,11 @@ class Workspace:
         self._taken = 0
 
     def begin(self) -> None:
-        """Let go of all that was taken: it will be overwritten."""
+        """Release all that was taken: it will be overwritten."""
         self._taken = 0
 
     def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Memory that nobody else has taken since ``begin``; it may hold anything."""
+        """Memory that was not taken since ``begin``; its content is arbitrary."""
         size = torch.Size(shape).numel()
         if self._taken == len(self.buffers):
             self.buffers.append(like.new_empty(size))

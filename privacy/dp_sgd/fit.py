@@ -1,4 +1,4 @@
-"""Models made fit for per-record gradients, or refused with a reason.
+"""Adapt models for per-record gradients, or refuse them with a reason.
 
 What a layer computes for one record must depend on that record alone, and nothing
 but the noised gradient may change what the site sends. Layers whose rule breaks
@@ -77,7 +77,7 @@ def without_batch_norm(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _fixed(layer: nn.Module) -> nn.Module:
-    """Return what takes a layer's place, or the layer itself."""
+    """Return a layer's replacement, or the layer itself."""
     if type(layer) is nn.MultiheadAttention:
         plain = layer.bias_k is None and not layer.add_zero_attn
         return RecordAttention(layer) if plain else layer
@@ -156,7 +156,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 
 
 def _check_trained(name: str, layer: nn.Module) -> None:
-    """Refuse layers whose parameters nobody can compute per-record gradients of."""
+    """Refuse layers for whose parameters there are no per-record gradients."""
     if known_type(layer) is not None:
         if not set(trainable(layer)) <= {"weight", "bias"}:
             why = "stores its weights in another form (weight_norm, spectral_norm)"

@@ -69,7 +69,7 @@ Matrices = dict[nn.Parameter, list[MatrixUse]]
 
 
 def split(calls: Sequence[Call]) -> tuple[Matrices, list[Call]]:
-    """Take apart the uses of matrices that can be treated here, and all other calls."""
+    """Separate the uses of matrices that this module handles from all other calls."""
     matrices: Matrices = {}
     others = [call for call in calls if _weight(call) is None]
     # A matrix that some other kind of layer uses too has one norm for all its uses.
@@ -146,7 +146,7 @@ def gram_norms_square(uses: Sequence[MatrixUse]) -> torch.Tensor:
 
 
 def check_places(uses: Sequence[MatrixUse], most_records: float) -> None:
-    """Refuse sums over so many places that their rounding is beyond what is proven.
+    """Refuse sums over so many places that the proof does not cover their rounding.
 
     Args:
         uses: All uses of a matrix.

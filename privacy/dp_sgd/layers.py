@@ -1,4 +1,4 @@
-"""What Opacus knows of layers: per-record gradients and replacements.
+"""Opacus's per-record gradients and replacements of layers.
 
 Opacus's grad samplers are used as functions, without its ``GradSampleModule``: that
 one lets autograd compute every weight's gradient a second time, keeps state on the
@@ -66,7 +66,7 @@ def opacus() -> Opacus:
 
 
 def known_type(layer: nn.Module) -> type[nn.Module] | None:
-    """Type whose sampler computes a layer's per-record gradients, if there is one.
+    """Type whose sampler computes a layer's per-record gradients, or None.
 
     A subclass that computes what its base does counts as its base. Layers with
     options that the sampler does not look at are not known.
@@ -96,7 +96,7 @@ def trainable(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trained_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Layers that have something to train, by name: what is watched in a step.
+    """Layers with trained parameters, by name; a step watches them.
 
     A module of a user's own with parameters of its own is one layer, together with
     all that it holds.

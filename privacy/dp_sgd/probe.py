@@ -58,7 +58,7 @@ def check_records_apart(
     draws: Draws,
     gradients: bool = True,
 ) -> None:
-    """Compare what a model makes of some records in different batches.
+    """Compare a model's results for some records in different batches.
 
     Neither the model nor any generator is changed.
 
@@ -92,7 +92,7 @@ def check_records_apart(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waypoint:
-    """A tensor on its way through a model.
+    """A tensor inside a model.
 
     Attributes:
         name: Of the module.
@@ -128,7 +128,7 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Trace:
-    """What was seen in a run, and whether random numbers were drawn."""
+    """The tensors of a run, and whether it drew random numbers."""
 
     seen: list[_Waypoint] = field(default_factory=list)
     drew: bool = False
@@ -406,7 +406,7 @@ def _difference(
 def _culprit(
     one: _Trace, one_rows: slice, other: _Trace, other_rows: slice, tolerance: float
 ) -> tuple[str, str] | None:
-    """Find the first module that gets the same and gives something else."""
+    """Find the first module with the same inputs but different outputs."""
     notes = [[s for s in t.seen if s.kind in ("input", "output")] for t in (one, other)]
     if [(s.name, s.kind) for s in notes[0]] != [(s.name, s.kind) for s in notes[1]]:
         return None
@@ -421,7 +421,7 @@ def _culprit(
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float) -> bool:
-    """Whether any record's values are further apart than rounding takes them."""
+    """Whether any record's values differ by more than rounding."""
     if a.shape != b.shape:
         return True
     a, b = _flat(a).double(), _flat(b).double()

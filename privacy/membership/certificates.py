@@ -38,7 +38,7 @@ PrivateKey = ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revocations:
-    """What a list of revocations says.
+    """The contents of a revocation list.
 
     Attributes:
         number: Of the list.
@@ -95,7 +95,7 @@ class Authority:
         return cls(certificate=certificate, key=key, clock=clock)
 
     def save(self, folder: Path) -> None:
-        """Write certificate, key and an empty list of revocations; none may be there.
+        """Write certificate, key and an empty revocation list; none may exist.
 
         Raises:
             KeyFileRefused: A file is there, or cannot be written.
@@ -160,7 +160,7 @@ class Authority:
     def revocation_list(
         self, revoked: Mapping[int, float], *, number: int = 1
     ) -> bytes:
-        """Sign the list of certificates that hold no longer; PEM, RFC 5280 section 5.
+        """Sign the list of revoked certificates; PEM, RFC 5280 section 5.
 
         It expires with the root and not before: it lies beside the proxy that reads
         it, and a list that is out of date would lock out everybody.
@@ -211,7 +211,7 @@ class Authority:
         return Revocations(number=number.value.crl_number, revoked=revoked)
 
     def check_issued(self, certificate: x509.Certificate) -> None:
-        """Check that a certificate is ours and holds now; revocation is not looked at.
+        """Check that a certificate is ours and valid now; revocation is not checked.
 
         Raises:
             KeyFileRefused: It is not, or does not.
@@ -292,7 +292,7 @@ def new_key() -> PrivateKey:
 
 
 def key_pem(key: PrivateKey) -> bytes:
-    """The key as it lies in a file that nobody else can read."""
+    """The key in the form of its private file."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -365,7 +365,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def parse_certificate(pem: bytes) -> x509.Certificate:
-    """Read a certificate that somebody has sent.
+    """Read a certificate that someone sent.
 
     Raises:
         KeyFileRefused: It is none.

@@ -41,7 +41,7 @@ _WHAT = "what noise it needs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAnchor:
-    """How many charges the aggregator knows a site's ledger of the run to hold.
+    """How many charges a site's ledger of the run must hold, as the aggregator knows.
 
     Attributes:
         site: The site.
@@ -54,7 +54,7 @@ class SiteAnchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What the aggregator asks a site to take part in.
+    """The run that the aggregator proposes to a site.
 
     Attributes:
         version: Of this message.
@@ -75,14 +75,14 @@ class Proposal:
     anchors: tuple[SiteAnchor, ...] = ()
 
     def anchor_of(self, site: SiteId) -> LedgerAnchor:
-        """Return what a site's ledger must hold at least."""
+        """Return the minimum that a site's ledger must hold."""
         known = ({SiteId(each.site): each.anchor} for each in self.anchors)
         return join_anchors(*known).get(site, NO_ANCHOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statements:
-    """What all sites of a run have answered to its proposal, passed on to each.
+    """The answers of all sites of a run to its proposal, passed on to each.
 
     Attributes:
         version: Of this message.
@@ -97,7 +97,7 @@ class Statements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """What a site answers.
+    """A site's answer to a proposal.
 
     Attributes:
         version: Of this message.
@@ -146,7 +146,7 @@ def open_proposal(sealed: bytes, roster: Roster) -> Proposal:
 
 
 def kept_proposal(sealed: bytes) -> Proposal:
-    """Read a proposal without a look at who signed it, as where that is known.
+    """Read a proposal without checking its signature, where that was done before.
 
     Raises:
         ProtocolError: It is damaged.
@@ -193,7 +193,7 @@ def are_statements(sealed: bytes) -> bool:
 def stated_needs(
     statements: Statements, *, proposal: bytes, roster: Roster
 ) -> Mapping[SiteId, float]:
-    """Check every site's own signature, and read what it needs.
+    """Check every site's own signature, and read the noise that it needs.
 
     Args:
         statements: What the aggregator passes on.
@@ -252,7 +252,7 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
 
 
 def _check_numbers(claimed: Introduction) -> None:
-    """Refuse numbers that no site can mean: they would go into the contract."""
+    """Refuse impossible numbers, which would go into the contract."""
     counts = claimed.num_examples, claimed.num_held_out
     if not all(0 <= count <= wire.MAX_COUNT for count in counts):
         raise ProtocolError(
@@ -275,7 +275,7 @@ def _check_numbers(claimed: Introduction) -> None:
 
 
 def digest(sealed: bytes) -> str:
-    """SHA-256 of what was sealed, 64 hexadecimal digits."""
+    """SHA-256 of a sealed message, 64 hexadecimal digits."""
     return hashlib.sha256(sealed).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Key files as a person works with them: ``crossfed keys new`` and ``show``.
+"""Key files for ``crossfed keys new`` and ``show``.
 
 What a key file is is in ``privacy.secagg.agreement.identity``. Here they are made and
 shown, and errors say what to do.

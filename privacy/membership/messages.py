@@ -1,4 +1,4 @@
-"""How a site becomes one: an invitation, a request with proofs, a certificate.
+"""How a site enrols: an invitation, a request with proofs, a certificate.
 
 The aggregator's operator invites a site and hands its operator a token, which names the
 aggregator's address, the fingerprint of its authority, the site and a secret. The site
@@ -43,7 +43,7 @@ Message = TypeVar("Message")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
-    """What a site sends to enrol; the aggregator alone sees it, through TLS.
+    """A site's request to enrol; only the aggregator sees it, through TLS.
 
     Attributes:
         kind: ``enrolment``.
@@ -74,7 +74,7 @@ class Enrolment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """What a site sends for a new certificate, or for the newest roster alone.
+    """A site's request for a new certificate, or for only the newest roster.
 
     Attributes:
         kind: ``renewal``.
@@ -101,7 +101,7 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentReply:
-    """What the aggregator answers.
+    """The aggregator's answer.
 
     Attributes:
         version: Of this message.
@@ -178,7 +178,7 @@ def request_renewal(
 
 
 def read_request(body: bytes) -> Enrolment | Renewal:
-    """Read what a site has sent; proofs are not looked at.
+    """Read a site's request, without checking proofs.
 
     Raises:
         EnrolmentRefused: It is too long, malformed or of another version.
@@ -203,7 +203,7 @@ def read_answer(body: bytes) -> EnrolmentReply:
 
 
 def answer(*, certificate: bytes, roster: str) -> bytes:
-    """Answer a site that is let in."""
+    """Encode the answer to an accepted site."""
     said = EnrolmentReply(
         version=VERSION, certificate=certificate.decode(), roster=roster
     )
@@ -211,12 +211,12 @@ def answer(*, certificate: bytes, roster: str) -> bytes:
 
 
 def refusal(reason: str) -> bytes:
-    """Answer a site that is not."""
+    """Encode the answer to a rejected site."""
     return _dump({"version": VERSION, "refused": reason})
 
 
 def read_refusal(body: bytes) -> str:
-    """Why a site was not let in; for people."""
+    """Why a site was rejected, in words."""
     try:
         reason = str(_load(body, limit=MAX_ANSWER_BYTES).get("refused", ""))
     except EnrolmentRefused:
@@ -246,7 +246,7 @@ def check_enrolment(asked: Enrolment) -> ec.EllipticCurvePublicKey:
 def check_renewal(
     asked: Renewal, certificate: x509.Certificate, *, identity: str, now: float
 ) -> None:
-    """Check that a renewal is of now, and from who holds certificate and identity.
+    """Check that a renewal is recent, and signed by certificate and identity.
 
     Raises:
         EnrolmentRefused: It is not.
@@ -280,7 +280,7 @@ def public_pem(key: PrivateKey) -> bytes:
 
 
 def unhex(digits: str, what: str) -> bytes:
-    """Read hexadecimal digits, of which there is one spelling.
+    """Read hexadecimal digits in their only spelling.
 
     Raises:
         EnrolmentRefused: They are none.

@@ -1,4 +1,4 @@
-"""Which of two releases of crossfed is the older one, and what its operator does."""
+"""Which of two crossfed releases is older, and what its operator should do."""
 
 import re
 
@@ -15,7 +15,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def advice(*, site: str, here: str, there: str) -> str:
-    """What to do where a site's code is not the aggregator's; both may read it.
+    """Advice if a site's code differs from the aggregator's; both may read it.
 
     Args:
         site: Name of the site.

@@ -1,4 +1,4 @@
-"""Rosters as a person works with them: ``crossfed keys trust``.
+"""Roster files for ``crossfed keys trust``.
 
 What a roster is is in ``privacy.secagg.agreement.roster``. Here it is changed, and
 errors say what to do. A roster grows one party at a time: until it has its aggregator
@@ -28,7 +28,7 @@ _NO_SITE = {"name": "none-yet", **_NO_AGGREGATOR}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Party:
-    """What a roster says of a site or of the aggregator.
+    """A roster's entry for a site or the aggregator.
 
     Attributes:
         organisation: Who answers for it, in words.
@@ -118,7 +118,7 @@ def trust(
 
 
 def withdraw(path: Path, *, site: str) -> bool:
-    """Pin a site's key no longer; the serial rises.
+    """Remove a site's key; the serial rises.
 
     Args:
         path: The roster file.
@@ -143,7 +143,7 @@ def withdraw(path: Path, *, site: str) -> bool:
 
 
 def pinned(path: Path, *, site: str | None) -> Party | None:
-    """What a roster or a draft says of a party; None if it pins none.
+    """A party's entry in a roster or a draft; None if there is none.
 
     Args:
         path: The roster file; one that is missing pins nothing.
@@ -169,7 +169,7 @@ def describe(path: Path) -> tuple[int, str]:
 
 
 def _public_key(digits: str) -> str:
-    """Check a public key as a person gives it."""
+    """Check a public key from the command line."""
     text = "".join(digits.split()).lower()
     try:
         return PublicIdentity(bytes.fromhex(text)).key.hex()
@@ -249,7 +249,7 @@ def _would_replace(path: Path, site: str | None, before: Party, party: Party) ->
 
 
 def _write(path: Path, found: Roster, document: dict[str, Any]) -> None:
-    """Write a file whole or not at all: nobody reads half a roster."""
+    """Write a file atomically: nobody reads half a roster."""
     text = tomli_w.dumps(document) if _missing(document) else roster.dumps(found)
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     mode = 0o644

@@ -1,4 +1,4 @@
-"""An invitation, as one operator hands it to another.
+"""An invitation that one operator sends to another.
 
 It names the aggregator's address, the fingerprint of its authority, the site and a
 secret, so that a site needs nothing else to know whom it talks to.
@@ -32,7 +32,7 @@ class EnrolmentRefused(FederationError):
     """
 
     def __init__(self, message: str, *, status: int = 403) -> None:
-        """Keep apart what goes into the answer."""
+        """Keep message and status."""
         super().__init__(message)
         self.status = status
 
@@ -44,7 +44,7 @@ def digest_of(secret: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """An invitation, as it is handed to a site's operator.
+    """An invitation for a site's operator.
 
     Attributes:
         address: ``HOST:PORT`` of the aggregator.

@@ -54,7 +54,7 @@ class UnknownSite(ProtocolError):
 
 
 class StaleRoster(ProtocolError):
-    """A contract rests on a roster that this site knows to be replaced."""
+    """A contract is based on a roster that this site knows to be replaced."""
 
 
 class ContractRefused(ProtocolError):
@@ -100,7 +100,7 @@ class DrawRefused(ProtocolError):
 
 
 class TooFewSites(ProtocolError):
-    """Fewer sites took part than the contract demands."""
+    """Fewer sites took part than the contract requires."""
 
 
 class InconsistentSurvivors(ProtocolError):
@@ -112,11 +112,11 @@ class BadShare(ProtocolError):
 
 
 class NotSetUp(ProtocolError):
-    """A site has no keys of the setup that a round rests on: it needs a new one."""
+    """A site has no keys of a round's setup: it needs a new setup."""
 
 
 class CertificateRefused(ProtocolError):
-    """A model came with a certificate that does not fit it, or what came before."""
+    """A model arrived with a certificate that does not fit it or earlier ones."""
 
 
 class OutOfOrder(ProtocolError):

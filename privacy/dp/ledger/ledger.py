@@ -60,11 +60,11 @@ Release = tuple[PrivacyEvent, Purpose]
 
 
 class Ledger(Protocol):
-    """Keeps count of a site's releases. Implementations: in memory, in files."""
+    """Records a site's releases. Implementations: in memory, in files."""
 
     @property
     def terms(self) -> Terms:
-        """What holds for every charge."""
+        """Terms that apply to every charge."""
         ...
 
     def charge(
@@ -118,7 +118,7 @@ class Ledger(Protocol):
         ...
 
     def check_anchor(self, anchor: LedgerAnchor) -> None:
-        """Check that no charge is missing that an answer was given for.
+        """Check that no charge of an answer is missing.
 
         Raises:
             LedgerBehind: It holds fewer charges than ``anchor``.
@@ -285,7 +285,7 @@ class _LockedLedger:
 
 
 class InMemoryLedger(_LockedLedger):
-    """For runs that keep nothing: forgets when the process ends.
+    """For runs that store nothing: lost when the process ends.
 
     Args:
         terms: What holds for every charge.
@@ -297,7 +297,7 @@ class InMemoryLedger(_LockedLedger):
         super().__init__(terms, clock, "the ledger in memory")
 
     def close(self) -> None:
-        """Nothing to do: there is nothing that outlives the process."""
+        """Do nothing: nothing outlives the process."""
 
 
 class FileLedger(_LockedLedger):
@@ -332,7 +332,7 @@ class FileLedger(_LockedLedger):
         anchor: LedgerAnchor = NO_ANCHOR,
         key: HeadKey | None = None,
     ) -> None:
-        """Open the ledger, or begin it."""
+        """Open or create the ledger."""
         self._folder = folder
         self._key = key
         self._path = folder / ledger_files.LEDGER_NAME
@@ -372,7 +372,7 @@ class FileLedger(_LockedLedger):
             self._charge([(event, purpose)] * count, 0, capped=False)
 
     def close(self) -> None:
-        """Let another process write; charging is over."""
+        """Release the ledger to other processes; no more charges follow."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)

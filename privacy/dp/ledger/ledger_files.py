@@ -37,7 +37,7 @@ _HEAD = re.compile(
 
 
 class HeadKey(Protocol):
-    """The key of the site that a ledger is of."""
+    """The key of the site that a ledger belongs to."""
 
     def sign(self, body: bytes) -> bytes:
         """Return a signature of 64 bytes."""
@@ -68,7 +68,7 @@ class LedgerHead(NamedTuple):
     signature: bytes = b""
 
     def body(self) -> bytes:
-        """What is signed."""
+        """The signed bytes."""
         return _canonical({"hash": self.digest, "seq": self.seq})
 
 
@@ -122,7 +122,7 @@ def read_all(path: Path) -> bytes:
 
 
 def read_head(folder: Path) -> LedgerHead | None:
-    """Read a head, of which no signature is checked; None if there is none.
+    """Read a head without checking its signature; None if there is none.
 
     Raises:
         LedgerDamaged: It is no head.

@@ -55,7 +55,7 @@ class Terms:
     accountant: str = "pld"
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are none."""
+        """Refuse numbers out of range."""
         if not 0 < self.delta < 1:
             raise ValueError(f"delta is {self.delta}, not in (0, 1)")
         if not (math.isfinite(self.epsilon_cap) and self.epsilon_cap > 0):
@@ -87,7 +87,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A ledger that was read and found sound.
+    """The contents of a valid ledger.
 
     Attributes:
         terms: Its header.
@@ -177,7 +177,7 @@ def read(data: bytes, name: str) -> Contents:
 
 
 class _LineReader:
-    """Takes line after line and knows what the next must be."""
+    """Checks one line after another."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Charge again what a ledger has lost: the step before a site may go on.
+"""Charge again what a ledger has lost, before its site may continue.
 
 What was released is known from anchors alone (see ``ledger``), so each charge that is
 missing is made as if its mechanism had run. What cannot be read counts for both
@@ -29,7 +29,7 @@ MAX_RECOVERED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryResult:
-    """What a recovery has done.
+    """The result of a recovery.
 
     Attributes:
         path: The ledger.
@@ -56,7 +56,7 @@ def recover(
     clock: Clock,
     key: HeadKey | None = None,
 ) -> RecoveryResult:
-    """Bring a ledger up to an anchor.
+    """Charge a ledger until it reaches an anchor.
 
     1. A ledger that is damaged is set aside; its lines are counted.
     2. Every charge that is missing is written, and a new head with it.

@@ -1,4 +1,4 @@
-"""What the aggregator signs of a round that ended, and what a site checks of it.
+"""What the aggregator signs about a finished round, and how a site checks it.
 
 A certificate says: in this round, of this context, the updates of these sites came
 to a sum with this digest, and the model that follows has this digest. It travels
@@ -91,13 +91,13 @@ def without_sum(round_index: int) -> OpenedRound:
 
 
 def certify(opened: OpenedRound, model_digest: bytes, identity: Identity) -> bytes:
-    """Sign what a round came to; an encoded ``Certificate``."""
+    """Sign the result of a round; an encoded ``Certificate``."""
     message = Certificate(opened=opened, model_digest=model_digest)
     return message.signed_by(identity).to_bytes()
 
 
 class ModelTrail:
-    """The models that a site was sent since its setup, and what certifies them.
+    """The models that a site received since its setup, and their certificates.
 
     Holds digests only; nothing in it is secret.
     """
@@ -120,7 +120,7 @@ class ModelTrail:
         self._consents[round_index] = survivors
 
     def check(self, data: bytes, *, round_index: int, model_digest: bytes) -> None:
-        """Check the model of a round by what came with it.
+        """Check the model of a round by its certificate.
 
         A certificate may be of any earlier round: those in between were lost, and
         the model is still the one it names. A site that is in the sum knows the

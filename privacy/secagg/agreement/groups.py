@@ -1,4 +1,4 @@
-"""Groups of sites that are summed apart, drawn by all of them together.
+"""Groups of sites that are summed separately, drawn by all sites together.
 
 Robust rules compare sums of groups with each other, so who is in which group decides
 what a sum hides and whom a liar can spoil. Nobody may choose it. Each site commits to
@@ -62,7 +62,7 @@ _MAX_OFFER_BYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What is drawn. Each party takes it from the job that it works on.
+    """The draw's parameters. Each party takes them from its own job.
 
     Attributes:
         members: All sites of the job with their pinned keys, numbered from 1.
@@ -73,7 +73,7 @@ class Draw:
     num_groups: int
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be divided."""
+        """Refuse groups that are too few or too small."""
         if not MIN_GROUPS <= self.num_groups <= len(self.members) // 2:
             raise ValueError(
                 f"cannot form {self.num_groups} groups from {len(self.members)} sites"
@@ -102,7 +102,7 @@ class Draw:
         return hashlib.sha256(head + u64(len(names)) + b"".join(names)).digest()
 
     def commitment(self, number: int, secret: bytes) -> bytes:
-        """What a site of this number commits itself with."""
+        """The value with which a site of this number commits to a secret."""
         head = fields(b"xsa-v2/draw secret", self.context)
         return hashlib.sha256(head + u64(number) + lp(secret)).digest()
 
@@ -154,7 +154,7 @@ def divide(
 def outcome_of(
     draw: Draw, commitments: Mapping[int, bytes], secrets: Mapping[int, bytes]
 ) -> DrawResult:
-    """Find the groups that follow from all secrets.
+    """Compute the groups from all secrets.
 
     Args:
         draw: What is drawn.
@@ -216,7 +216,7 @@ def group_contract(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commitment(SignedMessage):
-    """Site to aggregator, and on to all sites: what it commits itself with.
+    """Site to aggregator, and on to all sites: its commitment.
 
     Attributes:
         context: ``Draw.context``.
@@ -232,7 +232,7 @@ class Commitment(SignedMessage):
 
 
 def commit(draw: Draw, number: int, secret: bytes, identity: Identity) -> bytes:
-    """Sign what a site commits itself with; an encoded ``Commitment``."""
+    """Sign a site's commitment; an encoded ``Commitment``."""
     value = draw.commitment(number, secret)
     message = Commitment(context=draw.context, number=number, value=value)
     return message.signed_by(identity).to_bytes()
@@ -344,7 +344,7 @@ def write_reveal(number: int, secret: bytes) -> bytes:
 
 
 def read_reveal(data: bytes) -> tuple[int, bytes]:
-    """Decode ``write_reveal``; ``MalformedMessage`` if it is none."""
+    """Decode ``write_reveal``; raises ``MalformedMessage``."""
     reader = Reader(data, _REVEAL)
     number = reader.u64("number", low=1, high=MAX_MEMBERS)
     secret = reader.field("secret", size=SECRET_BYTES)
@@ -358,7 +358,7 @@ def write_group_offer(secrets: Mapping[int, bytes], offer: bytes) -> bytes:
 
 
 def read_group_offer(data: bytes) -> tuple[dict[int, bytes], bytes]:
-    """Decode ``write_group_offer``; ``MalformedMessage`` if it is none."""
+    """Decode ``write_group_offer``; raises ``MalformedMessage``."""
     reader = Reader(data, _GROUP_OFFER)
     secrets = reader.byte_map("secrets", max_entries=MAX_MEMBERS, size=SECRET_BYTES)
     offer = reader.field("offer", limit=_MAX_OFFER_BYTES)

@@ -143,7 +143,7 @@ class Message:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read the canonical encoding; ``MalformedMessage`` if it is none."""
+        """Read the canonical encoding; raises ``MalformedMessage``."""
         reader = Reader(data, cls.TAG)
         message: Self = read_record(cls, reader)
         reader.end()

@@ -1,4 +1,4 @@
-"""A site's policy: what its operator demands of every contract, and the check.
+"""A site's policy: its operator's requirements of every contract, and the check.
 
 The aggregator writes contracts; this is where a site says no. The policy lives in
 the site's own configuration and no message can change it.
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPolicy:
-    """What a site's operator demands of every contract.
+    """A site operator's requirements of every contract.
 
     Attributes:
         roster: The newest roster that this site trusts.
@@ -101,7 +101,7 @@ class LocalPolicy:
 
 
 def check_against_policy(contract: Contract, policy: LocalPolicy) -> None:
-    """Check that a contract is at least what a site's operator demands.
+    """Check that a contract meets the requirements of a site's operator.
 
     Guarantee:
         A site that joins only contracts that pass takes part in no sum that its
@@ -174,7 +174,7 @@ def _term_faults(q: Contract, policy: LocalPolicy) -> _Faults:
 
 
 def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
-    """With whom this site is summed, where nobody may choose that."""
+    """With which sites this site is summed, if they were drawn."""
     group = policy.group
     if q.partition != (b"" if group is None else group.partition):
         yield _Fault(
@@ -250,7 +250,7 @@ def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
 
 
 def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
-    """What is claimed of single records or sites."""
+    """What the contract claims for single records or sites."""
     terms, table = q.differential_privacy, "differential_privacy"
     if terms.profile not in policy.privacy_profiles:
         yield _Fault(f"{table}.profile", f"this site does not accept {terms.profile!r}")

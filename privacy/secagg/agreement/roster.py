@@ -1,4 +1,4 @@
-"""The roster: which key speaks for which site, and for the aggregator.
+"""The roster: the public keys of the sites and of the aggregator.
 
 Every site keeps its own copy of this TOML file and trusts no other. Its serial
 rises with every change (a site joins, leaves or changes its key); its digest goes
@@ -42,7 +42,7 @@ MAX_ROSTER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterEntry:
-    """One site, and the key that speaks for it.
+    """One site and its public key.
 
     Attributes:
         site: Its name.
@@ -219,7 +219,7 @@ def dumps(roster: Roster) -> str:
 
 
 def save(roster: Roster, path: Path) -> None:
-    """Write a roster file; an existing one is kept whole or replaced whole.
+    """Write a roster file atomically.
 
     Raises:
         RosterRefused: The file cannot be written.

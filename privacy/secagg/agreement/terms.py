@@ -1,4 +1,4 @@
-"""What a contract says of differential privacy, and how it is spelt.
+"""A contract's terms of differential privacy, and their encoding.
 
 DP in SECURE_AGGREGATION.md, section 2.1: {profile, mechanism, sigma, q, steps/round,
 delta, eps_cap}. Here are the words and their contradictions, in the canonical

@@ -1,4 +1,4 @@
-"""How many sites must take part, and what that withstands.
+"""How many sites must take part, and how many colluding ones that tolerates.
 
 Source: the protocol, section 2.1. N sites, threshold t, n_C sites that collude with
 the aggregator. ``2 t > N + n_C`` keeps a lying aggregator from opening two different

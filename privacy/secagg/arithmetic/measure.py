@@ -1,4 +1,4 @@
-"""The norm of an update, found in one pass, and what it says about elements.
+"""The norm of an update, computed in one pass, and bounds on its elements.
 
 Shape suffixes: d values of the update, c values of one chunk.
 """
@@ -23,7 +23,7 @@ _BLOCK_CHUNKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one pass over an update finds out; private to the site.
+    """The result of one pass over an update; private to the site.
 
     Attributes:
         norm: Euclidean norm.

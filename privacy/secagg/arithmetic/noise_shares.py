@@ -1,4 +1,4 @@
-"""Noise that adds up inside a secure sum: how much of it each site must bring.
+"""Noise that adds up inside a secure sum: how much each site must add.
 
 Source: DIFFERENTIAL_PRIVACY.md, sections 4.2 and 4.3. Every site adds a rounded
 Gaussian to its words before it masks them, so that nobody sees a sum without noise.
@@ -83,7 +83,7 @@ class NoiseShare:
     colluding: int
 
     def __post_init__(self) -> None:
-        """Refuse shares that all are known."""
+        """Refuse plans in which the adversary knows every share."""
         honest_shares(self.threshold, self.colluding)
 
     @property
@@ -157,7 +157,7 @@ class NoiseShare:
             return True
 
     def faults(self, spec: RingSpec) -> Iterator[str]:
-        """Say why a ring does not keep what the share counts on, if it does not."""
+        """Say why a ring has less noise than the share relies on, if it does."""
         if spec.noise_std < MIN_NOISE_STD:
             yield (
                 f"shares of {spec.noise_std:.3g} steps are fewer than "

@@ -1,4 +1,4 @@
-"""The ring of integers modulo 2^b that updates are summed in, and the way back.
+"""The ring of integers modulo 2^b in which updates are summed, and the decoding.
 
 Source: section 3 of the protocol. What a site does is in ``seal``, what the
 aggregator does in ``accumulator``, numbers beside the update in ``header``, noise
@@ -82,7 +82,7 @@ class RingSpec:
     noise_std: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what leaves no room for a single update."""
+        """Refuse a ring without room for a single update."""
         self._check_width()
         for name in ("clip_norm", "bound"):
             if not 0 < getattr(self, name) < math.inf:
@@ -197,7 +197,7 @@ class RingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What honest sites have put into a sum, as far as it is known.
+    """What is known about the honest inputs of a sum.
 
     Attributes:
         num_updates: n, the updates in it.

@@ -1,1 +1,1 @@
-"""The messages of a secure sum and who does what with them."""
+"""The messages of a secure sum, and each party's part in it."""

@@ -82,7 +82,7 @@ class _RoundStep(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class _OwnShares:
-    """P2: what this site sealed for the others and keeps until R3."""
+    """P2: what this site sealed for the others and holds until R3."""
 
     sealed: Mapping[int, bytes]
     rows: Mapping[int, bytes]  # commitments, by holder

@@ -83,7 +83,7 @@ class Secret:
 
     @property
     def erased(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the secret was overwritten."""
         return self._buffer is None
 
     def erase(self) -> None:
@@ -121,7 +121,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RoundMasks:
-    """Everything that masks one site's answer of one round.
+    """All masks of one site's answer in one round.
 
     Attributes:
         vector: Streams over the update, in words of the ring.
@@ -139,7 +139,7 @@ class RoundMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFacts:
-    """What a round is about, as each party sees it for itself.
+    """A round's facts, as each party sees them.
 
     Attributes:
         round_index: r, from 1.
@@ -220,7 +220,7 @@ def sign_of(own: int, peer: int) -> Literal[1, -1]:
 
 
 def note(audit: Audit | None, purpose: str, key: bytearray) -> None:
-    """Tell an auditor of a derived key, by its hash."""
+    """Report a derived key to an auditor, by its hash."""
     if audit is not None:
         audit(purpose, hashlib.sha256(key).digest())
 
@@ -326,7 +326,7 @@ def _exchange(own: X25519PrivateKey, peer: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RoundPair:
-    """What a site holds about one peer in one round.
+    """A site's keys for one peer in one round.
 
     Attributes:
         mask: k_ij^r.
@@ -415,7 +415,7 @@ def _next_root(root: Secret, round_index: int) -> Secret:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RunSecrets:
-    """What a site keeps in memory from the setup to the end of the run.
+    """A site's secrets in memory, from the setup to the end of the run.
 
     Attributes:
         number: The site's own number i.

@@ -118,7 +118,7 @@ class AggregatorRound:
 
     @property
     def silent(self) -> frozenset[SiteId]:
-        """Sites that have not done what they were asked to in this round so far."""
+        """Sites that have not answered the current step of this round."""
         missing = set(self._cohort) - self._heads.keys()
         if self._contract.setting is Setting.P2:
             missing |= set(self._survivors) - self._consents.keys()
@@ -164,7 +164,7 @@ class AggregatorRound:
         return member.site
 
     def on_decline(self, data: bytes) -> SiteId:
-        """R1: take a site's word that no answer will come.
+        """R1: take a site's message that no answer will come.
 
         Raises:
             OutOfOrder: The answers are closed, or the site has answered.

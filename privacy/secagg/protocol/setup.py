@@ -116,7 +116,7 @@ class SiteSetup:
         return self._setup_hash
 
     def close(self) -> None:
-        """Erase every key: this setup leads to nothing."""
+        """Erase every key: this setup is abandoned."""
         self._steps.due = _SetupStep.ABORTED
         self._erase()
 

@@ -1,4 +1,4 @@
-"""What the aggregator says beside the model in R1, and what a header holds.
+"""What the aggregator sends with the model in R1, and the contents of a header.
 
 The header's slots are part of the contract. Losses travel as whole micronats, so
 that sums over sites are exact and no slot can wrap.
@@ -73,7 +73,7 @@ HEADER_SLOTS = slots_of(CORRECT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBody:
-    """What goes with a round's task beside the model.
+    """What a round's task contains besides the model.
 
     Attributes:
         setup_hash: h_U of the setup that the round rests on.
@@ -101,7 +101,7 @@ def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
 
 
 def task_digest(task: RoundTask, update_clip: float) -> bytes:
-    """task_r: SHA-256 of what is asked of the model; it is part of ctx_r.
+    """task_r: SHA-256 of the work to do with the model; it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
     others evaluate, and read that site's numbers off the sum of the headers. Were
@@ -181,7 +181,7 @@ def most_evaluated(job: JobSpec) -> int:
 
 
 def bounded(sums: MetricSums | None, most: int) -> MetricSums | None:
-    """Have a site's held-out results count for so many predictions at most.
+    """Limit the number of predictions that a site's held-out results count for.
 
     Of a site with more, mean loss and accuracy stay, as on the grid.
     """
@@ -230,7 +230,7 @@ def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
 
 
 def write_train(body: TrainBody) -> bytes:
-    """Encode what goes with a round's task."""
+    """Encode a round's ``TrainBody``."""
     head = fields(_TAG, body.setup_hash, body.confirms, body.certificate)
     return head + float64(body.update_clip)
 
