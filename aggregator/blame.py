@@ -30,7 +30,7 @@ Pair = tuple[SiteId, SiteId]  # Who says it, and of whom.
 
 
 class Blame:
-    """What rounds have shown of sites, from the first round of a run.
+    """Faults and disputes that the rounds of a run have shown.
 
     Args:
         contract: The run's.
@@ -45,7 +45,7 @@ class Blame:
         self._silences: Counter[SiteId] = Counter(known.silences)
 
     def suspicions(self) -> Suspicions:
-        """What the next round has to know."""
+        """What the next round needs to know."""
         return Suspicions(
             faults=dict(self._faults),
             disputes=tuple(self._disputes),
@@ -53,7 +53,7 @@ class Blame:
         )
 
     def note(self, current: AggregatorRound) -> list[str]:
-        """Take in what a round has shown.
+        """Add what a round has shown.
 
         Returns:
             What is new of it, in words.
@@ -74,7 +74,7 @@ class Blame:
         return said
 
     def left_out(self) -> Mapping[SiteId, str]:
-        """Sites that are not asked any more, and why."""
+        """Excluded sites, and why."""
         found = dict(list(self._faults.items())[: self._most])
         open_ = [pair for pair in self._disputes if not found.keys() & {*pair}]
         for site in self._settling(open_, self._most - len(found)) or ():
@@ -110,5 +110,5 @@ class Blame:
 
 
 def _degrees(pairs: Collection[Pair]) -> Counter[SiteId]:
-    """In dispute with how many others each site is."""
+    """With how many others each site is in dispute."""
     return Counter(site for pair in {frozenset(p) for p in pairs} for site in pair)

@@ -209,7 +209,7 @@ class RunCheckpoints:
             )
 
     def _write_blob(self, pieces: Sequence[Buffer]) -> tuple[Blob, int]:
-        """Write what is not known to be there; also return bytes written."""
+        """Write what may be missing; also return the bytes written."""
         blob = Blob.of(pieces, self.chunk_bytes)
         return blob, self._objects.write(blob, pieces)
 

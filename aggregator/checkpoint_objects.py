@@ -1,4 +1,4 @@
-"""Objects that checkpoints are made of: written once, in parallel, and verified.
+"""The objects of checkpoints: written once, in parallel, and verified.
 
 Not here: which checkpoint is to be used, and which may go (``aggregator.checkpoint``).
 """
@@ -29,7 +29,7 @@ _R = TypeVar("_R")
 
 
 class BadCheckpoint(CorruptObject):
-    """A checkpoint that must not be used, and the object that is to blame."""
+    """A checkpoint that must not be used, and the damaged object."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
         """Name the object by its whole key, if it is there to be moved aside."""
@@ -95,7 +95,7 @@ class CheckpointObjects:
             raise _damaged(key, error) from error
 
     def write(self, blob: Blob, pieces: Sequence[Buffer]) -> int:
-        """Write what is not known to be there, and return the bytes written.
+        """Write what may be missing, and return the bytes written.
 
         Chunks are views of the pieces: nothing is copied here.
         """
@@ -152,7 +152,7 @@ class CheckpointObjects:
         return _each(chunks, damage)
 
     def move_aside(self, key: str) -> None:
-        """Move a damaged object where nothing looks for it."""
+        """Move a damaged object out of the way."""
         # What was encrypted and cannot be decrypted is of no use, and not kept.
         with contextlib.suppress(BadCheckpoint):
             size = self.size(key)
@@ -220,7 +220,7 @@ class CheckpointObjects:
 
 
 def _twice(read: Callable[[], _R]) -> _R:
-    """Read something, and once more if it is damaged.
+    """Read something, and again if it is damaged.
 
     Ranges have no checksum of their own. What is wrong once may have changed on its
     way; twice it is what is stored, and is moved aside.
@@ -232,7 +232,7 @@ def _twice(read: Callable[[], _R]) -> _R:
 
 
 def _damaged(key: str, error: CorruptObject) -> CorruptObject:
-    """Tell what is damaged in the store from what was damaged on its way."""
+    """Distinguish damage in the store from damage in transit."""
     return error if error.temporary else BadCheckpoint(str(error), key)
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints lie in a store, whether they are whole, and how old ones go.
+"""Lists the checkpoints in a store, checks them, and removes old ones.
 
 Of any run: neither its job nor its model is needed. Not here: a run's own retention,
 which happens at every save (``aggregator.checkpoint``).
@@ -38,7 +38,7 @@ class SurveyEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Everything under a prefix.
+    """All checkpoints under a prefix.
 
     Attributes:
         checkpoints: Oldest round first.
@@ -55,7 +55,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneResult:
-    """What was removed.
+    """The result of ``prune``.
 
     Attributes:
         checkpoints: Keys of manifests.
@@ -68,7 +68,7 @@ class PruneResult:
 
 @dataclass(slots=True)
 class _Store:
-    """What was read of a store."""
+    """The contents of a store."""
 
     objects: CheckpointObjects
     infos: Mapping[str, ObjectInfo]
@@ -85,7 +85,7 @@ class _Store:
         return found
 
     def damage(self, key: str) -> str:
-        """What sizes tell to be wrong with a checkpoint; empty if nothing."""
+        """What is wrong with a checkpoint, judged by sizes; empty if nothing."""
         manifest = self.manifests[key]
         if isinstance(manifest, str):
             return manifest
@@ -101,7 +101,7 @@ class _Store:
 
 
 def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
-    """Look at all checkpoints under a prefix; nothing is changed.
+    """List all checkpoints under a prefix; nothing is changed.
 
     Args:
         store: Where they are.
@@ -213,6 +213,6 @@ def _verify(
 
 
 def _is_stale(store: ObjectStore, info: ObjectInfo, now: float) -> bool:
-    """Whether an object is old enough that nobody is about to name it."""
+    """Whether an object is so old that no running write will refer to it."""
     written = info.updated if info.updated is not None else store.stat(info.key).updated
     return written is not None and now - written > GRACE_SECONDS

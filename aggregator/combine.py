@@ -1,4 +1,4 @@
-"""Many updates to one: a streaming weighted mean, and rules that bad sites cannot bend.
+"""Combine updates: a streaming weighted mean, and rules that tolerate bad sites.
 
 The mean holds one update at a time. The robust rules compare sites with each
 other: they hold all of them, and count every site once, whatever its weight.
@@ -129,7 +129,7 @@ def _fold_into_mean(delta_d: Values, mean_d: Vector, share: float) -> None:
 
 
 def _fold_into_update(delta_d: Vector, mean_d: Vector, share: float) -> bool:
-    """Make the same mean in an update's memory; False if it turns out not finite.
+    """Compute the same mean in an update's memory; False if it is not finite.
 
     The mean before is only read, so a bad value in the last chunk has done no harm.
     """
@@ -255,7 +255,7 @@ def _refuse(update: WeightedUpdate) -> None:
 def _sound(
     updates: Iterable[WeightedUpdate], out_d: Vector
 ) -> Iterator[WeightedUpdate]:
-    """Hand on the updates that are finite, and refuse the others."""
+    """Pass on the updates that are finite, and refuse the others."""
     for update in updates:
         _check(update, out_d)
         if is_finite(update.delta_d):
@@ -268,7 +268,7 @@ def _sound(
 def _by_site(
     updates: Iterable[WeightedUpdate], out_d: Vector, *, at_least: int
 ) -> list[Values]:
-    """Hold all updates in the order of sites, whatever order they arrived in."""
+    """Collect all updates in the order of sites, not of arrival."""
     held = sorted(_sound(updates, out_d), key=lambda update: update.site)
     if len(held) < at_least:
         raise ValueError(f"{len(held)} updates, but the rule needs {at_least}")

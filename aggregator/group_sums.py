@@ -129,7 +129,7 @@ class GroupGather:
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
-        """Ask the groups that are whole, if these suffice for the rule, or else all.
+        """Ask only complete groups if these suffice for the rule, or else all.
 
         See ``federation.rounds.gather.Gather``.
         """
@@ -167,7 +167,7 @@ class GroupGather:
         return _updates(sums), combine
 
     def _compare(self, events: RoundEvents, sums: _Sums, combined_d: Vector) -> None:
-        """Emit how each group's mean relates to what the rule made of all."""
+        """Emit how each group's mean relates to the rule's result."""
         means = {group: one.mean_d for group, one in sums.items()}
         found = [means.get(group) for group in self._groups]
         norms = (None if mean_d is None else norm(mean_d) for mean_d in found)
@@ -242,14 +242,14 @@ class GroupGather:
         return sums, bad
 
     def _fewest_groups(self, bad: int) -> int:
-        """How many groups the rule needs if a bad site may be in so many of them."""
+        """How many groups the rule needs if this many may contain a bad site."""
         is_krum = self.job.aggregation.combine in {"krum", "multi_krum"}
         return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
 
     def _exchange_updates(
         self, state: RunState, record: RoundRecord, kind: TaskKind
     ) -> Mapping[_OpenGroup, MaskedRound]:
-        """R1: send the model to all groups that have keys, and fold what comes back."""
+        """R1: send the model to all groups that have keys, and fold the answers."""
         setups = self._set_up(record, state.suspicions)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setups, model)
@@ -308,7 +308,7 @@ class GroupGather:
     def _set_up(
         self, record: RoundRecord, known: Suspicions
     ) -> list[tuple[_OpenGroup, SetupRecord]]:
-        """Find the setups to work under; make new ones where they are due.
+        """Find the setups in force; make new ones where they are due.
 
         Raises:
             TooFewSites: Groups cannot be drawn, or none has keys.
@@ -328,7 +328,7 @@ class GroupGather:
         return found
 
     def _draw(self, record: RoundRecord, known: Suspicions) -> None:
-        """Have the sites draw the groups; those who have drawn before draw the same.
+        """Have the sites draw the groups; sites that drew before get the same.
 
         Raises:
             TooFewSites: Somebody kept the draw from ending. Who did so twice is left
@@ -410,7 +410,7 @@ class GroupGather:
 
 @contextmanager
 def _losing_the_setup(events: RoundEvents, group: _OpenGroup) -> Iterator[None]:
-    """Say that a group has no new keys; it may have those of the setup before."""
+    """Say that a group has no new keys; it may have those of an earlier setup."""
     try:
         yield
     except TooFewSites as error:
@@ -422,7 +422,7 @@ def _losing_the_setup(events: RoundEvents, group: _OpenGroup) -> Iterator[None]:
 def _suspected(
     known: Suspicions, draw: Draw, missing: Sequence[SiteId], events: RoundEvents
 ) -> Suspicions:
-    """Add who kept a draw from ending; who does so twice is at fault.
+    """Add sites that blocked a draw; a second time is a fault.
 
     If most sites did, it is because of another one: they say which. No site is left
     out if a group would be smaller for it than the smallest of before.
@@ -445,7 +445,7 @@ def _suspected(
 
 
 def _updates(sums: _Sums) -> Iterator[WeightedUpdate]:
-    """The groups' means, each of which counts once."""
+    """The groups' means, each counted once."""
     for group, one in sums.items():
         if one.mean_d is not None:
             yield WeightedUpdate(site=group.sites[0], delta_d=one.mean_d, weight=1.0)

@@ -1,4 +1,4 @@
-"""What the sums of a round may be if every site is honest.
+"""Bounds on the sums of a round if every site is honest.
 
 A header is input from sites that nobody can look at one by one: modulo 2^64 one site
 can make of each sum what it wants. So each sum is held against what honest sites
@@ -38,7 +38,7 @@ _Faults = Iterator[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumTerms:
-    """What the sites in a sum were asked, and under which rules they answered.
+    """The task of the sites in a sum, and the rules of their answers.
 
     Attributes:
         job: The job.
@@ -56,7 +56,7 @@ class SumTerms:
 
 
 def check_totals(totals: _Totals, asked: SumTerms) -> None:
-    """Check a header's sums against what honest sites make, and against each other.
+    """Check a header's sums against honest bounds, and against each other.
 
     Args:
         totals: The sums, by slot.
@@ -91,7 +91,7 @@ def _weight_faults(totals: _Totals, asked: SumTerms) -> _Faults:
 
 
 def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
-    """Sums over the training examples; under a unit of privacy nothing is said."""
+    """Sums over the training examples; with differential privacy there are none."""
     private = asked.job.privacy.differential_privacy.enabled
     is_asked = asked.training and not private
     yield from _sum_faults(train.TRAINING, totals, asked, is_asked=is_asked)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and its bytes: one canonical JSON document.
+"""A checkpoint's manifest, and its bytes: one canonical JSON document.
 
 Not here: reading and writing of objects (``aggregator.checkpoint``).
 """
@@ -64,7 +64,7 @@ class Blob:
 
     @property
     def objects(self) -> tuple[Chunk, ...]:
-        """What it is stored as."""
+        """The objects that store it."""
         if not self.chunks:
             key = f"blobs/sha256-{self.sha256}.safetensors"
             return (Chunk(key=key, sha256=self.sha256, start=0, size=self.size),)
@@ -81,7 +81,7 @@ class Blob:
 
     @staticmethod
     def of(pieces: Sequence[Buffer], chunk_bytes: int) -> "Blob":
-        """Name a content that is given in pieces.
+        """Name a content given in pieces.
 
         Args:
             pieces: The content.
@@ -147,13 +147,13 @@ class Manifest(RunProgress):
 
     @property
     def objects(self) -> tuple[Chunk, ...]:
-        """What its blobs are stored as; one object may come several times."""
+        """The objects of its blobs; one object may occur several times."""
         blobs = (self.weights, self.optimizer)
         return tuple(found for blob in blobs if blob for found in blob.objects)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Spell a manifest out, with a digest of its own content."""
+    """Encode a manifest, with a digest of its own content."""
     layout = manifest.layout
     blobs: dict[str, Any] = {"weights": _encode_blob(manifest.weights)}
     if manifest.optimizer is not None:
@@ -223,7 +223,7 @@ def _canonical(value: object) -> str:
 
 
 def _joined(members: Mapping[str, str]) -> bytes:
-    """Spell a document of members that are spelled already."""
+    """Encode a document from encoded members."""
     pairs = [f'"{name}":{members[name]}' for name in sorted(members)]
     return f"{{{','.join(pairs)}}}\n".encode()
 

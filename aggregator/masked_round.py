@@ -31,7 +31,7 @@ from privacy.secagg.protocol.setup import SetupRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSum:
-    """What a sum came to.
+    """The result of a sum.
 
     Attributes:
         opened: The round, for the certificate of the next.
@@ -83,7 +83,7 @@ class MaskedRound:
             self._total.fold_(update.words.view(self._ring.wire_dtype))
 
     def open(self, job: JobSpec, *, evaluation: bool, update_clip: float) -> OpenedSum:
-        """Remove the masks that are left and read the sum.
+        """Remove the remaining masks and read the sum.
 
         Args:
             job: Says what honest sites may have reported.

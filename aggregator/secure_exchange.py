@@ -54,7 +54,7 @@ class SecureExchange:
     _left: set[SiteId] = field(default_factory=set, init=False)
 
     def note_returns(self, record: RoundRecord) -> None:
-        """Note that sites which had left and are asked again have no keys."""
+        """Note that sites which left and are asked again have no keys."""
         for site in self._left - record.members.away().keys():
             self._left.remove(site)
             run_setup = self.run_setup_of(site)
@@ -107,7 +107,7 @@ class SecureExchange:
         tasks: Sequence[RoundTask],
         round_of: Callable[[SiteId], MaskedRound],
     ) -> None:
-        """R1: send the model and fold what comes back, each into its site's sum.
+        """R1: send the model and fold each answer into its site's sum.
 
         Args:
             record: The round.
@@ -183,7 +183,7 @@ class SecureExchange:
 
 @contextmanager
 def losing_the_round(record: RoundRecord) -> Iterator[None]:
-    """Turn what makes a sum impossible into a lost round, and say why it was lost."""
+    """Turn errors that make a sum impossible into a lost round, with the reason."""
     try:
         yield
     except (TooFewSites, BadShare, DrawRefused, SumOutOfRange) as error:

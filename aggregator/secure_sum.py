@@ -157,7 +157,7 @@ class SecureGather:
             record.change_members(record.members.leave_out(blame.left_out()))
 
     def _set_up(self, record: RoundRecord, left_out: Collection[SiteId]) -> SetupRecord:
-        """Find the setup to work under; make a new one first if that is due.
+        """Find the setup in force; make a new one first if that is due.
 
         Raises:
             TooFewSites: A site is missing, and too few others have keys.
@@ -212,7 +212,7 @@ class SecureGather:
         setup: SetupRecord,
         model: bytes,
     ) -> list[RoundTask]:
-        """Write everybody's task; a site that is new gets the confirms with it."""
+        """Write every site's task; a new site also gets the confirms."""
         opened = self._opened or before_rounds(setup.setup_hash)
         certificate = certify(opened, model, self.identity)
         return round_tasks(
@@ -233,12 +233,12 @@ class SecureGather:
         )
 
     def _clip(self, state: RunState) -> float:
-        """What updates are clipped to in the next round."""
+        """The clip norm of updates in the next round."""
         adapted = state.update_clip
         return self.contract.clip_norm if adapted is None else adapted
 
     def _next_clip(self, state: RunState, totals: Mapping[str, float]) -> float | None:
-        """Move the clip norm by what the sites' bits say; None if it is fixed."""
+        """Adapt the clip norm to the sites' bits; None if it is fixed."""
         private = self.job.privacy.differential_privacy
         if train.WITHIN_CLIP not in totals:
             return None
@@ -253,7 +253,7 @@ class SecureGather:
     def _agree_and_reveal(
         self, record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
     ) -> None:
-        """R2 and R3: have the survivors agree on who survived, and open the sum."""
+        """R2 and R3: have the survivors agree on their list, and open the sum."""
         heads = current.survivors()
         # A site that leaves may be away by now, and t consents are enough.
         stay = record.members.present(survivors)

@@ -1,4 +1,4 @@
-"""What the server makes of a combined update: six optimisers as pairs of functions.
+"""Apply a combined update: six optimisers as pairs of functions.
 
 They see the pseudo-gradient ``g = -update`` (update: local minus global weights) chunk
 by chunk, and write the step over it and their state over itself, as

@@ -81,7 +81,7 @@ def pieces(
 
 
 def read(data: bytes) -> dict[str, Array]:
-    """Read a safetensors file; bfloat16 values come as uint16, bit by bit.
+    """Read a safetensors file; bfloat16 values are returned as uint16 bits.
 
     Raises:
         CorruptObject: The bytes are not a safetensors file, or hold a type that

@@ -1,4 +1,4 @@
-"""How much a site's update counts. What a site claims is bounded here.
+"""How much a site's update counts, with bounds on what a site claims.
 
 Counts and losses are a site's own word: bounds keep nonsense out, not lies, and what
 a site has introduced itself with keeps it to one word. Where a site may lie, use
@@ -37,7 +37,7 @@ Weighting = Callable[[SiteUpdate], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedCounts:
-    """What a site has signed of its data; 0 where that is not to leave it.
+    """The numbers that a site signed about its data; 0 where they stay private.
 
     Attributes:
         examples: To train on.
@@ -97,7 +97,7 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
 def sums_fault(
     job: JobSpec, introduced: Mapping[SiteId, SignedCounts] = _UNKNOWN
 ) -> Callable[[SiteUpdate | SiteEvaluation], str]:
-    """Return what finds a count in an answer that its site cannot have reached.
+    """Return a check for counts in an answer that its site cannot have reached.
 
     Args:
         job: The job.

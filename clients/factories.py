@@ -1,4 +1,4 @@
-"""``module:function`` strings of a job file: how they are imported and called.
+"""Import and call the ``module:function`` strings of a job file.
 
 Models and data of a user come in through here, and so do their mistakes: each
 becomes an error that names the key of the job file. Nothing is registered.

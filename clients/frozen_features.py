@@ -1,4 +1,4 @@
-"""Frozen features of images, for a linear model on top: what little data allows.
+"""Frozen features of images for a linear model on top, for small data.
 
 Under differential privacy the noise grows with the number of trained weights, and the
 accuracy that a small dataset can pay for is that of good features that need no

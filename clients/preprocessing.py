@@ -1,4 +1,4 @@
-"""What a data source took from the data to prepare them, and who may know of it.
+"""What a data source derives from the data to prepare it, and its privacy.
 
 A mean that every record is scaled by depends on all of them. It has no noise and no
 ledger charges it, so the privacy of a record ends where the mean of its site is used,
@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def preprocessing(kind: str) -> Callable[[_Function], _Function]:
-    """Declare what a source takes from the data: a decorator.
+    """Declare what a source derives from the data: a decorator.
 
     Setting the function's attribute ``preprocessing`` does the same, without an import.
 
@@ -72,7 +72,7 @@ def declared_by(source: object, *, name: str, key: str | None = None) -> str:
 
 
 def fault(kind: str, unit: str, *, is_dealt: bool) -> str | None:
-    """Say why data may not be used under a unit of privacy; None if they may.
+    """Say why data may not be used under a unit of privacy; None if it may.
 
     Args:
         kind: One of ``PREPROCESSINGS``, or empty for undeclared data.

@@ -1,4 +1,4 @@
-"""What a job or a ``site.toml`` names is code of a user, and runs in this process.
+"""Users' code, which a job or a ``site.toml`` names, and its errors.
 
 Its mistakes are shown by the user's own lines, on this machine alone: what is raised
 there may quote a record.
@@ -48,7 +48,7 @@ def unable_to_exit() -> Iterator[None]:
 
 
 def frames_of(error: BaseException) -> traceback.StackSummary:
-    """The user's own frames, the innermost last; empty if none of them is in it."""
+    """The user's own frames, the innermost last; empty if there are none."""
     found = traceback.StackSummary.extract(
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -68,7 +68,7 @@ def place_of(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> BaseException:
-    """What the user's code raised, if an error of ours translates it."""
+    """The user's exception, if it is the cause of one of ours."""
     cause = error.__cause__
     if not isinstance(error, FederationError) or cause is None:
         return error
@@ -107,7 +107,7 @@ class FirstFailure:
     _lock: Lock = field(init=False, default_factory=Lock)
 
     def __call__(self, task: "Task", error: Exception) -> None:
-        """Take note of an error; a refusal is no failure."""
+        """Record an error; a refusal is not a failure."""
         is_refusal = isinstance(error, (ProtocolError, PrivacyError))
         with self._lock:
             if self.error is not None or (

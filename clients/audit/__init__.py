@@ -1,1 +1,1 @@
-"""An attack on a site's own privacy: canaries, and what an observer makes of them."""
+"""An attack on a site's own privacy: canaries, and an observer's scores."""

@@ -1,4 +1,4 @@
-"""Canaries: records made to be found, in a job's own training.
+"""Canaries: records made for detection, in a job's own training.
 
 Each canary has a coordinate of its own: one more trained value of the model. Its
 gradient points along this coordinate, always the same way and beyond the clip norm, so
@@ -45,7 +45,7 @@ def with_canaries(
     shape: Sequence[int],
     task: str,
 ) -> nn.Module:
-    """Make a job's model and give it a coordinate for each canary.
+    """Make a job's model with one coordinate for each canary.
 
     Args:
         factory: The job's own.
@@ -74,7 +74,7 @@ def with_canaries(
 
 
 class _CanariedModel(nn.Module):
-    """A model, beside one value for each canary.
+    """A model, with one extra value for each canary.
 
     For an ordinary record it is the model. For a canary all logits are 0, whatever
     its value has become, and so its gradient is the same in every step.
@@ -151,7 +151,7 @@ class CanariedData:
             raise SiteError("classification needs targets, and the data has none")
 
     def __len__(self) -> int:
-        """Records and canaries, also those that are out."""
+        """Number of records and of canaries, including those that are out."""
         return len(self._codes)
 
     def batch(self, indices: Indices) -> Batch:
@@ -235,10 +235,10 @@ class CanaryScores:
         self.scores_m = np.zeros(num_canaries, np.float64)
 
     def see(self, weights_d: Vector, local_d: Vector) -> None:
-        """Count an update: weights before and after local training."""
+        """Add an update: weights before and after local training."""
         self.scores_m += local_d[self._place].astype(np.float64)
         self.scores_m -= weights_d[self._place]
 
     def see_sum(self, mean_d: Vector) -> None:
-        """Count the mean of the sites' updates, as a round opened it."""
+        """Add the mean of the sites' updates that a round opened."""
         self.scores_m += mean_d[self._place].astype(np.float64)

@@ -1,4 +1,4 @@
-"""A trainer with a witness: what leaves a site, seen as it leaves.
+"""A trainer that reports each update to a witness.
 
 For audits: the adversary of record-level privacy sees every update of a site.
 """
@@ -31,7 +31,7 @@ class ObservedTrainer(ForwardingTrainer):
         integers_m: IntegerVector,
         **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
-        """Train and tell."""
+        """Train, and report the update to the witness."""
         result = super().fit(weights_d, integers_m, **arguments)
         if not isinstance(result, LocalWeights):
             raise SiteError(

@@ -1,4 +1,4 @@
-"""Data sources: how one is called, and three of them.
+"""Data sources: how to call one, and three built-in ones.
 
 A data source is any ``module:function`` that returns ``(train, held_out)``; what
 each of the two may be is told in ``datasets``.

@@ -58,7 +58,7 @@ ALONE = Rank()
 
 
 class Shuffle(Protocol):
-    """An order of the data's own."""
+    """An order that the dataset chooses."""
 
     def __call__(self, rng: np.random.Generator, rank: Rank = ALONE) -> Indices | None:
         """A rank's share of an epoch; None if any order will do."""
@@ -66,7 +66,7 @@ class Shuffle(Protocol):
 
 
 class Ordering(TypedDict):
-    """What decides the order of a site's epochs.
+    """What determines the order of a site's epochs.
 
     Attributes:
         seed: The job's seed.
@@ -108,7 +108,7 @@ def stepwise(
     num_batches: int,
     **ordering: Unpack[Ordering],
 ) -> Iterator[Indices]:
-    """Yield batches out of one endless walk through the examples, epoch by epoch.
+    """Yield batches from an endless walk through the examples, epoch by epoch.
 
     The walk does not start again with each round: batch k of the run is the same
     whichever round it falls into. Every example is visited once an epoch. Each rank has

@@ -1,4 +1,4 @@
-"""Datasets: what a data source may return, and how the rest reads it.
+"""Datasets: what a data source may return, and the interface to read it.
 
 A dataset of a user's is one of
 
@@ -116,7 +116,7 @@ class Dataset(Protocol):
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """Names of all groups, also of those that have no example here."""
+        """Names of all groups, including those without examples here."""
         ...
 
     def subset(self, indices: Indices) -> "Dataset":
@@ -317,7 +317,7 @@ def first_not_finite(dataset: Dataset, walk: Iterable[Indices]) -> int | None:
 
 
 def describe(obj: object) -> str:
-    """Say what something is, without its content: it may be private."""
+    """Describe a value without its content, which may be private."""
     if isinstance(obj, (np.ndarray, torch.Tensor)):
         return f"{type(obj).__name__}{list(obj.shape)}"
     if isinstance(obj, (tuple, list)):

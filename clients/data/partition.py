@@ -27,7 +27,7 @@ MAX_DRAWS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelCounts:
-    """What the sites hold, by class or by group.
+    """The sites' examples by class or by group.
 
     Attributes:
         kind: ``class``, ``group``, or empty if the data has neither.

@@ -29,7 +29,7 @@ from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
 
 
 class Instance:
-    """One instance of the model, which forgets what it went through.
+    """One instance of the model, which can be reset.
 
     Attributes:
         module: The model.
@@ -53,12 +53,12 @@ class Instance:
         )
 
     def load(self, weights_d: Vector, integers_m: IntegerVector) -> None:
-        """Make the module a new one that holds the given weights."""
+        """Reset the module and load the given weights."""
         self.reset()
         weights.load(self.module, self._layout, weights_d, integers_m)
 
     def check_frozen(self) -> None:
-        """Check that frozen tensors are what they were: nothing loads them again.
+        """Check that frozen tensors have not changed, since nothing reloads them.
 
         Raises:
             JobError: Training has changed one.
@@ -80,13 +80,13 @@ class Instance:
         return [tensor._version for tensor in self._frozen]  # noqa: SLF001 -- torch's
 
     def reset(self) -> None:
-        """Take back everything but weights: gradients, hooks, caches, counters."""
+        """Reset everything but weights: gradients, hooks, caches, counters."""
         self._begin.restore()
         self.module.zero_grad(set_to_none=True)
 
 
 class ModelPool:
-    """Builds a job's model when one is needed and keeps it for the next user.
+    """Builds a job's model when needed and keeps it for the next user.
 
     Attributes:
         device: Where the models live.
@@ -248,7 +248,7 @@ class ModelPool:
 
 
 class _Snapshot:
-    """What a module holds beside its state: modes, hooks, caches, counters."""
+    """What a module holds besides its state: modes, hooks, caches, counters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
@@ -279,7 +279,7 @@ class _Snapshot:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Give a container its content back; others may read one that has not changed."""
+    """Restore a container's content; an unchanged one is not written."""
     if _holds(container, content):
         return
     container.clear()

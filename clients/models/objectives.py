@@ -52,7 +52,7 @@ class BatchLoss:
 
 
 class Objective(Protocol):
-    """A loss. With ``max_loss`` that of each prediction is clipped to so many nats."""
+    """A loss. ``max_loss`` clips that of each prediction, in nats."""
 
     def __call__(
         self,
@@ -174,7 +174,7 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 
 class UserObjective:
-    """A function of a user's: model, inputs and targets to values of each record.
+    """A user's function: from model, inputs and targets to values of each record.
 
     It returns a dict of tensors of shape ``(B,)``: ``loss``, and the job's metrics.
     """
@@ -198,7 +198,7 @@ class UserObjective:
         *,
         max_loss: float | None = None,  # noqa: ARG002 -- the job's bounds hold anyway
     ) -> BatchLoss:
-        """Add up what the function gives for each record.
+        """Add up the function's values for each record.
 
         Raises:
             SiteError: It failed, or gave something else.
@@ -211,7 +211,7 @@ class UserObjective:
     def values(
         self, model: torch.nn.Module, inputs: Tree, targets: Tree
     ) -> Mapping[str, torch.Tensor]:
-        """What the function gives for each record, shape ``(B,)``, by name."""
+        """The function's values for each record, shape ``(B,)``, by name."""
         try:
             found = self._function(model, inputs, targets)
         except FederationError:
@@ -268,7 +268,7 @@ class UserObjective:
 def results_by_record(
     objective: Objective, training: TrainingSpec, *, gradients: bool
 ) -> Callable[[torch.nn.Module, Batch], object]:
-    """What a model and its objective make of each record, to compare batches by.
+    """A model's and its objective's results for each record, to compare batches.
 
     The built-in tasks treat each result of the model by itself, so that the results
     are enough. What a user's objective does is looked at with the model.

@@ -14,7 +14,7 @@ _Use = tuple[
 
 
 class RecordsApart:
-    """Tests the models of one factory before they do what records are promised of.
+    """Tests the models of one factory before they are used with guarantees.
 
     Kept beside the factory, since all of its models are built alike.
 

@@ -45,7 +45,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def pinned(job: JobSpec, folder: Path) -> JobSpec:
-    """Give the name of a job's weights their digest, if it names any and has none.
+    """Add the digest to the name of a job's weights, if it has none.
 
     Args:
         job: The job.
@@ -182,7 +182,7 @@ def _load(job: JobSpec, places: Sequence[Path]) -> tuple[str, Tensors]:
 
 @contextmanager
 def _files(name: str, places: Sequence[Path]) -> Iterator[Sequence[tuple[str, Path]]]:
-    """Files that a name may mean, at least one, each as people know it and as a path.
+    """Files that a name may mean, at least one, each as shown and as a path.
 
     What lies in a bucket is here as long as the block lasts.
     """
@@ -205,7 +205,7 @@ def _files(name: str, places: Sequence[Path]) -> Iterator[Sequence[tuple[str, Pa
 
 
 def _download(url: str, path: Path) -> str:
-    """Copy the object that a URL means to a file, and return the object's URL."""
+    """Copy the object of a URL to a file, and return the object's URL."""
     parsed = _parsed(url)
     store = open_store(f"{parsed.scheme}://{parsed.place}")
     keys = [parsed.prefix, f"{parsed.prefix}/{MODEL}"] if parsed.prefix else [MODEL]

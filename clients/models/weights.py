@@ -202,7 +202,7 @@ def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector
 
 
 def _held(tensor: Any) -> tuple[torch.Tensor, Any]:
-    """Return what this process holds of a tensor, and which rows those are.
+    """Return this process's part of a tensor, and its rows.
 
     FSDP2 gives each rank an equal number of rows, rounded up, and the last ranks what
     is left. Its tensors are recognised by a method: importing their class is slow.

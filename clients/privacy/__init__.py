@@ -1,1 +1,1 @@
-"""What a site promises, spends and refuses; all of it is under the code hash."""
+"""A site's promises, spending and refusals; the code hash covers all of it."""

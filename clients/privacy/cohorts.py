@@ -1,4 +1,4 @@
-"""Which sums a site lets itself be part of, over all runs on the same data.
+"""Which sums a site joins, over all runs on the same data.
 
 Secure aggregation hides an update in one sum. Two sums differ by the sites that are in
 one alone: five sites and then four of them, with the same seed, give away the fifth
@@ -73,7 +73,7 @@ def singled_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CohortRule:
-    """What a site lets be summed on one dataset.
+    """Which sums a site joins on one dataset.
 
     Attributes:
         memory: Holds the cohorts of earlier runs, beyond them.
@@ -103,7 +103,7 @@ class CohortRule:
         self._check(self.memory.read(DOCUMENT).get(self.lineage, {}), cohort)
 
     def check_contract(self, contract: Contract) -> None:
-        """Check a contract: its sites as a cohort, and whom its rounds may leave out.
+        """Check a contract: its sites as a cohort, and the sites that may be absent.
 
         Raises:
             ContractRefused: ``members`` or ``threshold`` breaks the rule.
@@ -119,7 +119,7 @@ class CohortRule:
                 raise ContractRefused(fault, key="threshold")
 
     def threshold_fault(self, num_sites: int, threshold: int) -> str:
-        """Say why a threshold is of no use without consent; empty if it is."""
+        """Say why a threshold needs consent; empty if it does not."""
         absent = num_sites - threshold
         is_allowed = self.accept_dropouts or self.is_private
         if is_allowed or not 0 < absent < self.smallest:

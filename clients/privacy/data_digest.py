@@ -1,4 +1,4 @@
-"""A digest of a site's data, cheap however large they are.
+"""A digest of a site's data, cheap for any size.
 
 It shows that data have changed under their name, for a warning. It decides nothing: a
 record beyond the sample may change unnoticed.

@@ -1,4 +1,4 @@
-"""What a site's operator calls the data: one name for all that the site remembers.
+"""The operator's name for the data, under which the site remembers everything.
 
 Budget, sums and groups all go by this name. It must not be the job's, which an
 aggregator writes, nor follow from where the data are: the same records at another
@@ -56,14 +56,14 @@ def dataset_name(
 
 
 def lineage(*, dataset: str, options: Mapping[str, Any]) -> str:
-    """Digest what data are called, or where they are, and how they are opened."""
+    """Digest the data's name or place, and the options to open it."""
     text = json.dumps([dataset, dict(options)], sort_keys=True, default=str)
     digest = hashlib.sha256(b"crossfed/lineage\0" + text.encode())
     return digest.hexdigest()
 
 
 def _taken_over(document: Document, place: str, name: str) -> Document:
-    """Remember by name what was remembered by place; sums by both are sums.
+    """Move what was remembered by place to the name; sums of both count.
 
     Groups are drawn once, so those that the name has stay.
     """

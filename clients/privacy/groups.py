@@ -85,7 +85,7 @@ class GroupRule:
         return commit(draw, number, bytes.fromhex(mine["secret"]), identity)
 
     def reveal(self, data: bytes) -> bytes:
-        """Reveal this site's secret to those whose commitments it was shown.
+        """Reveal this site's secret after all commitments were shown.
 
         Guarantee:
             The commitments are durable, and no others are accepted afterwards.
@@ -105,7 +105,7 @@ class GroupRule:
         return write_reveal(number, secret)
 
     def take_offer(self, data: bytes) -> tuple[Group, bytes]:
-        """Find this site's group, and the offer of the contract that must be its.
+        """Find this site's group, and the offer of its contract.
 
         Guarantee:
             The secrets are durable, and no groups are drawn again.
@@ -126,7 +126,7 @@ class GroupRule:
         return Group(sites=group, partition=outcome.digest), offer
 
     def _newest(self, document: Document) -> tuple[Draw, Document]:
-        """The draw that is under way or over, and what is noted of it."""
+        """The current or finished draw, and its record."""
         draws = document.get(self.dataset, [])
         if not draws:
             raise OutOfOrder("takes part in no draw: it was not asked for a commitment")
@@ -141,7 +141,7 @@ class GroupRule:
         return draw, mine
 
     def _note(self, draw: Draw, what: str, shown: Mapping[int, bytes]) -> None:
-        """Make what all sites have shown durable, once.
+        """Store what all sites have shown, once.
 
         Raises:
             DrawRefused: Something else was noted before, or another draw has begun.
@@ -164,7 +164,7 @@ class GroupRule:
 def _entered(
     draws: list[Document], draw: Draw, random_bytes: RandomBytes
 ) -> list[Document]:
-    """The draws of a dataset with one that is to begin, unless it has begun.
+    """The draws of a dataset, with the next one added unless it has started.
 
     A draw in which this site has revealed nothing is forgotten. After one in which it
     has, and whose secrets it never saw, another may begin: without at least one of its
@@ -208,7 +208,7 @@ def _bytes(mine: Document, what: str) -> dict[int, bytes]:
 
 
 def _other_groups(mine: Document, back: Sequence[str] = ()) -> DrawRefused:
-    """Refuse to draw other groups than those that were drawn."""
+    """Refuse to draw different groups than before."""
     failed = (
         f"{', '.join(back)} did not reveal a secret in an earlier draw. "
         if back

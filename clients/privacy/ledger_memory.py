@@ -1,4 +1,4 @@
-"""What a site remembers of its ledgers, in a place of its own, over all runs.
+"""What a site remembers of its ledgers, in a separate place, over all runs.
 
 A run's ledger lies in the run's folder, which may be deleted or put back. The site's
 memory knows two things of every run: how many charges its ledger held, so that one
@@ -43,7 +43,7 @@ class ClosableLedger(Ledger, Protocol):
     """A ledger that holds something open."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         ...
 
 
@@ -96,7 +96,7 @@ def known_anchor(memory: SiteMemory, run_id: RunId) -> LedgerAnchor:
 
 
 def keep_anchor(memory: SiteMemory, run_id: RunId, anchor: LedgerAnchor) -> None:
-    """Remember an anchor of a run; one that is smaller than before changes nothing.
+    """Remember an anchor of a run; a smaller one than before changes nothing.
 
     Raises:
         StoreError: The memory cannot be read or made durable.
@@ -108,7 +108,7 @@ def keep_anchor(memory: SiteMemory, run_id: RunId, anchor: LedgerAnchor) -> None
 def adopt(
     memory: SiteMemory, dataset: str, terms: Terms, charges: Sequence[Charge]
 ) -> None:
-    """Count what another ledger of the site holds and its memory does not know.
+    """Count charges of another ledger of the site that its memory lacks.
 
     As after an upgrade from a release that remembered no charges, or where the memory
     was put back from a backup.
@@ -147,7 +147,7 @@ def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None
 
 
 def note_content(memory: SiteMemory, dataset: str, digest: str) -> bool:
-    """Remember what the data behind a name are; return whether they have changed.
+    """Store the digest of the data behind a name; return whether it has changed.
 
     They have if they were others before and never these, so it is said once.
 
@@ -202,7 +202,7 @@ def check_plan(
     terms: Terms,
     planned: Iterable[PrivacyEvent],
 ) -> None:
-    """Refuse a run that the budget of all runs does not allow to its end.
+    """Refuse a run that the budget of all runs cannot cover to its end.
 
     Nothing is written. Runs that are not over count with what they have charged.
 
@@ -236,7 +236,7 @@ def check_plan(
 
 
 class RememberedLedger:
-    """A ledger whose charges its site's memory knows, too.
+    """A ledger whose charges are also in its site's memory.
 
     Args:
         ledger: The run's own.
@@ -303,7 +303,7 @@ class RememberedLedger:
         return tuple(found)
 
     def repeat(self, event: PrivacyEvent, *, round_index: int) -> None:
-        """Charge this run for what another one released, and all runs only once.
+        """Charge this run for another run's release, and all runs only once.
 
         After a crash in between, all runs are charged twice.
         """
@@ -340,7 +340,7 @@ class RememberedLedger:
         self._ledger.close()
 
     def _note(self, document: Document) -> Document:
-        """Make the memory know what the ledger holds."""
+        """Copy the ledger's charges to the memory."""
         run_id = self.terms.run_id
         document = _raised(document, RunId(run_id), self._ledger.anchor())
         dataset, own = self._budget.dataset, self._own

@@ -1,4 +1,4 @@
-"""What a round gave at a site, as masked words and a masked header.
+"""A site's result of a round, as masked words and a masked header.
 
 One order: weigh, measure, scale to the round's clip norm, then in one pass clip,
 round, add noise and mask (``privacy.secagg.arithmetic.seal``).
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumNoise:
-    """Where a site's share of the noise goes; how much there is, the contract says.
+    """Where a site's share of the noise goes; the contract says how much.
 
     Attributes:
         spans: Places ``[start, stop)`` of the update that training changes.
@@ -51,7 +51,7 @@ class SumNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedUpdate:
-    """An update on its way out.
+    """An update that is ready to leave.
 
     Attributes:
         words: Masked words, as bytes.
@@ -130,7 +130,7 @@ class Masking:
         training: MetricSums | None,
         evaluation: MetricSums | None,
     ) -> HeaderVector:
-        """Mask what is reported beside the update; ``sealed`` is None without one."""
+        """Mask what is reported besides the update; ``sealed`` is None without one."""
         if train.counts_coarsely(self.contract):
             training, evaluation = map(train.coarse_sums, (training, evaluation))
         names = self.contract.header_slots
@@ -149,7 +149,7 @@ class Masking:
         return header_h
 
     def _measure(self, update_d: Vector, subtrahend_d: Vector | None) -> Measurement:
-        """Take away the global weights, if they are in it, and measure the update."""
+        """Subtract the global weights, if they are included, and measure the update."""
         try:
             return self._measure_finite(update_d, subtrahend_d)
         except UpdateNotFinite:
@@ -176,7 +176,7 @@ class Masking:
         return measured
 
     def _within_clip(self, *, is_within: bool) -> float:
-        """What the header says of the clip norm, with this site's noise."""
+        """The header's bit about the clip norm, with this site's noise."""
         if self.noise is None or self.noise.bit_std is None:
             raise ProtocolError("has no noise plan for the contract's clipping")
         key = self.random_bytes(KEY_BYTES)

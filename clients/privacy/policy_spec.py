@@ -1,4 +1,4 @@
-"""The keys of ``[policy]`` in ``site.toml``: what a site demands of a job."""
+"""The keys of ``[policy]`` in ``site.toml``: what a site requires of a job."""
 
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ class PolicySpec:
     )
 
     def smallest_group(self, num_sites: int) -> int:
-        """Fewest sites that sums together may single out, in a run of so many."""
+        """Fewest sites that sums together may single out, in a run of this many."""
         if self.min_group is not None:
             return self.min_group
         return max(self._fewest_open(num_sites), self.colluding_sites + 2)
@@ -102,13 +102,13 @@ class PolicySpec:
         return self.privacy != "none"
 
     def fewest_in_sum(self, num_sites: int) -> int:
-        """Fewest updates that a secure sum of a run of so many sites must hold."""
+        """Fewest updates that a secure sum must hold, in a run of this many sites."""
         if self.min_sites is None and self.privacy == "record":
             return _PAIR
         return self._fewest_open(num_sites)
 
     def _fewest_open(self, num_sites: int) -> int:
-        """The same where no differential privacy is demanded."""
+        """The same without differential privacy."""
         if self.min_sites is not None:
             return self.min_sites
         return _PAIR if self.accept_two_sites and num_sites == _PAIR else _USUAL

@@ -1,4 +1,4 @@
-"""The seal of a site under secure aggregation: updates leave masked or not at all.
+"""A site's seal with secure aggregation: updates leave only masked.
 
 What leaves beside the masked words is public: the round, the site, signed digests.
 
@@ -48,7 +48,7 @@ _RESTARTED = "has no keys for this run, because it was restarted, and needs a ne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """What a site's operator gives it for secure aggregation.
+    """A site's own settings for secure aggregation.
 
     Attributes:
         identity: The site's long-lived key.
@@ -76,7 +76,7 @@ class Protection:
 
 
 class RingSeal:
-    """Answers leave masked; the aggregator sees sums only."""
+    """Answers leave masked; the aggregator sees only sums."""
 
     def __init__(self, name: SiteId, protection: Protection) -> None:
         """Seal the answers of the site of this name."""
@@ -137,7 +137,7 @@ class RingSeal:
         return advert
 
     def _consent(self, body: bytes) -> bytes:
-        """Sign a list of survivors, unless their sum tells too much of the others.
+        """Sign a list of survivors, unless their sum reveals too much about others.
 
         A site that does not sign is no obstacle to a sum that enough others sign.
         """
@@ -152,7 +152,7 @@ class RingSeal:
         return consent
 
     def _reveal(self, task: SecureTask) -> bytes:
-        """Release shares; say in the log what was wrong with those of others."""
+        """Release shares; log what was wrong with those of others."""
         session = self._current_session()
         shares = session.on_reveal(task.body)
         for dispute in session.disputes:
@@ -202,7 +202,7 @@ class RingSeal:
         return self._open_session(setup, body.confirms)
 
     def _open_session(self, setup: SiteSetup, confirms: bytes) -> SiteSession:
-        """Turn a finished setup into a session, which takes the old one's place.
+        """Turn a finished setup into a session, which replaces the old one.
 
         Raises:
             NotSetUp: Not all sites have confirmed the same setup; it is given up.
@@ -291,7 +291,7 @@ class RingSeal:
         )
 
     def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-        """Have the work done; mask the update and what is reported of it."""
+        """Do the work; mask the update and its report."""
         done = work.do(masking.update)
         evaluation, trained = done.evaluation, done.trained
         if evaluation is not None:

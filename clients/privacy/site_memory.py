@@ -36,7 +36,7 @@ class SiteMemory(Protocol):
     """Named documents of JSON. Implementations: in memory, in files."""
 
     def read(self, name: str) -> Document:
-        """Return a document; an empty one if nothing was ever written.
+        """Return a document; empty if it was never written.
 
         Raises:
             StoreError: It cannot be read, or is damaged.
@@ -56,7 +56,7 @@ class SiteMemory(Protocol):
 
 
 class InMemory:
-    """For simulations that keep nothing, and tests: forgets when the process ends."""
+    """For tests, and simulations that store nothing: lost when the process ends."""
 
     def __init__(self) -> None:
         """Remember nothing."""
@@ -168,7 +168,7 @@ def _damaged(path: Path, fault: str) -> CorruptObject:
 
 
 def fresh_secret(memory: SiteMemory, name: str, key: str, *, size: int = 32) -> bytes:
-    """Return the secret of a key, drawn from the system when it is asked for first.
+    """Return the secret of a key, drawn from the system at the first request.
 
     Durable before it is returned, so a process that is killed and started again gets
     the same bytes.

@@ -85,7 +85,7 @@ _UNLIMITED = LifetimeBudget(dataset="records")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerContext:
-    """What a site keeps beside the ledger in a run's folder.
+    """What a site keeps besides the ledger in a run's folder.
 
     Attributes:
         memory: Remembers charges over all runs; None if nothing does.
@@ -132,7 +132,7 @@ class SitePlan:
 
     @property
     def planned(self) -> tuple[PrivacyEvent, ...]:
-        """All that the run releases, if everything that is held in reserve is used."""
+        """All releases of the run, including those held in reserve."""
         event = self.round_event
         found = [*self.once, replace(event, steps=event.steps * self.num_rounds)]
         if self.held_out is not None:
@@ -141,7 +141,7 @@ class SitePlan:
         return tuple(found)
 
     def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
-        """Have a trainer ask a ledger before each release that is planned here."""
+        """Wrap a trainer so that it charges a ledger before each planned release."""
         releases = Releases(
             round_event=self.round_event,
             held_out=self.held_out,
@@ -203,7 +203,7 @@ class PrivateSites:
             ledger.close()
 
     def expect(self, anchors: Mapping[SiteId, LedgerAnchor]) -> None:
-        """Refuse a ledger that is behind what the aggregator knows of it."""
+        """Refuse a ledger with fewer charges than the aggregator knows of."""
         self._anchors = anchors
 
     def recover(self, name: SiteId, anchor: LedgerAnchor) -> RecoveryResult:
@@ -308,18 +308,18 @@ class PrivateSites:
         )
 
     def _planned(self, name: SiteId, plan: SitePlan) -> tuple[PrivacyEvent, ...]:
-        """What a run adds to what all runs on its data have spent."""
+        """What a run adds to the spending of all runs on its data."""
         remembered = self._remembered_statistics(name)
         if remembered is not None and remembered.of_another_run():
             plan = replace(plan, once=())
         return plan.planned
 
     def promises(self) -> tuple[SitePrivacy, ...]:
-        """What every site promises."""
+        """The promise of every site."""
         return tuple(_promise(name, plan) for name, plan in self.plans.items())
 
     def planned(self, *, at: float) -> PrivacyPlanned:
-        """Tell what every site promises, and what that means."""
+        """Return every site's promise, and its meaning."""
         return planned(
             self.federation.job,
             self.promises(),
@@ -370,7 +370,7 @@ class PrivateSites:
         return ledger
 
     def _open(self, name: SiteId, folder: Path, plan: SitePlan) -> ClosableLedger:
-        """Open a ledger, and hold it against everything that is known of it."""
+        """Open a ledger, and check it against everything known about it."""
         keeping = self.keeping(name)
         anchor = self._anchors.get(name, NO_ANCHOR)
         if keeping.memory is not None and keeping.is_anchor:
@@ -398,7 +398,7 @@ class PrivateSites:
     def _with_memory(
         self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
     ) -> ClosableLedger:
-        """Have a site's memory count what is charged to a ledger, if it has one."""
+        """Have a site's memory count a ledger's charges, if it has a memory."""
         keeping = self.keeping(name)
         if keeping.memory is None:
             return ledger
@@ -426,7 +426,7 @@ def _check_rounds(folder: Path, run_id: RunId) -> None:
 
 
 def _is_missing(folder: Path) -> bool:
-    """Whether nothing of a ledger is there; an empty file is nothing."""
+    """Whether a ledger does not exist; an empty file counts as missing."""
     if (folder / HEAD_NAME).exists():
         return False
     path = folder / LEDGER_NAME
@@ -441,7 +441,7 @@ def planned(
     signal_to_noise: float | None = None,
     at: float,
 ) -> PrivacyPlanned:
-    """Tell what the sites promise, and what that means."""
+    """Return the sites' promises, and their meaning."""
     unit = job.privacy.differential_privacy.unit
     return PrivacyPlanned(
         at=at,
@@ -568,7 +568,7 @@ def _withheld(job: JobSpec) -> Iterator[str]:
 
 
 def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | None:
-    """Noise that a run's evaluations may be charged for, with those held in reserve."""
+    """Noise of a run's evaluations, including those held in reserve."""
     private, every = job.privacy.differential_privacy, job.evaluation.every
     if every == 0 or private.held_out == "public" or private.target_epsilon is None:
         return None

@@ -1,4 +1,4 @@
-"""What a site demands of a job before it builds anything of it."""
+"""What a site requires of a job before it builds anything for it."""
 
 import math
 import re
@@ -39,7 +39,7 @@ _Faults = Iterator[tuple[str, str]]
 
 
 def check_job(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
-    """Check a job against what a site's operator demands.
+    """Check a job against the requirements of a site's operator.
 
     ``privacy.secagg.agreement.policy`` checks the contract again; this reports faults
     before the first round, by the keys of the job.
@@ -63,7 +63,7 @@ def contract_policy(
     roster: Roster,
     noise_share: NoiseShare | None,
 ) -> LocalPolicy:
-    """What the operator demands of the contract of a job that was accepted.
+    """The operator's requirements of the contract of an accepted job.
 
     Args:
         job: The job as it was proposed.
@@ -106,7 +106,7 @@ def contract_policy(
 
 
 def _terms(job: JobSpec) -> dict[str, Any]:
-    """What the job says of its contract, word for word."""
+    """The contract's fields that follow from the job, literally."""
     found = terms_of_job(job)
     if job.privacy.secure_aggregation.groups is None:
         found |= {"threshold": job.minimum_sites, "min_sites": job.minimum_sites}
@@ -114,7 +114,7 @@ def _terms(job: JobSpec) -> dict[str, Any]:
 
 
 def weakness_of(job: JobSpec, policy: PolicySpec, delta: float | None) -> str:
-    """Say why what a private job promises is too weak to count; empty if it counts.
+    """Say why a private job's guarantee is too weak to count; empty if it counts.
 
     Whatever unit the operator demands: with epsilon large enough, or delta close to 1,
     an aggregator could call any job private.
@@ -183,7 +183,7 @@ def _sum_size(job: JobSpec) -> int:
 
 
 def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
-    """With how many others an update is summed up."""
+    """With how many others an update is summed."""
     num_sites, fewest = _sum_size(job), job.sites_in_sum
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy

@@ -26,7 +26,7 @@ from privacy.dp.ledger.ledger import Ledger, Release
 
 
 class ClippingTrainer(Trainer, Protocol):
-    """A trainer that can bound what a single record adds to held-out sums."""
+    """A trainer that can bound a single record's part in held-out sums."""
 
     def evaluate(
         self,
@@ -124,7 +124,7 @@ class BudgetedTrainer:
         round_index: int,
         kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
-        """Train a round that was paid for.
+        """Train a round that was charged.
 
         Raises:
             RuntimeError: It was not, or it was trained already.
@@ -162,7 +162,7 @@ class BudgetedTrainer:
         return held_out.release(sums, self._releases.random_bytes)
 
     def spent(self) -> PrivacySpent:
-        """What the ledger says by now."""
+        """The ledger's current spending."""
         ledger = self._ledger
         return PrivacySpent(
             epsilon=ledger.epsilon("train"),

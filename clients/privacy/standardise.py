@@ -46,16 +46,16 @@ RandomBytes = Callable[[int], bytes]
 
 
 class RepeatingLedger(Ledger, Protocol):
-    """A ledger that knows of releases that another run was charged for."""
+    """A ledger that can count releases of another run."""
 
     def repeat(self, event: PrivacyEvent, *, round_index: int) -> None:
-        """Count a release in this run, and not once more over all runs."""
+        """Count a release in this run, but not again over all runs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What was released of a site's records.
+    """Released statistics of a site's records.
 
     Attributes:
         centre: Mean of each feature, in the data's own units.
@@ -91,7 +91,7 @@ class Statistics:
 
     @classmethod
     def parse(cls, document: Any) -> "Statistics":
-        """Read what ``document`` gave.
+        """Read what ``document`` wrote.
 
         Raises:
             CorruptObject: It is not that.
@@ -182,7 +182,7 @@ def mechanism(job: JobSpec, train: Dataset) -> MomentsMechanism | None:
 
 
 def events(job: JobSpec, train: Dataset) -> tuple[PrivacyEvent, ...]:
-    """Return what a site's statistics cost; nothing if the job asks for none.
+    """Return the cost of a site's statistics; empty if the job requests none.
 
     Raises:
         FederationError: See ``mechanism``.
@@ -253,7 +253,7 @@ class StatisticsMemory:
         event: PrivacyEvent,
         make: Callable[[], Statistics],
     ) -> Statistics:
-        """Return what was released, or draw, charge and release it.
+        """Return released statistics, or draw, charge and release them.
 
         Raises:
             BudgetExceeded: The charge is beyond a budget; nothing was released.
@@ -282,7 +282,7 @@ class StatisticsMemory:
         return found
 
     def _keep(self, entry: Document) -> Document:
-        """Remember an entry, but for one that another run has paid meanwhile."""
+        """Remember an entry, unless another run was charged for one meanwhile."""
 
         def change(document: Document) -> Document:
             before = document.get(self._name, {})

@@ -1,4 +1,4 @@
-"""How noise inside the secure sum is planned: joint privacy, and that of whole sites.
+"""Plans the noise inside the secure sum, for the units ``joint`` and ``site``.
 
 Noise that adds up is the same at every site, and the least of what any of them needs
 is not enough: sites are planned together here, and each one's promise follows. All
@@ -42,7 +42,7 @@ _RECORDS = "training records (a number rounded up)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumPrivacy:
-    """Noise of all sites together, and what each of them promises.
+    """Noise of all sites together, and the promise of each.
 
     Attributes:
         share: What each site adds.
@@ -105,7 +105,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Records:
-    """What a site's number of records decides."""
+    """What follows from a site's number of records."""
 
     delta: float
     rate: float

@@ -1,4 +1,4 @@
-"""A trainer that lets the ranks of a site do the work."""
+"""A trainer whose work is done by the ranks of a site."""
 
 import logging
 import threading
@@ -117,7 +117,7 @@ class RankedTrainer:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def close(self) -> None:
-        """End the ranks and let go of the memory."""
+        """End the ranks and release the memory."""
         with self._lock:
             self._group.end()
             self._memory.close()

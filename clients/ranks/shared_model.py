@@ -69,7 +69,7 @@ class SharedModel:
         self._integers_m[:] = integers_m
 
     def view(self) -> tuple[Vector, IntegerVector]:
-        """Return the values as they lie there."""
+        """Return the values without a copy."""
         return self._weights_d, self._integers_m
 
     def read(self) -> tuple[Vector, IntegerVector]:
@@ -77,7 +77,7 @@ class SharedModel:
         return self._weights_d.copy(), self._integers_m.copy()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         del self._weights_d, self._integers_m
         self._map.close()
         os.close(self.file)

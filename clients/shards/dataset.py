@@ -1,4 +1,4 @@
-"""A dataset that lies in an object store, as the rest of the product reads one."""
+"""A dataset in an object store, with the interface of other datasets."""
 
 import dataclasses
 import io
@@ -190,7 +190,7 @@ class ShardedDataset:
         self.shelf.expect(self.split, numbers[np.sort(first)].tolist())
 
     def warm_up(self) -> None:
-        """Bring every shard that these examples lie in into the cache.
+        """Fetch every shard with these examples into the cache.
 
         Raises:
             CorruptObject: A shard is damaged or gone.

@@ -1,4 +1,4 @@
-"""The index of a dataset in an object store: what there is, and its digests.
+"""The index of a dataset in an object store: its objects and their digests.
 
 ``index.json`` lies beside the shards and is written last, so what it names is there.
 Every other object is named after its content: a new version of the dataset writes new
@@ -109,7 +109,7 @@ class DatasetIndex:
 
     @property
     def version(self) -> str:
-        """16 hexadecimal digits that follow from the content and nothing else."""
+        """16 hexadecimal digits that depend only on the content."""
         text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -260,7 +260,7 @@ def _split(table: dict[str, Any]) -> Split:
 
 
 def _check_split(split: Split, where: str) -> None:
-    """Refuse what later steps rely upon."""
+    """Check what later steps rely on."""
     if split.examples < 1 or split.examples != sum(s.examples for s in split.shards):
         raise _contradiction(where, "examples are not those of the shards")
     if split.targets not in {"none", "class", "array"}:

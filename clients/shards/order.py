@@ -20,7 +20,7 @@ from clients.data.datasets import Indices
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A dataset that is better read in an order of its own, and told in advance."""
+    """A dataset that prefers its own order, and to know batches in advance."""
 
     @property
     def examples_ahead(self) -> int:
@@ -84,7 +84,7 @@ def shard_order(
 
 
 def _levelled(dealt: Sequence[Indices], shares: Sequence[int]) -> list[Indices]:
-    """Bring each rank to its share: who has more gives from its end."""
+    """Give each rank its share: ranks with more give from their end."""
     spare = np.concatenate(
         [mine[share:] for mine, share in zip(dealt, shares, strict=True)]
     )
@@ -101,7 +101,7 @@ def _levelled(dealt: Sequence[Indices], shares: Sequence[int]) -> list[Indices]:
 def telling_ahead(
     dataset: object, batches: Iterable[Indices], num_batches: int | None = None
 ) -> Iterator[Indices]:
-    """Pass batches on, and tell the dataset in advance of those that follow.
+    """Pass batches on, and announce the following ones to the dataset.
 
     The dataset hears of the first ones at once, before any is asked for.
 

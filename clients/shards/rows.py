@@ -1,4 +1,4 @@
-"""Examples of one shard as arrays, and what tells how they are laid out."""
+"""Examples of one shard as arrays, and their layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """What a reader must know beforehand of a shard's examples.
+    """What a reader must know in advance about a shard's examples.
 
     Attributes:
         examples: How many.

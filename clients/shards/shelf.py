@@ -1,4 +1,4 @@
-"""Shards of one dataset that are open, and those that are on their way."""
+"""Open shards of one dataset, and those being fetched."""
 
 import threading
 from collections import OrderedDict
@@ -75,7 +75,7 @@ class Shelf:
         self._mutex = threading.Lock()
 
     def rows(self, split: Split, number: int) -> Rows:
-        """Open a shard, or wait for it if it is on its way.
+        """Open a shard, or wait for it if it is being fetched.
 
         One that still waits for a thread is fetched by this one: who needs a shard now
         does not queue behind those that are needed later.
@@ -134,7 +134,7 @@ class Shelf:
         )
 
     def _find(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
-        """Find a shard that is open or coming; say whether it was neither before."""
+        """Find a shard that is open or being fetched; say whether it is new."""
         shard = split.shards[number]
         future = self._open.get(shard.key)
         if future is not None:
@@ -147,7 +147,7 @@ class Shelf:
         return future, True
 
     def _begin(self, future: Future[Rows]) -> bool:
-        """Whether the caller is to fetch a shard: nobody else is."""
+        """Whether the caller must fetch a shard, because nobody else does."""
         is_ours = future in self._waiting
         self._waiting.discard(future)
         return is_ours
@@ -177,7 +177,7 @@ class Shelf:
             self._waiting.discard(future)
 
     def _fill_waiting(self, future: Future[Rows], split: Split, number: int) -> None:
-        """Fetch a shard, unless somebody has begun to or it was let go."""
+        """Fetch a shard, unless someone else does or it was released."""
         with self._mutex:
             is_ours = self._begin(future)
         if is_ours:

@@ -1,4 +1,4 @@
-"""Reading a whole dataset, and holding it against its index."""
+"""Read a whole dataset, and compare it with its index."""
 
 import numpy as np
 

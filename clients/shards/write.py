@@ -1,4 +1,4 @@
-"""Writing a dataset as shards: in parallel, and again without sending twice."""
+"""Write a dataset as shards: in parallel, and without sending anything twice."""
 
 import io
 import re
@@ -40,7 +40,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where writing a dataset is.
+    """Progress of writing a dataset.
 
     Attributes:
         examples: Examples that are in the store.
@@ -68,7 +68,7 @@ def write_dataset(
     preprocessing: str = "",
     report: Callable[[Progress], None] = lambda _: None,
 ) -> DatasetIndex:
-    """Write a dataset; whoever reads meanwhile sees the old one, or the new one.
+    """Write a dataset; readers see the old one or the new one.
 
     1. Write the shards that are not there. They are named after their content, so a
        call that was killed is made again and goes on.
@@ -153,7 +153,7 @@ def _publish(
 
 
 def _delete_others(store: ObjectStore, index: DatasetIndex) -> None:
-    """Delete shards and labels, and nothing else, that the index does not name."""
+    """Delete only shards and labels that the index does not list."""
     if read_index(store).version != index.version:
         raise ObjectChanged(
             f"someone else has just replaced the dataset in {store.url}: check it with "

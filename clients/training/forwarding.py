@@ -1,4 +1,4 @@
-"""A trainer around another one, for those that change one of its answers."""
+"""A trainer around another one, as a base for those that change one method."""
 
 from typing import Unpack
 
@@ -14,7 +14,7 @@ from federation.vectors import IntegerVector, Layout, Vector
 
 
 class ForwardingTrainer:
-    """A ``federation.protocols.Trainer`` that has another one do everything."""
+    """A ``federation.protocols.Trainer`` that passes every call to another one."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Hand everything on to ``trainer``."""
@@ -44,5 +44,5 @@ class ForwardingTrainer:
         return self._trainer.evaluate(weights_d, integers_m, round_index=round_index)
 
     def spent(self) -> PrivacySpent | None:
-        """What the site's privacy ledger says."""
+        """The spending in the site's privacy ledger."""
         return self._trainer.spent()

@@ -1,4 +1,4 @@
-"""The global model as a site receives it: whole, or as what changed.
+"""The global model as a site receives it: whole, or as a change.
 
 Shape suffixes: d float values of the model.
 """
@@ -14,7 +14,7 @@ from privacy.secagg.errors import NotSetUp
 
 
 class HeldModel:
-    """Decodes a task's model; keeps it where the next task says what changed in it.
+    """Decodes a task's model; keeps it if the next task sends only changes.
 
     It is in memory alone: a restarted site is sent the whole model again.
     """

@@ -37,7 +37,7 @@ class Federation:
     order_seed: int | None = field(default=None, repr=False)
 
     def trainer(self, name: SiteId) -> Trainer:
-        """Make a site's trainer, which promises nothing of single records."""
+        """Make a site's trainer, without privacy for single records."""
         train, held_out = self.site_data[name]
         return TorchTrainer(
             self.job,

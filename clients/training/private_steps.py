@@ -72,7 +72,7 @@ class PrivateTraining:
     random_bytes: RandomBytes = field(default=os.urandom, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the one value that nobody else checks."""
+        """Check the one value that is not checked elsewhere."""
         if self.clipping not in CLIPPINGS:
             raise ValueError(f"clipping is {self.clipping!r}, not one of {CLIPPINGS}")
 
@@ -91,7 +91,7 @@ def takes_private_steps(job: JobSpec) -> bool:
 
 
 def sensitivity_of_sum(job: JobSpec) -> float:
-    """Most that one record changes of an update of one step, in weight units.
+    """Most that one record changes an update of one step, in weight units.
 
     The step of plain SGD, ``lr * sum / expected batch`` over gradients clipped to C.
     """
@@ -157,7 +157,7 @@ def event_of(
 
 
 class PrivateGradient:
-    """The gradient of a model's steps, as far as it may be known.
+    """The private gradient of a model's steps.
 
     For each step: ``draw`` once, ``add_`` for each of its batches, ``release_``.
     """

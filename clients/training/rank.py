@@ -1,4 +1,4 @@
-"""What runs in a rank: it trains when the agent says so, until the agent is gone.
+"""What runs in a rank: it trains on request, until the agent is gone.
 
 A rank has no key, no ledger and no connection but to its peers, over the loopback
 interface. It must not outlive the agent, however that ends: a thread reads the pipe,
@@ -164,7 +164,7 @@ def _work(
 
 
 def _warm_up(peers: Peers) -> None:
-    """Take a step of nothing: torch's first one imports for seconds."""
+    """Take an empty step: torch's first one spends seconds on imports."""
     module = torch.nn.Linear(1, 1).to(peers.device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     wrapped = peers.wrap(module)

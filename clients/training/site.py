@@ -50,7 +50,7 @@ SealedT = TypeVar("SealedT")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainResult(Generic[SealedT]):
-    """What training gave, its update sealed.
+    """The result of training, with a sealed update.
 
     Attributes:
         sealed: The update, as the seal made it.
@@ -71,7 +71,7 @@ class TrainResult(Generic[SealedT]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkResult(Generic[SealedT]):
-    """What a site has done for a task.
+    """The result of a site's work on a task.
 
     Attributes:
         trained: None if the task was to evaluate only.
@@ -93,7 +93,7 @@ CheckFirst = Callable[[Vector, IntegerVector], None]
 
 
 def log(task: Task, error: Exception) -> None:
-    """Put an error into the log of the site, which may quote its records."""
+    """Log an error at the site, whose log may quote its records."""
     if _kind_of(error) is FailureKind.CRASHED:
         _LOG.warning("round %s failed", task.round_index, exc_info=error)
     else:
@@ -120,7 +120,7 @@ class Seal(Protocol):
         ...
 
     def answer(self, task: RoundTask, work: "Work") -> SiteMessage:
-        """Check a task, have the work done, and seal what comes of it.
+        """Check a task, do the work, and seal the result.
 
         Raises:
             ProtocolError: The task is not one to answer; nothing was done.
@@ -216,7 +216,7 @@ class Site:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Work:
-    """What a site does for one task, whatever seals it.
+    """What a site does for one task, for any seal.
 
     Attributes:
         task: The task.
@@ -317,12 +317,12 @@ class Work:
         )
 
     def spent(self) -> PrivacySpent | None:
-        """What the site's privacy ledger says by now."""
+        """The current spending in the site's privacy ledger."""
         return self.find_trainer().spent()
 
 
 class PlainSeal:
-    """Updates leave in words of a codec, sums as they are."""
+    """Updates leave in words of a codec, sums unchanged."""
 
     def __init__(self, codec: Codec) -> None:
         """Encode updates with ``codec``."""
@@ -385,7 +385,7 @@ class PlainSeal:
 
 
 class _Stopwatch:
-    """Notes what a site's time goes to."""
+    """Measures what a site spends its time on."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

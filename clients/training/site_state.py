@@ -1,4 +1,4 @@
-"""What a site keeps of a run from round to round: one durable state, restored by round.
+"""The durable state of a site between rounds, restored by round.
 
 Named arrays and small facts, one object for each round that trained, in a store of the
 site's own: encrypted if that store is. A round that is repeated begins from what an
@@ -43,7 +43,7 @@ _EARLIER = "kept-"  # How an earlier release named what it kept.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptState:
-    """What a round left at a site.
+    """The state that a round left at a site.
 
     Attributes:
         arrays: Vectors by name. What follows a slash in a name is its owner's.
@@ -158,11 +158,11 @@ class SiteState:
         return {_INTEGERS: np.where(self._mine, integers_m, 0)} if self._any else {}
 
     def conceal(self, integers_m: IntegerVector) -> IntegerVector:
-        """Blank out what stays at the site."""
+        """Set what stays at the site to zero."""
         return np.where(self._mine, 0, integers_m) if self._any else integers_m
 
     def _before(self, round_index: int) -> list[str]:
-        """Keys of what earlier rounds left, in their order."""
+        """Keys of the states of earlier rounds, in their order."""
         limit = self._key(round_index)
         return [o.key for o in self.store.list(self._prefix) if o.key < limit]
 

@@ -37,7 +37,7 @@ class TimedTrainer(ForwardingTrainer):
         integers_m: IntegerVector,
         **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
-        """Train; that takes its time."""
+        """Train, and let virtual time pass."""
         result = super().fit(weights_d, integers_m, **arguments)
         self._clock.sleep(self._work.train)
         return result
@@ -45,7 +45,7 @@ class TimedTrainer(ForwardingTrainer):
     def evaluate(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> MetricSums:
-        """Evaluate; that takes its time, too."""
+        """Evaluate, and let virtual time pass."""
         sums = super().evaluate(weights_d, integers_m, round_index=round_index)
         self._clock.sleep(self._work.evaluate)
         return sums

@@ -116,7 +116,7 @@ class TorchTrainer:
         return self.pool.layout
 
     def own_spans(self) -> tuple[tuple[int, int], ...]:
-        """Places of the weights that this rank answers for; see ``weights``."""
+        """Places of the weights that this rank returns; see ``weights``."""
         is_first = self.peers.rank.rank == 0
         with self.pool.borrow() as model:
             return weights.own_spans(model.module, self.pool.layout, is_first=is_first)

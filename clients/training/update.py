@@ -1,4 +1,4 @@
-"""From what a site trained to what it sends.
+"""From a site's trained weights to its update.
 
 Shape suffixes: d float values of the model.
 """
@@ -28,7 +28,7 @@ def local_weights(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vect
 
 
 def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
-    """Turn what training gave into the update: local minus global.
+    """Turn trained weights into the update: local minus global.
 
     Works in the result's memory, which holds the update afterwards.
 
@@ -56,7 +56,7 @@ def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
 def encode(
     weights_d: Vector, result: LocalWeights | LocalUpdate, *, codec: Codec, seed: int
 ) -> Words:
-    """Turn what training gave into the words of the update, in the same memory.
+    """Turn trained weights into the words of the update, in the same memory.
 
     Raises:
         NotFinite: Training left the finite numbers.
