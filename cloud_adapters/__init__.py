@@ -1,1 +1,1 @@
-"""Every outside system behind a seam: storage, and the way to the sites."""
+"""Every outside system behind a seam: storage, machines, and the sites."""

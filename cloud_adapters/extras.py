@@ -1,4 +1,4 @@
-"""Packages that only some users need: which extra of crossfed installs each."""
+"""Optional packages: which extra of crossfed installs each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _EXTRAS = {
 
 @contextmanager
 def naming_extras() -> Iterator[None]:
-    """Say which extra is missing where an import of one of its packages fails.
+    """Name the missing extra if an import of one of its packages fails.
 
     Raises:
         MissingExtra: A package is not installed that an extra installs.

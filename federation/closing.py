@@ -1,4 +1,4 @@
-"""Things that are closed where the ``with`` statement ends that they were made for."""
+"""Objects that are closed at the end of their ``with`` statement."""
 
 from abc import ABC, abstractmethod
 from typing import Self
@@ -17,4 +17,4 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; a second call does nothing."""
+        """Release its resources; a second call does nothing."""

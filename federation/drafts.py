@@ -1,4 +1,4 @@
-"""Drafts of files that are private: written beside their target, and then renamed.
+"""Drafts of private files: written beside their target, and then renamed.
 
 A process that is killed leaves its draft; the next writer of the same file removes it.
 A writer holds a lock on its draft, so that two at once leave each other alone.
@@ -20,7 +20,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def private_draft(path: Path, data: bytes) -> Iterator[Path]:
-    """Write a draft of a file, through to the disk, and remove it in the end.
+    """Write a draft of a file durably, and remove it in the end.
 
     Args:
         path: The file; the caller gives the draft its name.

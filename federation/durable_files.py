@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and outlive a power cut.
+"""Files that are written atomically and survive a power cut.
 
 Those that hold keys are in ``privacy.secret_files``.
 """
@@ -29,7 +29,7 @@ _OTHER_ADVICE = "make it writable for this user, or choose another folder with -
 
 
 def replace_file(path: Path, pieces: Iterable["Buffer"]) -> None:
-    """Write a file whole or not at all, durably.
+    """Write a file atomically and durably.
 
     Raises:
         StoreUnavailable: The folder is full or cannot be written.
@@ -64,6 +64,6 @@ def flush(path: Path) -> None:
 
 
 def unavailable(path: Path, error: OSError) -> StoreUnavailable:
-    """What to raise where a file or a folder cannot be written."""
+    """The error to raise if a file or a folder cannot be written."""
     advice = _ADVICE.get(error.errno or 0, _OTHER_ADVICE)
     return StoreUnavailable(f"cannot write {path}: {error.strerror}; {advice}")

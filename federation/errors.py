@@ -45,7 +45,7 @@ from federation import OURS
 
 
 def clash(name: str) -> str:
-    """Say why a module of a user cannot be found; empty if its name is not ours."""
+    """Explain why a user's module cannot be found; empty if its name is not ours."""
     room = name.partition(".")[0]
     if room not in OURS:
         return ""
@@ -86,7 +86,7 @@ class FederationError(Exception):
 
 
 def outside_of(error: BaseException) -> str:
-    """What may leave a deployed site of any error: of most, their kind alone."""
+    """The part of an error that may leave a deployed site: of most, only the kind."""
     name = type(error).__name__
     return f"{name}: {error.outside}" if isinstance(error, FederationError) else name
 

@@ -140,7 +140,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _mend_last_line(path: Path) -> None:
-    """Make the file end with a line break: finish a whole line, cut a torn one."""
+    """Make the file end with a line break: finish a complete line, cut a torn one."""
     if not path.is_file():
         return
     content = path.read_bytes()

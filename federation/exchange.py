@@ -9,7 +9,7 @@ from federation.protocols import Grid
 def exchange(
     grid: Grid, tasks: Sequence[Task], *, deadline_seconds: float
 ) -> Iterator[Reply]:
-    """Send tasks and yield every reply that comes until all of them are closed.
+    """Send tasks and yield every reply until all tasks are closed.
 
     Among the replies are those to earlier tasks. Nobody else may receive from the grid
     meanwhile. What is still open when the caller stops is withdrawn.

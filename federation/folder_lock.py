@@ -1,4 +1,4 @@
-"""Locks on files: of two processes that would contradict each other one works."""
+"""Locks on files: only one of two conflicting processes works."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ _SYSTEM_CLOCK = SystemClock()
 
 
 def acquire(handle: int, clock: "Clock" = _SYSTEM_CLOCK) -> bool:
-    """Lock an open file, and say whether no other process holds it.
+    """Lock an open file, and return whether no other process holds it.
 
     Raises:
         OSError: The file cannot be locked.
@@ -40,7 +40,7 @@ def acquire(handle: int, clock: "Clock" = _SYSTEM_CLOCK) -> bool:
 
 @contextmanager
 def hold(path: Path, complaint: str) -> Iterator[None]:
-    """Hold a lock for the time of a block; the kernel lets go of it with the process.
+    """Hold a lock during a block; the kernel releases it with the process.
 
     Args:
         path: A file, which is made if there is none, with its folder.

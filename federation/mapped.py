@@ -1,4 +1,4 @@
-"""Vectors that lie in a file, and pass through memory piece by piece.
+"""Vectors in a file, which pass through memory piece by piece.
 
 What came through an object store is a read-only view of a mapped file (see
 ``cloud_adapters.transport.frames``). The kernel reads a page of it when somebody looks
@@ -30,7 +30,7 @@ def sha256(vector: NDArray[Any]) -> bytes:
 
 
 def give_back(part: NDArray[Any]) -> None:
-    """Give back the memory of a part that only shows what a file holds.
+    """Release the memory of a part that only maps a file.
 
     Nothing happens to arrays in memory, nor where the operating system cannot do it.
 

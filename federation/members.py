@@ -1,4 +1,4 @@
-"""Who takes part in a run: one value for all its sites, and what may become of it.
+"""Which sites take part in a run: one value for all sites, and its transitions.
 
     joined   -> leaving    it says that it leaves, and may end the round that it is in
     joined   -> gone       it says that it leaves, in place of an answer
@@ -18,7 +18,7 @@ from federation.ids import SiteId
 
 
 class Standing(StrEnum):
-    """What a site is to a run."""
+    """A site's standing in a run."""
 
     JOINED = "joined"  # it is asked in every round that draws it
     LEAVING = "leaving"  # it is asked in no other round than that which it is in
@@ -55,7 +55,7 @@ class Members:
     noted: Mapping[SiteId, RunMember] = field(default_factory=dict)
 
     def of(self, site: SiteId) -> RunMember:
-        """What is known of a site."""
+        """What is known about a site."""
         return self.noted.get(site, JOINED)
 
     def standing(self, *standings: Standing) -> Mapping[SiteId, str]:
@@ -64,16 +64,16 @@ class Members:
         return {site: one.reason for site, one in found if one.standing in standings}
 
     def away(self) -> Mapping[SiteId, str]:
-        """Sites that are asked nothing, and why."""
+        """Sites that get no tasks, and why."""
         return self.standing(Standing.GONE, Standing.LEFT_OUT)
 
     def present(self, sites: Iterable[SiteId]) -> tuple[SiteId, ...]:
-        """Those of some sites that have not left."""
+        """The sites of some that have not left."""
         left = self.standing(Standing.LEAVING, Standing.GONE)
         return tuple(site for site in sites if site not in left)
 
     def leave(self, site: SiteId, reason: str, *, finishes: bool = False) -> "Members":
-        """Note that a site leaves; to say it again changes nothing.
+        """Note that a site leaves; repeating it changes nothing.
 
         Args:
             site: The site.
@@ -88,7 +88,7 @@ class Members:
         return self
 
     def end_round(self) -> "Members":
-        """Expect nothing more of sites that are leaving."""
+        """Mark leaving sites as gone."""
         return self._with(self.standing(Standing.LEAVING), Standing.GONE)
 
     def replaced(self, sites: Collection[SiteId]) -> "Members":

@@ -1,4 +1,4 @@
-"""What travels between the aggregator and a site, as frozen values.
+"""The messages between the aggregator and a site, as frozen values.
 
 ``wire`` turns these into bytes; nothing here knows how.
 Shape suffixes: d float values of the model, m integer values of the model.
@@ -19,7 +19,7 @@ METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class TaskKind(StrEnum):
-    """What a site is asked to do."""
+    """The kind of work in a task."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -56,7 +56,7 @@ class FailureKind(StrEnum):
 
 
 class LeaveReason(StrEnum):
-    """Why a site leaves a run in its middle."""
+    """Why a site leaves a run before its end."""
 
     SIGTERM = "sigterm"  # its supervisor stopped it
     SPOT = "spot"  # its cloud reclaims the machine
@@ -86,7 +86,7 @@ class MetricSums:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of predictions that were right."""
+        """Fraction of correct predictions."""
         return self.mean("correct")
 
     def mean(self, metric: str) -> float:

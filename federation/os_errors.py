@@ -1,4 +1,4 @@
-"""Errors of the operating system, told as errors of this product."""
+"""Errors of the operating system as errors of this product."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from federation.errors import FederationError
 def os_errors(
     kind: type[FederationError], doing: str, advice: str = ""
 ) -> Iterator[None]:
-    """Raise an error of ours where the system raises one; it is kept as the cause.
+    """Raise an error of ours for one of the system, which becomes its cause.
 
     Args:
         kind: What to raise.

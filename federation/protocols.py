@@ -1,4 +1,4 @@
-"""The seams on which the round loop and the wiring stand.
+"""The interfaces between the round loop, its parts and the wiring.
 
 A seam of one room alone is where that room uses it, for example ``Gather`` in
 ``federation.rounds.gather`` or ``Dataset`` in ``clients.data.datasets``.
@@ -90,7 +90,7 @@ class Grid(Protocol):
         ...
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
-        """Wait for replies and take them out; the grid keeps none of them.
+        """Wait for replies and remove them from the grid.
 
         Returns:
             At least one reply; none if ``timeout_seconds`` have passed, or at once if
@@ -99,7 +99,7 @@ class Grid(Protocol):
         ...
 
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Close tasks: those that have not gone out never will.
+        """Close tasks: those that have not been sent never will be.
 
         An answer that arrives anyway is late. Tasks that are already closed do not
         change.
@@ -109,7 +109,7 @@ class Grid(Protocol):
     def returned(
         self, sites: Collection[SiteId], round_index: int
     ) -> Collection[SiteId]:
-        """Those of some sites that are there again, after they have left.
+        """The sites of some that are back after leaving.
 
         Args:
             sites: Sites that have said that they leave.
@@ -126,13 +126,13 @@ class SiteHandler(Protocol):
         ...
 
     def close(self) -> None:
-        """End the site's part in the run: no key of it stays in memory."""
+        """End the site's part in the run: none of its keys stays in memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalResult:
-    """What training at a site produced, beside the weights.
+    """The result of training at a site, besides the weights.
 
     Attributes:
         integers_m: The model's integer values after training, shape ``(m,)``.
@@ -154,7 +154,7 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWeights(LocalResult):
-    """Training that gave weights.
+    """Training that produced weights.
 
     Attributes:
         weights_d: The trained weights, shape ``(d,)``, in an array of its own.
@@ -165,7 +165,7 @@ class LocalWeights(LocalResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalUpdate(LocalResult):
-    """Training that gave an update, where the weights' digits would cost privacy.
+    """Training that produced an update, if the weights' digits would cost privacy.
 
     Attributes:
         update_d: What training adds to the weights that it was given, shape ``(d,)``,
@@ -176,7 +176,7 @@ class LocalUpdate(LocalResult):
 
 
 class RoundCharges(TypedDict):
-    """What ``Trainer.pay`` is asked to charge.
+    """What ``Trainer.pay`` must charge.
 
     Attributes:
         round_index: The round.
@@ -242,13 +242,13 @@ class Trainer(Protocol):
         ...
 
     def spent(self) -> PrivacySpent | None:
-        """What the site's privacy ledger says by now; None if it keeps none."""
+        """The current spending in the site's privacy ledger; None without one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedUpdate:
-    """An update whose values nobody has read yet, and how much it counts.
+    """An unread update, and how much it counts.
 
     Attributes:
         site: Who sent it.
@@ -268,10 +268,10 @@ class WeightedUpdate:
 
 
 class CombineRule(Protocol):
-    """Many updates to one. Implementations: ``aggregator.combine``."""
+    """Combines updates. Implementations: ``aggregator.combine``."""
 
     def __call__(self, updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
-        """Consume the updates as they come and write their combination.
+        """Consume the updates as they arrive and write their combination.
 
         Args:
             updates: Possibly a generator that waits for the network.
@@ -307,7 +307,7 @@ class ServerOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a store knows of an object.
+    """A store's information on an object.
 
     Attributes:
         key: Its key.
@@ -367,13 +367,13 @@ class ObjectStore(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, for messages: ``s3://bucket/prefix``; no secrets."""
+        """The URL for messages: ``s3://bucket/prefix``; without secrets."""
         ...
 
     def put(
         self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
-        """Write an object whole or not at all, durably.
+        """Write an object atomically and durably.
 
         Args:
             key: ``/``-separated; see ``cloud_adapters.storage.object_keys``.
@@ -408,7 +408,7 @@ class ObjectStore(Protocol):
         ...
 
     def stat(self, key: str) -> ObjectInfo:
-        """All that the store knows of an object.
+        """A store's information on an object.
 
         Raises:
             ObjectNotFound: There is no such object.
@@ -440,12 +440,12 @@ class ObjectStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections; the store is not used afterwards."""
+        """Close connections; the store is not used afterwards."""
         ...
 
 
 class SignsUrls(Protocol):
-    """A store that can let others in for a while. Implementations: S3, GCS."""
+    """A store with temporary URLs. Implementations: S3, GCS."""
 
     def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
         """Make a URL that reads or writes one object without credentials.
@@ -465,7 +465,7 @@ class SignsUrls(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataKey:
-    """A key for one object, and the same key under the lock of a key service.
+    """A key for one object, and the same key wrapped by a key service.
 
     Attributes:
         plaintext: 32 bytes; never stored, never logged.
@@ -477,7 +477,7 @@ class DataKey:
 
 
 class KeyService(Protocol):
-    """Keeps the keys that lock other keys. Implementations: ``cloud_adapters.keys``.
+    """Holds the keys that wrap other keys. Implementations: ``cloud_adapters.keys``.
 
     A context is authenticated and not secret: a service may write it in its log. A
     key that was wrapped in one context is of no use in another.
@@ -485,7 +485,7 @@ class KeyService(Protocol):
 
     @property
     def name(self) -> str:
-        """Which key it is, for messages: ``file:PATH``, ``aws-kms:ARN``; no secrets."""
+        """The key for messages: ``file:PATH``, ``aws-kms:ARN``; without secrets."""
         ...
 
     def generate(self, context: Mapping[str, str]) -> DataKey:
@@ -498,7 +498,7 @@ class KeyService(Protocol):
         ...
 
     def wrap(self, plaintext: bytes, context: Mapping[str, str]) -> bytes:
-        """Lock a key of 32 bytes with the service's newest key.
+        """Wrap a key of 32 bytes with the service's newest key.
 
         Raises:
             KeyRefused: The service has no such key, or it is disabled.
@@ -507,7 +507,7 @@ class KeyService(Protocol):
         ...
 
     def unwrap(self, wrapped: bytes, context: Mapping[str, str]) -> bytes:
-        """Return the 32 bytes that were locked.
+        """Return the 32 bytes that were wrapped.
 
         Raises:
             KeyRefused: They were locked with a key that this service does not have or
@@ -518,13 +518,13 @@ class KeyService(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicions:
-    """What rounds of secure aggregation have shown of sites.
+    """What rounds of secure aggregation have shown about sites.
 
     Attributes:
         faults: What a site did that no honest site does, by its name.
@@ -555,7 +555,7 @@ class ModelChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """How far a run has come, without its model.
+    """A run's progress, without its model.
 
     Attributes:
         round_index: Rounds that have ended; 0 before the first.
@@ -603,7 +603,7 @@ class Checkpoints(Protocol):
     """Durable states of one run. Implementation: ``aggregator.checkpoint``."""
 
     def load_latest(self) -> RunState | None:
-        """The newest state that is whole, or None if the run has none.
+        """The newest complete state, or None if the run has none.
 
         Raises:
             CheckpointMismatch: The run was started from another job.

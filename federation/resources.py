@@ -1,4 +1,4 @@
-"""What work takes of a machine, measured by one method that has a name.
+"""A machine's resources used by work, measured by a named method.
 
 Nothing measures GPU time or energy yet, so no field holds them.
 """
@@ -57,7 +57,7 @@ class Usage:
         self._cpu_start = _read(meter.cpu_seconds)
 
     def so_far(self) -> Resources:
-        """Say what has been used."""
+        """Return the resources used so far."""
         cpu, start = _read(self._meter.cpu_seconds), self._cpu_start
         memory = self._meter.peak_memory_bytes
         return Resources(

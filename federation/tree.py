@@ -10,7 +10,7 @@ Tree = Any  # a tensor, None, or a tuple, list or dict of trees
 
 
 def leaves(tree: Tree) -> Iterator[Any]:
-    """All that a tree holds, in the order of its keys as they were put in."""
+    """All leaves of a tree, in the order of its keys."""
     if isinstance(tree, Mapping):
         for part in tree.values():
             yield from leaves(part)
@@ -22,7 +22,7 @@ def leaves(tree: Tree) -> Iterator[Any]:
 
 
 def map_tree(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to each leaf, and to those at its place in trees alike."""
+    """Apply a function to each leaf, and to those at its place in similar trees."""
     if isinstance(tree, Mapping):
         return {
             key: map_tree(function, part, *(other[key] for other in others))

@@ -19,7 +19,7 @@ _SHOWN_CHARS = 60
 
 
 def encode(value: Any) -> Any:
-    """Spell a dataclass out in values that ``json.dumps`` takes."""
+    """Encode a dataclass in values that ``json.dumps`` accepts."""
     if dataclasses.is_dataclass(value):
         found: dict[str, Any] = {}
         for field in dataclasses.fields(value):

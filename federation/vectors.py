@@ -1,4 +1,4 @@
-"""A model as one flat float32 vector and a Layout that says what lies where.
+"""A model as one flat float32 vector, and a Layout that describes it.
 
 Everything between a site and the aggregator works on these vectors: clipping,
 noise, codecs, masks, combining and server optimisers. Integer and boolean
@@ -44,7 +44,7 @@ _CHECK_VALUES, _ROW_VALUES = 1 << 20, 1 << 12
 
 
 class Values(Protocol):
-    """Float values that are read chunk by chunk: a ``Vector``, or what travelled."""
+    """Float values that are read chunk by chunk: a ``Vector``, or decoded words."""
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ class Values(Protocol):
 
 
 class Role(StrEnum):
-    """What the federation does with a tensor of the model."""
+    """How the federation treats a tensor of the model."""
 
     PARAMETER = "parameter"  # trained; combined by the job's rule
     BUFFER = "buffer"  # floating-point state; combined, but not stepped
@@ -156,12 +156,12 @@ class Layout:
 
     @cached_property
     def frozen_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are not trained and never travel."""
+        """Names of the tensors that are not trained and never sent."""
         return tuple(t.name for t in self.tensors if t.role is Role.FROZEN)
 
     @cached_property
     def num_frozen(self) -> int:
-        """Number of values that are not trained and never travel."""
+        """Number of values that are not trained and never sent."""
         return sum(t.size for t in self.tensors if t.role is Role.FROZEN)
 
     @cached_property
@@ -198,7 +198,7 @@ class Layout:
         return mask_m
 
     def check_same(self, other: "Layout", *, whose: str) -> None:
-        """Check that ``other`` is this very layout.
+        """Check that ``other`` is the same layout.
 
         Args:
             other: The layout to compare with.
@@ -230,7 +230,7 @@ class Layout:
 
 
 def layout_differs(layout: Layout) -> str:
-    """Say of a site whose layout has another digest than the run's what may differ."""
+    """Describe what may differ if a site's layout has another digest than the run's."""
     or_frozen = " or has different frozen values" if layout.frozen else ""
     return f"has a model with a different layout than this run's{or_frozen}"
 
@@ -262,7 +262,7 @@ def norm(vector_d: Vector) -> float:
 
 
 def is_finite(vector_d: Values) -> bool:
-    """Whether every value is a finite number, looked at chunk by chunk."""
+    """Whether every value is a finite number, checked chunk by chunk."""
     # A product's sum is finite unless a value is not, or finite values overflow; only
     # then is the slower exact test needed.
     if vector_d.size <= _SERIAL_VALUES:

@@ -1,4 +1,4 @@
-"""What sites answer over Flower, read and checked.
+"""Read and check the answers of sites over Flower.
 
 Flower proves which node sent a reply; that it speaks for the site that was asked is
 checked here.
@@ -20,7 +20,7 @@ from federation.wire import frame as wire
 
 
 class Answers:
-    """Reads answers; what is wrong with one is its site's failure."""
+    """Reads answers; a bad one becomes its site's failure."""
 
     def __init__(self, frames: Frames) -> None:
         """Fetch the vectors of large ones as they travel."""
@@ -44,7 +44,7 @@ class Answers:
     def read_unfetched(
         self, asked: QuestionNote, message: Message
     ) -> tuple[SiteMessage, int]:
-        """Read an answer that came too late: its vectors stay where they are."""
+        """Read a late answer, whose vectors are not fetched."""
         try:
             packed = flower_site.unpack_all(message.content)
             return _of_site(packed, asked.about.site), packed.num_bytes

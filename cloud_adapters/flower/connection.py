@@ -56,7 +56,7 @@ class Connection:
         return Envelope.of(found.messages_list[0], found.message_object_trees[0])
 
     def open(self, envelope: Envelope) -> Message:
-        """Fetch the content; its pieces are not kept beside it.
+        """Fetch the content; its pieces are not kept.
 
         Raises:
             Exception: Of many kinds if it is no message; and as above.

@@ -1,4 +1,4 @@
-"""Flower messages as they travel: in objects of their own, or whole in the envelope.
+"""Flower messages in transit: in separate objects, or whole in the envelope.
 
 Flower stores a message as a tree of objects beside its envelope, and every object is a
 request to push and one to pull: six for the least message that carries a record, of
@@ -39,7 +39,7 @@ WHOLE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What is handed to Flower.
+    """A message as Flower receives it.
 
     Attributes:
         envelope: Metadata, and the content of a whole message.
@@ -53,7 +53,7 @@ class Parcel:
 
 
 def pack(message: Message, *, whole: bool) -> Parcel:
-    """Name a message, and divide it into what travels."""
+    """Name a message, and divide it into its objects."""
     with no_object_id_recompute():
         root = _stub(message) if whole else message
         objects = {} if whole else get_all_nested_objects(root)
@@ -68,7 +68,7 @@ def pack(message: Message, *, whole: bool) -> Parcel:
 
 
 def _stub(message: Message) -> Message:
-    """What stands for a whole message among Flower's objects.
+    """The placeholder for a whole message among Flower's objects.
 
     It is not pushed: whoever reads the message, and confirms that, might be faster. So
     the SuperLink keeps three short rows about it until the run ends.
@@ -79,7 +79,7 @@ def _stub(message: Message) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message as a SuperLink hands it out, and what has been fetched of it.
+    """A message as a SuperLink returns it, and the parts fetched so far.
 
     Attributes:
         about: The message; its content only if that is whole. The metadata is what
@@ -95,7 +95,7 @@ class Envelope:
 
     @classmethod
     def of(cls, message: MessageProto, tree: ObjectTree) -> "Envelope":
-        """Read what a SuperLink has handed out."""
+        """Read a SuperLink's answer."""
         return cls(message_from_proto(message), tree, {})
 
     @property
@@ -105,7 +105,7 @@ class Envelope:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all there is came with it: content, or an error."""
+        """Whether it is complete: content, or an error."""
         return not self.tree.children
 
     def missing(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an error that comes in place of a reply says.
+"""The meaning of an error in place of a reply.
 
 The codes are those of ``flwr.common.constant.ErrorCode``, which is not public.
 """
@@ -16,7 +16,7 @@ NODE_GONE = 5
 
 
 def failure_of(task: Task, message: Message) -> SiteFailure:
-    """What it says of the site that was asked."""
+    """What it means for the site."""
     code = message.error.code
     kind = FailureKind.UNREACHABLE
     if code in CRASHES:

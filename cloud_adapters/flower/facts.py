@@ -1,4 +1,4 @@
-"""What a SuperLink says of runs and nodes; nothing of Flower is imported for it."""
+"""A SuperLink's information on runs and nodes, without an import of Flower."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class SuperLinkUnavailable(FederationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerRun:
-    """What the SuperLink says of a run.
+    """The SuperLink's information on a run.
 
     Attributes:
         is_over: Whether nothing of it runs any more.
@@ -27,7 +27,7 @@ class FlowerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerNodeInfo:
-    """What the SuperLink says of a node.
+    """The SuperLink's information on a node.
 
     Attributes:
         node_id: Its number.

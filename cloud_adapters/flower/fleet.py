@@ -1,4 +1,4 @@
-"""A node's requests to Flower's Fleet API, and what it means when they fail.
+"""A node's requests to Flower's Fleet API, and the meaning of their errors.
 
 A request is made again while the aggregator still counts the node as active, so that a
 restart of the SuperLink, or of the proxy before it, costs no message.
@@ -47,7 +47,7 @@ class NodeGone(Exception):
 
 
 class Outage(NodeGone):
-    """The aggregator or the way to it is down, perhaps for a moment."""
+    """The aggregator or the connection to it is down, perhaps briefly."""
 
 
 class KeyInUse(NodeGone):
@@ -87,11 +87,11 @@ class FleetCalls:
         self.is_active, self._heard = False, -math.inf
 
     def succeed(self) -> None:
-        """The node has been let in."""
+        """Note that the node was accepted."""
         self.is_active, self._refused_since = True, None
 
     def hear(self) -> None:
-        """The aggregator has just answered."""
+        """Note that the aggregator has just answered."""
         self._heard = self.clock.monotonic()
 
     def pause(self, error: NodeGone, attempt: int, *, most: float = math.inf) -> None:
@@ -170,7 +170,7 @@ class FleetCalls:
         return self._unknown(response, what)
 
     def _unknown(self, response: httpx.Response, what: str) -> SiteError:
-        """Why Flower does not take a node's signature."""
+        """Why Flower rejects a node's signature."""
         date = response.headers.get("Date", "")
         try:
             ahead = self.clock.now() - parsedate_to_datetime(date).timestamp()
@@ -204,7 +204,7 @@ class FleetCalls:
 
 
 def _detail(response: httpx.Response) -> str:
-    """Why our gate at the SuperLink refuses; empty if it was not the gate."""
+    """Why our gate at the SuperLink refuses; empty if Flower itself does."""
     try:
         found = response.json()
     except ValueError:

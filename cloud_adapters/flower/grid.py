@@ -214,7 +214,7 @@ class FlowerGrid:
         sites: Collection[SiteId],
         round_index: int,  # noqa: ARG002 -- of the seam
     ) -> Collection[SiteId]:
-        """Sites whose node was let in after they were last asked something."""
+        """Sites whose node was accepted again after their last task."""
         let_in = self._presence.activations()
         now = {s: let_in.get(node) for s, node in self._nodes.items() if s in sites}
         return [s for s in now if now[s] not in {None, self._activations.get(s)}]
@@ -260,7 +260,7 @@ class FlowerGrid:
             question.inquiry.note_sent(self._clock.monotonic())
 
     def _post(self, batch: Batch, out: Out, content: RecordDict, kind: str) -> bool:
-        """Give Flower a message that is about a question; say whether it took it."""
+        """Give Flower a message about a question; return whether it accepted it."""
         question = out.question
         message = Message(
             content,
@@ -280,7 +280,7 @@ class FlowerGrid:
         return max(batch.deadline_seconds - passed, 1.0)
 
     def _ask_after(self, batch: Batch) -> None:
-        """Ask sites what became of questions that have been out for long."""
+        """Probe for questions that have been open for long."""
         for question in [*batch.open.values()]:
             now = self._clock.monotonic()
             if question.inquiry is not None and question.inquiry.is_due(now):
@@ -301,7 +301,7 @@ class FlowerGrid:
             return failure(task, FailureKind.UNREACHABLE, text)
 
     def _tidy(self, tasks: Sequence[Task]) -> None:
-        """Remove what rounds before all that are open have left in the store."""
+        """Remove objects of rounds before all open ones from the store."""
         for task in tasks[:1]:  # All are of one round.
             rounds = set[int]().union(*(batch.rounds() for batch in self._batches))
             now = task.run_id, min(rounds | {task.round_index})
@@ -310,7 +310,7 @@ class FlowerGrid:
                 self._delivery.frames.end_rounds(now[0], self._sites, before=now[1])
 
     def _pull_all(self) -> list[Reply]:
-        """Take in what has arrived, also while vectors were being fetched.
+        """Receive what has arrived, also while vectors were being fetched.
 
         Or answers would miss their deadline because others are large.
         """
@@ -323,7 +323,7 @@ class FlowerGrid:
                 return late
 
     def _pull(self) -> list[Reply]:
-        """Take in what has arrived; return the late answers among it."""
+        """Receive what has arrived; return the late answers."""
         late = []
         owners = {name: batch for batch in self._batches for name in batch.out}
         found = self._api.pull_messages([*owners, *self._late])
@@ -368,7 +368,7 @@ class FlowerGrid:
             self._probe(batch, question, flower_site.AGAIN)
 
     def _take_in_late(self, asked: QuestionNote, message: Message) -> list[Reply]:
-        """The answer to a question for which nobody waits, if it is the first one."""
+        """The answer to a closed question, if it is the first one."""
         if asked.is_answered or message.has_error():
             return []  # A failure was counted when the deadline passed.
         answer, bytes_up = self._answers.read_unfetched(asked, message)

@@ -1,4 +1,4 @@
-"""A site's place in a Flower federation: one process that stays.
+"""A site's node in a Flower federation: one long-lived process.
 
 Flower's own SuperNode starts a process for every message and polls every three
 seconds, so that nothing stays warm and no key can be kept (6.6 to 22 s a round). This
@@ -137,7 +137,7 @@ class FlowerNode:
         )
 
     def run(self) -> None:
-        """Serve until ``stopped`` is set; connect again whenever the way is lost.
+        """Serve until ``stopped`` is set; reconnect whenever the connection is lost.
 
         Raises:
             SiteError: There is no use in going on: the aggregator's certificate is
@@ -158,7 +158,7 @@ class FlowerNode:
                     self._calls.pause(error, attempt, most=most)
 
     def leave(self) -> None:
-        """Say that this node is no longer there; from any thread, and not for long.
+        """Deactivate this node; from any thread, and within a short time.
 
         Or the same key would be refused until the last heartbeat is old.
         """
@@ -276,7 +276,7 @@ class FlowerNode:
         letters: queue.Queue[Envelope | Exception],
         ended: threading.Event,
     ) -> None:
-        """Take in envelopes, also while the main thread works on a message."""
+        """Receive envelopes, also while the main thread works on a message."""
         last = self.clock.monotonic()
         while not ended.is_set():
             try:
@@ -296,7 +296,7 @@ class FlowerNode:
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]
     ) -> bool:
-        """Take one envelope; say whether there was one.
+        """Receive one envelope; return whether there was one.
 
         What is replied to at once is not confirmed: Flower would forget its content,
         which may still be on its way there, and its sender would fail.
@@ -330,7 +330,7 @@ class FlowerNode:
         self.stopped.wait(AFTER_DROP_SECONDS)
 
     def _take_or_drop(self, connection: Connection, envelope: Envelope) -> None:
-        """Answer one message; whatever Flower makes of it, the node lives on."""
+        """Answer one message; no error in it ends the node."""
         self._free.clear()
         try:
             try:
@@ -345,7 +345,7 @@ class FlowerNode:
             self._drop(error)
 
     def _take(self, connection: Connection, envelope: Envelope) -> None:
-        """Answer one message, and keep the answer, which may be lost on its way."""
+        """Answer one message, and keep the answer, which may be lost in transit."""
         try:
             message = connection.open(envelope)
         except BaseException:
@@ -364,7 +364,7 @@ class FlowerNode:
                 self._inbox.keep(envelope.name, reply.content)
 
     def _answer(self, message: Message) -> Message:
-        """Have the app answer; an error becomes the answer of a failed node."""
+        """Let the app answer; an error becomes the answer of a failed node."""
         context = Context(
             run_id=TaskIdentity.run_id,
             node_id=TaskIdentity.node_id,
@@ -399,7 +399,7 @@ def poll_seconds(idle_seconds: float) -> float:
 
 
 class _Version:
-    """Says which version of Flower speaks, and goes on whatever is answered."""
+    """Sends the version of Flower, and ignores the answer's."""
 
     def __init__(self) -> None:
         self._headers = dict(

@@ -1,4 +1,4 @@
-"""Which of Flower's nodes are there: whose heartbeats have not stopped."""
+"""Which of Flower's nodes are connected, judged by their heartbeats."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -71,7 +71,7 @@ class Presence:
         self._gone |= silent
 
     def note_gone(self, node: int) -> None:
-        """Flower has said that a node is gone: so it is until the next look."""
+        """Count a node as gone until the next look, as Flower reported."""
         self._fresh.pop(node, None)
 
     def silent(self, asked: set[int]) -> set[int]:

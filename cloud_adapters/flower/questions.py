@@ -26,7 +26,7 @@ MAX_AHEAD_BYTES = 64 << 20
 
 @dataclass(slots=True, kw_only=True)
 class QuestionNote:
-    """What is remembered of a question when nobody waits for it: no weights.
+    """What is remembered of a closed question: no weights.
 
     Attributes:
         task_id: Which question.
@@ -45,7 +45,7 @@ class QuestionNote:
     def reply(
         self, message: SiteMessage, *, answered_seconds: float, bytes_up: int = 0
     ) -> Reply:
-        """What has come, with what the journey cost."""
+        """The reply, with the bytes that were sent."""
         return Reply(
             task_id=self.task_id,
             message=message,
@@ -58,7 +58,7 @@ class QuestionNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A task that waits for its answer.
+    """An open task.
 
     Attributes:
         index: Its place among the tasks of its batch.
@@ -76,7 +76,7 @@ class Question:
 
     @property
     def kind(self) -> TaskKind:
-        """What Flower calls it: steps of secure aggregation belong to training."""
+        """Its kind in Flower: steps of secure aggregation belong to training."""
         return self.task.kind if isinstance(self.task, RoundTask) else TaskKind.TRAIN
 
     @classmethod
@@ -89,7 +89,7 @@ class Question:
         *,
         task_id: TaskId,
     ) -> "Question":
-        """Name a task that is to be sent now."""
+        """Name a task to be sent now."""
         asked = QuestionNote(
             task_id=task_id,
             about=RoundMessage(
@@ -118,7 +118,7 @@ class Out:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """What is open of one call of ``FlowerGrid.send``.
+    """The open tasks of one call of ``FlowerGrid.send``.
 
     Attributes:
         task_ids: Of its tasks, by their places.
@@ -144,7 +144,7 @@ class Batch:
     next_index: int = 0
 
     def is_open(self) -> bool:
-        """Whether an answer is still to come or to be handed on."""
+        """Whether an answer is still to come or to be passed on."""
         return bool(self.waiting or self.open or self.landed)
 
     def rounds(self) -> set[int]:
@@ -153,7 +153,7 @@ class Batch:
         return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
 
     def settle(self, question: Question, reply: Reply) -> dict[str, QuestionNote]:
-        """Wait for a question no longer.
+        """Stop waiting for a question.
 
         Returns:
             Its messages that may still be replied to.
@@ -183,7 +183,7 @@ class Batch:
         return {name: self.out.pop(name).question.asked for name in left}
 
     def ready(self) -> list[Reply]:
-        """Take out the replies that may be handed on."""
+        """Remove and return the replies that may be passed on."""
         if not self.ordered:
             found = [*self.landed.values()]
             self.landed.clear()

@@ -1,4 +1,4 @@
-"""Tasks as an existing app of Flower knows them, and its answers as ours: no I/O.
+"""Translate tasks to an existing Flower app, and its answers back; no I/O.
 
 A task becomes a record of arrays under the names of the model's tensors, in their
 order, and a record of settings, as Flower's own FedAvg sends them. What comes back is
@@ -66,7 +66,7 @@ def instruction(
     spec: FlowerAppSpec,
     settings: Mapping[str, bool | int | float | str],
 ) -> RecordDict:
-    """Write a task in Flower's words.
+    """Write a task in Flower's format.
 
     A type that NumPy lacks (``bfloat16``) travels as float32. Integers that each site
     keeps to itself are those that the model began with.
@@ -202,7 +202,7 @@ def _read_arrays(record: ArrayRecord, layout: Layout) -> tuple[Vector, IntegerVe
 
 
 def _read_array(array: Array, tensor: TensorSpec, kinds: str) -> NDArray[Any]:
-    """Read NumPy's format; what the header claims is checked before it is believed."""
+    """Read NumPy's format; the header's claims are checked before use."""
     where = f"its tensor {tensor.name!r}"
     if array.stype != _NUMPY:
         raise InvalidUpdate(f"{where} is serialised as {array.stype!r:.40}")

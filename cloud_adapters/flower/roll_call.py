@@ -1,4 +1,4 @@
-"""Which of Flower's nodes speaks for which site."""
+"""The handshake: which of Flower's nodes belongs to which site."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,16 +27,16 @@ class RollCall(Protocol):
 
     @property
     def question(self) -> bytes:
-        """What every node is asked now."""
+        """The current question to every node."""
         ...
 
     @property
     def absent(self) -> Mapping[SiteId, str]:
-        """Sites that nobody waits for, and why; answers may add to them."""
+        """Sites that are not awaited, and why; answers may add to them."""
         ...
 
     def site_of(self, answer: bytes) -> SiteId:
-        """Tell a site by its node's answer.
+        """Find the site from its node's answer.
 
         Raises:
             ProtocolError: The answer cannot be trusted.
@@ -141,7 +141,7 @@ class _Patience:
 def _greet(
     api: FlowerApi, count: int, *, at_once: int | None, wait: _Patience
 ) -> list[int]:
-    """Find nodes that are as good as each other, in ascending order.
+    """Find interchangeable nodes, in ascending order.
 
     ``at_once`` of them are greeted, all by default, to have the processes that they
     share started before a round's time counts.
@@ -198,7 +198,7 @@ class _PendingNode:
 
 @dataclass(kw_only=True)
 class _Call:
-    """Who has been asked, and what came of it.
+    """The nodes that were asked, and the results.
 
     Attributes:
         required: Sites that must answer.
@@ -228,7 +228,7 @@ class _Call:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether too many are absent, whoever else comes."""
+        """Whether too many are absent, even if all others come."""
         return len(self.expected) < self.required
 
     def is_over(self, now: float) -> bool:
@@ -259,13 +259,13 @@ class _Call:
             self.open[node] = asked
 
     def ask_after(self, now: float) -> None:
-        """Ask nodes that are silent what became of the question."""
+        """Probe nodes that have not answered."""
         for asked in self.open.values():
             if asked.inquiry.is_due(now):
                 self._post(asked, now)
 
     def note(self, reply: Message, now: float) -> None:
-        """Take in what a node replied."""
+        """Record a node's reply."""
         asked, probed = self.out.pop(reply.metadata.reply_to_message_id)
         if self.open.get(asked.node) is not asked:
             return  # It has answered already.

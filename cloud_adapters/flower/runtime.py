@@ -34,7 +34,7 @@ from cloud_adapters.flower.private.runtime import (
 
 
 class _NotYet(Exception):
-    """An object has not been pushed so far."""
+    """An object has not been pushed yet."""
 
 
 class RuntimeGrid(HttpGrid):
@@ -144,7 +144,7 @@ class RuntimeGrid(HttpGrid):
 
 
 def over(grid: Grid) -> Grid:
-    """The better grid over Flower's; one that is no SuperLink's stays as it is."""
+    """Wrap Flower's grid of a SuperLink; any other is returned unchanged."""
     return RuntimeGrid(grid) if isinstance(grid, HttpGrid) else grid
 
 

@@ -119,7 +119,7 @@ def run_on_flower_simulation(
 
 @dataclass(eq=False)
 class _ServerRun(Generic[T]):
-    """The server as Flower's thread runs it, and what came of it."""
+    """The server in Flower's thread, and its result."""
 
     server: Callable[[Grid], T]
     _: KW_ONLY
@@ -129,7 +129,7 @@ class _ServerRun(Generic[T]):
     workers: int
 
     def __post_init__(self) -> None:
-        """Begin nothing yet."""
+        """Start nothing yet."""
         self.flower_ended = threading.Event()
         self.idle = threading.Event()
         self.idle.set()
@@ -226,7 +226,7 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
 
 
 def import_flower() -> None:
-    """Import Flower and Ray, which warn of their own dependencies' plans.
+    """Import Flower and Ray without their deprecation warnings.
 
     Raises:
         MissingExtra: They are not installed.
@@ -245,7 +245,7 @@ def _origin(error: BaseException) -> BaseException:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while; Ray adds one that goes with them."""
+    """Set variables for a while; one that Ray adds is removed with them."""
     names = {*values, "PYTHONBREAKPOINT"}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(values)
@@ -261,7 +261,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Put the handler of SIGTERM back, which Ray replaces by one that exits."""
+    """Restore the handler of SIGTERM, which Ray replaces by one that exits."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -272,7 +272,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _silenced(*names: str) -> Iterator[None]:
-    """Keep libraries off the terminal; what matters of it is raised or replied."""
+    """Keep libraries off the terminal; errors are raised or answered."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -286,7 +286,7 @@ def _silenced(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _short_folder() -> Iterator[str]:
-    """Make a folder for sockets and logs that goes away afterwards."""
+    """Make a temporary folder for sockets and logs."""
     parent = tempfile.gettempdir()
     if len(parent) > MAX_PARENT_CHARS:
         parent = "/tmp"  # noqa: S108 -- the folder in it has a random name

@@ -101,7 +101,7 @@ def client_app(handler_for: HandlerFor, *, threads: int = 1) -> ClientApp:
 
 
 class Agent(Protocol):
-    """A site that stays: ``deploy.site_host.agent``."""
+    """A long-lived site: ``deploy.site_host.agent``."""
 
     def introduce(self, sealed: bytes) -> bytes:
         """Answer a proposal."""
@@ -126,7 +126,7 @@ def stays() -> None:
 def agent_app(
     agent: Agent, frames: Frames = INLINE, leaves: Leaves = stays
 ) -> ClientApp:
-    """Make the app of a node in whose process a site stays.
+    """Make the app of a node whose process keeps its site.
 
     A query holds a proposal of a run and is answered with an introduction; what is
     malformed or forged gets no answer but an error. Jobs do not travel with tasks.
@@ -195,7 +195,7 @@ def pack(
 
 
 def pack_word(word: Word) -> RecordDict:
-    """Put what a site says of a question into the content of a Flower message."""
+    """Put a site's word about a question into the content of a Flower message."""
     return RecordDict({_ABOUT: ConfigRecord({_WORD: word.value})})
 
 
@@ -248,7 +248,7 @@ def frame_in_record(content: RecordDict) -> bytes | None:
 
 
 def unpack_all(content: RecordDict) -> PackedFrame:
-    """Take out the frame, and the references that stand beside it.
+    """Take out the frame, and the references beside it.
 
     Raises:
         ProtocolError: There is no frame, or a reference is malformed.
@@ -301,7 +301,7 @@ def _about_of(content: RecordDict) -> ConfigRecord:
 
 
 def _greet(message: Message, context: Context) -> Message:  # noqa: ARG001
-    """Tell that this node has everything imported and speaks our format."""
+    """Report that this node has imported everything and uses our format."""
     return Message(RecordDict(), reply_to=message)
 
 
@@ -364,7 +364,7 @@ def _limit_torch(threads: int) -> None:
 
 
 def _noticed(answer: SiteMessage, reason: LeaveReason | None) -> SiteMessage:
-    """Say in an answer that the site leaves, if it does."""
+    """Note in an answer that the site leaves, if it does."""
     if reason is None or isinstance(answer, SecureAnswer | SiteFailure):
         return answer
     return replace(answer, leaving=reason)

@@ -1,1 +1,1 @@
-"""Apps of Flower that somebody else wrote, behind a site's seam."""
+"""Existing Flower apps, behind a site's seam."""

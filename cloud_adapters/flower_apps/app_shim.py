@@ -1,4 +1,4 @@
-"""Runs the ``ClientApp`` that is installed at a site: all that a run's bundle holds.
+"""Runs the ``ClientApp`` that is installed at a site; a run's bundle holds only this.
 
 A stock SuperNode executes the bundle of a run. This file is in ours as it stands, and
 it loads what the site's operator named, and nothing that came with the run. So it may
@@ -19,7 +19,7 @@ class InstalledApp(ClientApp):
     """Stands for the app in the folder that ``--node-config`` names."""
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Have it answer, with the settings of its own ``pyproject.toml``.
+        """Let the app answer, with the settings of its own ``pyproject.toml``.
 
         Raises:
             RuntimeError: The node's configuration lacks its path, or it is not there.

@@ -1,4 +1,4 @@
-"""Nodes that run somebody's own app, on a grid where every node speaks our format.
+"""Nodes that run existing apps, on a grid where every node uses our format.
 
 The grid sends such a node a task as to any other; here it becomes the messages that an
 app of Flower knows, and their answers become one answer of ours. Evaluation is a
@@ -40,7 +40,7 @@ from federation.wire import frame as wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _App:
-    """A node's app: its names, and what is sent beside the model."""
+    """A node's app: its names, and what is sent with the model."""
 
     spec: FlowerAppSpec
     settings: Mapping[str, bool | int | float | str]
@@ -70,7 +70,7 @@ class _AppQuestion:
 
 
 class FlowerApps(FlowerApi):
-    """Flower's grid, with interpreters before the nodes of apps."""
+    """Flower's grid, with a translation for the nodes of apps."""
 
     def __init__(
         self, api: FlowerApi, job: JobSpec, layout: Layout, nodes: Mapping[SiteId, int]
@@ -97,7 +97,7 @@ class FlowerApps(FlowerApi):
         self._newest: dict[int, str] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; those to apps in Flower's words."""
+        """Send messages; those to apps in Flower's format."""
         ids: list[str] = []
         for message in messages:
             app = self._apps.get(message.metadata.dst_node_id)
@@ -149,7 +149,7 @@ class FlowerApps(FlowerApi):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Not for us, who look for answers as they land."""
+        """Refuse: answers are pulled as they arrive."""
         raise NotImplementedError
 
     def _ask(self, message: Message, app: _App) -> Sequence[str]:
@@ -189,13 +189,13 @@ class FlowerApps(FlowerApi):
         return [name]
 
     def _note(self, question: _AppQuestion, part: str, message: Message) -> bool:
-        """Keep an answer to a part; say whether it was the last one."""
+        """Keep an answer to a part; return whether it was the last one."""
         question.answers[question.parts[part]] = message
         return not question.open_parts()
 
 
 def _kinds(task: RoundTask, spec: FlowerAppSpec) -> Sequence[TaskKind]:
-    """What the app is asked; the task's own kind comes last."""
+    """The requests to the app; the task's own kind comes last."""
     if task.kind is TaskKind.TRAIN and task.evaluate and spec.evaluate:
         return (TaskKind.EVALUATE, TaskKind.TRAIN)
     return (task.kind,)
@@ -210,7 +210,7 @@ def _answer(question: _AppQuestion, layout: Layout) -> Message:
 
 
 def _error(question: _AppQuestion) -> SiteFailure | None:
-    """What came in place of an answer to either part, if anything did."""
+    """The error in place of an answer to either part, or None."""
     for kind, message in question.answers.items():
         if message.has_error():
             told = flower_errors.failure_of(question.task, message)

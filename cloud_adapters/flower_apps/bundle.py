@@ -1,4 +1,4 @@
-"""The bundle that Flower wants for a run: an import here, and a loader of apps there.
+"""The bundle that Flower needs for a run: an import here, a loader of apps there.
 
 It is the same, byte for byte, wherever a release is installed. So a site that runs a
 stock SuperNode can answer for the aggregator which bundle that gets.

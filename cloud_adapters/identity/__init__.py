@@ -1,1 +1,1 @@
-"""Who a process is in a cloud, and what it may do there."""
+"""A process's identity in a cloud, and its permissions there."""

@@ -1,4 +1,4 @@
-"""AWS credentials for a machine of Google's, without a key of AWS.
+"""AWS credentials for a Google machine, without an AWS key.
 
 ``python -m cloud_adapters.identity.aws_from_google ROLE_ARN`` is what
 ``credential_process`` in a profile of AWS names. It asks the machine's metadata server
@@ -30,7 +30,7 @@ DURATION_SECONDS = 3600
 
 
 def identity_token(audience: str) -> str:
-    """Ask who this machine is: a token that Google has signed; a secret.
+    """Request this machine's identity token, signed by Google; it is a secret.
 
     Raises:
         NotAuthenticated: This is no machine of Google's, or has no service account.

@@ -1,4 +1,4 @@
-"""What a site may do in S3, and nothing else: policies from the URLs it works with.
+"""Minimal permissions of a site in S3: policies from the URLs that it uses.
 
 ``python -m cloud_adapters.identity.aws_policies --help`` prints them for the AWS
 console, its CLI or Terraform. Not here: who may assume the site's role.

@@ -1,4 +1,4 @@
-"""What a site may do in Cloud Storage, and nothing else: roles and conditions.
+"""Minimal permissions of a site in Cloud Storage: roles and conditions.
 
 ``python -m cloud_adapters.identity.gcp_policies --help`` prints them for ``gcloud`` or
 Terraform: two roles of a project, per prefix a condition that binds a role to it, and

@@ -1,1 +1,1 @@
-"""Keys that lock the keys of objects: in a file of this machine, or in a cloud."""
+"""Keys that wrap the keys of objects: in a file of this machine, or in a cloud."""

@@ -210,12 +210,12 @@ class AwsKms:
 
 
 def _wrapped(answer: Mapping[str, Any]) -> bytes:
-    """Put down the key that wrapped, which the service does not tell by itself."""
+    """Add the wrapping key, which the service's answer lacks."""
     return mark(KIND, answer["KeyId"].encode() + b"\0" + answer["CiphertextBlob"])
 
 
 def _identity(arn: str) -> tuple[str, ...]:
-    """Account and key: replicas in other regions have the same."""
+    """Account and key, which replicas in other regions share."""
     return tuple(arn.split(":")[4:])
 
 

@@ -1,4 +1,4 @@
-"""What all key services do alike: contexts as bytes, and whose a wrapped key is.
+"""What all key services share: contexts as bytes, and the kind of a wrapped key.
 
 A wrapped key begins with the kind of its service, so that a key of another service
 is named as such instead of looking like damage.
@@ -18,12 +18,12 @@ _TO_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def context_bytes(context: Mapping[str, str]) -> bytes:
-    """Write a context down in the one way that it has: JSON, sorted, in ASCII."""
+    """Encode a context in its only form: JSON, sorted, in ASCII."""
     return _TO_JSON.encode(dict(context)).encode("ascii")
 
 
 def check_data_key(plaintext: bytes) -> bytes:
-    """Return a data key that has the length of one.
+    """Check the length of a data key and return it.
 
     Raises:
         ValueError: It has another.

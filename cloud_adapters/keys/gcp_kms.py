@@ -244,7 +244,7 @@ class GcpKms:
 
 
 def _encoded(name: str, content: bytes) -> Mapping[str, str]:
-    """Write bytes as the API wants them, with their checksum."""
+    """Encode bytes for the API, with their checksum."""
     return {
         name: base64.b64encode(content).decode(),
         f"{name}Crc32c": str(google_crc32c.value(content)),

@@ -1,4 +1,4 @@
-"""From the key that a job names to the service that holds it.
+"""Open the key service of a job's key.
 
 Clients of clouds are imported when a key of theirs is used, and not before.
 """

@@ -1,4 +1,4 @@
-"""A program that must always run: started, watched, started again, ended."""
+"""A program that must always run: started, watched, restarted, stopped."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(kw_only=True)
 class Child:
-    """One program, in a process group of its own, that ends when this one does.
+    """One program, in its own process group, that ends with this process.
 
     Attributes:
         name: What it is called in messages; its log is ``NAME.log``.
@@ -65,7 +65,7 @@ class Child:
         return process is not None and process.poll() is None
 
     def watch(self) -> None:
-        """Start the program if it does not run and its wait is over."""
+        """Start the program if it is not running and its wait is over."""
         now = self.clock.monotonic()
         if self._process is not None:
             code = self._process.poll()
@@ -104,7 +104,7 @@ class Child:
             self._process.send_signal(number)
 
     def stop(self, patience_seconds: float = 10.0) -> None:
-        """End the program and all that it has started."""
+        """Stop the program and everything that it started."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -120,7 +120,7 @@ class Child:
 
 
 def installed_program(name: str) -> str:
-    """A program that was installed beside this Python.
+    """A program that is installed beside this Python.
 
     Raises:
         MissingExtra: It was not.

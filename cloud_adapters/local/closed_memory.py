@@ -1,4 +1,4 @@
-"""Programs of root whose processes give up root: nobody else may read their memory.
+"""Protect the memory of root's programs whose processes drop root.
 
 The kernel closes the memory of a process that changes its user: other processes of the
 new user can neither trace it nor open ``/proc/PID/mem``. Some programs, nginx among
@@ -26,7 +26,7 @@ KERNEL_SETTINGS = Path("/proc/sys")
 
 
 def obstacle() -> str:
-    """Why this host cannot keep the memory closed; empty if it can."""
+    """Why this host cannot protect the memory; empty if it can."""
     has_filters = (KERNEL_SETTINGS / "kernel/seccomp/actions_avail").exists()
     if platform.machine() not in _MACHINES or not has_filters:
         return "crossfed knows no seccomp filter for this machine or kernel"
@@ -39,7 +39,7 @@ def obstacle() -> str:
 
 
 def keep() -> None:
-    """Have this process, and what it starts, never open its memory again.
+    """Keep this process, and what it starts, from opening its memory again.
 
     Raises:
         OSError: The kernel refuses the filter, or see ``obstacle``.

@@ -1,4 +1,4 @@
-"""Misfortunes that a simulation rehearses: the job's ``simulation.faults``.
+"""Faults that a simulation injects: the job's ``simulation.faults``.
 
 They spoil what a site says on its way to the aggregator, as a broken or hostile
 site would. The site's own code is not touched.
@@ -49,7 +49,7 @@ class Restartable:
         return self._site.handle(task)
 
     def restart(self) -> None:
-        """Lose everything that is in memory."""
+        """Lose everything in memory."""
         self._site.close()
         self._site = self._make()
 
@@ -78,7 +78,7 @@ class FaultInjector:
     def __call__(
         self, task: Task, answer: Callable[[], SiteMessage]
     ) -> Sequence[SiteMessage]:
-        """Let a site answer, and spoil it if that is what the job wants.
+        """Let a site answer, and apply the job's fault, if any.
 
         Only answers to training tasks are spoilt, by the first fault that strikes. A
         site that gives no answer to its training task is silent for the rest of the
@@ -95,7 +95,7 @@ class FaultInjector:
     def returned(
         self, sites: Collection[SiteId], round_index: int
     ) -> Collection[SiteId]:
-        """Those of some sites that no ``leave`` keeps away from a round."""
+        """The sites of some that no ``leave`` keeps out of a round."""
         away = {
             fault.site
             for fault in self.faults
@@ -138,7 +138,7 @@ class FaultInjector:
         return (message,)
 
     def _befall(self, fault: FaultSpec, site: SiteId) -> None:
-        """Have happen what happens to a site before it answers."""
+        """Apply a fault that happens before a site answers."""
         if fault.kind == "hang":
             self.clock.sleep(fault.seconds)
         if fault.kind == "restart":
@@ -182,7 +182,7 @@ class FaultInjector:
 
 
 def _words(values_d: Vector, dtype: np.dtype[Any]) -> Words:
-    """Values as the words of an update, of whatever codec, without its check."""
+    """Values as the words of an update, in any codec, without its check."""
     return BF16.narrow(values_d) if dtype == BF16.dtype else values_d.astype(dtype)
 
 

@@ -68,7 +68,7 @@ def no_fault(
     task: Task,  # noqa: ARG001 -- faults see the task
     answer: Callable[[], SiteMessage],
 ) -> Sequence[SiteMessage]:
-    """Let a site answer as it does."""
+    """Let a site answer without a fault."""
     return (answer(),)
 
 
@@ -76,13 +76,13 @@ def all_returned(
     sites: Collection[SiteId],
     _round_index: int,
 ) -> Collection[SiteId]:
-    """Have sites back at once."""
+    """Let all sites return at once."""
     return sites
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Errand:
-    """One task on its way through the threads.
+    """One task inside the threads.
 
     It is settled once it has replies. It is given up when its deadline passes while a
     site works on it, and left when it is withdrawn: what the site then says is late.
@@ -228,7 +228,7 @@ class InProcessGrid(Closing):
         return [slot.task_id for slot in slots]
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
-        """Wait for the replies to one task: those of a ``send`` come in its order.
+        """Wait for the replies to one task: those of a ``send`` arrive in its order.
 
         Of an answer that missed its deadline, or whose task was withdrawn, only the
         word is kept that it came: a ``SiteFailure``, taken before any other reply.
@@ -278,12 +278,12 @@ class InProcessGrid(Closing):
         return min(MAX_AHEAD, max(by_memory, self._num_workers))
 
     def _gather(self) -> None:
-        """Let quick sites go on, unless their replies are being taken."""
+        """Let quick sites continue, unless their replies are being taken."""
         if not self._taking and self._settled() and self._goes_on():
             self._await_replies(TURN_SECONDS)
 
     def _await_replies(self, seconds: float) -> None:
-        """Wait for something to take; where sites are quick, for all of a turn."""
+        """Wait for something to take; with quick sites, for a whole batch."""
         self._gathering = self._quick
         longest = TURN_SECONDS if self._quick else AWAKE_SECONDS
         if not self._to_receive.wait(min(seconds, longest)):
@@ -304,7 +304,7 @@ class InProcessGrid(Closing):
         return None
 
     def _take(self) -> deque[Reply]:
-        """Take out what came late, or else the replies to the first settled task."""
+        """Take late replies, or else the replies to the first settled task."""
         if self._late:
             late, self._late = self._late, deque()
             return late
@@ -409,7 +409,7 @@ class InProcessGrid(Closing):
         return replies
 
     def _settle(self, slot: _Errand, replies: deque[Reply]) -> bool:
-        """Hand replies in; False if the thread was given up meanwhile."""
+        """Deliver replies; False if the thread was abandoned meanwhile."""
         now = replies[0].answered_seconds
         with self._lock:
             self._working.discard(slot)
@@ -434,7 +434,7 @@ def answers_of(
     *,
     crash: type[BaseException] = BaseException,
 ) -> Sequence[Answer]:
-    """Call a site: what it says, or that it says nothing; always at least one.
+    """Call a site and return its answers, or a failure if there is none.
 
     What it raises, if it is a ``crash``, is its failure.
     """
@@ -451,7 +451,7 @@ def answers_of(
 
 
 def _checked(task: Task, message: SiteMessage) -> Answer:
-    """Weigh a message, and see to it that a site speaks for itself alone.
+    """Measure a message, and check that it comes from its own site.
 
     Raises:
         WireError: The message could not have travelled.
@@ -479,7 +479,7 @@ def _reply(slot: _Errand, message: SiteMessage, bytes_up: int, now: float) -> Re
 
 
 def late_word(replies: Iterable[Reply]) -> Iterator[Reply]:
-    """Keep the word that answers came, not the updates: nobody may use them.
+    """Note that answers came late, and drop their updates.
 
     The task's bytes were counted when its deadline passed. What was a failure
     anyway is not reported twice.

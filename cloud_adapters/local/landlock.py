@@ -1,4 +1,4 @@
-"""Landlock: a process that gives up, for good, the right to read some files.
+"""Landlock: a process permanently gives up the right to read some files.
 
 Linux has had what is needed here since 5.19, without root, users or namespaces; a
 kernel may be built or started without. Rules allow and never deny: so every entry
@@ -26,12 +26,12 @@ _REFER_SINCE = 2
 
 
 def is_available() -> bool:
-    """Whether this kernel has it."""
+    """Whether this kernel supports it."""
     return _version() >= _REFER_SINCE
 
 
 def hide(folder: Path, names: Collection[str]) -> bool:
-    """Have this thread, and what it starts, read some files never again.
+    """Keep this thread, and what it starts, from reading some files again.
 
     Args:
         folder: Where they are.
@@ -64,7 +64,7 @@ def _version() -> int:
 
 
 def _beside(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """Every entry that is neither hidden nor on the way to what is."""
+    """Every entry that is neither hidden nor a parent of hidden ones."""
     way = [*reversed(folder.parents), folder]
     for parent, following in zip(way, [*way[1:], None], strict=True):
         hidden = set(names) if following is None else {following.name}

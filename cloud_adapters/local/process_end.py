@@ -1,4 +1,4 @@
-"""Why a signal ends a process, for the record that the process leaves."""
+"""Why a signal ended a process, for the record that it leaves."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class ProcessEnded(SystemExit):
 
 
 def explain(parent: int) -> None:
-    """Have the handlers of SIGINT and SIGTERM that exit say why.
+    """Make the handlers of SIGINT and SIGTERM say why the process exits.
 
     Args:
         parent: The process that started this one; Flower raises SIGINT when it ends.

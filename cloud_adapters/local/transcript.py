@@ -62,7 +62,7 @@ _ADVICE = {
 
 
 class TranscriptGrid:
-    """A ``federation.protocols.Grid`` that writes down what passes through it."""
+    """A ``federation.protocols.Grid`` that records all messages."""
 
     def __init__(self, grid: Grid, folder: Path) -> None:
         """Write what passes through ``grid`` into a new or empty folder.
@@ -96,7 +96,7 @@ class TranscriptGrid:
         return self._grid.send(tasks, deadline_seconds=deadline_seconds)
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
-        """Write replies before they are handed on.
+        """Write replies before they are passed on.
 
         Raises:
             StoreUnavailable: The disk is full or reports an error. No message passes
@@ -140,12 +140,12 @@ class TranscriptGrid:
 
 
 def recorded(grid: Grid, folder: Path | None) -> Grid:
-    """The grid itself, or one that also writes a transcript into ``folder``."""
+    """Return the grid, or one that also writes a transcript into ``folder``."""
     return grid if folder is None else TranscriptGrid(grid, folder)
 
 
 def check_fresh(folder: Path) -> None:
-    """Check that a transcript can begin in a folder, which need not exist.
+    """Check that a folder can take a new transcript; it need not exist.
 
     Raises:
         ObjectExists: There is something in it.

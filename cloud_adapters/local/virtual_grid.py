@@ -30,7 +30,7 @@ from federation.wire import frame as wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A site and its line.
+    """A site and its network line.
 
     Attributes:
         handler: Answers for the site.
@@ -48,7 +48,7 @@ class Machine:
 
 
 class VirtualGrid:
-    """Sites that work in turn, each in its own time."""
+    """Sites that work one after another, each in its own virtual time."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class VirtualGrid:
         return deque()
 
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Close tasks; a site that has begun goes on, and its answer is late."""
+        """Close tasks; a site that has started continues, and its answer is late."""
         for task_id in task_ids:
             self._open.pop(task_id, None)
 
@@ -136,7 +136,7 @@ class VirtualGrid:
         return task_id
 
     def _work(self, task_id: TaskId) -> deque[Reply]:
-        """Have a site work on a task that has arrived, and send its answers back."""
+        """Let a site work on a task that has arrived, and send its answers back."""
         if task_id not in self._open:
             return deque()  # Withdrawn, or overdue before it came there.
         task, missed = self._open[task_id]
@@ -162,7 +162,7 @@ class VirtualGrid:
         return deque()
 
     def _settle(self, task_id: TaskId, replies: list[Reply]) -> deque[Reply]:
-        """Hand on what has come for a task, and of what is late the word alone."""
+        """Pass on the answers to a task; of late ones only a note."""
         if self._open.pop(task_id, None) is not None:
             return deque(replies)
         return deque(late_word(replies))

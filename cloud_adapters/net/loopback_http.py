@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """A client that hangs up is nothing to write a traceback about."""
+        """Log no traceback if a client closes its connection."""
         _LOG.info("a request was interrupted", exc_info=True)
 
 
@@ -97,4 +97,4 @@ class LoopbackHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: callers tell what fails."""
+        """Log nothing: callers report failures."""

@@ -1,4 +1,4 @@
-"""Ports of the aggregator's host: free ones, and those that somebody else has."""
+"""Ports of the aggregator's host: free ones, and ones in use."""
 
 import socket
 
@@ -12,11 +12,11 @@ _LOOK_SECONDS = 0.2
 
 
 class PortTaken(FederationError):
-    """A server cannot listen where it is to."""
+    """A server cannot listen on its port."""
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """A port of the loopback that is free now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""TLS from a site to its aggregator: 1.3 alone, and one authority that is believed."""
+"""TLS from a site to its aggregator: only 1.3, and one trusted authority."""
 
 import ssl
 from pathlib import Path
@@ -7,7 +7,7 @@ from federation.errors import JobError
 
 
 def client_context(authority: bytes, certificate: Path | None) -> ssl.SSLContext:
-    """Make what a connection needs; files are read now, so that renewed ones count.
+    """Make a TLS context; files are read now, so renewed ones are used.
 
     Args:
         authority: PEM of the only authorities that may speak for the aggregator.

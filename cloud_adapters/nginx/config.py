@@ -1,4 +1,4 @@
-"""The reverse proxy before the aggregator: nginx, and what it lets in.
+"""The reverse proxy in front of the aggregator: nginx, and what it accepts.
 
 Flower's SuperLink answers three interfaces on one port. Control starts code and Runtime
 hands out tasks, so it listens on the loopback, and this proxy lets in the third alone,
@@ -53,7 +53,7 @@ class ProxyFailed(FederationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxySettings:
-    """What the proxy's configuration is made from.
+    """Settings of the proxy.
 
     Attributes:
         listen: ``ADDRESS:PORT`` where sites connect.
@@ -145,7 +145,7 @@ def prepare(settings: ProxySettings) -> list[str]:
 
 
 def find_program() -> str:
-    """Where nginx is.
+    """Path of nginx.
 
     Raises:
         ProxyFailed: It is not installed.
@@ -163,7 +163,7 @@ def find_program() -> str:
 
 
 def open_memory() -> str:
-    """Why other programs could read the key in nginx's memory; empty if none can.
+    """Why other programs could read the key in nginx's memory; empty if they cannot.
 
     Without root there is nothing to close: nginx runs as the service's own user, whose
     programs can read the key's file.

@@ -1,4 +1,4 @@
-"""Processes of nginx: started once, told of changes, and ended when they are left over.
+"""Processes of nginx: started once, reloaded, and ended if left over.
 
 An nginx whose master was killed leaves its workers behind, and an aggregator that was
 killed leaves its nginx; either holds the port. So what starts it,
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.01
 
 
 def reload(work: Path) -> bool:
-    """Have a running nginx take up new certificates and revocations.
+    """Make a running nginx load new certificates and revocations.
 
     When this returns no worker takes connections under the old ones any more, and a
     connection that is open ends with the request that it is in.
@@ -83,7 +83,7 @@ def end_processes(work: Path) -> None:
 
 
 def is_nginx(process: int) -> bool:
-    """Whether that runs and is an nginx, and not a later process of its number."""
+    """Whether a process runs and is nginx, not a later one with its number."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _master(work: Path) -> int | None:
 
 
 def _is_at_work(worker: int) -> bool:
-    """Whether a worker takes connections; nginx writes it into the command's place."""
+    """Whether a worker accepts connections, according to its process title."""
     try:
         title = Path(f"/proc/{worker}/cmdline").read_bytes()
     except OSError:

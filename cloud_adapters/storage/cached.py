@@ -36,7 +36,7 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a cache did for this process.
+    """Counts of a cache's use in this process.
 
     Attributes:
         hits: Contents that were there.
@@ -77,7 +77,7 @@ class ObjectCache:
     def get(
         self, sha256: str, size: int, fetch: Callable[[], bytes]
     ) -> bytes | memoryview:
-        """Give a content, from the disk if it is there.
+        """Return a content, from the disk if it is there.
 
         What is on the disk is held against its digest when a process first opens it.
 
@@ -111,7 +111,7 @@ class ObjectCache:
         return content
 
     def has(self, sha256: str) -> bool:
-        """Whether a content is there, without a look into it."""
+        """Whether a content is there, without reading it."""
         return (self._folder / sha256).exists()
 
     def _open(self, sha256: str, size: int) -> memoryview | None:
@@ -151,7 +151,7 @@ class ObjectCache:
         return good
 
     def _keep(self, sha256: str, content: bytes) -> None:
-        """Write, make room, and give the name."""
+        """Write, free space, and rename."""
         path = self._folder / f"{_NEW}{secrets.token_hex(8)}"
         # Made and locked at once: whoever cleans up must not see it without a lock.
         with self._lock(".lock"):

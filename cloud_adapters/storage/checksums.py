@@ -27,7 +27,7 @@ _TO_THE_8TH = 1 << 23
 
 
 class Crc32c:
-    """The checksum against accidents alone: many times as fast as both."""
+    """Only the checksum against accidents: many times as fast as both."""
 
     def __init__(self) -> None:
         """Begin with the empty content."""
@@ -35,14 +35,14 @@ class Crc32c:
         self.size = 0
 
     def update(self, piece: Buffer) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         # Of a network come many small ones, and to wrap one takes a while.
         raw = piece if isinstance(piece, bytes) else _bytes_of(piece)
         self._crc = google_crc32c.extend(self._crc, raw)
         self.size += len(raw)
 
     def join(self, crc32c: str, size: int) -> None:
-        """Take the next piece by its own checksum."""
+        """Add the next piece by its own checksum."""
         self._crc = _times(_zeros(size), self._crc) ^ int(crc32c, 16)
         self.size += size
 
@@ -53,7 +53,7 @@ class Crc32c:
 
 
 class Checksums:
-    """Both checksums of a content that is seen in pieces."""
+    """Both checksums of a content, piece by piece."""
 
     def __init__(self) -> None:
         """Begin with the empty content."""
@@ -61,16 +61,16 @@ class Checksums:
         self._sha256 = hashlib.sha256()
 
     def update(self, piece: Buffer) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self.update_crc32c(piece)
         self.update_sha256(piece)
 
     def update_crc32c(self, piece: Buffer) -> None:
-        """Take the next piece for CRC32C and size; the other sum needs it as well."""
+        """Add the next piece to CRC32C and size; the other sum needs it as well."""
         self._crc.update(piece)
 
     def update_sha256(self, piece: Buffer) -> None:
-        """Take the next piece for SHA-256; the other sum needs it as well."""
+        """Add the next piece to SHA-256; the other sum needs it as well."""
         self._sha256.update(_bytes_of(piece).data)
 
     @property
@@ -92,7 +92,7 @@ class Checksums:
 def summed(
     data: Iterable[Buffer], checksums: Checksums
 ) -> Generator[Buffer, None, None]:
-    """Pass pieces on and sum them; of large ones SHA-256 is taken in another thread.
+    """Pass pieces on and sum them; SHA-256 of large ones in another thread.
 
     It may lag behind by a few pieces that nobody can change. Of any other a producer
     may use the buffer again, so it is done with before the next is asked for. At the
@@ -138,7 +138,7 @@ def crc32c(content: Buffer) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _zeros(num_bytes: int) -> int:
-    """What so many bytes behind a content multiply its checksum by: x^8 to the n."""
+    """The factor of a checksum for n bytes that follow: x^8 to the n."""
     product, square = _TO_THE_0TH, _TO_THE_8TH
     while num_bytes:
         if num_bytes & 1:

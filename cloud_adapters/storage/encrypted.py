@@ -1,4 +1,4 @@
-"""Objects that leave this machine encrypted: a wrapper around any other store.
+"""A wrapper around any store that encrypts objects on this machine.
 
 Each object has a data key of its own, which a key service wraps and which is stored
 in the object's header ("envelope encryption"); see ``encrypted_format`` for the bytes
@@ -87,7 +87,7 @@ class EncryptedStore:
     segment_bytes: int = SEGMENT_BYTES
 
     def __post_init__(self) -> None:
-        """Encrypt what goes into ``store``."""
+        """Encrypt objects for ``store``."""
         if not 0 < self.segment_bytes <= MAX_SEGMENT_BYTES:
             raise ValueError(f"segments cannot have {self.segment_bytes} bytes")
         self._lock = threading.Lock()
@@ -406,5 +406,5 @@ def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> Iterator[bytes
 
 
 def context_of(key: str) -> Mapping[str, str]:
-    """What a data key is bound to: an object's key, with the place it is in."""
+    """The context of a data key: an object's key, and its place."""
     return {"crossfed": "object", "key": key}

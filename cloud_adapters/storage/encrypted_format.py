@@ -1,4 +1,4 @@
-"""How an encrypted object looks: header, segments, trailer. No store, no key service.
+"""The format of an encrypted object: header, segments, trailer; no I/O.
 
 ::
 
@@ -53,7 +53,7 @@ OVERHEAD_BYTES = HEADER_BYTES + TRAILER_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What is written before the content.
+    """The header before the content.
 
     Attributes:
         segment_bytes: Content bytes in each segment but the last.
@@ -100,7 +100,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trailer:
-    """What is written after the content.
+    """The trailer after the content.
 
     Attributes:
         size: Bytes of the content.

@@ -20,7 +20,7 @@ MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an answer or an exception means to us.
+    """The meaning of an answer or an exception.
 
     Attributes:
         error: What to raise.
@@ -84,5 +84,5 @@ REFUSED = Meaning(
 
 
 def of_status(status: int) -> Meaning:
-    """What a status of HTTP means that no table has."""
+    """The meaning of an HTTP status that is in no table."""
     return BUSY if status >= 500 else REFUSED  # noqa: PLR2004 (an HTTP status)

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, and for runs that keep nothing."""
+"""Objects in this process's memory: for tests, and for runs that store nothing."""
 
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What a store is used for: calls, requests, bytes and seconds, as a bill has them.
+"""Measures the use of a store: calls, requests, bytes and seconds, as on a bill.
 
 A call may be several requests (parts, pages, attempts). Bytes are those of the
 content; what failed calls moved is not known.
@@ -30,7 +30,7 @@ _CLOUDS = {"s3": "aws", "gs": "gcp"}
 
 
 def way_to(scheme: str, region: str, *, from_cloud: str, from_region: str) -> str:
-    """Name the way between a place and a store: it decides on the price.
+    """Name the route between a place and a store, which determines the price.
 
     Args:
         scheme: Of the store's URL.
@@ -61,19 +61,19 @@ class Meter:
         self._uses: dict[str, StoreUse] = {}
 
     def add(self, use: StoreUse) -> None:
-        """Take note of a call, or of several."""
+        """Record a call, or several."""
         with self._lock:
             self._uses[use.operation] = use.plus(self._uses.get(use.operation))
 
     def take(self) -> Sequence[StoreUse]:
-        """Return what was noted since the last time, by name of the operation."""
+        """Return the calls since the last time, by name of the operation."""
         with self._lock:
             uses, self._uses = self._uses, {}
         return [uses[operation] for operation in sorted(uses)]
 
 
 class MeteredStore:
-    """A ``federation.protocols.ObjectStore`` that notes each call to another one."""
+    """A ``federation.protocols.ObjectStore`` that records each call to another one."""
 
     def __init__(self, store: ObjectStore, meter: Meter, clock: Clock) -> None:
         """Note calls to ``store`` in ``meter``, timed by ``clock``."""

@@ -1,1 +1,1 @@
-"""How float vectors travel: codecs, for the way up and the way down."""
+"""How float vectors are sent: codecs, for both directions."""

@@ -1,4 +1,4 @@
-"""A model as what changed since the one before, and a digest of what must come out.
+"""A model as its change since the previous one, and a digest of the result.
 
 Both sides add the same words to the same model, so they hold the same bits afterwards.
 
@@ -19,7 +19,7 @@ def digest(weights_d: Vector) -> str:
 
 
 def settle(codec: Codec, old_d: Vector, new_d: Vector) -> ModelChange:
-    """Encode what changed; ``new_d`` then holds what the words make of ``old_d``.
+    """Encode a change; ``new_d`` then holds ``old_d`` with the decoded change.
 
     Raises:
         BeyondCodec: The change cannot be encoded; ``new_d`` is of no use then.
@@ -33,7 +33,7 @@ def settle(codec: Codec, old_d: Vector, new_d: Vector) -> ModelChange:
 
 
 def add(codec: Codec, old_d: Vector, words: Words, *, out_d: Vector) -> Vector:
-    """Add what changed to a model, chunk by chunk."""
+    """Add a change to a model, chunk by chunk."""
     values = codec.values(words)
     for piece in chunks(old_d.size):
         np.add(old_d[piece], values[piece], out=out_d[piece])

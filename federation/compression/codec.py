@@ -1,4 +1,4 @@
-"""Codecs: how the float values of a model or of an update travel.
+"""Codecs: how the float values of a model or of an update are sent.
 
 A codec turns a vector into *words*, which are what a message holds, and reads them
 chunk by chunk: whoever folds words into a sum needs no memory for the whole vector. The
@@ -26,7 +26,7 @@ _FLOAT32_BITS = 32
 
 
 class BeyondCodec(FederationError):
-    """A value is too large for the codec, or is no number."""
+    """A value is too large for the codec, or not a number."""
 
 
 class Codec(Protocol):
@@ -50,7 +50,7 @@ class Codec(Protocol):
     def shares_support(self) -> bool: ...  # noqa: D102
 
     def bits_per_value(self) -> float:
-        """Bits that a value of the vector takes."""
+        """Bits per value of the vector."""
         ...
 
     def num_words(self, size: int) -> int:
@@ -94,7 +94,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Float32:
-    """Float32 as it is."""
+    """Float32, unchanged."""
 
     name: str = "identity"
     dtype: np.dtype[np.generic] = np.dtype(np.float32)  # noqa: RUF009 -- immutable
@@ -120,7 +120,7 @@ class Float32:
         residual_d: Vector | None = None,
         seed: int = 0,  # noqa: ARG002 -- of the seam
     ) -> Words:
-        """Return the vector itself if nothing is to be done; see ``Codec``."""
+        """Return the vector itself if possible; see ``Codec``."""
         if residual_d is not None:
             out = vector_d.copy() if out is None else out
             np.add(vector_d, residual_d, out=out)
@@ -206,7 +206,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class _CastValues:
-    """Float values that are made of words as they are read."""
+    """Float values that are decoded from words when they are read."""
 
     words: Words
     widen: Callable[[Words], Vector]
@@ -222,7 +222,7 @@ class _CastValues:
         return self.words.shape
 
     def __getitem__(self, piece: slice) -> Vector:
-        """Values of a chunk, in memory of their own."""
+        """Values of a chunk, in new memory."""
         part_c = self.words[piece]
         values_c = self.widen(part_c)
         give_back(part_c)
@@ -272,7 +272,7 @@ _CODECS: dict[str, Codec] = {each.name: each for each in (IDENTITY, FP16, BF16)}
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a job says of both ways.
+    """A job's codecs of both directions.
 
     Attributes:
         up: Codec of updates.
@@ -292,7 +292,7 @@ class Links:
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec of a name that the job file knows."""
+    """Return the codec with a name of the job file."""
     return _CODECS[name]
 
 

@@ -1,1 +1,1 @@
-"""The job file: its keys, what they may be, and what of them decides."""
+"""The job file: its keys, their values, and which of them decide what is computed."""

@@ -1,4 +1,4 @@
-"""Code of a user by file: ``./my_model.py:net`` in a job.
+"""Users' code by file: ``./my_model.py:net`` in a job.
 
 When a job is loaded, each such name is *pinned*: it gets the digest of the file and of
 all that the file imports with a dot, ``./my_model.py@DIGEST:net``. So the digest of a
@@ -29,7 +29,7 @@ Sources = Mapping[str, tuple[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class CodeFile:
-    """A function in a file of a user.
+    """A function in a user's file.
 
     Attributes:
         path: The file, relative to the job file unless it begins with a slash.
@@ -51,7 +51,7 @@ class CodeFile:
         return self.path.rpartition("/")[2].removesuffix(".py")
 
     def sources(self, folder: Path | None = None) -> Sources:
-        """Read the file, and all that it imports with a dot.
+        """Read the file, and all files that it imports with a dot.
 
         Args:
             folder: What ``path`` is relative to; by default the folders of
@@ -84,13 +84,13 @@ class CodeFile:
 
 
 def parse(text: str) -> CodeFile | None:
-    """Read the name of a function in a file; None if it is none."""
+    """Parse the name of a function in a file; None if it is not one."""
     match = _FORM.fullmatch(text)
     return None if match is None else CodeFile(match[1], match[2] or "", match[3])
 
 
 def unpinned(text: str) -> str:
-    """Return the name of a function as a person has written it."""
+    """Return the name of a function as written in the job file."""
     file = parse(text)
     return text if file is None else str(replace(file, digest=""))
 

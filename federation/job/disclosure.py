@@ -52,7 +52,7 @@ class Rule:
 
 
 def strictness(form: Form) -> int:
-    """How little a form reveals: 0 for the most."""
+    """How strict a form is: 0 reveals the most."""
     return list(Form).index(form)
 
 
@@ -158,7 +158,7 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """What decides on the form: differential privacy, secure aggregation, machines."""
+    """What determines the form: differential privacy, secure aggregation, machines."""
 
     private: bool
     secure: bool

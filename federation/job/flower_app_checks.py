@@ -1,4 +1,4 @@
-"""What a job must not ask for where sites run apps of Flower.
+"""What a job must not request if sites run Flower apps.
 
 Such an app was not written for this product: it gets the model and gives one back.
 Whatever must happen at the site beyond that does not happen there.
@@ -16,7 +16,7 @@ _SETTINGS = (bool, int, float, str)
 
 
 def check_flower_apps(job: JobSpec) -> None:
-    """Refuse what an app of Flower cannot do.
+    """Refuse what a Flower app cannot do.
 
     Raises:
         JobError: The first such thing, with its key and what to write instead.

@@ -1,4 +1,4 @@
-"""The keys of ``flower_app`` of a site in a job file: a site that runs somebody's app.
+"""The keys of a site's ``flower_app`` in a job file: a site with an existing app.
 
 Names are those that Flower's own examples use.
 """

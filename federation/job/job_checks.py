@@ -1,4 +1,4 @@
-"""What a job must not ask for: the rules that no single value shows.
+"""What a job must not request: rules over several values.
 
 Combinations that are unsafe or cannot work are refused here, each with its key and
 what to write instead; those of differential privacy are in ``privacy_checks``.

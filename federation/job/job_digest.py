@@ -1,4 +1,4 @@
-"""The part of a job that decides what a site computes and what may be learned from it.
+"""The part of a job that determines what a site computes and reveals.
 
 There is one definition, here. The contract of secure aggregation and every mask key, a
 checkpoint, a site's record of a run and its ledger all use it, so none of them can
@@ -33,7 +33,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
 
 
 def deciding(job: JobSpec) -> dict[str, Any]:
-    """Return the job as a document, without the keys that decide nothing.
+    """Return the job as a document, without irrelevant keys.
 
     Every other key is in it, defaults too, but for those of ``ADDED``: a key that is
     added to the job file counts until somebody excludes it here.
@@ -42,7 +42,7 @@ def deciding(job: JobSpec) -> dict[str, Any]:
 
 
 def what_decides(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's document without the keys that decide nothing.
+    """Return a job's document without irrelevant keys.
 
     Also of one that an older release has written, which may hold fewer of them.
     """

@@ -1,4 +1,4 @@
-"""More rounds for a run that has begun: the one change of a job that a run survives."""
+"""More rounds for a started run: the only change of a job that a run allows."""
 
 from federation.errors import CheckpointMismatch
 from federation.job import job_digest

@@ -37,7 +37,7 @@ _NOT_TOML = (ValueError, RecursionError)
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
-    """Read and check a job file, and pin the code of users that it names.
+    """Read and check a job file, and pin the users' code that it names.
 
     Args:
         path: A TOML file.
@@ -92,7 +92,7 @@ def load_table(
     check_table: Callable[[Table], None],
     renamed: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Table:
-    """Read another configuration than a job's; see ``build``.
+    """Read a configuration other than a job; see ``build``.
 
     Args:
         path: A TOML file.
@@ -134,7 +134,7 @@ def loads(text: str) -> JobSpec:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Read the TOML text of a job, without checking what it says.
+    """Read the TOML text of a job, without checking its values.
 
     Raises:
         JobError: It is not TOML.
@@ -155,7 +155,7 @@ def parse(document: Mapping[str, Any]) -> JobSpec:
 
 
 def document(job: JobSpec) -> dict[str, Any]:
-    """Spell a job out as nested plain mappings that ``parse`` accepts.
+    """Return a job as nested plain mappings that ``parse`` accepts.
 
     Every key stands there with its value, defaults too; a key without a value
     (None) is left out, as TOML has no word for it.
@@ -238,7 +238,7 @@ def _index(entries: list[Any], index: str, name: str) -> int:
 
 
 def _toml_value(raw: str) -> Any:
-    """Read the value of an override; None, which TOML has not, for an empty one."""
+    """Read the value of an override; None, which TOML lacks, for an empty one."""
     if not raw:
         return None
     try:

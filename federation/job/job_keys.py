@@ -40,7 +40,7 @@ def key(
 
 
 def documented(cls: type) -> tuple[str, Mapping[str, str]]:
-    """What a class's docstring says of the class, and of each of its attributes."""
+    """Read the description of a class, and of each attribute, from its docstring."""
     whole = inspect.cleandoc(cls.__doc__ or "")
     text, _, section = whole.partition("\nAttributes:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a job's objective reports beside its model: a loss and named sums, with bounds.
+"""The metrics of a job's objective: a loss and named sums, with bounds.
 
 A metric is a sum over predictions. What one prediction adds to it lies in bounds that
 the job states: noise on held-out results is made for them. Names and bounds are keys of
@@ -63,7 +63,7 @@ BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
 
 
 def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
-    """Metrics of the job's objective, by name, in the order in which they travel.
+    """Metrics of the job's objective, by name, in the order of messages.
 
     On held-out data those of ``confusion_of`` follow.
     """
@@ -110,7 +110,7 @@ def _bounds(training: TrainingSpec, name: str) -> Metric:
 
 
 def check_objective(job: JobSpec) -> None:
-    """Refuse an objective that is none, and metrics that cannot be reported.
+    """Refuse unknown objectives, and metrics that cannot be reported.
 
     Raises:
         JobError: The first such thing.
@@ -141,7 +141,7 @@ def check_objective(job: JobSpec) -> None:
 
 
 def _check_classes(job: JobSpec) -> None:
-    """Refuse a confusion matrix that has no use, or that would cost too much noise."""
+    """Refuse a confusion matrix without classes, or one with too much noise."""
     classes, private = job.training.classes, job.privacy.differential_privacy
     fault = ""
     if job.training.task != "classification":
@@ -180,7 +180,7 @@ def _fault(name: str, stated: tuple[float, ...]) -> str:
 
 
 def _check_bounded(job: JobSpec) -> None:
-    """Ask for bounds where they decide how much noise there is, or what is possible."""
+    """Require bounds if they determine the noise, or what is possible."""
     secure = job.privacy.secure_aggregation.enabled
     if not secure and not job.privacy.differential_privacy.enabled:
         return

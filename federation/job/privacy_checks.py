@@ -130,7 +130,7 @@ def _check_groups(job: JobSpec) -> None:
 
 
 def check_differential_privacy(job: JobSpec) -> None:
-    """Refuse what differential privacy cannot hold together with.
+    """Refuse what differential privacy cannot be combined with.
 
     What depends on the data, such as a delta too large for it, a site finds out.
 
@@ -180,7 +180,7 @@ def check_differential_privacy(job: JobSpec) -> None:
 
 
 def _check_standardise(job: JobSpec, table: str) -> None:
-    """Refuse noised statistics where they protect nobody, and bounds that are none."""
+    """Refuse noised statistics if they protect nobody, and invalid bounds."""
     private = job.privacy.differential_privacy
     wanted = private.standardise
     if wanted is None:
@@ -219,7 +219,7 @@ def _check_standardise(job: JobSpec, table: str) -> None:
 
 
 def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
-    """Refuse keys that are of no account here: nobody shall believe in them."""
+    """Refuse keys without effect, so that nobody relies on them."""
     default, unit = DifferentialPrivacySpec(), private.unit
     used = {
         "colluding_sites": private.in_sum,
@@ -238,7 +238,7 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
 
 
 def _check_noise_in_sum(job: JobSpec) -> None:
-    """Refuse what noise that adds up inside a secure sum cannot hold together with."""
+    """Refuse what noise inside a secure sum cannot be combined with."""
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
     opened_once = 2 * job.minimum_sites - num_sites - 1

@@ -1,1 +1,1 @@
-"""The round loop, what it gathers and what it keeps."""
+"""The round loop, its gathering and its records."""

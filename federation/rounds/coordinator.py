@@ -88,7 +88,7 @@ class ServerParts:
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
-    """Run a job to its end, or to where it is stopped.
+    """Run a job to its end, or until it is stopped.
 
     Args:
         job: A checked job.
@@ -264,7 +264,7 @@ def _out_of_budget(verdicts: RoundVerdicts) -> BudgetExceeded:
 
 
 def _save(parts: ServerParts, state: RunState) -> None:
-    """Make a state durable and say so."""
+    """Make a state durable and emit the event."""
     start = parts.clock.monotonic()
     bytes_written = parts.checkpoints.save(state)
     parts.emit(
@@ -306,7 +306,7 @@ def _next_state(
 
 
 def _before_step(parts: ServerParts, state: RunState) -> RunState:
-    """Undo a step: it has written over the optimiser's state, not the weights.
+    """Undo a step, which has overwritten the optimiser's state, not the weights.
 
     Raises:
         RunConflict: Another coordinator has saved a later round.
@@ -365,7 +365,7 @@ def _evaluate_last(
 
 
 def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
-    """Leave out apps of Flower that do not evaluate."""
+    """Leave out Flower apps that do not evaluate."""
     apps = {site.name: site.flower_app for site in job.sites}
     return tuple(site for site in sites if (app := apps[site]) is None or app.evaluate)
 
@@ -401,7 +401,7 @@ def _what_is_left(state: RunState) -> str:
 
 
 def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> None:
-    """Check that a run at its end has something to show; a resumed one comes here."""
+    """Check that a finished run has a result; also called for a resumed run."""
     _check_progress(job, state, complaints)
     if state.rounds_completed == 0:
         raise QuorumNotMet(

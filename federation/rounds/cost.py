@@ -63,7 +63,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a round or a run takes.
+    """Time and money of a round or a run.
 
     Attributes:
         seconds: From its beginning to its end.
@@ -100,7 +100,7 @@ def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
 
 
 def speed_of(speeds: Speeds, site: SiteId) -> SiteSpeed:
-    """Find what is stated of a site.
+    """Find the stated speed of a site.
 
     Raises:
         JobError: Nothing is.

@@ -1,4 +1,4 @@
-"""How a site, or the grid on its behalf, says that no answer to a task will come."""
+"""How a site, or the grid on its behalf, reports that a task has no answer."""
 
 from federation.messages import FailureKind, RoundMessage, SiteFailure
 from federation.wire.wire_values import one_line

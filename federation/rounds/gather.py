@@ -52,7 +52,7 @@ class Gather(Protocol):
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
-        """Choose whom a round asks of the sites that it has drawn.
+        """Choose which of the drawn sites a round asks.
 
         Args:
             members: Who takes part in the run.
@@ -65,7 +65,7 @@ class Gather(Protocol):
         ...
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
-        """Have the record's cohort train.
+        """Let the record's cohort train.
 
         Args:
             state: The state after the round before.
@@ -77,21 +77,21 @@ class Gather(Protocol):
         ...
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
-        """Have the record's cohort evaluate the model of ``state``."""
+        """Let the record's cohort evaluate the model of ``state``."""
         ...
 
 
 def present_cohort(
     members: Members, drawn: Sequence[SiteId], *, quorum: int
 ) -> tuple[Members, tuple[SiteId, ...]]:
-    """Ask whoever has not left, if these are enough; see ``Gather.cohort``."""
+    """Ask the sites that have not left, if these are enough; see ``Gather.cohort``."""
     members = members.for_round(drawn, back=(), quorum=quorum)
     return members, members.present(drawn)
 
 
 @dataclass(slots=True, eq=False)
 class PlainGather:
-    """Every update is seen, checked and folded in as it lands.
+    """Every update is seen, checked and folded in on arrival.
 
     Attributes:
         job: The job.
@@ -129,7 +129,7 @@ class PlainGather:
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
-        """Ask all who have not left; see ``Gather``."""
+        """Ask all sites that have not left; see ``Gather``."""
         return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
@@ -148,7 +148,7 @@ class PlainGather:
         record.collect_evaluations(self._faultless(replies))
 
     def _faultless(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Put a failure in the place of every answer that has a fault."""
+        """Replace every faulty answer by a failure."""
         for reply in replies:
             message = reply.message
             if isinstance(message, SiteUpdate | SiteEvaluation) and (
@@ -181,7 +181,7 @@ class PlainGather:
     def _sound_updates(
         self, state: RunState, record: RoundRecord
     ) -> Iterator[WeightedUpdate]:
-        """Ask the cohort and yield each answer that counts, as it lands.
+        """Ask the cohort and yield each answer that counts, on arrival.
 
         Raises:
             QuorumNotMet: Fewer sites than the quorum gave one.
@@ -237,7 +237,7 @@ class PlainGather:
         )
 
     def _share(self, state: RunState, update: SiteUpdate) -> float:
-        """What part of its weight an update keeps.
+        """The part of its weight that an update keeps.
 
         Raises:
             InvalidUpdate: None, by the schedule.

@@ -47,7 +47,7 @@ class RoundEvents:
     def answered(
         self, update: SiteUpdate | MaskedUpdate, reply: Reply, weight: float | None
     ) -> None:
-        """Emit ``SiteAnswered``; of a masked update no more than that it came."""
+        """Emit ``SiteAnswered``; of a masked update only its arrival."""
         plain = update if isinstance(update, SiteUpdate) else None
         self.emit(
             events.SiteAnswered(
@@ -70,7 +70,7 @@ class RoundEvents:
         )
 
     def failed(self, failure: SiteFailure, reply: Reply | None) -> None:
-        """Emit ``SiteFailed``; without a reply none came."""
+        """Emit ``SiteFailed``; without a reply if there was none."""
         now = self.clock.monotonic()
         asked = self.start if reply is None else reply.asked_seconds
         answered = now if reply is None else reply.answered_seconds
@@ -102,11 +102,11 @@ class RoundEvents:
         )
 
     def warned(self, message: str) -> None:
-        """Emit what a person should know of the round and no other event says."""
+        """Emit a warning that no other event contains."""
         self.emit(events.Warned(at=self.clock.now(), message=message))
 
     def left_out(self, members: Members) -> None:
-        """Emit which sites later rounds go on without, now that it has changed."""
+        """Emit which sites later rounds exclude, after a change."""
         self.emit(events.left_out(members, self.round_index, at=self.clock.now()))
 
     def evaluated(
@@ -116,7 +116,7 @@ class RoundEvents:
         sums: RoundSums,
         replies: Mapping[SiteId, Reply],
     ) -> None:
-        """Emit ``ModelEvaluated`` if anybody evaluated the model.
+        """Emit ``ModelEvaluated`` if any site evaluated the model.
 
         Args:
             model_round: Rounds that made the model.

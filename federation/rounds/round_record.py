@@ -1,4 +1,4 @@
-"""One round: verdicts on what comes back, sums over what counts, events of both.
+"""One round: verdicts on answers, sums over those that count, and events.
 
 Shape suffixes: d float values of the model.
 """
@@ -119,7 +119,7 @@ class RoundRecord:
     def sound(
         self, replies: Iterable[Reply], kind: type[_Answer]
     ) -> Iterator[tuple[_Answer, Reply]]:
-        """Yield the answers that may be used, as they come; emit every failure."""
+        """Yield the answers that may be used, on arrival; emit every failure."""
         for reply in replies:
             message = reply.message
             self.sums.add_bytes(reply)
@@ -137,12 +137,12 @@ class RoundRecord:
         self.sums.end_phase("exchange")
 
     def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:
-        """Take in what a sound update reports; it counts ``weight``."""
+        """Add the report of a sound update, which counts ``weight``."""
         self.sums.add_update(update)
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
-        """Note that a masked update was folded in; nothing else of it is known."""
+        """Note that a masked update was folded in; nothing else is known."""
         if self._kind is TaskKind.EVALUATE:
             self._evaluation_replies[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
@@ -155,7 +155,7 @@ class RoundRecord:
         reason: str,
         kind: FailureKind = FailureKind.INVALID,
     ) -> None:
-        """Refuse an update after all, for a reason that only its use showed."""
+        """Refuse an accepted update, for a reason that only its use showed."""
         failure = self.verdicts.revoke(reply.message.site, reason, kind)
         self.events.failed(failure, reply)
 
@@ -165,7 +165,7 @@ class RoundRecord:
             self.events.failed(self.verdicts.leave_out(site, reason), None)
 
     def change_members(self, members: Members) -> None:
-        """Take in who takes part; emit which sites rounds go on without if it changes.
+        """Update which sites take part; emit the excluded ones if they change.
 
         That a round has ended for a site that was leaving is no news.
         """
@@ -176,7 +176,7 @@ class RoundRecord:
             self.events.left_out(members)
 
     def ask(self, members: Members) -> None:
-        """Take in who may be asked, before anybody is.
+        """Record which sites may be asked, before any is.
 
         Sites that are gone may be asked as if they were silent. That is news only if
         they are not gone again when the round ends.
@@ -187,7 +187,7 @@ class RoundRecord:
         self.members = members
 
     def _note_leaving(self, message: SiteMessage) -> None:
-        """Take in that a site leaves, if this is what it says."""
+        """Record that a site leaves, if its message says so."""
         if isinstance(message, SiteFailure):
             if message.kind is FailureKind.LEAVING:
                 known = message.message in {*LeaveReason}
@@ -205,7 +205,7 @@ class RoundRecord:
         replies: Iterable[Reply],
         accept: Callable[[SecureAnswer], None],
     ) -> None:
-        """Take in the answers to a step of secure aggregation; emit every failure.
+        """Record the answers to a step of secure aggregation; emit every failure.
 
         ``accept`` uses an answer, or raises ``ProtocolError``: then it does not count.
         """
@@ -229,7 +229,7 @@ class RoundRecord:
         self.sums.end_phase(step.value)
 
     def collect_evaluations(self, replies: Iterable[Reply]) -> None:
-        """Take in the answers to an exchange for evaluation alone."""
+        """Record the answers to an exchange for evaluation only."""
         for answer, reply in self.sound(replies, SiteEvaluation):
             self.sums.evaluations[answer.site] = answer.evaluation
             self._evaluation_replies[answer.site] = reply
@@ -245,7 +245,7 @@ class RoundRecord:
             self.events.warned("no site evaluated the final model")
 
     def finish(self, status: str) -> None:
-        """Emit the metrics of the round's model, and what the round came to."""
+        """Emit the metrics of the round's model, and the round's outcome."""
         self.change_members(self.members)
         self.events.evaluated(self._model_round, self.verdicts, self.sums, {})
         self.events.finished(status, self.cohort, self.verdicts, self.sums)

@@ -1,4 +1,4 @@
-"""Sums of one round: everything that is added up beside the updates themselves.
+"""Sums of one round: everything that is added up besides the updates.
 
 Shape suffixes: m integer values of the model.
 """
@@ -61,18 +61,18 @@ class RoundSums:
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self.usage = Usage(self.clock, self.meter)
         self._phase_start = self.start
         self._largest_m: IntegerVector | None = None
 
     def add_bytes(self, reply: Reply) -> None:
-        """Add what a reply and its task took of the line, whatever it says."""
+        """Add the bytes of a reply and its task, for any reply."""
         self.bytes_down += reply.bytes_down
         self.bytes_up += reply.bytes_up
 
     def add_update(self, update: SiteUpdate) -> None:
-        """Add what a sound update reports beside its vector."""
+        """Add the report of a sound update, besides its vector."""
         self.add_spent(update.site, update.spent)
         if update.training is not None:
             self.training = _pool(self.training, update.training)
@@ -86,14 +86,14 @@ class RoundSums:
             np.maximum(self._largest_m, update.integers_m, out=self._largest_m)
 
     def add_spent(self, site: SiteId, spent: PrivacySpent | None) -> None:
-        """Note what a site's privacy ledger says."""
+        """Record the spending in a site's privacy ledger."""
         if spent is not None:
             self.epsilon = max(self.epsilon or 0.0, spent.epsilon)
             before = self.anchors.get(site, NO_ANCHOR)
             self.anchors[site] = before.joined(spent.anchor)
 
     def pooled_evaluation(self) -> MetricSums | None:
-        """What all sites that evaluated the model made of it."""
+        """The results of all sites that evaluated the model."""
         return reduce(_pool, self.evaluations.values(), self.secret_evaluation)
 
     def combined_integers(

@@ -86,7 +86,7 @@ class RoundVerdicts:
 
     @property
     def num_answered(self) -> int:
-        """How many sites gave an answer that counts."""
+        """Number of sites whose answer counts."""
         return len(self._answered)
 
     @property
@@ -122,7 +122,7 @@ class RoundVerdicts:
     def revoke(
         self, site: SiteId, reason: str, kind: FailureKind = FailureKind.INVALID
     ) -> SiteFailure:
-        """Refuse a sound answer after all, for a reason that only its use showed."""
+        """Refuse an accepted answer, for a reason that only its use showed."""
         self._answered.remove(site)
         return self._count(self._failure(site, kind, reason))
 

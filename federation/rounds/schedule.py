@@ -1,4 +1,4 @@
-"""When sites are sent work, and when their answers become the next model.
+"""When sites get work, and when their answers become the next model.
 
 A schedule is a pure policy: it sees which tasks are open and what has come back, and
 says what to do next. ``Desk`` does it. The synchronous round of FedAvg is ``Barrier``.
@@ -32,7 +32,7 @@ class OpenTask:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The end of a task: an answer, or the word that none will come.
+    """The end of a task: an answer, or the note that none will come.
 
     Attributes:
         task: The task.
@@ -79,7 +79,7 @@ WAIT = Wait()
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make what counts the next model; tasks that are open stay open."""
+    """Turn the counted answers into the next model; open tasks stay open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Schedule(Protocol):
         ...
 
     def share(self, staleness: int) -> float:
-        """What part of its weight an answer keeps; 0 if it is too late to count.
+        """The part of its weight that an answer keeps; 0 if it is too late.
 
         Args:
             staleness: Models that are newer than the one it is based on.
@@ -129,7 +129,7 @@ class Barrier:
         return Apply() if inbox or not state.cohort else Send(state.cohort)
 
     def share(self, staleness: int) -> float:
-        """Count nothing that is based on an older model."""
+        """Ignore answers that are based on an older model."""
         return 0.0 if staleness else 1.0
 
 
@@ -137,7 +137,7 @@ BARRIER = Barrier()
 
 
 class Desk:
-    """Does what a schedule says: sends tasks over a grid, and hands on replies.
+    """Executes a schedule: sends tasks over a grid, and passes replies on.
 
     Attributes:
         open: Tasks without an answer.

@@ -51,7 +51,7 @@ StepSizes = Mapping[SecureStep, Mapping[SiteId, tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A number of bytes between two ends, which mostly are the same."""
+    """A range of bytes, mostly with equal ends."""
 
     low: int = 0
     high: int = 0
@@ -72,7 +72,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class SiteFacts:
-    """How much a site holds: training examples, held-out examples."""
+    """A site's numbers of training and held-out examples."""
 
     train: int
     held_out: int
@@ -356,6 +356,6 @@ def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
 
 
 def _draw(count: int, spans: Sequence[Span]) -> Span:
-    """So many of the sites: the smallest of them, and the largest."""
+    """Draw a number of sites: the smallest ones, and the largest."""
     low = sorted(span.low for span in spans)[:count]
     return Span(sum(low), sum(sorted((s.high for s in spans), reverse=True)[:count]))

@@ -1,1 +1,1 @@
-"""Bytes between the parties."""
+"""The wire format between the parties."""

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the only format that crosses between clouds.
+"""Messages to bytes and back: the only format between clouds.
 
 A frame, all numbers little-endian::
 
@@ -170,7 +170,7 @@ def encoded_sizes(messages: Sequence[WireMessage]) -> list[int]:
 
 
 def _differ_in_site(one: WireMessage, other: WireMessage) -> bool:
-    """Whether all else that two messages hold is the same object."""
+    """Whether two messages share all other objects."""
     others = _BUT_SITE.get(type(one))
     if others is None or type(one) is not type(other):
         return False

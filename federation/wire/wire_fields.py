@@ -1,4 +1,4 @@
-"""What the header and the payload of each kind of message hold, for ``wire``.
+"""The header and payload of each kind of message, for ``wire``.
 
 Writing and reading are driven by the same tables, and both check by the same rules.
 The frame around it and the spelling of the header are in
@@ -74,7 +74,7 @@ _TYPES: Mapping[Kind, Callable[..., WireMessage]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """How a field of the header is read and spelt; both check it.
+    """How a field of the header is read and written; both check it.
 
     Attributes:
         read: Takes what the header says, and the name of the field.
@@ -190,7 +190,7 @@ class _Section:
         object.__setattr__(self, "native", self.dtype.newbyteorder("="))
 
     def of_type(self, dtype: np.dtype[Any]) -> "_Section":
-        """The section that a value of a type travels in."""
+        """The section for a value of a type."""
         if dtype != self.native:
             for other in self.others:
                 if dtype == other.native:
@@ -296,7 +296,7 @@ def _raw(value: object, name: str) -> NDArray[np.uint8]:
 
 
 def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
-    """Make a message of its header and payload.
+    """Build a message from its header and payload.
 
     Args:
         kind: Its kind.

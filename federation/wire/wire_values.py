@@ -46,7 +46,7 @@ _Word = TypeVar("_Word", TaskKind, SecureStep, FailureKind)
 
 
 def one_line(text: str) -> str:
-    """Make any text fit to travel in a ``SiteFailure``.
+    """Make any text fit for a ``SiteFailure``.
 
     Line breaks and other unprintable characters become spaces; a text over
     ``MAX_TEXT_CHARS`` is cut and ends in three dots.
@@ -182,7 +182,7 @@ def read_sums(value: object, _name: str) -> MetricSums:
 
 
 def read_spent(value: object, _name: str) -> PrivacySpent:
-    """Read what a privacy ledger says."""
+    """Read the spending in a privacy ledger."""
     fields = check_members(value, _SPENT)
     held_out = fields["held_out_epsilon"]
     return PrivacySpent(
@@ -222,7 +222,7 @@ def read_phases(value: object, name: str) -> tuple[Phase, ...]:
 
 
 def read_resources(value: object, _name: str) -> Resources:
-    """Read what work took."""
+    """Read the resources of work."""
     fields = check_members(value, _RESOURCES)
     cpu, memory = fields["cpu_seconds"], fields["peak_memory_bytes"]
     return Resources(
@@ -241,52 +241,52 @@ _kept = lru_cache(maxsize=1024, typed=True)
 
 
 def spell(members: Mapping[str, str]) -> str:
-    """Spell an object, given the JSON text of each member."""
+    """Write an object, given the JSON text of each member."""
     spelt = [f'"{name}":{members[name]}' for name in sorted(members)]
     return f"{{{','.join(spelt)}}}"
 
 
 def spelled_size(members: Mapping[str, str]) -> int:
-    """Length of what ``spell`` returns."""
+    """Length of the text of ``spell``."""
     return len("".join(members)) + len("".join(members.values())) + 4 * len(members) + 1
 
 
 def write_count(value: object, name: str, maximum: int = MAX_COUNT) -> str:
-    """Spell a whole number from 0 to a maximum."""
+    """Write a whole number from 0 to a maximum."""
     # A call less than by ``count`` alone, of which most headers have a dozen.
     is_count = type(value) is int and 0 <= value <= maximum
     return f"{value if is_count else count(value, name, maximum)}"
 
 
 def write_flag(value: object, name: str) -> str:
-    """Spell true or false."""
+    """Write true or false."""
     return "true" if flag(value, name) else "false"
 
 
 @_kept
 def write_name(value: object, name: str) -> str:
-    """Spell the name of a run or of a site."""
+    """Write the name of a run or of a site."""
     return f'"{name_of(value, name)}"'
 
 
 @_kept
 def write_digest(value: object, name: str) -> str:
-    """Spell the digest of a layout."""
+    """Write the digest of a layout."""
     return f'"{digest(value, name)}"'
 
 
 def write_word(value: Any, name: str, words: type[_Word]) -> str:
-    """Spell one word of an enumeration."""
+    """Write one word of an enumeration."""
     return f'"{read_word(value, name, words).value}"'
 
 
 def write_one_line(value: str, _name: str) -> str:
-    """Spell any text, made fit to travel."""
+    """Write any text, made fit to send."""
     return encode_basestring_ascii(one_line(value))
 
 
 def write_sums(sums: MetricSums, _name: str) -> str:
-    """Spell sums over examples."""
+    """Write sums over examples."""
     members = {
         name: write_count(item, name) if isinstance(item, int) else _hex(float(item))
         for name, item in _metrics(sums.metrics).items()
@@ -297,7 +297,7 @@ def write_sums(sums: MetricSums, _name: str) -> str:
 
 
 def write_spent(spent: PrivacySpent, _name: str) -> str:
-    """Spell what a privacy ledger says."""
+    """Write the spending in a privacy ledger."""
     held_out = "null"
     if spent.held_out_epsilon is not None:
         held_out = _hex(_epsilon(float(spent.held_out_epsilon), "held_out_epsilon"))
@@ -310,13 +310,13 @@ def write_spent(spent: PrivacySpent, _name: str) -> str:
 
 
 def write_anchor(anchor: LedgerAnchor, _name: str) -> str:
-    """Spell how many charges a privacy ledger holds."""
+    """Write how many charges a privacy ledger holds."""
     evaluate = write_count(anchor.evaluate, "evaluate")
     return f'{{"evaluate":{evaluate},"train":{write_count(anchor.train, "train")}}}'
 
 
 def write_phases(phases: tuple[Phase, ...], name: str) -> str:
-    """Spell the phases of a site's work."""
+    """Write the phases of a site's work."""
     if len(phases) > MAX_PHASES:
         raise WireError(f"{name} is not a list of at most {MAX_PHASES}")
     return f"[{','.join([_write_phase(phase) for phase in phases])}]"
@@ -332,7 +332,7 @@ def _write_phase(phase: Phase) -> str:
 
 
 def write_resources(used: Resources, _name: str) -> str:
-    """Spell what work took."""
+    """Write the resources of work."""
     cpu, memory = used.cpu_seconds, used.peak_memory_bytes
     cpu_text = "null" if cpu is None else _write_seconds(cpu, "cpu_seconds")
     memory_text = "null" if memory is None else write_count(memory, "peak memory")

@@ -92,7 +92,7 @@ class RoundedGaussian:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the Gaussian before rounding: what privacy relies on."""
+        """Standard deviation of the Gaussian before rounding, which privacy needs."""
         levels = _levels(self.sigma)
         # Never above the truth, and sigma is below it.
         return max(self.sigma, math.sqrt(_squares(levels)) * (1 - 2.0**-50))

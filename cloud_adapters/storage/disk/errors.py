@@ -1,4 +1,4 @@
-"""What the system's errors mean to somebody who keeps objects in a folder."""
+"""What the system's errors mean for objects in a folder."""
 
 import errno
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Files and folders by descriptor: no path is taken twice, and no link is followed."""
+"""Files and folders by descriptor: no path is resolved twice, no link followed."""
 
 import contextlib
 import fcntl
@@ -55,7 +55,7 @@ def make_root(root: Path) -> None:
 
 @contextlib.contextmanager
 def partial_file(partial_folder: int) -> Iterator[tuple[str, int]]:
-    """Create a locked partial file; its name is gone at the end, come what may."""
+    """Create a locked partial file; its name is always removed at the end."""
     name, file = _create_locked(partial_folder)
     try:
         yield name, file
@@ -110,7 +110,7 @@ def write_all(file: int, piece: Buffer) -> None:
 
 
 class Flushes:
-    """Says when to flush a large file on the way, so that its end is not held up.
+    """Decides when to flush a large file during writing, so that its end is quick.
 
     Several threads may write to it.
     """

@@ -1,4 +1,4 @@
-"""A file that is filled in parts, in any order, and gets its name when it is whole.
+"""A file that is written in parts, in any order, and named when complete.
 
 It lies beside its target as ``.NAME.DIGEST.partial``; a second file with one byte for
 each part says which are there. Both outlive a killed process, and the next attempt to
@@ -35,7 +35,7 @@ def file_errors(verb: str, path: Path) -> Iterator[None]:
 
 
 class PartFile:
-    """A file on its way; see the module. Several threads may fill it.
+    """A partial file; see the module. Several threads may write it.
 
     Args:
         target: The name that it will have.
@@ -86,11 +86,11 @@ class PartFile:
             os.fsync(self._file)
 
     def read(self, part: Part) -> bytes:
-        """Give a part's content, to check it."""
+        """Return a part's content, to check it."""
         return read_range(self._file, part.start, part.length)
 
     def forget(self) -> None:
-        """Take every part for missing."""
+        """Mark every part as missing."""
         os.ftruncate(self._parts, 0)
 
     def publish(self) -> None:
@@ -109,7 +109,7 @@ class PartFile:
             os.close(folder)
 
     def discard(self) -> None:
-        """Remove what is there: it will not be wanted again."""
+        """Remove the partial file: it will not be needed again."""
         for path in (self._parts_path, self._path):
             path.unlink(missing_ok=True)
 
@@ -132,14 +132,14 @@ def _lock(file: int, target: Path) -> None:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Take the room that will be needed, where the system can: it fails early."""
+    """Reserve the space, if the system can, to fail early."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     os.ftruncate(file, size)
 
 
 def _sweep(target: Path, *, keep: str) -> None:
-    """Remove what attempts to get other contents for the same target have left."""
+    """Remove partial files of other contents for the same target."""
     left = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]+)\{_SUFFIX}")
     for path in target.parent.iterdir():
         named = left.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""What a folder's store knows of its objects beside their bytes.
+"""What a folder's store knows about its objects besides their bytes.
 
 A record holds an object's checksums and metadata. It lies in a hidden folder under a
 name made of the object's key and version, and it is written before the object gets its
@@ -73,7 +73,7 @@ def locked(folder: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(folder: int, info: ObjectInfo) -> Iterator[None]:
-    """Write an object's record; it goes again if the object does not get its name.
+    """Write an object's record; it is removed if the object is not named.
 
     Under the lock of the folder. At the end no other record of the key is left.
     It is flushed if it holds metadata, which nothing could restore.
@@ -110,7 +110,7 @@ def forget(folder: int, key: str, *, keep: str = "") -> None:
 
 
 def with_record(folder: int, info: ObjectInfo) -> ObjectInfo:
-    """Add what the record says to what the file says.
+    """Combine an object's record with its file's information.
 
     Raises:
         FileNotFoundError: It has no record, or no longer, or one that a power cut has

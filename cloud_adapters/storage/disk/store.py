@@ -65,7 +65,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the folder."""
         return f"file://{self._root}"
 
     def put(
@@ -148,7 +148,7 @@ class LocalStore:
         *,
         source: str | None = None,
     ) -> ObjectInfo:
-        """Write an object with what is known of it: metadata, and perhaps a checksum.
+        """Write an object with its metadata, and perhaps a checksum.
 
         The numbers are those of ``put``.
         """
@@ -247,7 +247,7 @@ class LocalStore:
     def _object(
         self, key: str, *, known: bool = True
     ) -> Iterator[tuple[int, ObjectInfo]]:
-        """Open an object, with what its record says if that is to be known."""
+        """Open an object, with its record if requested."""
         while True:
             with self._open(key) as file:
                 info = _info(key, os.fstat(file))
@@ -336,7 +336,7 @@ class LocalStore:
         return sorted(entries, key=lambda entry: entry[0])
 
     def _sweep_once(self, partial_folder: int) -> None:
-        """Remove what killed writers left behind, before our first write."""
+        """Remove partial files of killed writers, before the first write."""
         if self._swept:
             return
         self._swept = True
@@ -346,7 +346,7 @@ class LocalStore:
 
 
 def _write(file: int, about: ObjectInfo, data: Iterable[Buffer]) -> ObjectInfo:
-    """Write a partial file durably, and say what it will be as an object."""
+    """Write a partial file durably, and return its information as an object."""
     checksums = write_and_sum(file, data)
     # A finer time than the kernel's own: no two writes of a key make one version.
     now_ns = time.time_ns()

@@ -197,7 +197,7 @@ def _state(found: os.stat_result) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _OneVersion:
-    """One version of an object, and how patiently it is read."""
+    """One version of an object, and how to retry reads."""
 
     store: ObjectStore
     info: ObjectInfo
@@ -221,7 +221,7 @@ class _OneVersion:
         return content
 
     def sums(self) -> Checksums | Crc32c:
-        """Begin to sum what is to be checked: SHA-256 only where it is all we have."""
+        """Start the checksums to verify: SHA-256 only if there is no other."""
         return Checksums() if self.info.crc32c is None else Crc32c()
 
     def check(self, actual: Checksums | Crc32c) -> None:
@@ -253,7 +253,7 @@ def _pin(
 def _fetch_missing(
     pinned: _OneVersion, parts: Sequence[Part], file: PartFile, workers: int
 ) -> Mapping[int, str]:
-    """Fetch what is not there, and return its CRC32C by the part's number."""
+    """Fetch missing parts, and return their CRC32C by the part's number."""
     fetched: dict[int, str] = {}
 
     def fetch(part: Part) -> None:
@@ -271,7 +271,7 @@ def _check(
     file: PartFile,
     fetched: Mapping[int, str],
 ) -> None:
-    """Check a whole file; only what came in an earlier attempt is read again."""
+    """Check a whole file; only parts of earlier attempts are read again."""
     sums = pinned.sums()
     for part in parts:
         if isinstance(sums, Crc32c) and part.number in fetched:

@@ -83,7 +83,7 @@ _THROTTLED = Meaning(
 
 
 class UploadGone(StoreUnavailable):
-    """An upload session that the service has forgotten, with all that it had."""
+    """An upload session that the service has dropped, with its content."""
 
 
 _UPLOAD_GONE = Meaning(
@@ -211,7 +211,7 @@ def of_exception(error: Exception, doing: str) -> StoreError:
 
 
 def corrupt(doing: str, details: str) -> StoreError:
-    """Say that what we counted is not what the service counted."""
+    """Report that our checksum differs from the service's."""
     return CORRUPT.told(doing, details)
 
 
@@ -223,7 +223,7 @@ def _meaning(status: int, reason: str, words: str) -> Meaning:
 
 
 def _said(response: requests.Response) -> tuple[str, str]:
-    """Take reason and words out of an error, whatever form it has."""
+    """Extract reason and message from an error of any form."""
     try:
         body = response.json()
     except requests.RequestException:
@@ -247,5 +247,5 @@ def _text(response: requests.Response) -> str:
 
 
 def _safe(words: str) -> str:
-    """Bound what a server says, and keep addresses out of it."""
+    """Shorten a server's message, and remove addresses."""
     return re.sub(r"https?://\S+", "...", " ".join(words.split()))[:_MAX_WORDS]

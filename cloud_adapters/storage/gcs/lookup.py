@@ -1,4 +1,4 @@
-"""What Google Cloud Storage knows of an object, or that there is none."""
+"""Look up an object in Google Cloud Storage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ Resource = Mapping[str, Any]
 
 
 def object_path(bucket: str, name: str) -> str:
-    """Where an object lies below the endpoint."""
+    """Path of an object below the endpoint."""
     return f"/storage/v1/b/{bucket}/o/{quoted(name)}"
 
 
 def number_in(resource: Resource, name: str, doing: str) -> int:
-    """Read a number that nothing can be done without: a size, or a generation.
+    """Read a required number: a size, or a generation.
 
     Raises:
         StoreUnavailable: The service does not say it.

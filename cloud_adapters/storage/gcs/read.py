@@ -1,4 +1,4 @@
-"""Contents on their way from Google Cloud Storage."""
+"""Downloads from Google Cloud Storage."""
 
 import io
 import re
@@ -20,7 +20,7 @@ _BEYOND = 416  # The range begins behind the object's end.
 
 @dataclass(eq=False)
 class ObjectRead:
-    """One read, which goes on where a broken connection left it.
+    """One read, which continues where a broken connection stopped.
 
     It is of one generation of the object: the caller's, or the first that answers.
 
@@ -39,7 +39,7 @@ class ObjectRead:
     clock: Clock
 
     def __post_init__(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self._generation = self.version
         self._forget()
 

@@ -179,7 +179,7 @@ class GcsStore:
     def _check(
         self, resource: Resource, new: NewObject, *, size: int, crc32c: str
     ) -> None:
-        """Take an object away again that is not what was sent.
+        """Remove an object that differs from what was sent.
 
         Raises:
             CorruptObject: It is not.
@@ -335,7 +335,7 @@ _DELETED = frozenset({200, 204})
 
 
 def _generation(version: str | None, doing: str) -> str | None:
-    """Take a version for a generation.
+    """Read a version as a generation.
 
     Raises:
         ObjectChanged: It is none, so no object has it. The service takes 0 for "no

@@ -1,4 +1,4 @@
-"""Contents on their way to Google Cloud Storage.
+"""Uploads to Google Cloud Storage.
 
 What fits in one chunk goes in one request. What does not goes through an upload
 session: the service keeps what has arrived, says how much that is, and gives the
@@ -35,7 +35,7 @@ SHA256 = "crossfed-sha256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewObject:
-    """An object that is to be.
+    """An object to create.
 
     Attributes:
         bucket: Where.
@@ -193,7 +193,7 @@ class UploadSession:
         self.is_all_sent = False
 
     def upload(self, parts: Iterable[Piece], generation: str | None) -> Resource:
-        """Send a content; whatever goes wrong, the service forgets what it got.
+        """Send a content; after an error, the service drops what it received.
 
         Args:
             parts: The content.
