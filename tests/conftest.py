@@ -138,6 +138,21 @@ def ec2_server(_ec2: Any) -> Any:
     return _ec2
 
 
+@pytest.fixture(scope="session")
+def _gce() -> Iterator[Any]:
+    from support.fake_gce import FakeGce  # noqa: PLC0415 (its document is large)
+
+    with FakeGce() as server:
+        yield server
+
+
+@pytest.fixture
+def gce_server(_gce: Any) -> Any:
+    """One for all tests of a worker, without instances when a test begins."""
+    _gce.clear()
+    return _gce
+
+
 @pytest.fixture
 def s3_store(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An empty store: in a bucket of its own, or in the one that is to be tested."""

@@ -174,7 +174,8 @@ def _route(method: Mapping[str, Any], path: str, *, is_upload: bool) -> _Route:
     for found in re.finditer(r"\{(\+?)(\w+)\}", path):
         pattern += re.escape(path[end : found.start()])
         # {+name} spans segments; the parameter's own pattern says which.
-        inner = method["parameters"][found[2]].get("pattern", "^.+$")[1:-1]
+        inner = method["parameters"][found[2]].get("pattern", ".+")
+        inner = inner.removeprefix("^").removesuffix("$")
         pattern += f"({inner})" if found[1] else "([^/]+)"
         names.append(found[2])
         end = found.end()

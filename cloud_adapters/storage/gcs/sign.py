@@ -6,7 +6,7 @@ Apart, because Google's client is slow to import and nothing else here needs it.
 from datetime import timedelta
 
 from google.auth.credentials import Signing
-from google.cloud import storage  # type: ignore[import-untyped]
+from google.cloud import storage
 
 from cloud_adapters.storage.gcs.http import GcsHttp, translated
 from federation.errors import NotAuthenticated
