@@ -138,14 +138,30 @@ class Deployment:
 
     def kill_child(self, program: str) -> None:
         """End a process that the service has started, or one below it."""
+        for pid in self.children(program):
+            os.kill(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def frozen(self, program: str) -> Iterator[None]:
+        """Freeze such a process for a while."""
+        found = self.children(program)
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in found:
+                os.kill(pid, signal.SIGCONT)
+
+    def children(self, program: str) -> list[int]:
+        """Processes that the service has started, and those below them."""
         found = [
             pid
             for pid in descendants(self.processes["aggregator"].pid)
             if program in command_of(pid)
         ]
         assert found, f"no {program} runs"
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
+        return found
 
     def run(
         self,
