@@ -51,14 +51,16 @@ def job_in(service: dict[str, Any], **tables: Any) -> JobSpec:
 
 
 def test_engines_agree_about_a_bucket(service: dict[str, Any], tmp_path: Path):
-    """Sites in other processes read their shards; a run goes on from the bucket."""
+    """Sites in other processes read their shards; a run goes on from the bucket.
+
+    On another engine than the one that it was stopped on.
+    """
     job = job_in(service)
     expected = simulate(job, folder=None)
     rounds: list[object] = []
     stopped = simulate(
         job,
         folder=tmp_path / "run",
-        engine="flower",
         listeners=[rounds.append],
         stop_requested=lambda: len(rounds) > 0,
     )

@@ -37,14 +37,15 @@ def _weights_equal(job: JobSpec) -> bool:
 
 
 def test_engines_agree_about_faulty_sites():
-    """What a site does wrong is judged the same."""
+    """What a site does wrong is judged the same; and values are rounded the same."""
     faults = """
         { site = "aws-us-east-1", kind = "garbage", rounds = [1] },
         { site = "gcp-us-central1", kind = "nan", rounds = [2] },
         { site = "aws-us-east-1", kind = "crash", rounds = [3] },
     """
     changes = (f"simulation.faults=[{faults}]", "schedule.minimum_sites=1")
-    assert _weights_equal(_job(*changes))
+    codecs = ('communication.codec.name="bf16"', 'communication.down_codec.name="fp16"')
+    assert _weights_equal(_job(*changes, *codecs))
 
 
 def test_secure_aggregation_is_refused_with_a_way_out():
