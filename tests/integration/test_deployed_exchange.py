@@ -11,6 +11,7 @@ from typing import Any, Self
 import pytest
 from support import proxy_server
 from support.deployment import SITES, Deployment, deployed
+from support.forked import shared
 
 from clients.models.model_pool import ModelPool
 from cloud_adapters.keys.key_file import add_key
@@ -153,6 +154,7 @@ def uses(told: list[dict[str, Any]]) -> dict[str, int]:
 def refused(federation: Deployment, job: Path, key: Path) -> None:
     """Give a site another key, and see a run end for it."""
     federation.kill(SITES[1])
+    federation.server = shared()  # What starts anew has done so once.
     config = federation.folder / SITES[1] / "site.toml"
     text = config.read_text()
     assert text.count("a.key") == 1
