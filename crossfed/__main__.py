@@ -1,4 +1,4 @@
-"""``python -m crossfed``, and what the command ``crossfed`` starts."""
+"""``python -m crossfed``, and the entry point of the command ``crossfed``."""
 
 import sys
 

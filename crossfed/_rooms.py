@@ -1,4 +1,4 @@
-"""Our top-level packages come first, also beside modules of a user with their names.
+"""Give our top-level packages precedence over a user's modules of the same names.
 
 ``clients`` and ``deploy`` are common names. Whoever has a folder or a file called so
 beside a script would otherwise hide ours, or be hidden without a word.
@@ -40,7 +40,7 @@ class _OurRooms:
 
 
 def come_first() -> None:
-    """Put our packages before all others of their names.
+    """Give our packages precedence over others with their names.
 
     A user's module that was imported under such a name stays with whoever imported it.
     """

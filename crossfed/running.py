@@ -1,4 +1,4 @@
-"""Load a job, run it here and compare what came of it: ``import crossfed``."""
+"""Load a job, run it here and compare results: ``import crossfed``."""
 
 import copy
 import logging
@@ -131,7 +131,7 @@ def simulate(
 
 
 def report(run: "RunResult | str | Path", path: str | Path | None = None) -> Path:
-    """Write the report of a run, one HTML page, and return where it is.
+    """Write the report of a run, one HTML page, and return its path.
 
     Args:
         run: A result, a run's folder, a run ID, or a job's name for its newest run.
@@ -146,7 +146,7 @@ def report(run: "RunResult | str | Path", path: str | Path | None = None) -> Pat
 
 
 def compare(*runs: "RunResult | str | Path", path: str | Path | None = None) -> Path:
-    """Write one HTML page that compares runs, and return where it is.
+    """Write one HTML page that compares runs, and return its path.
 
     Args:
         runs: Two or more, named as in ``report``.
@@ -189,7 +189,7 @@ def _progress(clock: SystemClock, *, shown: bool | None) -> "Iterator[Sequence[E
 
 
 def _guarded(name: str, call: Callable[[Any], object]) -> Callable[[Any], None]:
-    """Log what a callback raises: the run is worth more."""
+    """Log a callback's exception instead of ending the run."""
 
     def listen(given: Any) -> None:
         try:
@@ -201,7 +201,7 @@ def _guarded(name: str, call: Callable[[Any], object]) -> Callable[[Any], None]:
 
 
 def _each_round(call: Callable[[dict[str, Any]], None]) -> "Emit":
-    """Call with each round's row when nothing more will be known of the round."""
+    """Call with each round's row when the round is complete."""
     from monitoring.views.result_json import history  # noqa: PLC0415
     from monitoring.views.run_fold import RunFold  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Exit codes, of a command and of a run that was handed to the aggregator.
+"""Exit codes of a command, and of a run submitted to the aggregator.
 
 0 done, 1 failed, 2 the job or the command line is wrong, 3 the privacy budget is spent,
 4 an audit that could not have found a broken promise, 130 stopped on request after a
@@ -32,7 +32,7 @@ BAD_JOB_ERRORS = (JobError, SiteError, CheckpointMismatch, RunNotFound)
 
 
 def of_error(error: FederationError) -> int:
-    """What a command or a run ends with that an error has ended."""
+    """Exit code of a command or a run that ended with an error."""
     if isinstance(error, BudgetExceeded):
         return OUT_OF_BUDGET
     if isinstance(error, RunStopped):
@@ -41,5 +41,5 @@ def of_error(error: FederationError) -> int:
 
 
 def status_of(code: int) -> str:
-    """Status of a run that has ended with a code."""
+    """Status of a run that ended with a code."""
     return next((s for s, found in BY_STATUS.items() if found == code), "failed")

@@ -1,4 +1,4 @@
-"""A process that ends within seconds of being asked to, whatever it is at.
+"""A process that ends within seconds of a request, whatever it is doing.
 
 An agent may be at work on a task for minutes, or wait for an aggregator that hangs.
 Nothing is lost if it does not finish: whatever must last is on its disk before it
@@ -19,7 +19,7 @@ FAREWELL_SECONDS = 0.8
 
 
 class PromptEnd:
-    """Watches that a process ends, from a thread of its own."""
+    """Ends a process in time, from its own thread."""
 
     def __init__(
         self, stopped: threading.Event, listener: Callable[[str], None]
@@ -36,7 +36,7 @@ class PromptEnd:
         threading.Thread(target=self._watch, name="end", daemon=True).start()
 
     def say_before(self, farewell: Callable[[], None]) -> None:
-        """Have something said, from another thread, if the process has to be ended.
+        """Set a message for the case that the process must be ended.
 
         Args:
             farewell: It is given ``FAREWELL_SECONDS``, and may fail.
@@ -55,7 +55,7 @@ class PromptEnd:
 
 
 def leave() -> None:
-    """End the process now: to take apart what is loaded may take seconds."""
+    """End the process now, without a cleanup that may take seconds."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(DONE)

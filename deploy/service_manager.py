@@ -1,4 +1,4 @@
-"""What a service manager hears about a process: that it serves, and that it lives.
+"""Reports to the service manager: that a process serves, and that it is alive.
 
 Of those that start us, systemd alone listens (``Type=notify``); others get nothing.
 Protocol: https://www.freedesktop.org/software/systemd/man/sd_notify.html

@@ -199,7 +199,7 @@ class GcePool:
         """Wait for an operation; codes and messages of its errors.
 
         Not by the operation's own ``result()``, which asks Google's endpoint whatever
-        the client was told.
+        endpoint the client has.
         """
         done = compute_v1.Operation.Status.DONE
         for _ in range(_NUM_WAITS):

@@ -1,4 +1,4 @@
-"""``aggregator.toml``: where the aggregator listens and keeps what is its own."""
+"""``aggregator.toml``: where the aggregator listens and stores its files."""
 
 import ipaddress
 import re
@@ -101,7 +101,7 @@ class AggregatorConfig:
 
     @property
     def address(self) -> str:
-        """Where sites find it, ``HOST:PORT``: the first of ``hosts``."""
+        """Its address for sites, ``HOST:PORT``: the first of ``hosts``."""
         _, port = parse_address(self.file.listen, key="listen")
         return f"{bracketed(self.file.hosts[0])}:{port}"
 
@@ -122,7 +122,7 @@ class AggregatorConfig:
 
     @property
     def port_file(self) -> Path:
-        """Holds the SuperLink's port, where none is named."""
+        """Holds the SuperLink's port, if none is configured."""
         return self.flower / "port"
 
     def superlink_port(self) -> int | None:
@@ -144,12 +144,12 @@ class AggregatorConfig:
 
     @property
     def proxy(self) -> Path:
-        """Folder of nginx's own."""
+        """Folder of nginx."""
         return self.folder / "proxy"
 
     @property
     def lock(self) -> Path:
-        """Held by the service while it works."""
+        """Held by the service while it runs."""
         return self.folder / "service.lock"
 
     @property
@@ -169,7 +169,7 @@ def load(path: Path) -> AggregatorConfig:
 
 
 def check(file: AggregatorFile) -> None:
-    """Refuse what contradicts itself.
+    """Refuse contradictory settings.
 
     Raises:
         JobError: It does.
@@ -205,7 +205,7 @@ def _check_limits(file: AggregatorFile) -> None:
 
 
 def _is_host(text: str) -> bool:
-    """Whether a certificate can be made for it: no port, no URL."""
+    """Whether a certificate can be issued for it: no port, no URL."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -47,7 +47,7 @@ class Connect(Protocol):
         required: int,
         quorum: int,
     ) -> Grid:
-        """Call the roll.
+        """Do the handshake.
 
         Args:
             roll_call: Tells which node is which site.
@@ -145,7 +145,7 @@ class DeployedRun:
         return self._federation.pool.layout
 
     def _can_spare_sites(self) -> bool:
-        """Whether a run that has begun can go on without some of its sites.
+        """Whether a started run can continue without some of its sites.
 
         What it claims of privacy rests on promises of all of them.
         """
@@ -155,7 +155,7 @@ class DeployedRun:
         return fewest(job) < len(job.sites) and (known or not private)
 
     def run(self, connect: Connect) -> RunResult:
-        """Begin the run, or go on with it from its newest checkpoint.
+        """Start the run, or resume it from its newest checkpoint.
 
         Args:
             connect: Makes the grid.
@@ -223,7 +223,7 @@ class DeployedRun:
             )
 
     def _promises(self) -> tuple[SitePrivacy, ...]:
-        """What the sites promise; of those that are absent, what they have promised."""
+        """The promises of the sites; of absent ones, their earlier promises."""
         new = {promise.site: promise for promise in self._roll_call.promises()}
         return tuple(each for _, each in sorted((self._promised | new).items()))
 

@@ -1,4 +1,4 @@
-"""Space on the disk that is kept for revocations: a full disk must not stop one.
+"""Disk space that is reserved for revocations, which a full disk must not stop.
 
 A file of zeros in the aggregator's folder. ``released`` removes it, so that what is
 written then has room, and puts it back afterwards. Whoever fills the disk with other
@@ -21,7 +21,7 @@ def is_there(folder: Path) -> bool:
 
 
 def fill(folder: Path) -> bool:
-    """Put the reserve in place; say whether all of it is there."""
+    """Create the reserve; return whether it is complete."""
     path = folder / NAME
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -38,7 +38,7 @@ def fill(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def released(folder: Path) -> Iterator[None]:
-    """Give the reserve to what is written inside the block.
+    """Release the reserve for writes inside the block.
 
     Where there was none, none is made: the folder may not be an aggregator's.
     """

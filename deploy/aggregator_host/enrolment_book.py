@@ -1,4 +1,4 @@
-"""What the aggregator knows of its sites: who is invited, enrolled and revoked.
+"""The aggregator's record of its sites: invited, enrolled and revoked ones.
 
 One file, ``sites.json``, for its owner alone, replaced whole under a lock: the service
 and the commands of the operator write it. It holds no secret but the hashes of tokens.
@@ -36,7 +36,7 @@ class BookDamaged(FederationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """A token that was handed out.
+    """A token that was issued.
 
     Attributes:
         digest: SHA-256 of its secret, hexadecimal.
@@ -91,7 +91,7 @@ class EnrolledSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithdrawnSite:
-    """A site that was revoked; its keys are never taken again.
+    """A revoked site; its keys are never accepted again.
 
     Attributes:
         member: What it was.
@@ -104,7 +104,7 @@ class WithdrawnSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentBook:
-    """All that is known.
+    """The whole record.
 
     Attributes:
         version: Of the file.
@@ -129,18 +129,18 @@ class EnrolmentBook:
         return found[0] if found else None
 
     def with_invitation(self, invitation: Invitation) -> "EnrolmentBook":
-        """Put an invitation in the place of one with the same token, or add it."""
+        """Add an invitation, or replace the one with the same token."""
         rest = [one for one in self.invitations if one.digest != invitation.digest]
         return replace(self, invitations=(*rest, invitation))
 
     def with_member(self, member: EnrolledSite) -> "EnrolmentBook":
-        """Put a site in the place of one with the same name, or add it."""
+        """Add a site, or replace the one with the same name."""
         rest = [one for one in self.members if one.site != member.site]
         members = sorted((*rest, member), key=lambda one: one.site)
         return replace(self, members=tuple(members))
 
     def without(self, site: str, *, at: float) -> "EnrolmentBook":
-        """Withdraw a site and every invitation of it."""
+        """Remove a site and all its invitations."""
         gone = tuple(
             WithdrawnSite(member=one, at=at) for one in self.members if one.site == site
         )
@@ -163,7 +163,7 @@ class EnrolmentBook:
         )
 
     def revoked_sites(self, members: Roster) -> frozenset[SiteId]:
-        """Sites that were revoked, but for those that a roster pins with a new key."""
+        """Revoked sites, except those that a roster pins with a new key."""
         pinned = {entry.site: entry.public_key.hex() for entry in members.sites}
         gone = (one.member for one in self.withdrawn)
         return frozenset(
@@ -173,7 +173,7 @@ class EnrolmentBook:
         )
 
     def at(self, now: float) -> "EnrolmentBook":
-        """Leave out what time has ended: invitations, and certificates of members."""
+        """Drop what has expired: invitations, and certificates of members."""
         return replace(
             self,
             invitations=tuple(one for one in self.invitations if one.expires > now),
@@ -187,7 +187,7 @@ class EnrolmentBook:
         )
 
     def revoked(self, now: float) -> dict[int, float]:
-        """When certificates that would still hold were revoked, by serial number."""
+        """When unexpired certificates were revoked, by serial number."""
         return {
             int(certificate.serial, 16): one.at
             for one in self.withdrawn
@@ -243,7 +243,7 @@ class BookFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes and threads from writing the book meanwhile.
+        """Lock the book against writes of other processes and threads.
 
         Raises:
             BookDamaged: The file of the lock cannot be opened.
@@ -278,7 +278,7 @@ class BookFile:
             raise BookDamaged(f"cannot write {self.path}: {error.strerror}") from error
 
     def read_revocations(self, authority: Authority) -> Revocations:
-        """What the proxy's list says of certificates that would still hold.
+        """Read the revoked, unexpired certificates from the proxy's list.
 
         A list that is missing or torn says nothing: it is made again from the book.
         """
@@ -297,7 +297,7 @@ class BookFile:
         )
 
     def write_revocations(self, book: EnrolmentBook, authority: Authority) -> None:
-        """Write what the proxy reads: nothing that is listed is ever let in again.
+        """Write the proxy's list, whose certificates are never accepted again.
 
         Raises:
             StoreUnavailable: It cannot be written.

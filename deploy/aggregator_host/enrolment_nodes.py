@@ -1,4 +1,4 @@
-"""Nodes at the SuperLink of this host, as enrolment lets them in and shuts them out."""
+"""Register and unregister nodes at the SuperLink of this host, for enrolment."""
 
 from cloud_adapters.flower.facts import SuperLinkUnavailable
 from cloud_adapters.net.ports import LOOPBACK
@@ -10,7 +10,7 @@ _SHUT_OUT = "unregistered"
 
 
 def register(control: FlowerControl, public_key: bytes) -> int:
-    """Let a node in; one that is in already keeps its number.
+    """Register a node; a registered one keeps its number.
 
     Args:
         control: The SuperLink.
@@ -29,7 +29,7 @@ def register(control: FlowerControl, public_key: bytes) -> int:
 
 
 def unregister(config: AggregatorConfig, node_id: int) -> None:
-    """Let a node in no more; one that is not in is left as it is.
+    """Unregister a node; an unknown one is ignored.
 
     Raises:
         SuperLinkUnavailable: The SuperLink cannot be reached, or has never run.

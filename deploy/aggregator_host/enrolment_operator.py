@@ -1,4 +1,4 @@
-"""What the aggregator's operator does about sites: invite, look and revoke.
+"""The aggregator operator's commands on sites: invite, list and revoke.
 
 A revoked site is on the proxy's list before anything else is written; an interrupted
 call is finished by repeating it, or by the next start of the aggregator. Neither needs
@@ -65,7 +65,7 @@ class SiteRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Everybody that the aggregator knows.
+    """All parties that the aggregator knows.
 
     Attributes:
         sites: Invited, then enrolled, then revoked.
@@ -80,7 +80,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevocationResult:
-    """What a revocation has done.
+    """The result of a revocation.
 
     Attributes:
         site: Who was shut out.
@@ -137,7 +137,7 @@ def invite(
     address: str | None = None,
     seconds: float = TOKEN_SECONDS,
 ) -> Token:
-    """Make a token for a site; its hash alone is kept.
+    """Make a token for a site; only its hash is stored.
 
     Args:
         config: The operator's ``aggregator.toml``.
@@ -189,7 +189,7 @@ def invite(
 def revoke(
     config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
 ) -> RevocationResult:
-    """Shut a site out at once; doing it again finishes what was left undone.
+    """Revoke a site at once; a repeated call finishes an interrupted one.
 
     Args:
         config: The operator's ``aggregator.toml``.

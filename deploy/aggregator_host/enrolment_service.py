@@ -232,7 +232,7 @@ class EnrolmentService:
 
 
 def _with_certificate(member: EnrolledSite, issued: bytes) -> EnrolledSite:
-    """Note a certificate of a site.
+    """Record a certificate of a site.
 
     Raises:
         EnrolmentRefused: It has too many already.
@@ -252,7 +252,7 @@ def _with_certificate(member: EnrolledSite, issued: bytes) -> EnrolledSite:
 
 
 def _check_new(book: EnrolmentBook, asked: Enrolment) -> None:
-    """Keys belong to one site, and never again to one that was revoked."""
+    """Check that keys belong to one site, and never to a revoked one."""
     for one in book.withdrawn:
         if asked.identity == one.member.identity or asked.node_key == (
             one.member.node_key

@@ -1,4 +1,4 @@
-"""Secrets of the aggregator's host: who may use the SuperLink's interfaces.
+"""Secrets of the aggregator's host, which protect the SuperLink's interfaces.
 
 Two files in the aggregator's folder, for their owner alone. ``control.secret`` is for
 the service and the operator's commands, which start runs and let nodes in;
@@ -18,7 +18,7 @@ SECRET_BYTES = 64
 
 
 def make(folder: Path) -> list[str]:
-    """Write the secrets that are missing.
+    """Write missing secrets.
 
     Returns:
         Their names.
@@ -33,7 +33,7 @@ def make(folder: Path) -> list[str]:
 
 
 def read(path: Path) -> bytes:
-    """Read one.
+    """Read a secret.
 
     Raises:
         KeyFileRefused: It is missing, others may read it, or it is too short.

@@ -1,4 +1,4 @@
-"""Logs of the service's programs: none grows without an end.
+"""Bounds the logs of the service's programs.
 
 A program appends to its log through an open handle, and only nginx
 can be asked to open another. So the content moves instead: into ``NAME.log.1``,

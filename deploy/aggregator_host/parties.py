@@ -1,4 +1,4 @@
-"""Who takes part in runs, and which jobs they can run.
+"""The parties of runs, and which jobs they can run.
 
 Nothing here imports torch: ``crossfed run`` hands a job over and trains nothing.
 """
@@ -21,7 +21,7 @@ from privacy.secagg.errors import RosterRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parties:
-    """Who runs the aggregator, and whom it believes.
+    """The aggregator's identity, and the sites that it trusts.
 
     Attributes:
         identity: The aggregator's own key.
@@ -35,7 +35,7 @@ class Parties:
 
     @classmethod
     def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
-        """Read a folder's key, and the roster that a run has begun with.
+        """Read a folder's key, and the roster that a run started with.
 
         A site that enrols meanwhile changes the folder's roster; the sites of the run
         hold the one before, and a contract is between holders of the same.
@@ -130,7 +130,7 @@ def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -
 
 
 def fewest(job: JobSpec) -> int:
-    """How many sites a run that has begun needs when its coordinator starts.
+    """How many sites a started run needs when its coordinator starts.
 
     Under secure aggregation all: they make new keys together, and where noise is in
     the sum they state together what they need.

@@ -1,4 +1,4 @@
-"""Who takes part in a deployed run, and what each site promises.
+"""The handshake of a deployed run: which sites take part, and their promises.
 
 One question, or two where noise adds up inside the secure sum: what each site needs,
 and, once it knows what the others need, what it promises.
@@ -31,7 +31,7 @@ NOTHING_KNOWN: Mapping[SiteId, LedgerAnchor] = MappingProxyType({})
 
 @dataclass(kw_only=True)
 class SignedRollCall:
-    """Proposes a run, and believes sites whose key the roster pins.
+    """Proposes a run, and trusts sites whose key the roster pins.
 
     Attributes:
         question: What is asked now: the signed proposal, or then the statements.
@@ -71,7 +71,7 @@ class SignedRollCall:
         spares: bool = False,
         anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
     ) -> "SignedRollCall":
-        """Propose a job, to all of its sites but the revoked."""
+        """Propose a job to all of its sites except revoked ones."""
         proposal = Proposal(
             version=introduction.VERSION,
             run_id=run_id,
@@ -131,18 +131,18 @@ class SignedRollCall:
         return True
 
     def examples(self) -> Mapping[SiteId, int]:
-        """Training examples that each site says it holds; 0 if it does not tell."""
+        """Training examples that each site reports; 0 if it does not."""
         found = sorted(self.introductions.items())
         return {name: each.num_examples for name, each in found}
 
     def data(self) -> Mapping[SiteId, SignedCounts]:
-        """What each site says of its data."""
+        """Each site's numbers about its data."""
         return {
             name: SignedCounts(examples=each.num_examples, held_out=each.num_held_out)
             for name, each in self.introductions.items()
         }
 
     def promises(self) -> tuple[SitePrivacy, ...]:
-        """What the sites promise, in the order of their names."""
+        """The sites' promises, in the order of their names."""
         found = sorted(self.introductions.items())
         return tuple(each.privacy for _, each in found if each.privacy is not None)

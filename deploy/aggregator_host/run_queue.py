@@ -1,4 +1,4 @@
-"""Runs that were handed to the aggregator, as files in their folders.
+"""Runs that were submitted to the aggregator, as files in their folders.
 
 ``crossfed run`` writes ``job.toml`` and ``request.json``; the service starts a
 coordinator and notes it in ``coordinator.json``; the coordinator leaves
@@ -56,7 +56,7 @@ MAX_FRUITLESS_STARTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """That somebody wants a run.
+    """A request for a run.
 
     Attributes:
         at: When; seconds since 1970.
@@ -177,7 +177,7 @@ class CoordinatorStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Leave an outcome for a run that no coordinator will bring to its end."""
+    """Write an outcome for a run that no coordinator will finish."""
 
     handed: QueuedRun
     code: int
@@ -186,7 +186,7 @@ class GiveUp:
 
 
 def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
-    """Hand a job over.
+    """Submit a job.
 
     Raises:
         RunConflict: There is a run in the folder.
@@ -253,18 +253,18 @@ def take_up(run: RunFolder, *, at: float) -> None:
 
 
 def ask_to_stop(run: RunFolder) -> None:
-    """Have a run end after its round."""
+    """Ask a run to end after its round."""
     replace_file(run.path / STOP, [b""])
 
 
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
-    """Say that there is nothing more to do; what was said first counts."""
+    """Write the outcome of a run; the first one counts."""
     if not (run.path / OUTCOME).exists():
         _write(run.path / OUTCOME, outcome)
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error comes of a full disk: the run waits for room and is not over."""
+    """Whether a full disk caused an error: the run waits for space, and is not over."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
@@ -273,7 +273,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def goes_on(error: BaseException) -> bool:
-    """Whether a run outlives an error that ends its coordinator.
+    """Whether a run continues after an error that ends its coordinator.
 
     The service starts another one: where this one was ended from outside, met an error
     that crossfed does not expect, found the disk full, or found another at work.
@@ -309,7 +309,7 @@ class DeadCoordinators:
         self._missed: dict[str, int] = {}  # Looks, by Flower's number.
 
     def look(self, handed: Iterable[QueuedRun]) -> list[tuple[RunFolder, int]]:
-        """Runs whose coordinator has left the lock for some looks, and its number.
+        """Runs whose coordinator has not held the lock for some looks, with its number.
 
         One that has just done its work leaves its outcome at once.
         """
@@ -329,7 +329,7 @@ class DeadCoordinators:
 
 
 def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
-    """Say who works on a run."""
+    """Record which coordinator works on a run."""
     _write(
         handed.run.path / COORDINATOR,
         Coordinator(
@@ -374,7 +374,7 @@ def handed_over(root: Path) -> Queue:
 def decide(
     handed: Sequence[QueuedRun], flower: Mapping[int, FlowerRun]
 ) -> Iterable[CoordinatorStart | GiveUp]:
-    """What to do next: sites work on one run at a time, the oldest first.
+    """Decide what to do next: sites work on one run at a time, the oldest first.
 
     Args:
         handed: Runs in the order of their requests.

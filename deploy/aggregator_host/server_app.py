@@ -52,7 +52,7 @@ def main(api: FlowerApi, context: Context) -> None:
 
 
 def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None:
-    """Run, or go on with, a run; leave an outcome if there is nothing more to do.
+    """Start or resume a run; write its outcome if nothing is left to do.
 
     Raises:
         RunConflict: Another coordinator works on it, and may not know yet that
@@ -85,7 +85,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
 
 
 class ReplacedMeanwhile(Exception):
-    """A file was replaced while this process started, so it may not read it.
+    """A file was replaced while this process started, which may not read it now.
 
     It has given up reading what is new in the aggregator's folder, with the secrets
     that are there. Another coordinator reads the file that is there now.
@@ -113,7 +113,7 @@ def read_own(read: Callable[[], _Read]) -> _Read:
 def _run(
     deployed: DeployedRun, run: RunFolder, connect: Connect, frames: Frames
 ) -> RunResult:
-    """Run it, and remove what it has left in the exchange, however it ends."""
+    """Run it, and always remove its objects from the exchange afterwards."""
     try:
         result = deployed.run(connect)
     except RunConflict:  # The exchange is the other coordinator's.

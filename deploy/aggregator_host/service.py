@@ -1,4 +1,4 @@
-"""``crossfed aggregator up``: Flower's processes, watched, and runs handed to them."""
+"""``crossfed aggregator up``: watches Flower's processes, and starts runs."""
 
 import json
 import os
@@ -156,7 +156,7 @@ class AggregatorService:
             self._serve(control)
 
     def _secret(self) -> bytes:
-        """The secret of Control; a folder of an earlier release gets one.
+        """The secret of Control, created for a folder of an earlier release.
 
         Raises:
             KeyFileRefused: Others may read a secret.
@@ -185,7 +185,7 @@ class AggregatorService:
         self._look_at_disk()
 
     def _look_at_disk(self) -> None:
-        """Say when the disk has too little room for answers, and when it has again."""
+        """Report when the disk is too full for answers, and when it no longer is."""
         folders = (self.config.folder, self.config.flower)
         free, folder = min((free_bytes(each), each) for each in folders)
         reserve = self._limits.reserve
@@ -220,7 +220,7 @@ class AggregatorService:
         return self._answers and all(child.is_up for child in self._children)
 
     def _health(self, body: bytes) -> tuple[int, bytes]:
-        """Whether every program runs and the disk has room, and no more than that."""
+        """Return only whether every program runs and the disk has space."""
         del body
         disk = "disk full" if self._is_full else "ok"
         state = disk if self._serves else "starting"
@@ -272,7 +272,7 @@ class AggregatorService:
                     child.stop()
 
     def _schedule(self, control: FlowerControl) -> None:
-        """Start the run whose turn it is; give up those that do not go on."""
+        """Start the next run; fail runs that make no progress."""
         queue = run_queue.handed_over(self.config.runs)
         for one in queue.damaged:
             self._tell_once(f"run {one.run.path.name} is not started: {one.reason}")
@@ -293,7 +293,7 @@ class AggregatorService:
             self.listener(text)
 
     def _end_dead(self, control: FlowerControl, handed: Sequence[QueuedRun]) -> None:
-        """End Flower's run where its coordinator was killed.
+        """End Flower's run if its coordinator was killed.
 
         Flower itself would notice after a minute.
         """
@@ -324,7 +324,7 @@ class AggregatorService:
         self.listener(f"run {run.path.name} is started{again}")
 
     def _port(self) -> int:
-        """Port of the SuperLink: a chosen one is kept, so that nodes find it again."""
+        """Port of the SuperLink; a chosen one is stored, so nodes find it again."""
         port = self.config.superlink_port()
         if port is None:
             port = ports.free_port()

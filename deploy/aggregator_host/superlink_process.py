@@ -56,7 +56,7 @@ def command(
 
 
 def prepare(database: Path) -> int:
-    """Make the file of the state give space back to the disk; no SuperLink may run.
+    """Set the state's file to release disk space; no SuperLink may be running.
 
     SQLite keeps the pages of what was deleted. A database in the mode ``FULL`` cuts
     them off with every transaction; one that was made without is rewritten once.

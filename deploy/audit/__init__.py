@@ -1,1 +1,1 @@
-"""The audit of a job: its runs, and what they show."""
+"""The audit of a job: its runs, and their findings."""

@@ -37,7 +37,7 @@ LEAST_CANARIES = 100
 
 
 def plan_sites(federation: Federation, clock: Clock) -> PrivateSites | None:
-    """Plan what each site does to keep its promise, as in a run of the job.
+    """Plan how each site keeps its promise, as in a run of the job.
 
     Args:
         federation: The job, its model and its data.
@@ -150,7 +150,7 @@ def _check(job: JobSpec, attack: Attack) -> None:
 
 
 def _why_not_sites(job: JobSpec, confidence: float) -> str:
-    """Say what an audit could show where a canary is a whole site."""
+    """Say what an audit could show if a canary is a whole site."""
     private, num_sites = job.privacy.differential_privacy, len(job.sites)
     delta = default_delta(num_sites) if private.delta is None else private.delta
     most = epsilon_lower_bound(

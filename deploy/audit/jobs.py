@@ -1,4 +1,4 @@
-"""What an audit changes of a job: as little as its attacks need."""
+"""An audit's changes to a job: as few as its attacks need."""
 
 import math
 from dataclasses import replace
@@ -107,7 +107,7 @@ def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
 def with_more_records(
     job: JobSpec, num_records: int, num_canaries: int
 ) -> tuple[JobSpec, int]:
-    """Keep a site's sampling rate and steps though it holds more records.
+    """Keep a site's sampling rate and steps although it holds more records.
 
     Args:
         job: The job.
@@ -158,7 +158,7 @@ def with_more_records(
 
 
 def _exactly(job: JobSpec, num_records: int, least: int) -> tuple[int, int, int]:
-    """Enlarge a step of ordinary batches, and the records it is of, alike.
+    """Enlarge a step of ordinary batches in proportion to its records.
 
     Returns:
         Batches of a step, records of a batch, and records of the site: at least

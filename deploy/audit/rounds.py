@@ -1,4 +1,4 @@
-"""How an audit runs a job's rounds: in this process, and keeping nothing.
+"""How an audit runs a job's rounds: in this process, without storing anything.
 
 Without masks, if the promise holds against who sees every update; with the
 job's own secure sum and noise shares, if it holds against who sees the opened sums.
@@ -39,7 +39,7 @@ _NO_NOISE = SumNoise(spans=())
 
 
 class Stage(Protocol):
-    """Where trainers meet: as sites, and with somebody who gathers what they send."""
+    """The sites of an audit's rounds, and the gathering of their answers."""
 
     @property
     def federation(self) -> Federation:
@@ -48,7 +48,7 @@ class Stage(Protocol):
 
     @property
     def run_id(self) -> RunId:
-        """The run, which nobody keeps."""
+        """The run, which is not stored."""
         ...
 
     def site(
@@ -63,7 +63,7 @@ class Stage(Protocol):
         ...
 
     def seen(self, gather: Gather) -> Gather:
-        """Look on as the aggregator gathers."""
+        """Observe the aggregator's gathering."""
         ...
 
 
@@ -85,12 +85,12 @@ class OpenStage:
         )
 
     def seen(self, gather: Gather) -> Gather:
-        """Look at the updates alone."""
+        """Observe only the updates."""
         return gather
 
 
 class SecretStage:
-    """Sums are opened and nothing else: the job's own masks and noise shares."""
+    """Only sums are opened, with the job's own masks and noise shares."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SecretStage:
     def site(
         self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
     ) -> SiteHandler:
-        """Make a site of a trainer; its masks come from where its noise does."""
+        """Make a site of a trainer; masks and noise have the same source."""
         rehearsal, plan = self._rehearsal, self._plans[name]
         if plan.training is not None:
             rehearsal = replace(rehearsal, random_bytes=plan.training.random_bytes)
@@ -139,7 +139,7 @@ class SecretStage:
         )
 
     def seen(self, gather: Gather) -> Gather:
-        """Look at the sums that the aggregator opens."""
+        """Observe the sums that the aggregator opens."""
         return gather if self._see is None else _ObservedGather(gather, self._see)
 
 
@@ -158,7 +158,7 @@ class _ObservedGather:
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
-        """Ask whom the gather asks."""
+        """Ask the same sites as the gather."""
         return self._gather.cohort(members, drawn)
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
@@ -173,7 +173,7 @@ class _ObservedGather:
         return updates, shown
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
-        """Have the cohort evaluate; the witness does not hear of it."""
+        """Let the cohort evaluate, unobserved."""
         self._gather.evaluation(state, record)
 
 
@@ -183,7 +183,7 @@ def run_rounds(
     listeners: Sequence[Emit],
     clock: Clock,
 ) -> RunState:
-    """Run the job's rounds in this process and keep nothing.
+    """Run the job's rounds in this process, without storing anything.
 
     Raises:
         SiteError: A site failed in some round: the promises were not tested
@@ -222,11 +222,11 @@ def run_rounds(
 
 
 def throwaway_id() -> RunId:
-    """Name a run that nobody keeps."""
+    """Name a run that is not stored."""
     return RunId(f"audit-{secrets.token_hex(8)}")
 
 
 def absent(name: str, message: str) -> SiteError:
-    """Say that a site was not there."""
+    """Report that a site did not take part."""
     why = f": {message}" if message else ""
     return SiteError(f"site {name!r} did not take part in the audit correctly{why}")

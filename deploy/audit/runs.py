@@ -94,7 +94,7 @@ class Attack:
 
 
 def guesses_for(num_canaries: int) -> int:
-    """Number of guesses about so many canaries."""
+    """Number of guesses for a number of canaries."""
     few = min(_FEW_GUESSES, int(_MOST_GUESSED_SHARE * num_canaries))
     return max(few, int(_GUESSED_SHARE * num_canaries))
 
@@ -158,7 +158,7 @@ class CanaryRun:
         return None if in_sum is None else in_sum.share.honest
 
     def run(self, listeners: Sequence[Emit]) -> None:
-        """Train, and note what is seen along the canaries' coordinates."""
+        """Train, and record what is visible along the canaries' coordinates."""
         stage = self._stage()
         for name in self._federation.site_data:
             job, data = self._canaried(name)
@@ -192,7 +192,7 @@ class CanaryRun:
             scores.see_sum(mean_d)
 
     def _canaried(self, name: SiteId) -> tuple[JobSpec, SiteData]:
-        """A site's job and data: with canaries, or with codes alone."""
+        """A site's job and data: with canaries, or only with codes."""
         job, is_in_m, num_empty = self._federation.job, np.zeros(0, np.bool_), 0
         train, held_out = self._federation.site_data[name]
         if name in self._is_in:
@@ -218,7 +218,7 @@ class CanaryRun:
         return replace(plan, training=replace(plan.training, clipping=clipping))
 
     def findings(self, name: SiteId, membership: Membership) -> SiteFindings:
-        """Put together what is known of a site."""
+        """Collect the findings of a site."""
         scores_m, is_in_m = self._scores[name].scores_m, self._is_in[name]
         promise = self._promise(name)
         num_guesses = guesses_for(len(scores_m))
@@ -404,7 +404,7 @@ def _trainer(
 def _ledger(
     federation: Federation, name: SiteId, plan: SitePlan, clock: Clock
 ) -> InMemoryLedger:
-    """Make a ledger that nobody keeps."""
+    """Make a ledger that is not stored."""
     terms = Terms(
         run_id=throwaway_id(),
         site=name,

@@ -83,7 +83,7 @@ def _given(value: _Number | None, default: _Number) -> _Number:
 
 
 def _folder(job: "JobSpec", options: argparse.Namespace) -> Path:
-    """Choose the audit's folder, which must be new or empty: nothing is mixed up."""
+    """Choose the audit's folder, which must be new or empty."""
     from federation.ids import new_run_id  # noqa: PLC0415
 
     name = new_run_id(options.clock.now(), os.urandom(3))
@@ -116,7 +116,7 @@ def leave(findings: "AuditFindings", folder: Path) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[["Event"], None]]:
-    """Say on standard error how far both runs are."""
+    """Report the progress of both runs on standard error."""
     from federation.events import RoundFinished, RunStarted  # noqa: PLC0415
 
     runs = iter(("with canaries", "without canaries"))

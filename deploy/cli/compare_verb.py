@@ -9,7 +9,7 @@ DEFAULT_PATH = Path("comparison.html")
 
 
 def leave_comparison(runs: Sequence[RunFolder], path: Path | None = None) -> Path:
-    """Write the comparison of runs from what they left, and return where it is.
+    """Write the comparison of runs, and return its path.
 
     Args:
         runs: At least two.

@@ -88,7 +88,7 @@ def _print_balance(title: str, found: Mapping[str, Any]) -> None:
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE as in a job; what is no value of TOML is a text."""
+    """Read KEY=VALUE as in a job; a value that is not TOML is a string."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))

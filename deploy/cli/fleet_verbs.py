@@ -54,14 +54,14 @@ def _up(options: argparse.Namespace) -> int:
 
 
 class _Troubles:
-    """Tells what keeps nodes from working, each once."""
+    """Reports what keeps nodes from working, each once."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._told: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Tell what is new."""
+        """Report what is new."""
         for _, node in _found(self._options):
             new = (node.id, node.trouble)
             if node.trouble and node.state is not NodeState.GONE:

@@ -1,4 +1,4 @@
-"""What a job promises, found out without running it."""
+"""A job's predictions and guarantees, without running it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _MAX_SITES_WITH_LINES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is known of a job before it runs.
+    """What is known about a job before it runs.
 
     Attributes:
         promises: What it promises of privacy, in lines.
@@ -38,7 +38,7 @@ class Forecast:
     cost: Cost | None = None
 
     def lines(self) -> Iterator[str]:
-        """Say what is sent, what it takes and what is promised."""
+        """Describe what is sent, what it costs and what is promised."""
         if self.traffic is None:
             yield "bytes cannot be predicted for groups or Flower apps"
         else:
@@ -114,7 +114,7 @@ def sizes_of(federation: Federation, *, clock: Clock) -> Traffic | None:
 def _promises(
     federation: Federation, clock: Clock
 ) -> tuple[PrivateSites | None, Contract | None]:
-    """What the sites would promise of privacy, and agree on for secure sums."""
+    """The sites' privacy guarantees, and the terms of secure sums."""
     job = federation.job
     # As long as the id of a run: it is part of every message.
     run_id, private = new_run_id(0.0, bytes(3)), None
@@ -131,7 +131,7 @@ def _bytes(spans: tuple[Span, Span]) -> str:
 
 
 def bad_site_notice(job: JobSpec) -> str:
-    """Say what bounds a bad site's part in a secure sum; empty without such sums."""
+    """Say what limits a bad site's part in a secure sum; empty without such sums."""
     secure, rule = job.privacy.secure_aggregation, job.aggregation.combine
     if not secure.enabled:
         return ""

@@ -1,4 +1,4 @@
-"""Verbs of the command line for what a run leaves: model, checkpoints, metrics.
+"""Verbs of the command line for a run's results: model, checkpoints, metrics.
 
 Arguments in and text out; the work is in ``deploy.tools`` and
 ``monitoring.runs.trackers``.

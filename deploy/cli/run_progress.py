@@ -1,4 +1,4 @@
-"""How a run shows itself while it goes on: on standard error, as long as it is read."""
+"""A run's progress on standard error, while it is read."""
 
 import contextlib
 import sys
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def run_progress(clock: "Clock") -> Iterator["Emit"]:
-    """Progress that outlives its reader."""
+    """Progress that survives the loss of its reader."""
     with _progress(clock) as progress:
         yield _while_read(progress)
 
 
 @contextmanager
 def _progress(clock: "Clock") -> Iterator["Emit"]:
-    """Choose how a run shows itself: a picture on a terminal, lines in a pipe."""
+    """Choose the form of progress: a live view on a terminal, lines in a pipe."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
 
     from monitoring.terminal.live import LiveProgress  # noqa: PLC0415
@@ -38,7 +38,7 @@ def _progress(clock: "Clock") -> Iterator["Emit"]:
 
 
 def _while_read(progress: "Emit") -> "Emit":
-    """Go on without progress when its reader is gone: the run is worth more."""
+    """Continue without progress when its reader is gone."""
     is_read = True
 
     def listen(event: "Event") -> None:

@@ -71,7 +71,7 @@ def follow(
     run: "RunFolder",
     look: Callable[[], None] = lambda: None,
 ) -> int:
-    """Show a run until it ends; Ctrl-C leaves it alone.
+    """Show a run until it ends; Ctrl-C does not stop the run.
 
     Args:
         options: Of the verb.
@@ -103,7 +103,7 @@ def follow(
 def _await_start(
     run: "RunFolder", clock: "Clock", look: Callable[[], None] = lambda: None
 ) -> None:
-    """Say what a run waits for, until it begins or is over."""
+    """Report what a run waits for, until it starts or is over."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     told = ""
@@ -130,7 +130,7 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
 
 
 def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
-    """Print what a run came to, and return its exit code."""
+    """Print a run's outcome, and return its exit code."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.outcome import lines  # noqa: PLC0415
 
@@ -171,14 +171,14 @@ def _is_over(run: "RunFolder") -> bool:
 
 
 class _Pauses:
-    """Says what a run waits for that has begun, and that nobody works on."""
+    """Reports what a started run waits for if no coordinator works on it."""
 
     def __init__(self, run: "RunFolder", clock: "Clock", *, lock: Path) -> None:
         self._run, self._clock, self._lock = run, clock, lock
         self._since, self._told = clock.monotonic(), ""
 
     def look(self) -> None:
-        """Say it once, and again when it is another thing."""
+        """Report it once, and again when it changes."""
         now = self._clock.monotonic()
         if self._run.is_locked():
             self._since, self._told = now, ""

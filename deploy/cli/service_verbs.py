@@ -1,4 +1,4 @@
-"""Verbs of the processes that stay: ``aggregator`` and ``site``."""
+"""Verbs of the long-lived processes: ``aggregator`` and ``site``."""
 
 import argparse
 import os
@@ -105,7 +105,7 @@ def _site_relay(options: argparse.Namespace) -> int:
 
 
 def _told_to(notify: Notify) -> Callable[[str], None]:
-    """What tells a person and the service manager the same."""
+    """Return a function that reports to a person and to the service manager."""
 
     def listener(text: str) -> None:
         tell(text)

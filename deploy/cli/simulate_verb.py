@@ -101,7 +101,7 @@ def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:
 
 @contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a wish to stop, and the second into the end."""
+    """Turn the first Ctrl-C into a request to stop; the second ends the process."""
     asked = False
 
     def ask(_number: int) -> None:

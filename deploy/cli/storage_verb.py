@@ -1,4 +1,4 @@
-"""The verb ``storage`` of the command line: what lies encrypted in stores.
+"""The verb ``storage`` of the command line: encrypted objects in stores.
 
 Arguments in and text out; the work is in ``deploy.tools.rewrap``.
 """

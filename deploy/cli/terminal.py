@@ -1,4 +1,4 @@
-"""What commands say: data on standard output, and words on standard error."""
+"""Output of commands: data on standard output, messages on standard error."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Write plain values as JSON, which knows no NaN: it becomes a string."""
+    """Write plain values as JSON; NaN, which JSON lacks, becomes a string."""
     say(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
@@ -39,7 +39,7 @@ def _finite(value: Any) -> Any:
 
 
 def tell(text: str) -> None:
-    """Tell a person something, if there is anybody left to read it."""
+    """Write a message for a person, if standard error is still open."""
     with contextlib.suppress(OSError):
         print(f"crossfed: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -68,7 +68,7 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def interrupts(do: Callable[[int], None]) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM do something until the end of the block.
+    """Handle Ctrl-C and SIGTERM until the end of the block.
 
     Args:
         do: It is given the signal's number.
@@ -99,7 +99,7 @@ def show_failure(
 
 
 def complain(error: Exception, options: argparse.Namespace) -> int:
-    """Tell a person what ended a command, and return its exit code."""
+    """Report the error that ended a command, and return its exit code."""
     if options.verbose:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""Verbs of the command line beside a run: keys, doctor, transcript, ledger.
+"""Verbs of the command line besides runs: keys, doctor, transcript, ledger.
 
 Arguments in and text out; the work is in the modules of the same names.
 """

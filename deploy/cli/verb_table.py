@@ -1,4 +1,4 @@
-"""The parser of the command line, made of the table in ``verbs.toml``."""
+"""The parser of the command line, built from the table in ``verbs.toml``."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ exit codes: 0 done, 1 failed, 2 wrong job or arguments, 3 privacy budget spent,
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations of options, nor do its verbs: they are of its class."""
+    """Accepts no abbreviations of options; its verbs use this class, too."""
 
     def __init__(self, **settings: Any) -> None:
         """See argparse."""
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Suggest what may have been meant, which argparse does from Python 3.14 on."""
+        """Suggest similar values, as argparse does from Python 3.14 on."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = get_close_matches(str(value), known, n=1)
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _ShowVersion(argparse.Action):
-    """Print the version, which takes a moment to look up."""
+    """Print the version, which is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         """See argparse."""
@@ -52,7 +52,7 @@ class _ShowVersion(argparse.Action):
 
 
 class _WithOverview(argparse.RawDescriptionHelpFormatter):
-    """Lists no verbs: the overview does, by groups."""
+    """Lists no verbs, because the overview does so by group."""
 
     def _iter_indented_subactions(
         self, _: argparse.Action
@@ -130,7 +130,7 @@ def _add(verb: argparse.ArgumentParser, arguments: Table, shared: Table) -> None
 
 
 def _named_path(text: str) -> Path:
-    """A path that is named: an unset variable of a shell names the folder we are in."""
+    """A path that is not empty: an unset shell variable would mean this folder."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return Path(text)
@@ -147,7 +147,7 @@ def _minutes(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """A number of checkpoints: none at all would leave a run that cannot go on."""
+    """A number of checkpoints: at least one, or the run could not resume."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
     return int(text)

@@ -35,7 +35,7 @@ _RESTORE = "restore the folder from a backup"
 
 
 def checks(path: Path, clock: Clock) -> Iterator[Check]:
-    """Look at an aggregator's configuration, its folder and its ports.
+    """Check an aggregator's configuration, its folder and its ports.
 
     Args:
         path: ``aggregator.toml``.

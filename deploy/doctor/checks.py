@@ -1,4 +1,4 @@
-"""What may keep this machine from taking part, found before a run finds it.
+"""Finds what keeps this machine from taking part, before a run does.
 
 Every check looks and changes nothing but a temporary file. What it finds is a line:
 ok, a warning (it works, or would if asked otherwise), or a problem.
@@ -48,7 +48,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:>=([0-9.]+))?$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the examination.
+    """One result of the doctor.
 
     Attributes:
         name: What was looked at.
@@ -64,24 +64,24 @@ class Check:
 
 
 def ok(name: str, found: str, advice: str = "") -> Check:
-    """Say that something is as it should be."""
+    """Report that something is as it should be."""
     return Check(name=name, status="ok", found=found, advice=advice)
 
 
 def warning(name: str, found: str, advice: str = "") -> Check:
-    """Say that something works, or would if asked otherwise."""
+    """Report that something works, but deserves attention."""
     return Check(name=name, status="warning", found=found, advice=advice)
 
 
 def problem(name: str, found: str, advice: str) -> Check:
-    """Say that something keeps this machine from taking part."""
+    """Report that something keeps this machine from taking part."""
     return Check(name=name, status="problem", found=found, advice=advice)
 
 
 def or_problem(
     name: str, advice: str
 ) -> Callable[[Callable[P, Iterator[Check]]], Callable[P, Iterator[Check]]]:
-    """Make the last line of a check of the error that ends it.
+    """Turn an error that ends a check into its last result.
 
     Args:
         name: What is looked at.
@@ -103,7 +103,7 @@ def or_problem(
 def examine(
     *, key: Path | None, roster_file: Path | None, runs: Path, clock: Clock
 ) -> list[Check]:
-    """Look at this machine and the given files.
+    """Check this machine and the given files.
 
     Args:
         key: A key file, or None.
@@ -127,7 +127,7 @@ def examine(
 
 
 def metadata_requirements() -> Sequence[str] | None:
-    """What the installed crossfed needs; None if it is not installed."""
+    """Requirements of the installed crossfed; None if it is not installed."""
     try:
         found = metadata.requires("crossfed") or []
     except metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
 
 
 def check_torch() -> Iterator[Check]:
-    """Whether torch can be loaded, and on what it computes."""
+    """Whether torch can be loaded, and on which device it computes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -241,7 +241,7 @@ def check_identity(key: Path, roster_file: Path, *, lost: str) -> Iterator[Check
 
 
 def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
-    """A roster file: readable, consistent, and not for others to change."""
+    """A roster file: readable, consistent, and writable only by its owner."""
     try:
         serial, digest = describe(path)
         if serial and not digest:
@@ -337,7 +337,7 @@ def check_folder(name: str, folder: Path, *, otherwise: str) -> Iterator[Check]:
 
 
 def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
-    """Whether the clock can be right: not before files that exist."""
+    """Whether the clock can be right: not before the time of existing files."""
     now = clock.now()
     newest = max((_modified(path), path) for path in files)
     advice = "set the clock, for example by NTP"
@@ -365,7 +365,7 @@ def _check_package(name: str, lowest: str | None) -> Check:
 
 
 def _look(path: Path) -> tuple[os.stat_result, bytes | None]:
-    """State and content of a key file; a pipe would let us wait for ever."""
+    """State and content of a key file, without blocking on a pipe."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         return status, None

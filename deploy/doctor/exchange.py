@@ -1,4 +1,4 @@
-"""Whether the store through which large models travel can be used, and how fast.
+"""Whether the exchange's store works, and how fast.
 
 The aggregator leaves an object where models lie, which sites fetch; a site leaves one
 below its own name. Each is written over the next time, since a site need not be allowed
@@ -22,7 +22,7 @@ _NAME = "exchange"
 
 
 def sites_probe(site: str) -> str:
-    """Key of what a site writes."""
+    """Key of a site's object."""
     return f"sites/{site}/doctor/probe"
 
 

@@ -1,4 +1,4 @@
-"""Whether Flower is installed here, in the version that this release was made for.
+"""Whether a version of Flower is installed that this release supports.
 
 Its private modules carry the messages: another minor version may not understand ours.
 """
@@ -15,7 +15,7 @@ Version = tuple[int, ...]
 
 
 def check_flower() -> Check:
-    """Flower's package, for whoever takes part in runs between machines."""
+    """Check Flower's package, which runs between machines need."""
     try:
         version = metadata.version("flwr")
     except metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def check_flower() -> Check:
 
 
 def range_of(needs: list[str]) -> tuple[Version, Version] | None:
-    """The lowest version of Flower that works, and the first that may not.
+    """The lowest supported version of Flower, and the first unsupported one.
 
     Args:
         needs: Requirements of a package; None is returned if they do not say.
@@ -45,5 +45,5 @@ def range_of(needs: list[str]) -> tuple[Version, Version] | None:
 
 
 def _numbers(version: str) -> Version:
-    """Major and minor; the rest never decides."""
+    """Major and minor; the rest does not matter."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,4 +1,4 @@
-"""Who this machine is for a cloud: which identity its clients would use.
+"""This machine's identity in a cloud, which its clients would use.
 
 The libraries of the clouds look for it as they do in a run, with a second for every
 question. Reported are the kind and the name of an identity, never a secret; what
@@ -55,7 +55,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudIdentity:
-    """What was found.
+    """The identity that was found.
 
     Attributes:
         kind: Where it comes from; or why there is none.
@@ -139,7 +139,7 @@ def merged(needs: Iterable[Need]) -> list[Need]:
 
 
 def checks(needs: Iterable[Need]) -> Iterator[Check]:
-    """Say for each cloud that is used who this machine is there."""
+    """Report this machine's identity in each cloud that is used."""
     for need in merged(needs):
         yield _check(need, look(need))
 
@@ -162,7 +162,7 @@ def _check(need: Need, found: CloudIdentity) -> Check:
 
 
 def look(need: Need) -> CloudIdentity:
-    """Find out who this machine is for a cloud, within a few seconds."""
+    """Find this machine's identity in a cloud, within a few seconds."""
     question = {"aws": _aws, "gcp": _gcp}[need.cloud]
     found = _within(lambda: question(is_own=need.is_own))
     if found is not None:
@@ -228,7 +228,7 @@ def _aws(*, is_own: bool) -> CloudIdentity:
 
 
 def _aws_credentials(session: Any) -> Any:
-    """What a session finds; None also if IMDSv2 is not there or a service is silent."""
+    """A session's credentials; None also if IMDSv2 or a service does not answer."""
     from botocore.exceptions import MetadataRetrievalError  # noqa: PLC0415 -- slow
 
     try:
@@ -238,7 +238,7 @@ def _aws_credentials(session: Any) -> Any:
 
 
 def _aws_session(*, version_1: bool) -> Any:
-    """A session that waits a second; IMDSv1 is asked where there is no other."""
+    """A session that waits a second, and tries IMDSv1 last."""
     import botocore.session  # noqa: PLC0415 -- slow to import
     from botocore.config import Config  # noqa: PLC0415
 
@@ -258,7 +258,7 @@ def _aws_session(*, version_1: bool) -> Any:
 
 
 def _aws_principal(session: Any) -> tuple[str, str]:
-    """Ask STS who that is: the name, and what is wrong."""
+    """Ask STS for the identity: its name, and what is wrong."""
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
     region = session.get_config_variable("region") or "us-east-1"
@@ -327,7 +327,7 @@ def _ask_google(*, is_own: bool) -> CloudIdentity:
 
 
 def _quick_request() -> Any:
-    """A transport that waits a second, and once for each machine that is not there."""
+    """A transport that waits a second, once for each unreachable machine."""
     from google.auth.exceptions import TransportError  # noqa: PLC0415 -- slow
     from google.auth.transport.requests import Request  # noqa: PLC0415
 
@@ -348,7 +348,7 @@ def _quick_request() -> Any:
 
 
 def _gcp_kind(credentials: Any) -> tuple[str, bool]:
-    """Where credentials come from, and whether they are a key that stays."""
+    """The source of credentials, and whether they are a permanent key."""
     from google.auth import (  # noqa: PLC0415 -- slow to import
         aws,
         compute_engine,

@@ -40,7 +40,7 @@ _ENROL = "enrol this site again"
 
 
 def checks(path: Path, clock: Clock) -> Iterator[Check]:
-    """Look at a site's configuration, its keys and its way to the aggregator.
+    """Check a site's configuration, its keys and its connection to the aggregator.
 
     Args:
         path: ``site.toml``.
@@ -197,7 +197,7 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
 
 
 def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:
-    """Send what no aggregator takes: it is read to its end, and refused."""
+    """Send a body that every aggregator reads to its end, and refuses."""
     begin = clock.monotonic()
     try:
         _ask(config, "POST", "/v1/fleet/push-object", body=os.urandom(PROBE_BYTES))

@@ -1,4 +1,4 @@
-"""Whether a store can hold runs: written to, read back, tried and left as it was.
+"""Whether a store can hold runs; the probe's objects are removed.
 
 What no look at a configuration shows: whether the bucket exists, what these credentials
 may do there, and whether the service keeps to the conditions of writes on which
@@ -59,7 +59,7 @@ _PAGES = {"s3": "docs/howto/s3.md", "gs": "docs/howto/gcs.md"}
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A store that is being tried.
+    """A store under test.
 
     Attributes:
         store: It.
@@ -74,7 +74,7 @@ class _Trial:
     content: bytes
 
     def deeds(self) -> Iterator[tuple[str, Callable[[], object], str]]:
-        """What is done, in this order, with the words for it when it went well."""
+        """The steps in order, each with the text for its success."""
         yield "write", self._write, "wrote an object"
         yield "read", self._read, "read it back, in full and in part"
         yield "list", self._list, "listed it"
@@ -104,7 +104,7 @@ class _Trial:
             )
 
     def delete(self) -> None:
-        """Remove the object, and see that it is gone."""
+        """Remove the object, and check that it is gone."""
         self.store.delete(self.key)
         try:
             self.store.stat(self.key)
@@ -117,7 +117,7 @@ class _Trial:
 
 
 def checks(url: str, options: StoreOptions) -> Iterator[Check]:
-    """Try a store; the first thing that fails ends it.
+    """Test a store until the first failure.
 
     Args:
         url: Of the store, as in a job.

@@ -1,4 +1,4 @@
-"""What runs at a site, for as long as the site is up: it takes part in runs.
+"""The long-lived process of a site, which takes part in runs.
 
 Bytes in, bytes out: Flower's connection is in ``cloud_adapters.flower.node``. For each
 run that was proposed and accepted the agent keeps the proposal, the ledger and what the
@@ -90,7 +90,7 @@ class SiteAgent:
     _run: OpenRun | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Begin to note what stores are used for."""
+        """Start measuring the use of stores."""
         self._meters = StoreMeters(self.clock)
 
     @property
@@ -100,11 +100,11 @@ class SiteAgent:
 
     @property
     def watch(self) -> Watch:
-        """Notes what a store is used for that is not of one run alone."""
+        """Measures the use of a store by more than one run."""
         return self._meters.watch(User(name=self.name))
 
     def introduce(self, sealed: bytes) -> bytes:
-        """Answer a proposal, or what all sites have stated of what they need.
+        """Answer a proposal, or the statements of all sites.
 
         With a promise, with a statement where a promise needs those of all, or with
         the reason against taking part.
@@ -181,7 +181,7 @@ class SiteAgent:
             run.stack.close()
 
     def _roster_for(self, sealed: bytes) -> Roster:
-        """What a proposal is checked by: the newest roster, unless its run is open.
+        """The roster for a proposal: the newest, unless its run is open.
 
         Contracts are between holders of the same roster: a run keeps that which it
         has begun with here.
@@ -228,7 +228,7 @@ class SiteAgent:
         return run
 
     def _open_again(self, run_id: RunId) -> OpenRun:
-        """Take up a run after a restart of this process."""
+        """Resume a run after a restart of this process."""
         met = self._meet_again(run_id)
         return self._open(met, keep={}, stated=self._stated_before(met))
 
@@ -304,7 +304,7 @@ class SiteAgent:
         return stated
 
     def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> ProposedRun:
-        """Check a proposal, load model and data of its run, and go by its roster.
+        """Check a proposal, load model and data of its run, and use its roster.
 
         Raises:
             FederationError: The site does not or cannot take part.
@@ -345,7 +345,7 @@ class SiteAgent:
         keep: Mapping[str, bytes],
         stated: Mapping[SiteId, float] | None = None,
     ) -> OpenRun:
-        """Build what a run needs, and keep what it is taken up again from.
+        """Build what a run needs, and store what a restart needs.
 
         Raises:
             FederationError: The site does not or cannot take part.
@@ -377,7 +377,7 @@ class SiteAgent:
             replace_file(folder / name, [content])
 
     def _check_total(self, job: JobSpec) -> None:
-        """Demand a limit for all runs together.
+        """Require a limit for all runs together.
 
         Whether this one is within the limit is looked at when its ledger is opened.
         """
@@ -421,7 +421,7 @@ class SiteAgent:
 
 
 def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
-    """A run's job may not change under it."""
+    """Check that a run's job has not changed."""
     try:
         before = introduction.open_proposal((folder / _PROPOSAL).read_bytes(), roster)
     except FileNotFoundError:

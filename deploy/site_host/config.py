@@ -1,4 +1,4 @@
-"""``site.toml``: what a site's operator decides, and no job can change."""
+"""``site.toml``: the decisions of a site's operator, which no job can change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

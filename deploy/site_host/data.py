@@ -1,4 +1,4 @@
-"""What a deployed site trains on: its own data, or its part of a rehearsal's."""
+"""A deployed site's data: its own, or its share of a rehearsal's."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The site's side of enrolment: keys are made here, and their private halves stay.
+"""The site's side of enrolment: private keys are made here and never leave.
 
 The first connection asks for the aggregator's root certificate and believes nothing
 else; a root of another fingerprint than the token's ends it. Everything after that goes
@@ -52,7 +52,7 @@ _SITE_TOML = Path(__file__).with_name("first_site.toml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteEnrolled:
-    """What is in a site's folder now.
+    """The result of an enrolment.
 
     Attributes:
         site: Its name.
@@ -130,7 +130,7 @@ def enroll(
 def renew(
     config: SiteConfig, *, clock: Clock, connect: Connect = Aggregator
 ) -> SiteEnrolled:
-    """Replace the site's certificate by one of a new key.
+    """Replace the site's certificate by one for a new key.
 
     The old one holds until it expires, and a running site takes the new one with its
     next connection.
@@ -214,7 +214,7 @@ def _ask(
 
 
 def _patiently(way: Way, request: bytes, clock: Clock) -> bytes:
-    """Send a request, again if the aggregator is only starting."""
+    """Send a request, and repeat it while the aggregator starts."""
     end = clock.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -284,7 +284,7 @@ def _node_key(path: Path) -> PrivateKey:
 def _check_certificate(
     found: EnrolmentReply, key: PrivateKey, root: bytes, *, clock: Clock
 ) -> float:
-    """Hold a certificate against our key and the pinned root; say when it expires."""
+    """Check a certificate against our key and the pinned root; return its expiry."""
     try:
         certificate = parse_certificate(found.certificate.encode())
         issuer = parse_certificate(root)

@@ -1,4 +1,4 @@
-"""How a site talks to the aggregator before it is a member: short HTTPS requests."""
+"""A site's HTTPS requests to the aggregator before it is a member."""
 
 import http.client
 import ssl
@@ -21,7 +21,7 @@ _DONE = 200
 
 
 class Way(Protocol):
-    """A way to an aggregator: ``Aggregator``, or one inside a process."""
+    """A connection to an aggregator: ``Aggregator``, or one inside a process."""
 
     def authority(self, fingerprint: str) -> bytes:
         """See ``Aggregator``."""
@@ -34,7 +34,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Aggregator:
-    """The aggregator's proxy, as it is reached from a site.
+    """The aggregator's proxy, as seen from a site.
 
     Attributes:
         address: ``HOST:PORT``.

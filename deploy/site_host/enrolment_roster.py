@@ -1,4 +1,4 @@
-"""Rosters that a site gets from the aggregator, and when it takes one.
+"""Rosters from the aggregator, and when a site accepts one.
 
 Whom a site trusts is its operator's decision: a roster that comes with a certificate is
 looked at, and one that is newer takes the place of the site's own when a person has
@@ -19,7 +19,7 @@ MIN_DIGEST_DIGITS = 32
 
 
 def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
-    """Trust a newer roster, of which a person has compared the digest.
+    """Trust a newer roster whose digest a person has compared.
 
     Args:
         config: The site.
@@ -71,7 +71,7 @@ def newest(config: SiteConfig, held: Roster, own: Identity) -> Roster:
 
 
 def differences(before: Roster, after: Roster) -> list[str]:
-    """Say for people what a newer roster changes."""
+    """Describe the changes of a newer roster."""
     old = {entry.site: entry for entry in before.sites}
     new = {entry.site: entry for entry in after.sites}
     lines = [f"withdraws site {site!r}" for site in old if site not in new]

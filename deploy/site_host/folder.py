@@ -1,4 +1,4 @@
-"""What works in a site's folder, agent or relay: one at a time, with fresh keys."""
+"""A site's folder: one agent or relay at a time, with a fresh certificate."""
 
 import threading
 from collections.abc import Callable
@@ -20,7 +20,7 @@ RENEWAL_LOOK_SECONDS = 6 * 3600.0
 
 
 def only_one(folder: Path) -> AbstractContextManager[None]:
-    """Hold a site's folder: two agents of one site would contradict each other.
+    """Lock a site's folder: two agents of one site would conflict.
 
     Raises:
         FederationError: Another process holds it, when the context is entered.
@@ -68,7 +68,7 @@ def keep_fresh(
     stopped: threading.Event,
     listener: Callable[[str], None],
 ) -> None:
-    """Renew the site's certificate when it is due, in a thread of its own."""
+    """Renew the site's certificate when it is due, in a separate thread."""
     threading.Thread(
         target=_renew, args=(config, clock, stopped, listener), daemon=True
     ).start()

@@ -1,4 +1,4 @@
-"""Ranks of a deployed site: whether a job can use them, and what they are given.
+"""Ranks of a deployed site: whether a job can use them, and their environment.
 
 The agent keeps keys, ledger and protocol. A rank gets the job, the site's data source
 and weights, and an environment without credentials that its data does not need. That is
@@ -56,7 +56,7 @@ _CLOUD = (
 
 
 def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
-    """Check that a job can be trained by the site's ranks; any can by one.
+    """Check that the site's ranks can train a job; a single rank can train any.
 
     Raises:
         JobError: It cannot; ``key`` is the key of the job.
@@ -105,7 +105,7 @@ def uses_ranks(job: JobSpec, file: SiteFile) -> bool:
 
 
 def agents_job(job: JobSpec, file: SiteFile) -> JobSpec:
-    """Return the job for the agent's own model: where ranks train it needs no GPU."""
+    """Return the job for the agent's own model, which needs no GPU if ranks train."""
     if not uses_ranks(job, file):
         return job
     return replace(job, training=replace(job.training, device="cpu"))
@@ -140,7 +140,7 @@ def trainer_of(
 def private_maker(
     federation: Federation, file: SiteFile, stack: ExitStack
 ) -> MakePrivate | None:
-    """Choose what takes a site's private steps: as ``trainer_of``, for other jobs.
+    """Choose what takes a site's private steps, like ``trainer_of``.
 
     Returns:
         What makes it of the site's plan; None where the agent does it.
@@ -248,7 +248,7 @@ def _start(
 
 
 def _compilers_environment(stack: ExitStack) -> dict[str, str]:
-    """Say where compiled code lies: torch's own place is known to every user."""
+    """Set a private folder for compiled code; torch's default is shared by users."""
     folder = stack.enter_context(TemporaryDirectory(prefix="crossfed-compiled-"))
     # By threads of the rank: workers of torch's own might outlive it.
     return {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""``crossfed site relay``: the way of a stock SuperNode to the aggregator.
+"""``crossfed site relay``: connects a stock SuperNode to the aggregator.
 
 Flower's own SuperNode shows no certificate, and the aggregator's proxy lets nobody in
 without. This relay listens on the loopback of the site's machine and passes the calls
@@ -130,7 +130,7 @@ class _Upstream:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """What a SuperNode on this machine is given, in a folder of its own."""
+    """The files of a SuperNode on this machine, in a separate folder."""
 
     folder: Path
 
@@ -168,7 +168,7 @@ class _Paths:
         context.load_cert_chain(path)
 
     def command(self, port: int) -> str:
-        """What starts a SuperNode."""
+        """The command that starts a SuperNode."""
         return (
             f"flower-supernode --superlink {LOOPBACK}:{port} "
             f"--root-certificates {self.folder / 'ca.crt'} "
@@ -186,14 +186,14 @@ class _RelayServer(loopback_http.Server):
         super().__init__(port, _RelayHandler, advice=advice)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Speak TLS in the thread of the connection: nobody else waits for it."""
+        """Do the TLS handshake in the connection's thread, so nothing else waits."""
         request.settimeout(CALL_SECONDS)
         with self._context.wrap_socket(request, server_side=True) as secured:
             super().finish_request(secured, client_address)
 
 
 class _RelayHandler(loopback_http.LoopbackHandler):
-    """Calls of one connection, each passed on over one of its own."""
+    """Calls of one connection, passed on over a second one."""
 
     server: _RelayServer
     protocol_version = "HTTP/1.1"
@@ -213,7 +213,7 @@ class _RelayHandler(loopback_http.LoopbackHandler):
             self.answer(404)
 
     def finish(self) -> None:
-        """Hang up on both sides."""
+        """Close both connections."""
         self._hang_up()
         super().finish()
 

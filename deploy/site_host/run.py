@@ -43,7 +43,7 @@ from privacy.secagg.protocol.train import most_evaluated
 
 @dataclass(frozen=True, kw_only=True)
 class ProposedRun:
-    """A run that was proposed to a site, and that it has model and data for.
+    """A run that was proposed to a site, with model and data.
 
     Attributes:
         run_id: The run.
@@ -82,7 +82,7 @@ class OpenRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteKeys:
-    """Who a site is, and whom it trusts.
+    """A site's identity, and the parties that it trusts.
 
     Attributes:
         identity: Its own key.
@@ -282,7 +282,7 @@ def private_sites(
 
 
 def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
-    """What an operator allows all runs on the site's data together."""
+    """The operator's budget for all runs on the site's data together."""
     return LifetimeBudget(
         dataset=name_data(config),
         epsilon=config.file.policy.total_epsilon,
@@ -291,7 +291,7 @@ def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
 
 
 def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
-    """Have the site's memory count every ledger in the folders of other runs.
+    """Add every ledger in the folders of other runs to the site's memory.
 
     It knows them already, unless they are of an earlier release, or the memory was
     put back from a backup.
@@ -317,12 +317,12 @@ def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
 
 
 def runs_folder(config: SiteConfig) -> Path:
-    """Where a site keeps what belongs to one run each."""
+    """The parent folder of a site's run folders."""
     return config.folder / "runs"
 
 
 def site_memory(config: SiteConfig) -> SiteMemory:
-    """What a site remembers over all runs, in its own folder."""
+    """The site's memory over all runs, in its own folder."""
     return FileMemory(config.folder / "memory")
 
 
@@ -356,7 +356,7 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
 
 
 def name_data(config: SiteConfig) -> str:
-    """Return what the operator calls the site's data, and has always called them.
+    """Return the operator's name for the site's data, which never changes.
 
     Raises:
         JobError: They had another name before.
@@ -369,7 +369,7 @@ def name_data(config: SiteConfig) -> str:
 
 
 def _records(config: SiteConfig, job: JobSpec) -> str:
-    """Name what a site trains on: its own data, or its part of a rehearsal's."""
+    """Name a site's training data: its own, or its share of a rehearsal's."""
     data = config.file.data
     dealt = None if data.source else job_file.document(job)
     own = dataset_name.lineage(dataset=data.source, options=data.options)
@@ -377,7 +377,7 @@ def _records(config: SiteConfig, job: JobSpec) -> str:
 
 
 def _check_sums_known(config: SiteConfig) -> None:
-    """Refuse further sums where runs show that there were some that are forgotten.
+    """Refuse further sums if run folders show sums that the memory lacks.
 
     A site notes the sites of a sum before it answers a round.
 
@@ -400,7 +400,7 @@ def _check_sums_known(config: SiteConfig) -> None:
 def _cohort_rule(
     met: ProposedRun, config: SiteConfig, promise: SitePrivacy | None
 ) -> CohortRule:
-    """Hold the sites of a job against the sums that this site has joined before.
+    """Check the sites of a job against the sums that this site joined before.
 
     Raises:
         JobError: Together they would single out too few sites.

@@ -1,4 +1,4 @@
-"""``crossfed site up``: the agent, and its place in the federation."""
+"""``crossfed site up``: the agent and its node."""
 
 import threading
 from collections.abc import Callable

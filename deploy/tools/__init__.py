@@ -1,1 +1,1 @@
-"""Work on what runs have left: checkpoints, ledgers, transcripts, models."""
+"""Tools for what runs leave: checkpoints, ledgers, transcripts, models."""

@@ -25,7 +25,7 @@ _DIGITS = 4  # Rounds differ by more.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLoad:
-    """What one site has to do, and what it can.
+    """One site's work and speed.
 
     Attributes:
         site: Its name.
@@ -59,7 +59,7 @@ class Balance:
 
 
 def balance(examples: Mapping[str, int], speeds: Mapping[str, float]) -> Balance:
-    """Predict what sites take, by examples and speeds.
+    """Predict the sites' times from examples and speeds.
 
     Args:
         examples: Training examples of each site; at least one site has some.
@@ -155,7 +155,7 @@ def _speed(
 
 
 def of_run(run: RunFolder) -> dict[str, Any]:
-    """Say how evenly the sites of a run were loaded, and how they could be.
+    """Return how evenly the sites of a run were loaded, and how they could be.
 
     Raises:
         RunNotFound: There is no run, or it has lost its job file.

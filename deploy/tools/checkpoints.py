@@ -1,4 +1,4 @@
-"""The checkpoints of a run, wherever they are: what is there, and what may go."""
+"""The checkpoints of a run in any store: list, check and remove them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +32,7 @@ _ITSELF = StoreOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFindings:
-    """What a look at a run's checkpoints came to.
+    """The findings on a run's checkpoints.
 
     Attributes:
         url: Where they are.
@@ -60,7 +60,7 @@ def examine(
     encryption: KeyName = NO_KEY,
     service: StoreOptions = _ITSELF,
 ) -> CheckpointFindings:
-    """Look at the checkpoints of a run, and remove old ones if asked to.
+    """Examine the checkpoints of a run, and remove old ones if requested.
 
     Args:
         place: URL of a run's place in a store; or a folder, run id or job's name.

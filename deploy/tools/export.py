@@ -1,4 +1,4 @@
-"""Give a run's final model away: the model, its card and its job, under one URL.
+"""Export a run's final model: the model, its card and its job, under one URL.
 
     model.safetensors   the model, in its own types
     job.toml            the resolved job
@@ -34,7 +34,7 @@ MODEL, JOB, CARD = "model.safetensors", "job.toml", "README.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What an export came to.
+    """The result of an export.
 
     Attributes:
         run_id: The run.

@@ -45,7 +45,7 @@ _AGREEMENT = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one ledger came to.
+    """The findings on one ledger.
 
     Attributes:
         path: The file.
@@ -61,7 +61,7 @@ class Finding:
 
 
 def find(name: str, root: Path) -> list[Path]:
-    """Find the ledgers that a person means.
+    """Find the ledgers of a name from the command line.
 
     Args:
         name: A ledger, a folder that holds one, or a run: folder, id or job's name.
@@ -92,7 +92,7 @@ def find(name: str, root: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Find the ledgers of a run's folder, also where one of two files is left."""
+    """Find the ledgers of a run's folder, also if one of two files is missing."""
     folders = {
         path.parent
         for left in (LEDGER_NAME, HEAD_NAME)
@@ -130,7 +130,7 @@ def examine(path: Path, key: HeadKey | None = None) -> Finding:
 
 
 def _lifetime(path: Path, run_id: str) -> LifetimeSpent | None:
-    """Ask the memory of the site, or that beside a simulated run."""
+    """Read the memory of the site, or that of a simulated run."""
     site = path.absolute().parent
     if site.parent.name != _SITES:
         return None

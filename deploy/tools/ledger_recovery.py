@@ -82,7 +82,7 @@ def facts(found: RecoveryResult) -> dict[str, Any]:
 
 
 def lines(found: RecoveryResult) -> Iterator[str]:
-    """Say what was done to a ledger, for a person."""
+    """Describe what was done to a ledger."""
     yield f"ledger      {found.path}"
     if found.set_aside is not None:
         yield f"set aside   {os.fspath(found.set_aside)}: what could not be read"

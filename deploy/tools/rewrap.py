@@ -45,7 +45,7 @@ from monitoring.runs.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewrapResult:
-    """What came of it.
+    """The result of ``rewrap``.
 
     Attributes:
         url: The place.
@@ -65,7 +65,7 @@ class RewrapResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where encrypted objects lie, as they are stored.
+    """A store with encrypted objects, in their stored form.
 
     Attributes:
         store: Does not decrypt.
@@ -89,7 +89,7 @@ def opened(
     service: StoreOptions,
     is_changed: bool = False,
 ) -> Iterator[Place]:
-    """Open a run, or what lies at a URL: a run's place, a dataset or an export.
+    """Open a run, or the objects at a URL: a run's place, a dataset or an export.
 
     Args:
         place: URL; or a folder, run id or job's name.
@@ -209,7 +209,7 @@ _PENDING, _ALREADY, _GONE, _IN_CLEAR = "pending", "already", "gone", "unencrypte
 
 
 def _state(place: Place, key: str, old: KeyService, new: KeyService | None) -> str:
-    """What is to be done with an object; its data key is opened to find out.
+    """Decide what to do with an object, by unwrapping its data key.
 
     Raises:
         KeyRefused: Neither key opens it.
@@ -265,7 +265,7 @@ def _rewrap_one(store: EncryptedStore, key: str, new: KeyService | None) -> bool
 
 
 def _bound(store: ObjectStore, url: str) -> str:
-    """What the objects at a URL are bound to, by what lies there."""
+    """The encryption context of the objects at a URL, from what is stored there."""
     for key, bound in ((INDEX_KEY, DATASET), (CARD, EXPORT)):
         with contextlib.suppress(ObjectNotFound):
             store.stat(key)
@@ -274,7 +274,7 @@ def _bound(store: ObjectStore, url: str) -> str:
 
 
 def _name_in_job(place: Place, run: RunFolder, to: KeyName) -> None:
-    """Have the run's job name the new key, for whoever reads the run later."""
+    """Write the new key into the run's job, for later readers of the run."""
     job = job_file.loads(run.read_job())
     run.write_job(_with_key(job, to))
     if run_store.in_bucket(job):

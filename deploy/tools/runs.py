@@ -1,4 +1,4 @@
-"""The runs of this machine: where they are, and a line on each."""
+"""The runs of this machine: their folders, and a summary of each."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
 
 
 def _status(view: RunView, run: RunFolder) -> str:
-    """``interrupted`` for a run that no process works on and that never ended.
+    """``interrupted`` for an unfinished run without a process.
 
     The service resumes a run that it was handed: what ``crossfed ps`` says holds.
 

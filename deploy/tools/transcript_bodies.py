@@ -1,4 +1,4 @@
-"""What the messages of ``privacy.secagg`` in a transcript say, field by field.
+"""Decode the messages of ``privacy.secagg`` in a transcript, field by field.
 
 They are decoded by the protocol's own readers, which refuse what is not the one
 encoding of a message, so nothing can stand in one beside the fields shown here.

@@ -106,7 +106,7 @@ def find(folder: Path, sequence: int) -> dict[str, Any]:
 
 
 def lines(message: Mapping[str, Any], *, fields: bool = False) -> Iterator[str]:
-    """One message in words; with ``fields``, also what its protocol bytes say."""
+    """One message in words; with ``fields``, also its decoded protocol bytes."""
     row = message
     what = " ".join(filter(None, (row["kind"], row["step"])))
     yield (
@@ -137,7 +137,7 @@ class Summary:
         self._signed: dict[str, set[str]] = {}
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """Take note of a message."""
+        """Add a message."""
         direction = message["direction"]
         self._counts[direction] += 1
         self._bytes[direction] += message["bytes"]
@@ -185,7 +185,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _content(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in a frame, once it is known to be the one that was written."""
+    """The content of a frame, after checking that it is the recorded one."""
     path = folder / Path(str(row["file"])).name
     try:
         data = path.read_bytes()
@@ -242,7 +242,7 @@ def _sections(message: WireMessage) -> list[dict[str, Any]]:
 
 
 def _body(value: bytes) -> dict[str, Any]:
-    """What a message of ``privacy.secagg`` says; a site may have sent anything."""
+    """Decode a message of ``privacy.secagg``; a site may have sent anything."""
     kind = transcript_bodies.kind_of(value)
     if kind is None:
         return {"message": None, "fields": {}}

@@ -1,4 +1,4 @@
-"""Encryption of what is kept in stores, with a key that a job or a command names.
+"""Encryption of stored objects, with the key of a job or a command.
 
 Of a run with ``storage.encryption`` are encrypted checkpoints, what sites keep for
 themselves in a simulation, and the copies of a run's files in a bucket. Not encrypted
@@ -23,7 +23,7 @@ _RUN_PARTS = 2  # The job's name and the run's id end the URL of a run's place.
 
 
 def encrypted(job: JobSpec, store: ObjectStore, *, run_id: str = "") -> ObjectStore:
-    """Encrypt what goes into a store, if the job says so.
+    """Encrypt objects of a store, if the job requests it.
 
     Objects are bound to job and run, so that one of another run does not pass.
 
@@ -44,12 +44,12 @@ def encrypted(job: JobSpec, store: ObjectStore, *, run_id: str = "") -> ObjectSt
 
 
 def place_of(job_name: str, run_id: str) -> str:
-    """What the objects of a run are bound to, or of all runs of a job."""
+    """The encryption context of a run's objects, or of all runs of a job."""
     return f"{job_name}/{run_id}/" if run_id else f"{job_name}/"
 
 
 def place_of_url(url: str) -> str:
-    """What the objects of a run are bound to, by the URL of the run's own place.
+    """The encryption context of a run's objects, from the URL of the run's place.
 
     Raises:
         JobError: It is too short to be one.
@@ -65,7 +65,7 @@ def place_of_url(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyName:
-    """A key that a command or an option names.
+    """A key in an argument or an option.
 
     Attributes:
         name: See ``open_keys``; empty for no encryption.
@@ -98,7 +98,7 @@ NO_KEY = KeyName()
 
 
 def encrypted_with(key: KeyName, store: ObjectStore, *, place: str) -> ObjectStore:
-    """Encrypt what goes into a store, if a key is named.
+    """Encrypt objects of a store, if there is a key.
 
     Args:
         key: The key.

@@ -1,4 +1,4 @@
-"""The store through which large models and updates travel between the parties."""
+"""The store for large models and updates between the parties."""
 
 import contextlib
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def check(spec: ExchangeSpec) -> None:
 def opened(
     spec: ExchangeSpec, scratch: Path, *, watch: Watch | None = None
 ) -> Iterator[Frames]:
-    """Open the store, if there is one, for as long as the block lasts.
+    """Open the store, if there is one, during the block.
 
     Args:
         spec: Which.
@@ -106,7 +106,7 @@ def opened(
 def open_exchange(
     spec: ExchangeSpec, *, watch: Watch | None = None
 ) -> ObjectStore | None:
-    """Open the store alone; None if there is none. Errors are those of ``opened``."""
+    """Open only the store; None if there is none. Raises like ``opened``."""
     if not spec.url:
         return None
     options = StoreOptions(
