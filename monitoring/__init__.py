@@ -1,1 +1,1 @@
-"""What a person sees of a run. Reads events only."""
+"""Reports and progress of a run. Reads only events."""

@@ -1,4 +1,4 @@
-"""What an audit found, as values, as JSON and in a few lines.
+"""An audit's findings, as values, as JSON and in a few lines.
 
 Shape suffixes: m canaries.
 """
@@ -28,7 +28,7 @@ FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
 
 
 class Verdict(enum.StrEnum):
-    """What an audit says of a site's promise."""
+    """An audit's verdict on a site's promise."""
 
     NONE = "no guarantee"
     BROKEN = "BROKEN"
@@ -38,7 +38,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a site's ledger says about the run that was audited.
+    """The promise in a site's ledger of the audited run.
 
     Attributes:
         epsilon: Spent on training records; infinite without differential privacy.
@@ -86,7 +86,7 @@ class CurveFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFindings:
-    """What the audit found of one site.
+    """The audit's findings on one site.
 
     Attributes:
         site: Its name.
@@ -123,7 +123,7 @@ class SiteFindings:
 
     @property
     def largest_bound(self) -> float:
-        """What the bound would be if every guess were right."""
+        """The bound if every guess were right."""
         return self.guesses.largest_epsilon(
             delta=self.promise.delta, confidence=self.confidence
         )
@@ -160,7 +160,7 @@ class SiteFindings:
 
     @property
     def verdict(self) -> Verdict:
-        """What follows for the promise.
+        """The verdict on the promise.
 
         ``BROKEN`` if the p-value is below one minus the confidence. If even training
         without any noise would not have been called so, ``INCONCLUSIVE``.
@@ -186,7 +186,7 @@ class SiteFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFindings:
-    """What an audit found.
+    """An audit's findings.
 
     Attributes:
         job_name: Name of the job.
@@ -219,7 +219,7 @@ class AuditFindings:
 
 
 def document(findings: AuditFindings) -> dict[str, Any]:
-    """The content of ``audit.json``; an epsilon that is infinite is null."""
+    """The content of ``audit.json``; an infinite epsilon is null."""
     return {
         "job": findings.job_name,
         "unit": findings.unit,
@@ -287,7 +287,7 @@ def _roc_document(roc: Roc) -> dict[str, Any]:
 
 
 def lines(findings: AuditFindings) -> Iterator[str]:
-    """Say what was found, site by site."""
+    """Describe the findings, site by site."""
     for number, site in enumerate(findings.sites):
         if number:
             yield ""

@@ -1,4 +1,4 @@
-"""What differential privacy promises, in words for a terminal or a page.
+"""The guarantees of differential privacy, in words for a terminal or a page.
 
 An epsilon never stands alone: with it come delta, the unit, the neighbouring relation,
 the accountant and what that assumes of the sampling. Nothing here accounts.
@@ -26,7 +26,7 @@ _WHOSE = {
 
 
 def terms(planned: PrivacyPlanned) -> str:
-    """What an epsilon is about: ``one record added or removed; PLD; ...``."""
+    """The terms of an epsilon: ``one record added or removed; PLD; ...``."""
     relation = _RELATIONS.get(planned.relation, planned.relation)
     # What follows a colon explains the assumption, which has its place elsewhere.
     sampling = planned.sampling.split(":")[0]
@@ -39,14 +39,14 @@ def cap(planned: PrivacyPlanned) -> float | None:
 
 
 def epsilon_of_cap(epsilon: float | None, planned: PrivacyPlanned) -> str:
-    """What was spent of what there is: ``7.93 of 8``."""
+    """The spent part of the cap: ``7.93 of 8``."""
     bound = cap(planned)
     of_cap = "" if bound is None else f" of {format_cap(bound)}"
     return f"{format_epsilon(epsilon)}{of_cap}"
 
 
 def spent(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
-    """What was spent and what that means, in one line without ``epsilon``."""
+    """The spending and its terms, in one line without ``epsilon``."""
     if total is None:
         return f"not reported by any site ({terms(planned)})"
     held_out = ""
@@ -59,7 +59,7 @@ def spent(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
 
 
 def promise(planned: PrivacyPlanned) -> str:
-    """What is promised before anything is spent, in one line."""
+    """The guarantee before anything is spent, in one line."""
     bound = cap(planned)
     deltas = [site.delta for site in planned.sites]
     at_most = "no bound" if bound is None else f"epsilon at most {format_cap(bound)}"
@@ -80,7 +80,7 @@ _UNITS = {
 
 
 def is_in_sum(planned: PrivacyPlanned | None) -> bool:
-    """Whether the noise that counts is in the secure sum, and at no site alone."""
+    """Whether the noise is only in the secure sum, and not at single sites."""
     return planned is not None and planned.unit in {"joint", "site"}
 
 
@@ -90,12 +90,12 @@ def is_of_sites(planned: PrivacyPlanned | None) -> bool:
 
 
 def unit(planned: PrivacyPlanned) -> str:
-    """What is hidden, in words: ``any one training record of a site``."""
+    """The protected unit, in words: ``any one training record of a site``."""
     return _UNITS.get(planned.unit, f"any one {planned.unit}")
 
 
 def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
-    """The promise in plain words, with what of it was spent."""
+    """The guarantee in plain words, with the spending."""
     whose = unit(planned)
     seen = "the sums of the sites'" if is_in_sum(planned) else "the sites'"
     text = (
@@ -148,7 +148,7 @@ def means(planned: PrivacyPlanned, sites: Iterable[SitePrivacy]) -> str:
 
 
 def lines(planned: PrivacyPlanned, max_sites: int) -> Iterator[str]:
-    """What to say of a run's privacy when it starts.
+    """The lines on a run's privacy at its start.
 
     Args:
         planned: What is promised.
@@ -211,12 +211,12 @@ def loss_noise(
 
 
 def _counts_right(event: ModelEvaluated) -> bool:
-    """Whether there are predictions, and a number of right ones."""
+    """Whether there are predictions, and a number of correct ones."""
     return event.pooled.count > 0 and "correct" in event.pooled.metrics
 
 
 def _count_noise(planned: PrivacyPlanned | None, event: ModelEvaluated) -> float:
-    """Standard deviation of the noise on a number of predictions, over that number."""
+    """Standard deviation of the noise on a count of predictions, as a part of it."""
     noises = _noises(planned)
     variance = sum((noises.get(site) or 0.0) ** 2 for site in event.sites)
     return math.sqrt(variance) / event.pooled.count
@@ -228,7 +228,7 @@ def _noises(planned: PrivacyPlanned | None) -> dict[str, float | None]:
 
 
 def format_points(noise: float) -> str:
-    """A standard deviation of an accuracy in points of a per cent: ``0.6``."""
+    """A standard deviation of an accuracy in percentage points: ``0.6``."""
     points = 100 * noise
     return f"{points:.1f}" if points >= 0.05 else f"{points:.1g}"  # noqa: PLR2004
 

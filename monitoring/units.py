@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: sizes, durations, fractions, losses."""
+"""Numbers for people: sizes, durations, fractions, losses."""
 
 import math
 from decimal import ROUND_CEILING, Decimal
@@ -27,7 +27,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_span(ends: tuple[int, int]) -> str:
-    """Least and most: ``1,200 to 1,264``; one number if they are the same."""
+    """A range: ``1,200 to 1,264``; one number if both are the same."""
     low, high = ends
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 

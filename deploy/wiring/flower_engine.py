@@ -163,7 +163,7 @@ def _federation(job_text: str) -> Federation:
 
 
 class _FaultyHandler:
-    """A site whose answers the job spoils."""
+    """A site with the job's faults."""
 
     def __init__(self, handler: SiteHandler, faults: FaultInjector) -> None:
         self._handler = handler
@@ -174,7 +174,7 @@ class _FaultyHandler:
         self._handler.close()
 
     def handle(self, task: Task) -> SiteMessage:
-        """Answer a task, or say that no answer will come."""
+        """Answer a task, or report that no answer will come."""
         for message in self._faults(task, lambda: self._handler.handle(task)):
             return message
         return failure(task, FailureKind.UNREACHABLE, "never answered")

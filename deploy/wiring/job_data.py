@@ -106,7 +106,7 @@ def shard(
     workers: int = 4,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Write a data source as shards, and say what was written.
+    """Write a data source as shards, and return the facts of the dataset.
 
     Args:
         source: ``module:function``, or the URL of another dataset.
@@ -158,13 +158,13 @@ def info(
     encryption: KeyName = NO_KEY,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Say what lies in a store.
+    """Return the facts of a stored dataset: see ``facts``.
 
     Args:
         url: Where ``crossfed data shard`` wrote to.
         service: Where its store is, if that is not what the URL says.
         encryption: Key of an encrypted dataset.
-        verify: Read everything and hold it against the index.
+        verify: Read everything and compare it with the index.
 
     Raises:
         JobError: The URL is not of the permitted form.
@@ -198,7 +198,7 @@ def _check_in_clear(store: ObjectStore) -> None:
 
 
 def facts(index: DatasetIndex, url: str) -> dict[str, Any]:
-    """Say what an index names: sizes, classes and how even the shards are."""
+    """Summarise an index: sizes, classes and how even the shards are."""
     return {
         "url": url,
         "dataset": index.dataset,
@@ -279,7 +279,7 @@ def _store(url: str, key: str, service: StoreOptions) -> ObjectStore:
 
 
 def _cache(url: str) -> ObjectCache | None:
-    """Make the cache that this machine's environment asks for, for remote data."""
+    """Make the cache that this machine's environment configures for remote data."""
     if not parse_url(url).is_remote:
         return None
     text = os.environ.get(CACHE_GIB, "")

@@ -1,4 +1,4 @@
-"""From a job to its model, data and gather; ``run`` makes a run of them."""
+"""Build a job's model, data and gather; ``run`` makes a run of them."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
 
 
 def check_sites_are_here(job: JobSpec) -> None:
-    """Refuse what runs elsewhere alone.
+    """Refuse sites that cannot run here.
 
     Raises:
         JobError: A site runs an app of Flower.
@@ -103,7 +103,7 @@ def _deal(
 
 
 def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
-    """Tell who holds what; what apps of Flower hold nobody here knows."""
+    """Describe the sites' data; that of Flower apps is unknown here."""
     counts = count_labels([train for train, _ in federation.site_data.values()])
     sites = [s for s in federation.job.sites if s.flower_app is None]
     shares = [
@@ -161,7 +161,7 @@ def num_workers(job: JobSpec) -> int:
 
 @contextmanager
 def torch_threads(job: JobSpec) -> Iterator[None]:
-    """Give arithmetic the job's number of threads, and put the old one back."""
+    """Use the job's number of threads, and restore the old one afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(job.training.threads)
     try:

@@ -76,7 +76,7 @@ class Rehearsal:
         return SecureContext(identity=self.aggregator, contract=self.contract)
 
     def seal(self, name: SiteId, folder: Path | None) -> RingSeal:
-        """Make a site's seal; in ``folder`` it remembers rounds beyond a restart."""
+        """Make a site's seal; in ``folder`` it remembers rounds after a restart."""
         if folder is None:
             memory = self.memories.setdefault(name, InMemoryRounds())
         else:
@@ -123,7 +123,7 @@ class Rehearsal:
         )
 
     def _policy(self, layout: Layout) -> LocalPolicy:
-        """Demand just what the job says: whoever runs the job is every operator."""
+        """Require exactly what the job says, since its user is every operator."""
         contract, job = self.contract, self.federation.job
         groups = job.privacy.secure_aggregation.groups
         num_sites = contract.num_sites if groups is None else job.sites_in_sum
@@ -204,7 +204,7 @@ def _contract(
 
 
 def dropout_notice(job: JobSpec) -> str:
-    """Say what it costs that a job's rounds may go on without sites; empty for nothing.
+    """Say what rounds without some sites reveal; empty if nothing.
 
     Under differential privacy noise bounds what any sums together give away.
     """

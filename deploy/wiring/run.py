@@ -48,13 +48,13 @@ class SiteSource(Protocol):
         ...
 
     def reach(self, rounds: Rounds) -> RunState:
-        """Run the rounds over a grid of the sites, and let go of them."""
+        """Run the rounds over a grid of the sites, and release them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectedSites:
-    """Sites that a grid reaches already."""
+    """Sites that a grid already reaches."""
 
     engine: str
     grid: Grid
@@ -124,7 +124,7 @@ class SecureContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of a job, as its aggregator has it.
+    """One run of a job, as seen by its aggregator.
 
     Attributes:
         federation: Job and model.

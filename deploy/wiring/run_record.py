@@ -1,4 +1,4 @@
-"""What a run leaves: its events as they happen, and at its end model and result."""
+"""A run's files: its events as they happen, and at its end model and result."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ _ENDED = (KeyboardInterrupt, SystemExit)
 
 @dataclass(eq=False)
 class RunRecord:
-    """Takes note of a run, in a folder and a bucket or in memory alone.
+    """Records a run, in a folder and a bucket, or only in memory.
 
     Nothing is written before it begins.
 
@@ -85,7 +85,7 @@ class RunRecord:
         return self.store if self._place is None else self._place.store_of(name)
 
     def keep(self, drive: Callable[[], RunState]) -> RunResult:
-        """Drive a run to its end and leave its files, also where it fails."""
+        """Drive a run to its end and write its files, also if it fails."""
         with contextlib.closing(self.store):
             with self._open():
                 try:
@@ -107,7 +107,7 @@ class RunRecord:
             yield
 
     def emit(self, event: Event) -> None:
-        """Note an event, without what may not be revealed of it."""
+        """Record an event, without what it must not reveal."""
         if isinstance(event, RunStarted):
             self._setting = Exposure.of(self.job, deployed=event.engine == "deployed")
         event = conceal(event, self._setting)
@@ -138,7 +138,7 @@ class RunRecord:
             self.emit(fact)
 
     def _leave(self, state: RunState) -> RunResult:
-        """Write what a run leaves, the most precious file first."""
+        """Write a run's files, the most important first."""
         view = self._fold.view()
         layout = self.pool.layout
         weights = model_export.named_arrays(layout, state, self.pool.frozen_arrays())
@@ -154,7 +154,7 @@ class RunRecord:
         return result_of(view, weights, self.run, rounds_now=rounds_now)
 
     def _leave_failure(self, error: BaseException) -> None:
-        """Write what is known of a run that ends before its time.
+        """Write what is known about a run that ends early.
 
         What cannot be written is left out: ``error`` is what a person must see.
         """

@@ -66,7 +66,7 @@ def open_kept(job: JobSpec, run: RunFolder, run_id: str) -> ObjectStore:
 
 
 def store_options(job: JobSpec) -> StoreOptions:
-    """What a job says of its store, besides the URL."""
+    """A job's options of its store, besides the URL."""
     storage = job.storage
     return StoreOptions(
         endpoint=storage.endpoint,
@@ -77,7 +77,7 @@ def store_options(job: JobSpec) -> StoreOptions:
 
 
 class RunPlace:
-    """Where a run keeps its checkpoints, as each of those who use it reaches it."""
+    """The place of a run's checkpoints, as each user of it reaches it."""
 
     def __init__(
         self, job: JobSpec, run: RunFolder, run_id: RunId, meters: StoreMeters
@@ -96,7 +96,7 @@ class RunPlace:
         self.store = self._of(store_meters.coordinator(job))
 
     def try_out(self) -> None:
-        """Find out whether the run's checkpoints can stand on its bucket.
+        """Check that the bucket supports the run's checkpoints.
 
         Before every start and every resume, since a service may have been replaced.
         Parts of uploads of this job's runs that were started a day ago or earlier, and
@@ -123,7 +123,7 @@ class RunPlace:
 
 
 def _remove_unfinished(job: JobSpec) -> None:
-    """Remove what killed uploads of all runs of a job have left in its bucket."""
+    """Remove parts of killed uploads of all runs of a job from its bucket."""
     with contextlib.closing(open_plain(job, "")) as place:
         if isinstance(place, RemovesUnfinished):
             place.remove_unfinished(older_seconds=UNFINISHED_SECONDS)
@@ -195,7 +195,7 @@ def newest_folder(job: JobSpec, root: Path) -> Path:
 
 
 def fetch(job: JobSpec, run: RunFolder) -> None:
-    """Bring a run's folder up to what its bucket knows, before it is resumed.
+    """Update a run's folder from its bucket, before it is resumed.
 
     Nothing happens if the folder knows as much: a killed run has written events after
     those that it copied.
@@ -236,7 +236,7 @@ def _bucket_of(job: JobSpec, run: RunFolder) -> Iterator[ObjectStore | None]:
 
 
 def _runs(store: ObjectStore) -> Iterator[RunId]:
-    """Runs of which a store of a job's runs has the events."""
+    """Runs whose events are in a store of a job's runs."""
     after = ""
     while (info := next(store.list(start_after=after), None)) is not None:
         name = info.key.partition("/")[0]

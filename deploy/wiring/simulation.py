@@ -144,7 +144,7 @@ def simulate(
 
 
 def _take_over(run: RunFolder, simulation: "_Simulation", *, resume: bool) -> None:
-    """Check a folder once more: another process may have come and gone."""
+    """Check a folder again: another process may have used it meanwhile."""
     _check_folder(run, resume=resume)
     if run.run_id() not in {None, simulation.run_id}:
         raise RunConflict(f"{run.path} was just started by another process")
@@ -161,7 +161,7 @@ def _clock(
 def _run_folder(
     job: JobSpec, folder: Path | None, *, resume: bool, extend: bool
 ) -> RunFolder | None:
-    """Find a run's folder fit for what is asked, with what its bucket knows of it."""
+    """Find the run's folder, updated from its bucket, and check it."""
     run = None if folder is None else RunFolder(Path(folder))
     if resume and run is not None:
         run_store.fetch(job, run)
@@ -194,7 +194,7 @@ def _log_failure(place: str, error: Exception) -> None:
 
 
 def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
-    """The result of a run of which nothing is left to do; None if something is."""
+    """The result of a finished run; None if rounds are left."""
     view = None if run is None else run.completed(job)
     if run is None or view is None:
         return None
@@ -206,7 +206,7 @@ def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
 
 
 def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:
-    """What a simulated site remembers over the runs beside this one."""
+    """What a simulated site remembers over the runs in the same folder."""
     (site,) = [site for site in job.sites if site.name == name]
     data = job.data if site.data is None else site.data
     return LedgerContext(
@@ -291,7 +291,7 @@ class _Simulation:
         return self._run_id
 
     def run(self) -> RunResult:
-        """Run the federation and leave its files."""
+        """Run the federation and write its files."""
         with ExitStack() as stack:
             if self._private is not None:
                 stack.enter_context(self._private)
@@ -339,7 +339,7 @@ class _Simulation:
         return run.drive(self._sites(), secret=secret)
 
     def _sites(self) -> SiteSource:
-        """Where the sites are: the engine that was asked for."""
+        """Where the sites are: the chosen engine."""
         if self._engine == "flower":
             from deploy.wiring.flower_engine import FlowerSimulation  # noqa: PLC0415 -- an optional extra
 

@@ -1,4 +1,4 @@
-"""What the stores of a run are used for: by whom, and over which way.
+"""Measures the use of a run's stores: by whom, and over which route.
 
 A simulation's sites are where the job says that they are, and so is its coordinator:
 the reported route is the one that they would take. Deployed, a coordinator's uses are
@@ -26,7 +26,7 @@ _UNKNOWN = frozenset({"local", "unknown"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """Who uses a store, and from where.
+    """A user of a store, and its place.
 
     Attributes:
         name: ``coordinator``, a site's, or ``all sites``.
@@ -49,7 +49,7 @@ class _CacheMeter:
 
 
 class StoreMeters:
-    """Notes every use of the stores that pass through it."""
+    """Measures every use of the stores that pass through it."""
 
     def __init__(self, clock: Clock) -> None:
         """Begin with no store."""
@@ -66,7 +66,7 @@ class StoreMeters:
         region: str = "",
         cache: ObjectCache | None = None,
     ) -> ObjectStore:
-        """Note what a store is used for from now on.
+        """Measure a store's use from now on.
 
         Args:
             store: Any; the encrypted bytes are counted of one that is below an
@@ -85,13 +85,13 @@ class StoreMeters:
         return MeteredStore(store, meter, self._clock)
 
     def watch(self, user: User) -> Watch:
-        """Return what notes the stores that hold a user's data."""
+        """Return a function that measures the stores of a user's data."""
         return lambda store, region, cache: self.metered(
             store, user, region=region, cache=cache
         )
 
     def used(self) -> Iterator[StoreUsed]:
-        """Tell what stores were used for since the last time."""
+        """Return the use of stores since the last time."""
         with self._lock:
             meters = sorted(self._meters.items())
         for place, meter in meters:
@@ -121,13 +121,13 @@ class StoreMeters:
 
 
 def coordinator(job: JobSpec) -> User:
-    """The coordinator, where the job says that it runs."""
+    """The coordinator, at the job's place."""
     place = job.storage.coordinator
     return User(name=COORDINATOR, cloud=_known(place.cloud), region=place.region)
 
 
 def site(spec: SiteSpec) -> User:
-    """One of the sites, where the job says that it is."""
+    """One of the sites, at the job's place."""
     return User(name=spec.name, cloud=_known(spec.cloud), region=spec.region)
 
 

@@ -27,7 +27,7 @@ from monitoring.views.run_view import VIRTUAL
 
 
 def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
-    """Make the aggregator's clock: at 0, or where the run to resume has got to.
+    """Make the aggregator's clock: at 0, or at the time that a resumed run reached.
 
     Raises:
         JobError: The job does not say how fast every site is.
@@ -100,7 +100,7 @@ class VirtualMachines:
 def timed(
     federation: Federation, name: SiteId, trainer: Trainer, clock: VirtualClock
 ) -> Trainer:
-    """Have a site's work take its time."""
+    """Let a site's work take virtual time."""
     train, held_out = federation.site_data[name]
     job, facts = federation.job, SiteFacts(len(train), len(held_out))
     return TimedTrainer(

@@ -1,4 +1,4 @@
-"""The page of an audit: one HTML file that opens anywhere, as a report does."""
+"""The page of an audit: one HTML file that opens anywhere, like a report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class _Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AuditRow:
-    """A site; texts are ready to be read."""
+    """A site's row, as texts."""
 
     findings: SiteFindings
     epsilon: str
@@ -37,7 +37,7 @@ class _AuditRow:
 
 
 def write_audit(findings: AuditFindings, path: Path) -> None:
-    """Write the page of an audit, whole or not at all.
+    """Write the page of an audit atomically.
 
     Args:
         findings: What was found.

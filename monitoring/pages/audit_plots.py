@@ -40,12 +40,12 @@ def draw_site(name: str, site: SiteFindings) -> Mapping[str, str]:
 
 
 def scores_key() -> Mapping[str, str]:
-    """What the colours of the canaries' figure are."""
+    """The colour key of the canaries' figure."""
     return {"in the data": CANARIES_COLOUR, "not in the data": OUT_COLOUR}
 
 
 def roc_key(site: SiteFindings) -> Mapping[str, str]:
-    """What the colours of a site's ROC figure are."""
+    """The colour key of a site's ROC figure."""
     found = {
         "canaries": CANARIES_COLOUR,
         "training records, final model": FINAL_COLOUR,
@@ -97,7 +97,7 @@ def _scores(site: SiteFindings) -> Figure:
 
 
 def _roc(site: SiteFindings) -> Figure:
-    """Draw who is found against who is accused falsely, and what epsilon allows."""
+    """Draw true against false positives, and what epsilon allows."""
     figure, axes = new_figure()
     curves = [
         (site.membership.final, FINAL_COLOUR, 1.4),

@@ -1,4 +1,4 @@
-"""Runs next to each other: one HTML file that opens anywhere, as a report does.
+"""Compare runs: one HTML file that opens anywhere, like a report.
 
 Figures come from ``monitoring.pages.comparison_plots``, the page from
 ``comparison.html.j2``, every number from a ``RunView``.
@@ -42,7 +42,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunRow:
-    """A line of the table; texts are ready to be read."""
+    """A row of the table, as texts."""
 
     number: int  # in figures and tables, from 1
     name: str
@@ -56,7 +56,7 @@ class _RunRow:
 
 
 def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
-    """Write the comparison of runs, whole or not at all.
+    """Write the comparison of runs atomically.
 
     Args:
         runs: At least two, in the order of the page; any may still be going on.
@@ -236,7 +236,7 @@ def _panels(
 
 
 def _cautions(runs: Sequence[ComparedRun]) -> Mapping[str, str]:
-    """What makes these runs hard to compare."""
+    """Reasons why these runs are hard to compare."""
     found = {}
     views = [run.view for run in runs]
     if len({view.started.sites for view in views}) > 1 or len(_held_out(views)) > 1:
@@ -259,7 +259,7 @@ def _cautions(runs: Sequence[ComparedRun]) -> Mapping[str, str]:
 
 
 def _apart(planned: Sequence[PrivacyPlanned]) -> str:
-    """Return in what the guarantees of runs differ; empty if they do not."""
+    """Return how the guarantees of runs differ; empty if they do not."""
     parts = {
         "unit": {one.unit for one in planned},
         "neighbours": {one.relation for one in planned},

@@ -61,7 +61,7 @@ def has_accuracy(runs: Runs) -> bool:
 
 
 def _privacy_utility(runs: Runs) -> Figure | None:
-    """Draw what each run is worth against what it has spent.
+    """Draw each run's quality against its epsilon.
 
     A run without differential privacy has no epsilon: it is a line across.
     """
@@ -140,7 +140,7 @@ def _curves(
 
 
 def dashes(index: int) -> int:
-    """Which dashes the line of a run has: 0 for the first runs, which have none."""
+    """The dash pattern of a run's line: 0 for the first runs, which have none."""
     return index // len(SITE_COLOURS) % len(_DASHES)
 
 
@@ -160,6 +160,6 @@ def utility(view: RunView, *, in_percent: bool) -> float | None:
 
 
 def epsilon_of(view: RunView) -> float | None:
-    """What the run has spent; None if nothing, which no logarithm can show."""
+    """The run's epsilon; None for zero, which a logarithmic axis cannot show."""
     total = view.total_spent
     return total.epsilon if total and 0 < total.epsilon < math.inf else None

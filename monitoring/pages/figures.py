@@ -1,4 +1,4 @@
-"""How every figure looks, and how it becomes SVG text that stands inside a page.
+"""The style of every figure, and its form as SVG text inside a page.
 
 The same figure gives the same bytes: identifiers come from a fixed salt, and no date
 is written. Text stays text, so that the page's own font draws it. Nothing here
@@ -95,7 +95,7 @@ _SETTINGS: Mapping[Any, object] = {
 
 
 def draw(drawings: Mapping[str, Callable[[], Figure | None]]) -> Mapping[str, str]:
-    """Draw figures in the house's style: name to SVG text, of those that have data."""
+    """Draw figures in the common style: name to SVG text, of those that have data."""
     found = {}
     for name, make in drawings.items():
         with mpl.rc_context({**_SETTINGS, "svg.hashsalt": f"crossfed-{name}"}):
@@ -108,7 +108,7 @@ def draw(drawings: Mapping[str, Callable[[], Figure | None]]) -> Mapping[str, st
 def new_figure(
     *, rows: float | None = None, row: float = _ROW, width: float = WIDTH
 ) -> tuple[Figure, Axes]:
-    """Begin a figure: of the usual height, or tall enough for so many rows."""
+    """Start a figure of the usual height, or tall enough for some rows."""
     height = _HEIGHT if rows is None else max(1.6, 0.8 + row * rows)
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
@@ -166,7 +166,7 @@ def draw_line(
 
 
 def add_legend(axes: Axes, colours: Mapping[str, str]) -> None:
-    """Say above a figure what its colours are."""
+    """Add a legend above a figure."""
     axes.figure.legend(
         handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
         loc="outside upper left",
@@ -178,7 +178,7 @@ def add_legend(axes: Axes, colours: Mapping[str, str]) -> None:
 
 
 def is_drawable(value: float) -> bool:
-    """Whether a value has a place in a figure; NaN has none."""
+    """Whether a value can be drawn; NaN cannot."""
     return abs(value) <= LARGEST_DRAWN
 
 
@@ -195,13 +195,13 @@ def columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def cut_names(names: Iterable[str], limit: int = 24) -> list[str]:
-    """Shorten names to what has room, and to signs that a plot can measure."""
+    """Shorten names to fit, with only characters that a plot can measure."""
     plain = ("".join(c if " " <= c <= "~" else "?" for c in name) for name in names)
     return [n if len(n) <= limit else f"{n[: limit - 3]}..." for n in plain]
 
 
 def _lay_out(figure: Figure) -> None:
-    """Place everything now: with an engine left, ``savefig`` draws it all twice."""
+    """Lay out the figure now: otherwise ``savefig`` draws everything twice."""
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
@@ -209,7 +209,7 @@ def _lay_out(figure: Figure) -> None:
 
 
 def _to_svg(figure: Figure, name: str) -> str:
-    """Make a stand-alone SVG file a part of a page.
+    """Turn a stand-alone SVG file into a part of a page.
 
     The prolog and the metadata go, they point to addresses on the network; the
     identifiers get the figure's name, because a page holds several figures; and
@@ -244,7 +244,7 @@ def _theme(match: re.Match[str]) -> str:
 
 
 def _readouts(figure: Figure) -> str:
-    """For each place along the axis, what shows under the pointer there.
+    """The values under the pointer, for each place along the axis.
 
     No script: a style of the page shows the text that follows an area under the
     pointer.

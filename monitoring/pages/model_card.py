@@ -1,4 +1,4 @@
-"""What a model is made of and worth, for whoever gets the file: a page in Markdown.
+"""The model card: how a model was made and how good it is, in Markdown.
 
 The sections follow "Model Cards for Model Reporting" (arXiv:1810.03993, section 4) as
 far as a run can tell: intended use and ethics are for a person to add. Text of the run
@@ -52,7 +52,7 @@ _OWN_DATA = "Each site trained on data that it chose itself, which never left it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What is known of the file itself.
+    """What is known about the file itself.
 
     Attributes:
         size: Bytes.
@@ -164,7 +164,7 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _work(training: Mapping[str, Any]) -> str:
-    """What a site does in a round: a job names steps or epochs."""
+    """A site's work in a round: steps or epochs."""
     if "local_steps" in training:
         return format_count(training["local_steps"], "step")
     return format_count(training["local_epochs"], "epoch")
@@ -218,6 +218,6 @@ def _plain(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A text of the job's as it stands, on one line."""
+    """A text of the job, unchanged, on one line."""
     shown = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
     return f"`{shown}`" if shown else ""

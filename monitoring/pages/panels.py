@@ -18,7 +18,7 @@ _EACH = "over all sites (thick) and on each site's own data (thin)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A figure with its title and what it shows."""
+    """A figure with its title and caption."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ def _captions(page: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def of_run(view: RunView) -> Sequence[Panel]:
-    """Every figure that there is, in reading order."""
+    """All available figures, in reading order."""
     keys = _keys(view)
     return tuple(
         replace(
@@ -77,7 +77,7 @@ def from_drawn(
 
 
 def _words(view: RunView) -> Mapping[str, str]:
-    """What captions say of this run."""
+    """The texts of captions for this run."""
     kind = view.data.label_kind if view.data else ""
     # How much noise an objective of a user's has is in no event.
     shades = privacy_words.has_noise(view.privacy) and view.started.task in BUILT_IN

@@ -121,7 +121,7 @@ def site_colours(view: RunView) -> Mapping[str, str]:
 
 
 def training_losses(view: RunView) -> Series:
-    """Mean loss while the sites trained, by round; empty where it leaves no site."""
+    """Mean loss while the sites trained, by round; empty if it is never sent."""
     losses = ((row.index, row.training_loss) for row in view.rounds)
     return tuple((index, loss) for index, loss in losses if loss is not None)
 
@@ -167,7 +167,7 @@ def _curves(
 def _shade_noise(
     axes: Axes, view: RunView, change: Callable[[float], float], *, by_loss: bool
 ) -> None:
-    """Shade what two standard deviations of the noise on the results cover."""
+    """Shade two standard deviations of the noise on the results."""
     bands = []
     for event in view.evaluations():
         noise = (loss_noise if by_loss else accuracy_noise)(view.privacy, event)
@@ -184,7 +184,7 @@ def _shade_noise(
 
 
 def _epsilon(view: RunView) -> Figure | None:
-    """Draw what each site has spent by round, below its cap."""
+    """Draw each site's epsilon by round, below its cap."""
     if view.privacy is None or not view.spent:
         return None
     figure, axes = new_figure()
@@ -218,7 +218,7 @@ def _mark_lost_rounds(axes: Axes, view: RunView) -> None:
 
 
 def _data(view: RunView) -> Figure | None:
-    """Draw who holds what: a heat map of counts, or bars without labels."""
+    """Draw the sites' data: a heat map of counts, or bars without labels."""
     if view.data is None:
         return None
     names = [site.site for site in shown_sites(view)]
@@ -311,7 +311,7 @@ def _bytes(view: RunView) -> Figure | None:
 
 
 def _participation(view: RunView) -> Figure | None:
-    """Draw a cell for each site and round: who took part, who failed."""
+    """Draw a cell for each site and round: which took part, which failed."""
     rounds = view.rounds[-MAX_ROUNDS_IN_STRIP:]
     if not rounds:
         return None
@@ -340,7 +340,7 @@ def _participation(view: RunView) -> Figure | None:
 
 
 def _state(row: RoundView, site: str) -> str:
-    """What became of a site in a round: a key of ``_STATES``."""
+    """The state of a site in a round: a key of ``_STATES``."""
     if row.finished is not None and site in row.finished.answered:
         return "took part"
     if any(isinstance(r, SiteFailed) and r.site == site for r in row.reports):

@@ -63,7 +63,7 @@ class Tile:
 
 
 class ConfusionRow(NamedTuple):
-    """Examples of one class, and what the model took them for.
+    """Examples of one class, and the model's predictions for them.
 
     Attributes:
         name: The class.
@@ -83,7 +83,7 @@ class ConfusionRow(NamedTuple):
 def write_report(
     view: RunView, job_toml: str, versions: Mapping[str, str], path: Path
 ) -> None:
-    """Write the report of a run, whole or not at all.
+    """Write the report of a run atomically.
 
     Args:
         view: The run; it may still be going on.
@@ -98,7 +98,7 @@ def write_report(
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page whole or not at all.
+    """Write a page atomically.
 
     Raises:
         StoreUnavailable: The file cannot be written.
@@ -152,7 +152,7 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """What turns templates into pages; all text is escaped."""
+    """The environment of the templates; all text is escaped."""
     found = Environment(
         loader=PackageLoader("monitoring.pages", "."),
         autoescape=True,

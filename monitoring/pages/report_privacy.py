@@ -1,4 +1,4 @@
-"""What the report of a run says of differential privacy, where its figures do not."""
+"""The report's texts on differential privacy, besides its figures."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from monitoring.views.run_view import RunView
 
 
 def context(view: RunView) -> Mapping[str, str | bool]:
-    """What the page says of differential privacy; empty texts without it."""
+    """The page's texts on differential privacy; empty without it."""
     planned = view.privacy
     loss_noise = privacy_words.loss_noise(planned, view.last_evaluated)
     noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
@@ -27,12 +27,12 @@ def context(view: RunView) -> Mapping[str, str | bool]:
 
 
 def terms(view: RunView) -> str:
-    """What an epsilon of the run is about; empty without one."""
+    """The terms of the run's epsilon; empty without one."""
     return privacy_words.terms(view.privacy) if view.privacy else ""
 
 
 def adaptive_clip(view: RunView) -> str:
-    """What to say of a clip norm that follows the updates."""
+    """The text on an adaptive clip norm."""
     if not view.clip_adapts:
         return ""
     return (
@@ -42,7 +42,7 @@ def adaptive_clip(view: RunView) -> str:
 
 
 def spender(view: RunView) -> str:
-    """Who has spent what: the beginning of a sentence."""
+    """Whose spending is meant: the beginning of a sentence."""
     if privacy_words.is_of_sites(view.privacy):
         return "Spent by every site"
     return "Spent by each site on its training records"

@@ -1,4 +1,4 @@
-"""The figure of where the time went: each site and the aggregator, side by side."""
+"""The timeline figure: each site and the aggregator, side by side."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ _LABEL_SHARE = 0.07  # of the width, for the label of a round
 
 
 def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
-    """Draw the last rounds: what each site and the aggregator did, and when."""
+    """Draw the last rounds: the phases of each site and the aggregator."""
     rounds = [row for row in view.rounds if row.finished is not None]
     rounds = rounds[-MAX_ROUNDS_IN_TIMELINE:]
     if not rounds:

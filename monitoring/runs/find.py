@@ -1,4 +1,4 @@
-"""Where the runs of this machine are, and which of them a person means."""
+"""Find the runs of this machine, by folder or name."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LOCAL_ROOT = Path("runs")
 
 
 def runs_root(job: JobSpec) -> Path | None:
-    """Folder of all runs on this machine; None if the job keeps nothing.
+    """Folder of all runs on this machine; None if the job stores nothing.
 
     Raises:
         JobError: The job's ``storage.url`` is malformed or unknown.
@@ -24,7 +24,7 @@ def runs_root(job: JobSpec) -> Path | None:
 
 
 def find_runs(root: Path) -> list[RunFolder]:
-    """Every run in a folder or one below; those named by time are oldest first."""
+    """Every run in a folder or one level below; those named by time, oldest first."""
     # With --out a run may be anywhere, and is likely to be right there.
     levels = ("*/events.jsonl", "*/*/events.jsonl")
     found = [RunFolder(path.parent) for level in levels for path in root.glob(level)]
@@ -47,7 +47,7 @@ def newest_run(job_name: str, root: Path) -> RunFolder:
 
 
 def find_run(name: str, root: Path) -> RunFolder:
-    """Find the run that a person means.
+    """Find the run with a folder, an id or a job's name.
 
     Args:
         name: A folder, a run id, or a job's name for its newest run.

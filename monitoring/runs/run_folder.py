@@ -1,4 +1,4 @@
-"""The folder that a run leaves: job, events, result, model, checkpoints, report."""
+"""The folder of a run: job, events, result, model, checkpoints, report."""
 
 import json
 import os
@@ -40,7 +40,7 @@ _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where one run is kept.
+    """The folder of one run.
 
     Attributes:
         path: The folder.
@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def memory(self) -> Path:
-        """What simulated sites remember of it, and of the runs beside it."""
+        """What simulated sites remember of it, and of other runs beside it."""
         return self.path.parent / ".memory"
 
     @property
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def result(self) -> Path:
-        """What the run came to, in JSON."""
+        """The run's result, in JSON."""
         return self.path / "result.json"
 
     @property
@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The page to look at."""
+        """The report's page."""
         return self.path / "report.html"
 
     @property
@@ -100,7 +100,7 @@ class RunFolder:
         return read_events(self.events)
 
     def view(self) -> RunView:
-        """What the events add up to.
+        """The view of the events.
 
         Raises:
             RunNotFound: There is none, or it ended before its first event.
@@ -144,16 +144,16 @@ class RunFolder:
         return [event for event in found if isinstance(event, RunExtended)]
 
     def new_run_id(self, unix_seconds: float) -> RunId:
-        """Name a run that begins here: as its folder, if that is such a name."""
+        """Return the ID of a new run: the folder's name if it is a valid one."""
         return self.named_id() or new_run_id(unix_seconds, os.urandom(3))
 
     def named_id(self) -> RunId | None:
-        """Name of the run that the folder is named after, if it is."""
+        """The run ID in the folder's name, if it is one."""
         name = self.path.name
         return RunId(name) if _RUN_ID.fullmatch(name) else None
 
     def run_id(self) -> RunId | None:
-        """Name of the run that began here; None if none has."""
+        """ID of the run that started here; None if none has."""
         if not self.exists():
             return None
         started = (e for e in self.read_events() if isinstance(e, RunStarted))
@@ -161,7 +161,7 @@ class RunFolder:
         return None if first is None else RunId(first.run_id)
 
     def completed(self, job: JobSpec) -> RunView | None:
-        """The view of a run of this very job of which nothing is left to do."""
+        """The view of a finished run of exactly this job."""
         files = (self.events, self.job, self.model, self.result, self.report)
         if not all(file.is_file() for file in files):
             return None
@@ -194,7 +194,7 @@ class RunFolder:
         replace_file(self.job, [text.encode()])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write what the run came to."""
+        """Write the run's result."""
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         replace_file(self.result, [text.encode()])
 
@@ -218,7 +218,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one coordinator of this machine.
+        """Lock the folder for one coordinator of this machine.
 
         Raises:
             RunConflict: Another process holds it.
@@ -248,7 +248,7 @@ class RunFolder:
 
 
 def leave_report(run: RunFolder, path: Path | None = None) -> Path:
-    """Write the report of a run from what it left, and return where it is.
+    """Write the report of a run from its files, and return its path.
 
     Raises:
         RunNotFound: There is no run in the folder, or its job file is missing.
@@ -263,7 +263,7 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of software that the numbers depend on."""
     packages = ("crossfed", "numpy", "torch", "scikit-learn", "safetensors")
     found = {name: metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **found}

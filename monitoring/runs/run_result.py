@@ -1,4 +1,4 @@
-"""What a run comes to, for whoever has called for it from Python."""
+"""The result of a run, for callers from Python."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from monitoring.views.run_view import RunView
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of the report, which a notebook shows.
+    """A figure of the report, which notebooks display.
 
     Attributes:
         svg: The figure as SVG text.
@@ -36,7 +36,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         status: ``completed``, ``stopped``, or ``exhausted`` if the sites' privacy
@@ -121,7 +121,7 @@ class RunResult:
         return "\n".join([*outcome.lines(self.view), *kept])
 
     def __repr__(self) -> str:
-        """What the command line prints at the end of a run."""
+        """The summary that the command line prints at the end of a run."""
         return f"<RunResult {self.run_id}\n{self._lines()}>"
 
     def _repr_html_(self) -> str:
@@ -143,7 +143,7 @@ def result_of(
     *,
     rounds_now: int,
 ) -> RunResult:
-    """Bring together what a run came to.
+    """Collect the result of a run.
 
     Args:
         view: The run.

@@ -29,7 +29,7 @@ _ENDS = {"completed": "FINISHED", "exhausted": "FINISHED", "stopped": "KILLED"}
 
 
 class MetricStep(NamedTuple):
-    """Where a value belongs: one metric after one round."""
+    """The place of a value: one metric after one round."""
 
     name: str
     step: int
@@ -46,14 +46,14 @@ Points = Mapping[MetricStep, Point]
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def written(self) -> Points:
-        """What an earlier export has left there and this one keeps."""
+        """What an earlier export has written and this one keeps."""
         ...
 
     def restart(self) -> None:
-        """Discard everything that was written."""
+        """Discard everything written before."""
         ...
 
     def write(self, points: Points, status: str) -> None:
@@ -66,7 +66,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close open files and connections."""
         ...
 
 
@@ -117,7 +117,7 @@ class TensorBoardFiles:
     _writer: Any = None
 
     def written(self) -> Points:
-        """Nothing: old files are removed, since a killed export may have torn one."""
+        """Return nothing: old files are removed, since a killed export may tear one."""
         self.restart()
         return {}
 
@@ -171,7 +171,7 @@ class MlflowRun:
     _experiment: str = ""
 
     def written(self) -> Points:
-        """What earlier exports have logged."""
+        """The points that earlier exports have logged."""
         from mlflow import MlflowClient  # noqa: PLC0415 -- an extra
 
         with _mlflow_errors():
@@ -215,7 +215,7 @@ class MlflowRun:
                 self._client.set_terminated(self._run, _ENDS.get(status, "FAILED"))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _create(self) -> None:
         run = self._client.create_run(
@@ -252,7 +252,7 @@ def export_metrics(
     clock: Clock,
     tell: Callable[[str], None],
 ) -> int:
-    """Write the metrics of a run, each once, however often this is called or killed.
+    """Write each metric of a run once, even if this is repeated or killed.
 
     Args:
         run: The run.
@@ -295,7 +295,7 @@ def export_metrics(
 def _bring_up_to_date(
     tracker: Tracker, written: Points, view: RunView
 ) -> dict[MetricStep, Point]:
-    """Write what is new; all of it if a resumed run has measured something again."""
+    """Write new points; all of them if a resumed run has measured some again."""
     points = points_of(view)
     if any(points.get(place) != point for place, point in written.items()):
         tracker.restart()

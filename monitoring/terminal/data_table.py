@@ -1,4 +1,4 @@
-"""Who holds what, as a table for a terminal."""
+"""The sites' data as a table for a terminal."""
 
 from rich.table import Table
 from rich.text import Text

@@ -1,4 +1,4 @@
-"""A run while it goes on, as a picture that redraws itself in a terminal.
+"""The live view of a run in a terminal.
 
 ``LiveProgress`` is an ``Emit`` callable and a context manager, and reads only events.
 """
@@ -68,7 +68,7 @@ _ASCII_BARS = "_.-=+*#@"
 
 
 class LiveProgress(Closing):
-    """A picture of the run that redraws itself in a terminal.
+    """A live view of the run, which redraws itself in a terminal.
 
     Use it in a ``with`` statement: leaving it restores the terminal, whatever
     happened. Failures, warnings and skipped checkpoints stay above the picture.
@@ -95,7 +95,7 @@ class LiveProgress(Closing):
         )
 
     def __call__(self, event: Event) -> None:
-        """Take the event in; the picture follows within a quarter of a second."""
+        """Add the event; the view follows within a quarter of a second."""
         if isinstance(event, RunStarted):
             self._rounds = event.rounds
             if self._fold.has_started and self._fold.view().finished is None:
@@ -110,7 +110,7 @@ class LiveProgress(Closing):
             self._live.start()
 
     def close(self) -> None:
-        """Draw once more and give the terminal back; a second call does nothing."""
+        """Draw a last time and release the terminal; a second call does nothing."""
         self._is_closed = True
         self._live.stop()
 
@@ -143,7 +143,7 @@ def picture(view: RunView, console: Console, *, now: float) -> RenderableType:
 
 
 def _notices(event: Event, rounds: int) -> Iterator[Text]:
-    """What stays above the picture."""
+    """The notices above the view."""
     match event:
         case SiteFailed(round_index=index):
             # After the last round there is one more exchange, to evaluate.
@@ -209,7 +209,7 @@ def _with_secrecy(line: Text, view: RunView) -> Text:
 
 
 def _privacy(view: RunView, console: Console) -> list[Text]:
-    """Epsilon with all that it means; several lines in a narrow terminal."""
+    """Epsilon with its terms; several lines in a narrow terminal."""
     if view.privacy is None:
         return []
     line = f"epsilon {privacy_words.spent(view.privacy, view.total_spent)}"

@@ -1,4 +1,4 @@
-"""What a run came to, in a few lines."""
+"""The outcome of a run, in a few lines."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from monitoring.views.run_view import RunView
 
 
 def lines(view: RunView, *, status: str = "") -> Iterator[str]:
-    """Say status, rounds, quality of the model, and what was used up for it.
+    """Return status, rounds, quality of the model, and the resources used.
 
     Args:
         view: The run.
@@ -36,7 +36,7 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
 
 
 def quality(view: RunView) -> Iterator[tuple[str, str]]:
-    """What the newest evaluation says, by name; nothing without one."""
+    """The results of the newest evaluation, by name; empty without one."""
     last = view.last_evaluated
     sums = None if last is None else last.pooled
     loss, accuracy = loss_of(sums), accuracy_of(sums)

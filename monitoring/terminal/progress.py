@@ -1,4 +1,4 @@
-"""A run while it goes on, as lines for a pipe or a log file.
+"""The progress of a run, as lines for a pipe or a log file.
 
 ``PlainProgress`` is an ``Emit`` callable and a context manager, and reads only events.
 Names and messages come from sites: whatever is not printable is replaced before it
@@ -51,7 +51,7 @@ def printable(text: str, limit: int = 200) -> str:
 
 
 def introduced(event: SitesIntroduced) -> str:
-    """Who says to hold how many examples, the largest first: a wrong one stands out."""
+    """How many examples each site reports, the largest first, so outliers stand out."""
     pairs = zip(event.sites, event.num_examples, strict=True)
     order = sorted(pairs, key=lambda pair: -pair[1])
     named = [f"{n:,} at {site}" for site, n in order[:MAX_SITES_WITH_LINES]]
@@ -60,19 +60,19 @@ def introduced(event: SitesIntroduced) -> str:
 
 
 def left_out(event: SitesLeftOut) -> str:
-    """Which sites rounds go on without, and why; and which have come back."""
+    """Which sites rounds exclude, and why; and which have come back."""
     away = f"sites away: {'; '.join(event.named()) or 'none'}"
     return f"{away}; back: {', '.join(event.back())}" if event.back() else away
 
 
 def attempt_failed(event: RunFinished) -> str:
-    """That a coordinator has ended before its run did."""
+    """The notice that a coordinator ended before its run."""
     why = f": {event.message}" if event.message else ""
     return f"coordinator stopped{why}; {ANOTHER}"
 
 
 def killed_before(event: RunStarted) -> str:
-    """That the coordinator before this one left no last event."""
+    """The notice that the previous coordinator wrote no last event."""
     return (
         "the previous coordinator was killed, or its machine failed; another resumes "
         f"at round {event.first_round}"
@@ -80,7 +80,7 @@ def killed_before(event: RunStarted) -> str:
 
 
 def extended(event: RunExtended) -> str:
-    """That the job of a run has more rounds from here on."""
+    """The notice that a run's job has more rounds from here on."""
     return (
         f"extended  from {event.rounds_before} to {event.rounds} rounds, after round "
         f"{event.last_round}"
@@ -106,7 +106,7 @@ class PlainProgress(Closing):
         self._evaluated: dict[int, ModelEvaluated] = {}
 
     def __call__(self, event: Event) -> None:
-        """Write what the event has to say, if anything."""
+        """Write the lines of an event, if any."""
         match event:
             case RunStarted():
                 self._start(event)
@@ -126,7 +126,7 @@ class PlainProgress(Closing):
                 self._write_notice(event)
 
     def close(self) -> None:
-        """Write what still waits for an evaluation."""
+        """Write the lines that still wait for an evaluation."""
         self._write_rounds(before=math.inf)
 
     def _start(self, event: RunStarted) -> None:
@@ -267,7 +267,7 @@ class PlainProgress(Closing):
         return f"{round_index:>{width}}/{self._rounds}"
 
     def _write(self, line: str) -> None:
-        """Write a line, behind those that wait."""
+        """Write a line after those that wait."""
         if self._waiting:
             self._waiting.append(line)
         else:

@@ -1,1 +1,1 @@
-"""What the events of a run come to."""
+"""Views of a run's events."""

@@ -21,7 +21,7 @@ _NESTED = {"metrics", "failed", "resources"}
 
 
 def result(view: RunView) -> dict[str, Any]:
-    """What ``result.json`` holds; numbers that are not finite become None."""
+    """The content of ``result.json``; numbers that are not finite become None."""
     return {
         "status": view.status,
         "run_id": view.started.run_id,
@@ -51,7 +51,7 @@ def result(view: RunView) -> dict[str, Any]:
 
 
 def history(view: RunView) -> list[dict[str, Any]]:
-    """A flat row for each round, as tables want them.
+    """A flat row for each round, for tables.
 
     Metrics of the user's own objective are columns, after the others.
     """
@@ -102,7 +102,7 @@ def _final(view: RunView) -> Mapping[str, Any]:
 
 
 def _privacy_result(view: RunView) -> Mapping[str, Any]:
-    """Epsilon and what it means; all None without differential privacy."""
+    """Epsilon and its terms; all None without differential privacy."""
     planned, total = view.privacy, view.total_spent
     found: dict[str, Any] = {
         "epsilon": total.epsilon if total else None,

@@ -1,4 +1,4 @@
-"""One round of a run, as its events tell it, and what its sums mean."""
+"""One round of a run from its events, and its metrics."""
 
 import math
 from collections.abc import Mapping
@@ -72,12 +72,12 @@ class RoundView:
 
     @property
     def sites_evaluated(self) -> int | None:
-        """How many sites' held-out data the loss is over; None if not evaluated."""
+        """Number of sites that the loss covers; None if not evaluated."""
         return None if self.evaluated is None else len(self.evaluated.sites)
 
     @property
     def num_unheard(self) -> int:
-        """Sites that the loss lacks, of as many as a round asks."""
+        """Number of asked sites that the loss does not cover."""
         if self.evaluated is None:
             return 0
         # The last model is evaluated by all sites, which may be more than a cohort.
@@ -106,7 +106,7 @@ class RoundView:
 
     @property
     def epsilon(self) -> float | None:
-        """Largest epsilon that a site has told with its answer to this round."""
+        """Largest epsilon that a site reported with its answer to this round."""
         if self.finished is not None:
             return self.finished.epsilon
         spent = [r.spent for r in self.reports if isinstance(r, SiteAnswered)]
@@ -121,12 +121,12 @@ class RoundView:
 
     @property
     def update_clip(self) -> float | None:
-        """What updates were clipped to, in weight units; None if nothing is."""
+        """The clip norm of updates, in weight units; None without clipping."""
         return None if self.finished is None else self.finished.update_clip
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Where the aggregator's time went."""
+        """The phases of the aggregator's time."""
         if self.finished is None or self.saved is None:
             return self.finished.phases if self.finished else ()
         checkpoint = Phase(
@@ -143,7 +143,7 @@ def loss_of(sums: MetricSums | None) -> float | None:
 
 
 def accuracy_of(sums: MetricSums | None) -> float | None:
-    """Fraction of right predictions, or None if nothing was predicted or counted."""
+    """Fraction of correct predictions, or None if nothing was predicted or counted."""
     if sums is None or not sums.count or "correct" not in sums.metrics:
         return None
     return sums.accuracy

@@ -64,7 +64,7 @@ _NOTICES = (
 
 @dataclass(slots=True)
 class _RoundNotes:
-    """What is known of a round; ``began`` and ``ended`` of none after the last."""
+    """What is known about a round; ``began`` and ``ended`` of none after the last."""
 
     began: RoundStarted | None = None
     reports: list[SiteAnswered | SiteFailed] = field(default_factory=list)
@@ -93,11 +93,11 @@ class RunFold:
 
     @property
     def has_started(self) -> bool:
-        """Whether a coordinator has begun, so that there is something to view."""
+        """Whether a coordinator has started, so that there is something to view."""
         return bool(self._started)
 
     def add(self, event: Event) -> None:
-        """Take the next event."""
+        """Add the next event."""
         match event:
             case RunStarted():
                 self._start(event)
@@ -135,7 +135,7 @@ class RunFold:
         self._charge(event)
 
     def view(self) -> RunView:
-        """What is known so far.
+        """The view so far.
 
         Raises:
             ValueError: No ``RunStarted`` has come yet.

@@ -1,4 +1,4 @@
-"""A run as its events tell it: the one source of progress, report and result.
+"""A run from its events: the one source of progress, report and result.
 
 ``monitoring.views.run_fold`` makes it. A run that was resumed repeats rounds; the
 newest record of a round counts, in its traffic too, while ``seconds`` adds up all
@@ -111,7 +111,7 @@ class RunView:
 
     @property
     def is_secret(self) -> bool:
-        """Whether losses and counts are known of all sites together only."""
+        """Whether losses and counts are known only for all sites together."""
         return self.started.secure_aggregation
 
     @property
@@ -121,12 +121,12 @@ class RunView:
 
     @property
     def total_spent(self) -> PrivacySpent | None:
-        """What holds for every site that has told: the largest of each number."""
+        """A bound for all reporting sites: the largest of each number."""
         return reduce(larger, self.spent.values(), None)
 
     @property
     def clip_adapts(self) -> bool:
-        """Whether rounds differ in what updates were clipped to."""
+        """Whether the clip norm differs between rounds."""
         clips = {row.update_clip for row in self.rounds} - {None}
         return len(clips) > 1
 
@@ -181,12 +181,12 @@ class RunView:
 
     @property
     def failures(self) -> tuple[SiteFailed, ...]:
-        """Everything that did not count, by round."""
+        """Refused and missing answers, by round."""
         return tuple(r for r in self._reports() if isinstance(r, SiteFailed))
 
     @cached_property
     def sites(self) -> tuple[SiteView, ...]:
-        """Every site, in the order of the job; strangers that answered come last."""
+        """Every site, in the order of the job; unknown ones that answered come last."""
         shares = {share.site: share for share in self.data.shares} if self.data else {}
         reports: dict[str, list[SiteAnswered | SiteFailed]] = {
             site: [] for site in self.started.sites
@@ -227,7 +227,7 @@ class RunView:
         return tuple(views)
 
     def _told(self) -> Mapping[str, list[tuple[int, PrivacySpent]]]:
-        """What each site has told to have spent, with the round that it told it in."""
+        """The spending that each site reported, with the round of the report."""
         found: dict[str, list[tuple[int, PrivacySpent]]] = {}
         if self.privacy is None:
             return found

@@ -1,4 +1,4 @@
-"""One site over a whole run, as the run's events tell it."""
+"""One site over a whole run, from the run's events."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class SiteView:
 
 
 class EvaluationView(NamedTuple):
-    """What a site found when it evaluated the global model."""
+    """A site's results of evaluating the global model."""
 
     round_index: int
     sums: MetricSums | None
@@ -76,7 +76,7 @@ def site_view(
     measured: Sequence[EvaluationView],
     step_bytes: tuple[int, int],
 ) -> SiteView:
-    """Bring together what is known of one site, its privacy aside."""
+    """Collect what is known about one site, except its privacy."""
     up, down = step_bytes
     answers = [report for report in reports if isinstance(report, SiteAnswered)]
     return SiteView(
@@ -96,7 +96,7 @@ def site_view(
 
 
 def total(used: Sequence[Resources]) -> Resources | None:
-    """Add up what work took: times in sum, memory at its most."""
+    """Add up the resources of work: the sum of times, the maximum of memory."""
     if not used:
         return None
     cpu = [each.cpu_seconds for each in used if each.cpu_seconds is not None]
@@ -110,14 +110,14 @@ def total(used: Sequence[Resources]) -> Resources | None:
 
 
 def spent_by_site(event: ModelEvaluated) -> Sequence[tuple[str, PrivacySpent]]:
-    """What sites have told with an exchange for evaluation alone."""
+    """The spending that sites reported with an exchange only for evaluation."""
     # If one of them kept it to itself, nobody can say whose the others are.
     whole = len(event.spent) == len(event.sites)
     return tuple(zip(event.sites, event.spent, strict=True)) if whole else ()
 
 
 def larger(one: PrivacySpent | None, other: PrivacySpent) -> PrivacySpent:
-    """What both stay within."""
+    """The larger of both, number by number."""
     if one is None:
         return other
     held_out = (one.held_out_epsilon, other.held_out_epsilon)

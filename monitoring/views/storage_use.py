@@ -1,4 +1,4 @@
-"""What a run used stores for, as a table of the report and a line on the terminal."""
+"""A run's use of stores, as a table of the report and a line on the terminal."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def shown(view: RunView) -> Sequence[StoreUsed]:
 
 
 def total(storage: Iterable[StoreUsed]) -> StorageTotal:
-    """Add up what stores were used for."""
+    """Add up the use of stores."""
     entries = tuple(storage)
     uses = [use for used in entries for use in used.uses]
     return StorageTotal(
@@ -52,7 +52,7 @@ def total(storage: Iterable[StoreUsed]) -> StorageTotal:
 
 
 def line(view: RunView) -> str | None:
-    """Say in one line what clouds were asked for; None if none was."""
+    """Summarise the requests to clouds in one line; None without any."""
     remote = [used for used in view.storage if used.way != _THIS_MACHINE]
     if not remote:
         return None
