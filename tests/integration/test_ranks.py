@@ -4,15 +4,14 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import agents, ranked_sites
+from support import agents, forked, ranked_sites
+from support.deployment import wait_for
 from support.noisy_jobs import WIDTH
 from support.ranked_sites import (
     TESTS,
@@ -118,39 +117,39 @@ def test_three_ranks_are_like_one(pool: ModelPool):
         assert_like_one(trainer, alone(STEPS, pool), pool)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_nothing_but_time(
-    pair: RankedTrainer, pool: ModelPool, rank: int
-):
+@pytest.mark.usefixtures("forks")
+def test_a_killed_rank_costs_nothing_but_time(pool: ModelPool):
     """It dies while the others wait for it; the round gives the same bits."""
     weights = pool.initial_weights()
-    expected = pair.fit(*weights, round_index=2)
-    before = pids_of(pair)
-    os.kill(before[rank], signal.SIGSTOP)
-    killer = threading.Timer(0.5, os.kill, (before[rank], signal.SIGKILL))
-    killer.start()
-    found = pair.fit(*weights, round_index=2)
-    killer.join()
-    np.testing.assert_array_equal(expected.weights_d, found.weights_d)
-    assert expected.training == found.training
-    assert not set(before) & set(pids_of(pair))
-    wait_until_gone(before)
+    with ranked(EPOCHS, pool) as pair:
+        expected = pair.fit(*weights, round_index=2)
+        for rank in (0, 1):
+            before = pids_of(pair)
+            os.kill(before[rank], signal.SIGSTOP)
+            killer = threading.Timer(0.5, os.kill, (before[rank], signal.SIGKILL))
+            killer.start()
+            found = pair.fit(*weights, round_index=2)
+            killer.join()
+            np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+            assert expected.training == found.training
+            assert not set(before) & set(pids_of(pair))
+            wait_until_gone(before)
 
 
-def test_a_frozen_rank_holds_up_and_spoils_nothing(
-    pair: RankedTrainer, pool: ModelPool
-):
+@pytest.mark.usefixtures("forks")
+def test_a_frozen_rank_holds_up_and_spoils_nothing(pool: ModelPool):
     """It goes on within the timeout, and nothing is begun again."""
     weights = pool.initial_weights()
-    expected = pair.fit(*weights, round_index=2)
-    before = pids_of(pair)
-    os.kill(before[1], signal.SIGSTOP)
-    waker = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
-    waker.start()
-    found = pair.fit(*weights, round_index=2)
-    waker.join()
-    np.testing.assert_array_equal(expected.weights_d, found.weights_d)
-    assert before == pids_of(pair)
+    with ranked(EPOCHS, pool) as pair:
+        expected = pair.fit(*weights, round_index=2)
+        before = pids_of(pair)
+        os.kill(before[1], signal.SIGSTOP)
+        waker = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
+        waker.start()
+        found = pair.fit(*weights, round_index=2)
+        waker.join()
+        np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+        assert before == pids_of(pair)
 
 
 @pytest.mark.usefixtures("forks")
@@ -266,13 +265,16 @@ def test_what_is_wrong_with_the_data_stays_at_the_site(
     assert "Traceback" not in logged
 
 
-def test_ranks_do_not_outlive_their_agent():
+def test_ranks_do_not_outlive_their_agent(tmp_path: Path):
     """Killed, it can tell them nothing."""
-    command = [sys.executable, "-P", "-m", "support.doomed_agent"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        pids = [int(pid) for pid in agent.stdout.readline().split()]
-        agent.kill()
+    out, err = tmp_path / "out", tmp_path / "err"
+    agent = forked.shared().start(
+        call="support.doomed_agent:train", out=out, err=err, environment=os.environ
+    )
+    wait_for(lambda: "\n" in out.read_text(), f"two ranks ({err})")
+    pids = [int(pid) for pid in out.read_text().split()]
+    agent.kill()
+    assert agent.wait(120) == -signal.SIGKILL
     assert len(pids) == 2
     wait_until_gone(pids)
 
@@ -384,9 +386,9 @@ def test_private_ranks_add_up_and_add_noise_once():
     assert two.training is None
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
     """Its ledger is charged once a round, also if a rank dies in it."""
-    before = children()
     members = agents.consortium("site-0")
     job = private_job(30, 4)
     pool = ModelPool(job)
@@ -395,7 +397,7 @@ def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
         made = agents.proposal(job)
         introduction = agents.propose(agent, members, made)
         assert introduction.refused == ""
-        first = children(before)
+        first = ForkedRanks.living()
         assert len(first) == 2
         os.kill(first[1], signal.SIGKILL)
         update = agent.answer(task(pool))
@@ -407,7 +409,7 @@ def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
     ledger = tmp_path / "site-0" / "runs" / agents.RUN_ID / "sites" / "site-0"
     entries = "".join(path.read_text() for path in ledger.glob("*.jsonl"))
     assert entries.count('"train"') == 1
-    assert children(before) == []
+    assert ForkedRanks.living() == []
 
 
 def children(before: Sequence[int] = ()) -> list[int]:

@@ -1,13 +1,16 @@
 """A process with ranks that says who they are and waits to be killed."""
 
 import time
+from collections.abc import Sequence
 
 from support.ranked_sites import pids_of, ranked
 from support.small_jobs import small_job
 
 from clients.models.model_pool import ModelPool
 
-if __name__ == "__main__":
+
+def train(_: Sequence[str]) -> None:
+    """Do it, in a process of its own."""
     job = small_job()
     pool = ModelPool(job)
     with ranked(job, pool) as trainer:

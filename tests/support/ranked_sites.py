@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,8 +29,13 @@ from federation.job.spec import JobSpec
 
 
 class ForkedRanks:
-    """Starts ranks as ``subprocess`` does, but forks them: see ``support.forked``."""
+    """Starts ranks as ``subprocess`` does, but forks them: see ``support.forked``.
 
+    Attributes:
+        started: All of this process.
+    """
+
+    started: ClassVar[list[forked.Forked]] = []
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
 
@@ -43,7 +48,7 @@ class ForkedRanks:
         **_: Any,
     ) -> forked.Forked:
         log = Path("/proc/self/fd/2")
-        return forked.shared().start(
+        rank = forked.shared().start(
             *command[command.index(site_ranks.MODULE) + 1 :],
             call="support.ranked_sites:be_a_rank",
             out=log,
@@ -51,6 +56,13 @@ class ForkedRanks:
             environment=env,
             files=[*pass_fds, 2],
         )
+        ForkedRanks.started.append(rank)
+        return rank
+
+    @classmethod
+    def living(cls) -> list[int]:
+        """Those that have not ended, in order."""
+        return [rank.pid for rank in cls.started if rank.poll() is None]
 
 
 def be_a_rank(arguments: Sequence[str]) -> int:
