@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.dlpack import from_dlpack
 
 from federation.job.spec import AggregationSpec
 from federation.mapped import give_back
@@ -114,13 +113,27 @@ def _folded(
     return mean_d
 
 
+class _WritableView:
+    """Memory of an array as if it could be written to; it is only read.
+
+    What comes off the wire is read-only. ``from_numpy`` warns of that, and DLPack takes
+    it from NumPy 2.1 on.
+    """
+
+    def __init__(self, part_c: Vector) -> None:
+        """Point to the memory of an array, which is kept."""
+        known = part_c.__array_interface__
+        self.__array_interface__ = {**known, "data": (known["data"][0], False)}
+        self._part_c = part_c
+
+
 def _fold_into_mean(delta_d: Values, mean_d: Vector, share: float) -> None:
     # Torch takes one pass over memory on all its threads, NumPy two on one:
-    # benchmarks/combine.py. What comes off the wire is read-only, which DLPack takes
-    # and from_numpy does not.
+    # benchmarks/combine.py.
     for piece in chunks(mean_d.size, _MEAN_CHUNK_VALUES):
         part_c = delta_d[piece]
-        delta_c, mean_c = from_dlpack(part_c), from_dlpack(mean_d[piece])
+        delta_c = torch.from_numpy(np.asarray(_WritableView(part_c)))
+        mean_c = torch.from_numpy(mean_d[piece])
         if share == 1.0:
             mean_c.copy_(delta_c)
         else:

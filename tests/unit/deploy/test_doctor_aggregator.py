@@ -44,6 +44,7 @@ def problems(federation: Federation) -> set[str]:
 
 def test_sound_aggregator_has_no_problem(federation: Federation):
     """Each thing that was looked at has a line."""
+    pytest.importorskip("flwr")
     federation.site("site-a")
     found = examined(federation)
     assert not problems(federation)
@@ -55,6 +56,7 @@ def test_sound_aggregator_has_no_problem(federation: Federation):
 
 def test_aggregator_without_sites_has_no_problem(federation: Federation):
     """Its roster is a draft until the first has enrolled."""
+    pytest.importorskip("flwr")
     found = examined(federation)
     assert not problems(federation)
     assert found["roster"].status == "warning"
@@ -109,6 +111,7 @@ def test_service_of_root_whose_memory_cannot_be_closed(
     user: int,
 ):
     """Programs of "nobody" could read the key: the service refuses to start there."""
+    pytest.importorskip("flwr")
     write(federation, f'listen = "{LOOPBACK}:{free_port()}"\n')
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert "user" not in examined(federation)
