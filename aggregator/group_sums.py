@@ -331,7 +331,7 @@ class GroupGather:
         """Have the sites draw the groups; sites that drew before get the same.
 
         Raises:
-            TooFewSites: Somebody kept the draw from ending. Who did so twice is left
+            TooFewSites: Someone kept the draw from ending. Who did so twice is left
                 out of the next one.
         """
         whole, num_groups = self.contract, self.job.privacy.secure_aggregation.groups

@@ -59,7 +59,7 @@ def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weigh
         rule: ``examples``, ``uniform`` or ``dynamic``.
         introduced: Training examples that sites have said they hold, before the first
             round. Updates of these sites that claim more are refused, whatever the
-            rule; those of other sites are held to ``MAX_EXAMPLES`` alone.
+            rule; those of other sites are bounded only by ``MAX_EXAMPLES``.
     """
     rules: dict[str, Weighting] = {
         "examples": by_examples,

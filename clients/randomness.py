@@ -7,7 +7,7 @@ uninterrupted one would have drawn, on whatever machine. The generators of
 draws from those is not reproducible.
 
 This is the randomness of sampling and simulation, never of keys or of noise that
-protects somebody.
+protects someone.
 """
 
 import hashlib

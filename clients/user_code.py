@@ -1,6 +1,6 @@
 """Users' code, which a job or a ``site.toml`` names, and its errors.
 
-Its mistakes are shown by the user's own lines, on this machine alone: what is raised
+Its mistakes are shown with the user's own lines, only on this machine: what is raised
 there may quote a record.
 """
 

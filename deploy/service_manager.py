@@ -1,6 +1,6 @@
 """Reports to the service manager: that a process serves, and that it is alive.
 
-Of those that start us, systemd alone listens (``Type=notify``); others get nothing.
+Of those that start us, only systemd listens (``Type=notify``); others get nothing.
 Protocol: https://www.freedesktop.org/software/systemd/man/sd_notify.html
 """
 

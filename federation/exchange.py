@@ -25,6 +25,6 @@ def exchange(
                 return
             while replies:
                 still_open.discard(replies[0].task_id)
-                yield replies.popleft()  # The receiver alone holds an update now.
+                yield replies.popleft()  # Only the receiver holds an update now.
     finally:
         grid.withdraw(still_open)

@@ -1,7 +1,7 @@
 """Vectors in a file, which pass through memory piece by piece.
 
 What came through an object store is a read-only view of a mapped file (see
-``cloud_adapters.transport.frames``). The kernel reads a page of it when somebody looks
+``cloud_adapters.transport.frames``). The kernel reads a page of it when someone looks
 there, and counts it as this process's memory until the whole file is let go. Whoever
 reads such a vector from its begin to its end gives back each piece when it has been
 read: a model of any size then takes a piece's memory. To look there again is allowed,

@@ -1,6 +1,6 @@
 """The interfaces between the round loop, its parts and the wiring.
 
-A seam of one room alone is where that room uses it, for example ``Gather`` in
+A seam of only one room is where that room uses it, for example ``Gather`` in
 ``federation.rounds.gather`` or ``Dataset`` in ``clients.data.datasets``.
 
 Each is a ``typing.Protocol`` of two to six methods, or a function type. An

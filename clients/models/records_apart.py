@@ -47,7 +47,7 @@ class RecordsApart:
             inputs: Of the batch that it is about to be used on. One record has no
                 other that it could be mixed with.
             forward: Applies a model to inputs, and perhaps an objective.
-            gradients: It is used for gradients, and not for losses alone.
+            gradients: It is used for gradients, not only for losses.
 
         Raises:
             JobError: It mixes records.

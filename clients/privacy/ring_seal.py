@@ -162,7 +162,7 @@ class RingSeal:
     def _begin_setup(self, group: Group | None, layout: Layout) -> SiteSetup:
         """Begin a new setup, of a group's sites or of all.
 
-        The session of the one before lives until this one is complete: if somebody
+        The session of the one before lives until this one is complete: if someone
         is missing now, those who have keys can go on without. No round is answered
         under both, since the memory of rounds outlives sessions.
         """

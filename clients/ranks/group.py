@@ -19,7 +19,7 @@ from clients.ranks.control import Channel, ErrorReply, Message, RankInputs, Read
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 
-# Gloo and NCCL listen on the loopback interface alone. Without the level there is a
+# Gloo and NCCL listen only on the loopback interface. Without the level there is a
 # warning in every round, of parameters that might have been unused and were not.
 _VARIABLES: Mapping[str, str] = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -127,7 +127,7 @@ class RankGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # What a model prints is log.
                 pass_fds=(its.fileno(), meeting, self._memory.file),
-                process_group=0,  # A Ctrl-C is the agent's alone.
+                process_group=0,  # Only the agent handles Ctrl-C.
             )
         self._processes.append(process)
 

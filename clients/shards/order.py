@@ -3,7 +3,7 @@
 A uniformly random order touches every shard all the time. Here the shards are in
 random order, and examples are shuffled among those of a window of shards, so that a
 site reads each shard once an epoch and holds few of them. Batch k of a run is still a
-function of seed, site and k alone: a resumed run goes on in the middle of an epoch and
+function of seed, site and k: a resumed run continues in the middle of an epoch and
 repeats or loses nothing.
 """
 

@@ -7,7 +7,7 @@ each other and have one stem, which is all that WebDataset asks for
 ``tar xf`` read them. All examples of a shard take the same number of bytes, so we read
 them as one array without looking at the members.
 
-The bytes follow from the examples alone: no times, no owners.
+The bytes depend only on the examples: no times, no owners.
 """
 
 import io

@@ -16,7 +16,7 @@ from privacy.secagg.errors import NotSetUp
 class HeldModel:
     """Decodes a task's model; keeps it if the next task sends only changes.
 
-    It is in memory alone: a restarted site is sent the whole model again.
+    It is only in memory: a restarted site receives the whole model again.
     """
 
     def __init__(self, links: Links) -> None:

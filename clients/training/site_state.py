@@ -7,7 +7,7 @@ with the same result.
 
 Nothing is invented. Where there is no state of an earlier round, or one of another run,
 model or optimiser, the site logs that it begins afresh; an object that is damaged or of
-another version is refused until somebody deletes it.
+another version is refused until someone deletes it.
 
 An object: one line of JSON (version, site, round, what it is of, facts), one line with
 the SHA-256 of all else, and the arrays as safetensors.

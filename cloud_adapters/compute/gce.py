@@ -396,7 +396,7 @@ def _node(instance: Any) -> Node:
 
 
 def _given(instance: Any) -> Mapping[str, Any]:
-    """Name and labels as they were given; empty if somebody has removed them."""
+    """Name and labels as they were given; empty if someone has removed them."""
     texts = _items(instance)
     for text in texts:
         try:

@@ -94,7 +94,7 @@ def serve(
 def _keep_running(
     child: Child, folder: Path, stopped: threading.Event, seconds: float
 ) -> str:
-    """Have the program run; return why no longer, empty if somebody has asked."""
+    """Have the program run; return why no longer, empty if someone has asked."""
     # Not by the time of day, which may be set forward or back meanwhile.
     deadline = child.clock.monotonic() + seconds
     while not (folder / STOP).exists():

@@ -197,7 +197,7 @@ def _run(
 def _ray(num_cpus: int, folder: str) -> Iterator[None]:
     """Start Ray here, before the server's clock runs; Flower uses what it finds."""
     import ray  # noqa: PLC0415
-    from ray._private import worker  # noqa: PLC0415 -- for the next line alone
+    from ray._private import worker  # noqa: PLC0415 -- only for the next line
 
     # Deaths of processes would be printed on standard output, which is for data;
     # the grid reports them. Ray's own debugger uses this switch.

@@ -80,9 +80,9 @@ def site_policy(
         reads: Where its data lie.
         writes: The one place that it writes to, and may read and clear.
         kms_key: ARN of the key with which S3 encrypts these places; None for keys of
-            S3. It is used through S3 alone.
+            S3. It is used only through S3.
         encryption_key: ARN of the key of ``storage.encryption``, with which the site
-            itself encrypts; None for none. It is used for data keys of objects alone.
+            itself encrypts; None for none. It is used only for data keys of objects.
         may_rewrap: Whether it may also wrap data keys again with that key.
 
     Raises:

@@ -201,7 +201,7 @@ class AwsKms:
                         # long beyond the deadline of its call.
                         connect_timeout=5,
                         read_timeout=5,
-                        # Attempts are counted by Retry, and there alone.
+                        # Only Retry counts attempts.
                         retries={"mode": "standard", "total_max_attempts": 1},
                         user_agent_extra="crossfed",
                     ),

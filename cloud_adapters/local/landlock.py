@@ -3,7 +3,7 @@
 Linux has had what is needed here since 5.19, without root, users or namespaces; a
 kernel may be built or started without. Rules allow and never deny: so every entry
 beside the hidden files is allowed, and beside the folders on the way to them. What
-somebody later puts into one of those folders cannot be read either. A process under
+someone later puts into one of those folders cannot be read either. A process under
 such rules can also not look into processes that are not (``/proc/PID/mem``, ``root``),
 nor move or link a hidden file to where it could read it.
 

@@ -10,7 +10,7 @@ datasets that share objects share files. What is in the folder at any moment:
 - ``.lock`` and ``.fetch-00`` to ``.fetch-ff``: empty; locks (flock) for the choice of
   what goes, and so that one content is fetched once.
 
-A file that goes while somebody reads it stays readable to them.
+A file that goes while someone reads it stays readable to them.
 """
 
 import contextlib

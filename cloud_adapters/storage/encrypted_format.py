@@ -155,7 +155,7 @@ class Cipher:
     Attributes:
         key: What the object is bound to: its place and its key in the store.
         segment_bytes: Content bytes in each segment but the last.
-        data_key: 32 bytes, of this object alone.
+        data_key: 32 bytes, only for this object.
         where: The object, for messages.
     """
 

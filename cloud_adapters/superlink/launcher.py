@@ -135,7 +135,7 @@ class CoordinatorExecutor:
     def get_eligible_capacity(
         self, supported_task_types: Collection[TaskType], **_: Any
     ) -> tuple[set[TaskType], set[str]]:
-        """Ask the SuperLink for coordinators alone."""
+        """Ask the SuperLink only for coordinators."""
         return {TaskType.SERVER_APP} & set(supported_task_types), set()
 
     def wait_for_capacity(self, *_: Any, **__: Any) -> None:

@@ -84,7 +84,7 @@ class Frames:
 
     Attributes:
         store: Where large vectors go; None for nowhere.
-        scratch: Folder of this object alone, on a disk with room for the vectors
+        scratch: Folder only for this object, on a disk with room for the vectors
             that are in use at the same time; needed with a store.
         threshold_bytes: See above.
         retry: Attempts beyond the store's own.

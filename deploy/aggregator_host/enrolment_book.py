@@ -1,6 +1,6 @@
 """The aggregator's record of its sites: invited, enrolled and revoked ones.
 
-One file, ``sites.json``, for its owner alone, replaced whole under a lock: the service
+One file, ``sites.json``, only for its owner, replaced whole under a lock: the service
 and the commands of the operator write it. It holds no secret but the hashes of tokens.
 The list that the proxy reads, ``ca.crl``, is made from it.
 """

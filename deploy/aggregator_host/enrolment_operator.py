@@ -230,7 +230,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
 
     Before the proxy and the SuperLink start, whatever happened before. A site whose
     certificate is on the list and that the book still has was revoked after the copy
-    of the book was made that somebody has restored: it is revoked again.
+    of the book was made that someone has restored: it is revoked again.
 
     Returns:
         The sites that were.

@@ -1,6 +1,6 @@
 """Secrets of the aggregator's host, which protect the SuperLink's interfaces.
 
-Two files in the aggregator's folder, for their owner alone. ``control.secret`` is for
+Two files in the aggregator's folder, only for their owner. ``control.secret`` is for
 the service and the operator's commands, which start runs and let nodes in;
 ``superexec.secret`` is for what starts and runs coordinators.
 """

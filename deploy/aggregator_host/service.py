@@ -335,7 +335,7 @@ class AggregatorService:
         """See that nobody else listens where nginx and the SuperLink are to.
 
         Raises:
-            PortTaken: Somebody does.
+            PortTaken: Someone does.
         """
         proxy_processes.end_processes(self.config.proxy)
         file = self.config.file

@@ -58,7 +58,7 @@ from privacy.dp_sgd.clipping import choose
 DEFAULT_CANARIES = 5_000
 DEFAULT_CONFIDENCE = 0.95
 
-# Guesses, half of them of each kind, by the number of canaries alone: a bound for the
+# Guesses, half of them of each kind, only by the number of canaries: a bound for the
 # best of several numbers would be none. In Gaussian noise 5 % gives about the highest
 # bound, unless canaries are so few that the guesses themselves limit it.
 _GUESSED_SHARE, _MOST_GUESSED_SHARE, _FEW_GUESSES = 0.05, 0.1, 500

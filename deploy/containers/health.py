@@ -1,6 +1,6 @@
 """Whether the program of this container serves: exit code 0, or 1 and the reason.
 
-Standard library alone, since it runs every half minute. An aggregator answers
+Only the standard library, since it runs every half minute. An aggregator answers
 ``GET /health`` through its own proxy. A site listens nowhere: it is well while it has a
 connection to its aggregator, which it uses at least every three seconds.
 """

@@ -49,7 +49,7 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
 def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
     named = [job.data, *(site.data for site in job.sites)]
     if job.data is None or any(d is not None and "://" in d.source for d in named):
-        # A site opens no address that somebody else gives it.
+        # A site opens no address that someone else gives it.
         raise JobError(
             f"site {file.name!r} has no data of its own: its operator must set "
             "data.source in site.toml",

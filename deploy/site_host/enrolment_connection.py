@@ -59,7 +59,7 @@ class Aggregator:
             The root certificate, PEM.
 
         Raises:
-            EnrolmentRefused: Nobody answers, or somebody else does.
+            EnrolmentRefused: Nobody answers, or someone else does.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -48,7 +48,7 @@ class ProposedRun:
     Attributes:
         run_id: The run.
         sealed: Its proposal, as the aggregator signed it.
-        federation: Its job and model, and the data of this site alone.
+        federation: Its job and model, and only this site's data.
         anchor: How many charges the aggregator knows the site's ledger to hold.
     """
 

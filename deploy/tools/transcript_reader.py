@@ -146,7 +146,7 @@ class Summary:
             self._clear.update(p["name"] for p in message["sections"] if p["in_clear"])
             for part in message["sections"]:
                 if part["fields"]:
-                    # Entries of a map differ in their number alone.
+                    # Entries of a map differ only in their number.
                     names = {re.sub(r"\[\d+\]", "[]", name) for name in part["fields"]}
                     self._signed.setdefault(part["message"], set()).update(names)
 

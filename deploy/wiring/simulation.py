@@ -253,7 +253,7 @@ class _Simulation:
         self._clock = clock
         # Sites share this process; and two runs in virtual time have the same events.
         self._meter = CLOCK if isinstance(clock, VirtualClock) else THREAD
-        self._clocks: Mapping[SiteId, VirtualClock] = {}  # In virtual time alone.
+        self._clocks: Mapping[SiteId, VirtualClock] = {}  # Only in virtual time.
         self._federation = federation
         now = self._clock.now()
         if run is None or not run.exists():

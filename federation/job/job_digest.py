@@ -36,7 +36,7 @@ def deciding(job: JobSpec) -> dict[str, Any]:
     """Return the job as a document, without irrelevant keys.
 
     Every other key is in it, defaults too, but for those of ``ADDED``: a key that is
-    added to the job file counts until somebody excludes it here.
+    added to the job file counts until someone excludes it here.
     """
     return what_decides(job_file.document(job))
 

@@ -350,7 +350,7 @@ class SiteSpec:
         name: Its name: lower-case letters, digits, `.`, `_`, `-`.
         cloud: Where it runs.
         region: Region, as the cloud names it.
-        data: Data of this site alone.
+        data: Data only of this site.
         flower_app: Set, `{}` for all defaults, where an existing Flower `ClientApp`
             takes part through a stock SuperNode; deployed and without privacy only.
     """

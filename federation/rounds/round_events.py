@@ -122,7 +122,7 @@ class RoundEvents:
             model_round: Rounds that made the model.
             verdicts: Of the round.
             sums: Of the round.
-            replies: Of an exchange for evaluation alone; else they came with updates.
+            replies: Of an exchange only for evaluation; else they came with updates.
         """
         pooled = sums.pooled_evaluation()
         if pooled is None:

@@ -84,7 +84,7 @@ class RoundRecord:
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round
         self._sent_d: Words | None = None
-        # Of an exchange for evaluation alone, whose bytes go with the metrics.
+        # Of an exchange only for evaluation, whose bytes go with the metrics.
         self._evaluation_replies: dict[SiteId, Reply] = {}
         self.verdicts = RoundVerdicts(
             run_id=run_id,

@@ -186,7 +186,7 @@ class Desk:
                     while replies:
                         before = num_counted()
                         task = self._open.pop(replies[0].task_id, None)
-                        yield replies.popleft()  # The receiver alone holds it now.
+                        yield replies.popleft()  # Only the receiver holds it now.
                         if task is not None:
                             counts = num_counted() > before
                             inbox.append(Arrival(task, counts=counts))

@@ -148,7 +148,7 @@ def encoded_size(message: WireMessage) -> int:
 def encoded_sizes(messages: Sequence[WireMessage]) -> list[int]:
     """Bytes that ``encode`` would make of each message.
 
-    Of messages in a row that differ in their site alone, one header is written.
+    Of messages in a row that differ only in their site, one header is written.
 
     Raises:
         WireError: See ``encode``.

@@ -45,7 +45,7 @@ Accountant = Literal["pld", "rdp"]
 class EpsilonCurve:
     """Epsilon of a growing list of events, at a fixed delta; an upper bound.
 
-    It depends on the events alone and not on their order. The first look at a kind of
+    It depends on the events, not on their order. The first look at a kind of
     event takes about a tenth of a second, a further one milliseconds.
 
     Args:

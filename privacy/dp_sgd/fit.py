@@ -56,7 +56,7 @@ def fit_for_privacy(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def without_batch_norm(module: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Replace batch normalisation alone, whose statistics would need noise too.
+    """Replace only batch normalisation, whose statistics would need noise too.
 
     Args:
         module: A model; changed in place.

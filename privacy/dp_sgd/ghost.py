@@ -14,7 +14,7 @@ n u / (1 - n u) and u = 2^-24 (Higham 2002, Accuracy and Stability of Numerical
 Algorithms, equation 3.5), and by n times 2^-125 (1 + |x| + |y|) where values or
 products underflow. The weighted sums are taken in float64: of all places, or, where a
 record has many, of the records' gradients, each in float32. What one of these rounds
-follows from the record alone, and its norm has room for it.
+depends only on the record, and its norm has room for it.
 
 Shape suffixes: B records, T places (all axes between the first and the last), o rows
 and i columns of a matrix.

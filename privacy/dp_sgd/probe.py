@@ -68,7 +68,7 @@ def check_records_apart(
         forward: Applies a model to inputs, and perhaps an objective; gives results of
             each record, shape ``(B, ...)``.
         draws: Seeds what the model may draw from.
-        gradients: Compare gradients too, and not results alone.
+        gradients: Compare gradients too, not only results.
 
     Raises:
         JobError: One record changes what the model makes of another; the message

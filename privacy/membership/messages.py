@@ -82,7 +82,7 @@ class Renewal:
         site: Its name.
         made_at: When, in seconds since 1970.
         release: Release of crossfed at the site.
-        request: Signing request, PEM; empty for the roster alone.
+        request: Signing request, PEM; empty for only the roster.
         certificate: The present one, PEM.
         certificate_proof: Signature of all of this by its key, hexadecimal.
         identity_proof: The same by the identity.

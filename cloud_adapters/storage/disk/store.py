@@ -3,7 +3,7 @@
 An object is written to a partial file, flushed to the disk and only then given
 its name, so that a killed process or a power cut leaves the whole object or none.
 Every folder on the way is opened by descriptor without following symbolic links:
-no key leads out of the root, not even while somebody else changes the tree.
+no key leads out of the root, not even while someone else changes the tree.
 
 Checksums and metadata are in records beside the objects; see ``local_records``. Not
 here: locks that last longer than a call. ``put`` on condition is the only promise

@@ -97,7 +97,7 @@ class ObjectWrite:
             return ours
 
     def _refusal(self, error: ObjectChanged) -> StoreError:
-        if self.generation is None:  # Somebody wrote between our two requests.
+        if self.generation is None:  # Someone wrote between our two requests.
             return StoreUnavailable(str(error), temporary=True)
         if self.generation == ABSENT:
             return ObjectExists(f"cannot {self.new.doing}: an object has this key")

@@ -145,7 +145,7 @@ class Clients:
 
 
 class GivenClient:
-    """One client of somebody else's making, for every attempt."""
+    """One given client, for every attempt."""
 
     def __init__(self, client: Any) -> None:
         """Use it; its own retries are to be off."""
@@ -166,7 +166,7 @@ def _config(
     return Config(
         connect_timeout=connect_seconds,
         read_timeout=read_seconds,
-        # Attempts are counted by Retry, and there alone.
+        # Only Retry counts attempts.
         retries={"mode": "standard", "total_max_attempts": 1},
         max_pool_connections=NUM_CONNECTIONS,
         tcp_keepalive=True,

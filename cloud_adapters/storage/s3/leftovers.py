@@ -1,7 +1,7 @@
 """Parts of uploads to S3 whose process was killed: they show nowhere, and cost storage.
 
 Removed by whoever begins or resumes a run, below the job's own prefix and nowhere
-else. How old an upload is follows from the service's clock alone.
+else. The age of an upload depends only on the service's clock.
 """
 
 import logging
@@ -65,7 +65,7 @@ def _abort(calls: S3Calls, name: str, upload_id: str) -> int:
     doing = f"remove an unfinished upload of s3://{calls.bucket}/{name}"
     try:
         calls.call("abort_multipart_upload", doing, Key=name, UploadId=upload_id)
-    except ObjectNotFound:  # Somebody else was quicker.
+    except ObjectNotFound:  # Someone else was quicker.
         return 0
     return 1
 

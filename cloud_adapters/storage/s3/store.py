@@ -78,7 +78,7 @@ class S3Store:
             region: Of the bucket; by default, that of the profile or environment.
             encryption: By the service; as the bucket is configured, by default.
             bucket_owner: Account number that the bucket must belong to: without it, a
-                bucket that was deleted may be somebody else's tomorrow.
+                bucket that was deleted may be someone else's tomorrow.
             retry: How often to try; sensible by default.
             client: Of boto3, in place of one with the environment's credentials; its
                 own retries are to be off.

@@ -1,6 +1,6 @@
 """Charge again what a ledger has lost, before its site may continue.
 
-What was released is known from anchors alone (see ``ledger``), so each charge that is
+What was released is known only from anchors (see ``ledger``), so each charge that is
 missing is made as if its mechanism had run. What cannot be read counts for both
 purposes. The result is an upper bound, which may be beyond the cap: then nothing more
 is released in this run.

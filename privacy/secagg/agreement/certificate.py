@@ -125,7 +125,7 @@ class ModelTrail:
         A certificate may be of any earlier round: those in between were lost, and
         the model is still the one it names. A site that is in the sum knows the
         round's context, and in P2 the list that it signed; of other rounds, and of
-        those before its setup, it checks the signature alone.
+        those before its setup, it checks only the signature.
 
         Args:
             data: Encoded ``Certificate``.

@@ -14,7 +14,7 @@ from typing import Annotated
 from privacy.secagg.agreement.message import FLOAT, text, whole
 
 # none    nothing is claimed
-# record  each site makes its own training private for its own records, alone
+# record  each site makes its own training private for its own records
 # joint   for records too, with noise shares that add up inside the secure sum
 # site    for a whole site
 PROFILES = ("none", "record", "joint", "site")

@@ -212,7 +212,7 @@ class SiteSession:
         Raises:
             ReplayedRound: The number is not above every earlier one.
             WrongCohort: The cohort is not the setup's, for example a repetition
-                of a lost round without somebody.
+                of a lost round without someone.
             StoreError: The number cannot be made durable.
         """
         contract = self.contract

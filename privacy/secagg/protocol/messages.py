@@ -252,7 +252,7 @@ class Consent(SignedMessage):
 class Reveal(Message):
     """R3, aggregator to a survivor: the consents, and the shares sealed for it.
 
-    It names no secret that is wanted: what is released follows from A alone.
+    It names no requested secret: only A determines what is released.
 
     Attributes:
         consents: Encoded consents by number.

@@ -86,7 +86,7 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
         "clip_elements": secure.clip_elements,
         "weight_rule": job.aggregation.weights,
         "max_examples": _max_examples(job, max_examples),
-        "max_rounds": job.rounds + 1,  # The last is for evaluation alone.
+        "max_rounds": job.rounds + 1,  # The last is only for evaluation.
         "hybrid": secure.hybrid,
         "two_site_waiver": secure.two_sites_waiver,
     }

@@ -190,7 +190,7 @@ class SiteSetup:
         Raises:
             WrongContext: A site saw another book: the aggregator shows different
                 keys to different sites, or replays an old advert.
-            BookRefused: Somebody is missing, or our own confirm was changed.
+            BookRefused: Someone is missing, or our own confirm was changed.
             BadSignature: A confirm is not signed by the pinned key.
             MalformedMessage: The bytes are not confirms.
             OutOfOrder: Confirms are not due.

@@ -58,7 +58,7 @@ def slots_of(
 
     Args:
         metrics: Names of the job's metrics.
-        matrix: Names of further sums over held-out data alone.
+        matrix: Names of further sums, only over held-out data.
         adapts: Whether the clip norm follows the updates.
     """
     sums = ("count", "loss", *metrics)
