@@ -36,7 +36,7 @@ from deploy.aggregator_host.parties import Parties, check
 from deploy.exit_codes import DONE
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import SiteMachine
+from deploy.fleet.deployment_file import LOCAL, SiteMachine
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX, NodeRole
 from deploy.site_host import enrol, enrolment_roster
 from federation import durable_files
@@ -111,6 +111,14 @@ def _check_sites(deployment: Deployment, job: JobSpec) -> None:
                 f"{path}: {site.name!r} is no site of {deployment.plan.job}, which has "
                 f"{', '.join(sorted(known))}",
                 key=f"sites[{index}].name",
+            )
+        if site.provider != LOCAL:
+            raise JobError(
+                f"{path}: a machine of {site.provider} cannot enrol by itself yet, so "
+                "nothing was started: start it yourself and enrol it "
+                "(docs/howto/enrol-a-site.md), and remove this table or set "
+                f"provider to {LOCAL!r}",
+                key=f"sites[{index}].provider",
             )
     if job.simulation.faults:
         raise JobError(

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import ComputePool
+from cloud_adapters.extras import naming_extras
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
 from federation import durable_files, folder_lock, typed_json
 from federation.errors import CorruptObject
 from federation.protocols import Clock
@@ -45,7 +46,7 @@ class Deployment:
 
     Attributes:
         plan: What is wanted.
-        pools: Compute services by provider.
+        pools: Compute services by their names, as ``SiteMachine.pool``.
         clock: Tells time.
         owner: Random name of this folder; every node carries it.
     """
@@ -91,10 +92,33 @@ class Deployment:
 
 
 def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
-    """Open every compute service that a deployment names."""
+    """Open every compute service that a deployment names, this host first.
+
+    Raises:
+        ComputeError: The name of a region or a profile is wrong.
+        MissingExtra: The library of one is not installed.
+    """
     # A user's own models and data are found from where the deployment file is.
     here, nodes = plan.path.parent.absolute(), plan.folder / "nodes"
-    return {"local": LocalPool(folder=nodes, working_folder=here, clock=clock)}
+    pools: dict[str, ComputePool] = {
+        LOCAL: LocalPool(folder=nodes, working_folder=here, clock=clock)
+    }
+    for site in plan.file.sites:
+        if site.pool not in pools:
+            pools[site.pool] = _cloud(site)
+    return pools
+
+
+def _cloud(site: SiteMachine) -> ComputePool:
+    machine = site.machine
+    with naming_extras():
+        if site.provider == AWS:
+            from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
+
+            return ec2.connect(machine.region, machine.endpoint)
+        from cloud_adapters.compute import gce  # noqa: PLC0415 -- the extra gcp
+
+        return gce.connect(machine.project, machine.endpoint)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from federation.ids import check_name
 from federation.job import job_file
 from federation.job.job_keys import key
 
-PROVIDERS = ("local",)
+LOCAL, AWS, GCP = "local", "aws", "gcp"
+PROVIDERS = (LOCAL, AWS, GCP)
 MARKETS = tuple(market.value for market in Market)
 # What clouds take in a label's value.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -33,7 +34,8 @@ class AggregatorMachine:
     """The machine of the aggregator.
 
     Attributes:
-        provider: Who runs the machine: `local` is a process on this host.
+        provider: Who runs the machine: `local` is a process on this host, where its
+            keys stay.
         address: `HOST:PORT` where sites reach it; by default a free port of the
             loopback interface, chosen once.
         listen: `ADDRESS:PORT` to listen on; by default, `address`.
@@ -42,7 +44,7 @@ class AggregatorMachine:
         dollars_per_gigabyte: What traffic costs that leaves it.
     """
 
-    provider: str = key(default="local", choices=PROVIDERS)
+    provider: str = key(default=LOCAL, choices=(LOCAL,))
     address: str = ""
     listen: str = ""
     connect_seconds: float = key(default=600.0, above=0.0)
@@ -51,28 +53,75 @@ class AggregatorMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CloudMachine:
+    """The machine of a site whose provider is `aws` or `gcp`.
+
+    Attributes:
+        region: Where it runs, for example `us-east-1` or `europe-west4`.
+        project: Id of the Google Cloud project.
+        zones: Zones of the region to try, the best first. On AWS, by default all that
+            have a subnet of the account.
+        type: Type of machine, for example `g5.xlarge` or `g2-standard-4`.
+        market: `on-demand`, or `spot`, which is cheaper and may be taken back.
+        image: What it starts from: the id of an AMI or `/aws/service/...` on AWS,
+            `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
+            amd64. It needs cloud-init and Python 3.11 or newer.
+        disk_gb: Size of its encrypted disk.
+        identity: Who its programs are to the cloud: the name of an instance profile on
+            AWS, the address of a service account on Google Cloud; by default, nobody.
+        subnets: Where it is connected: ids of subnets on AWS, one in each zone; the
+            name of one subnet on Google Cloud. By default, those of the account.
+        firewalls: What filters its traffic: ids of security groups on AWS, network
+            tags on Google Cloud. It has no public address in any case.
+        endpoint: URL of the compute service, if it is not the cloud's own.
+    """
+
+    region: str = ""
+    project: str = ""
+    zones: tuple[str, ...] = ()
+    type: str = ""
+    market: str = key(default=Market.ON_DEMAND.value, choices=MARKETS)
+    image: str = ""
+    disk_gb: int = key(default=50, low=10, high=16384)
+    identity: str = ""
+    subnets: tuple[str, ...] = ()
+    firewalls: tuple[str, ...] = ()
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteMachine:
     """A site that this deployment starts, and what its operator decides.
 
     Attributes:
         name: Name of the site, as in the job.
-        provider: Who runs the machine: `local` is a process on this host.
+        provider: Who runs the machine: `local` is a process on this host, `aws` an
+            instance of EC2, `gcp` one of Compute Engine. So far `crossfed up` starts
+            local machines only; `nodes` and `down` handle all of them.
         organisation: Who answers for the site; by default the deployment's.
         dollars_per_hour: What its machine costs.
         dollars_per_gigabyte: What traffic costs that leaves it.
+        machine: The machine, if a cloud runs it.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
         policy: As `[policy]` in `site.toml`.
     """
 
     name: str
-    provider: str = key(default="local", choices=PROVIDERS)
+    provider: str = key(default=LOCAL, choices=PROVIDERS)
     organisation: str = ""
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    machine: CloudMachine = CloudMachine()
     data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()
+
+    @property
+    def pool(self) -> str:
+        """Name of the compute service, which is one account and region or project."""
+        where = {AWS: self.machine.region, GCP: self.machine.project}
+        return " ".join(filter(None, (self.provider, where.get(self.provider))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,4 +224,31 @@ def _check(file: DeploymentFile) -> None:
             raise JobError(str(error), key=f"sites[{index}].name") from None
         if name in names[:index]:
             raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
+    for index, site in enumerate(file.sites):
+        _check_machine(site, f"sites[{index}].machine")
     exchange.check(file.exchange)
+
+
+def _check_machine(site: SiteMachine, table: str) -> None:
+    machine = site.machine
+    if site.provider == LOCAL:
+        if machine != CloudMachine():
+            raise JobError(
+                f"is for the providers {AWS} and {GCP}: remove the table, or name one "
+                "of them as provider",
+                key=table,
+            )
+        return
+    needed = {AWS: ("region", "type"), GCP: ("region", "type", "project", "zones")}
+    for name in needed[site.provider]:
+        if not getattr(machine, name):
+            raise JobError(
+                f"is missing for provider {site.provider}", key=f"{table}.{name}"
+            )
+    for zone in machine.zones:
+        if not zone.startswith(machine.region):
+            raise JobError(
+                f"{zone!r} is not in region {machine.region}", key=f"{table}.zones"
+            )
+    if site.provider == GCP and len(machine.subnets) > 1:
+        raise JobError("names more than one for a region", key=f"{table}.subnets")

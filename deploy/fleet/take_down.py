@@ -8,6 +8,7 @@ from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, 
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
+from federation.errors import ComputeError
 from federation.protocols import Clock
 
 _END_SECONDS = 300.0
@@ -38,24 +39,46 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
         any_owner: Whether to end also what another folder has started.
         tell: Called with a word about every step.
 
+    A service that fails keeps no node of the others alive.
+
     Returns:
         How many nodes were ended.
 
     Raises:
-        ComputeError: A node is another folder's, or does not end in time.
+        ComputeError: A service failed, a node is another folder's, or does not end in
+            time.
     """
     ended = 0
+    failures: list[ComputeError] = []
     for pool in deployment.pools.values():
-        found = pool.nodes({DEPLOYMENT: deployment.name})
-        if not any_owner:
-            reconcile.check_owner(found, deployment.owner, deployment.name)
-        alive = [node for node in found if node.state is not NodeState.GONE]
-        sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
-        others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
-        for group in (sites, others):
-            _end(pool, deployment.name, group, deployment.clock, tell)
-        ended += len(alive)
-    return ended
+        try:
+            ended += _end_all(deployment, pool, any_owner=any_owner, tell=tell)
+        except ComputeError as error:
+            failures.append(error)
+    if not failures:
+        return ended
+    first, *others = failures
+    if not others and not ended:
+        raise first
+    told = "; ".join(map(str, failures))
+    raise type(first)(
+        f"{told}; {ended} nodes of other services were ended. Give this command again"
+    ) from first
+
+
+def _end_all(
+    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
+) -> int:
+    """End the nodes of one service; how many."""
+    found = pool.nodes({DEPLOYMENT: deployment.name})
+    if not any_owner:
+        reconcile.check_owner(found, deployment.owner, deployment.name)
+    alive = [node for node in found if node.state is not NodeState.GONE]
+    sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
+    others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
+    for group in (sites, others):
+        _end(pool, deployment.name, group, deployment.clock, tell)
+    return len(alive)
 
 
 def remains(deployment: Deployment) -> Sequence[Remains]:
