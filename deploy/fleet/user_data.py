@@ -1,0 +1,215 @@
+"""What a machine of a cloud does when it starts: user data for cloud-init.
+
+Pure: settings in, text out. The machine ends itself after its time whatever else goes
+wrong, installs one release and checks its digest, and says on its console that the
+site is ready, or what failed; ``ComputePool.log`` shows that. There are no secrets in
+it, since every program on the machine can read it.
+
+Not here: how the machine becomes a member of the federation.
+
+Source: cloud-init's documentation, "Module reference".
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+from cloud_adapters.compute.pool import NodeSpec
+
+# What EC2 takes.
+MAX_BYTES = 16 << 10
+# After a failure, for somebody who wants to look; the machine is paid meanwhile.
+_MINUTES_LEFT = 5
+_FOLDER = "/var/lib/crossfed-site"
+_SETTINGS = "/etc/crossfed/site.toml"
+_SCRIPT = "/usr/local/sbin/crossfed-start"
+_UNIT = "crossfed-site.service"
+_UNITS = "/etc/systemd/system"
+_CONTAINERS_UNIT = """\
+[Unit]
+Description=crossfed site agent
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+# As user 10001 of the image, which owns the only folder that it can write to.
+ExecStart=/usr/bin/podman run --rm --name crossfed-site --read-only --tmpfs /tmp \
+--cap-drop all --security-opt no-new-privileges --stop-timeout 30 \
+-v {folder}:/var/lib/crossfed/site {image}
+Restart=always
+RestartSec=5s
+RestartPreventExitStatus=2
+TimeoutStopSec=45s
+
+[Install]
+WantedBy=multi-user.target
+"""
+_HEAD = """\
+#!/bin/bash
+# Written by crossfed: installs a site and starts it.
+set -euo pipefail
+tell() {{ echo "crossfed: $*" | tee /dev/console; }}
+failed() {{
+    tell "the site was not started: line $1 of {script} failed;" \\
+        "this machine ends in {minutes} minutes"
+    shutdown --poweroff +{minutes}
+}}
+trap 'failed $LINENO' ERR
+"""
+_FETCH = {
+    "https": "curl --fail --silent --show-error --location --proto '=https' --retry 5 "
+    "--output {file} {url}",
+    "gs": "token=$(curl --fail --silent --header 'Metadata-Flavor: Google' "
+    "'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/"
+    "default/token' | python3 -c 'import json, sys; "
+    'print(json.load(sys.stdin)["access_token"])\')\n'
+    'echo "Authorization: Bearer $token" | '
+    "curl --fail --silent --show-error --header @- --output {file} {url}",
+    "s3": "/opt/crossfed/bin/pip install --quiet 'boto3>=1.44'\n"
+    "/opt/crossfed/bin/python -c 'import boto3, sys; "
+    'boto3.client("s3").download_file(*sys.argv[1:])\' {url} {file}',
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What a machine installs: a wheel, or a container image.
+
+    Attributes:
+        wheel: URL of the wheel: ``https://``, ``s3://BUCKET/KEY`` or
+            ``gs://BUCKET/KEY``, which the machine's own identity may read.
+        sha256: Digest of the wheel, 64 hexadecimal digits.
+        extras: Extras of crossfed to install with it.
+        image: Container image of a site with its digest, ``NAME@sha256:...``, instead
+            of a wheel.
+    """
+
+    wheel: str = ""
+    sha256: str = ""
+    extras: tuple[str, ...] = ("flower",)
+    image: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that one of the two is there, and pinned.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if bool(self.wheel) is bool(self.image):
+            raise ValueError("a release is a wheel or an image, and not both")
+        if self.image and not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", self.image):
+            raise ValueError(
+                f"{self.image!r} names no digest: use NAME@sha256:..., since what a "
+                "name means can change"
+            )
+        if self.image:
+            return
+        url = urlsplit(self.wheel)
+        if url.scheme not in _FETCH or not url.path.endswith(".whl"):
+            raise ValueError(f"{self.wheel!r} is no wheel at https://, s3:// or gs://")
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"{self.sha256!r} is no SHA-256 of 64 hexadecimal digits")
+
+
+def render(
+    spec: NodeSpec, release: Release, site_toml: str, units: Mapping[str, str]
+) -> str:
+    """Write the user data of a site's machine.
+
+    Args:
+        spec: The machine; ``max_seconds`` and ``name`` count here.
+        release: What it installs.
+        site_toml: Its configuration, without secrets.
+        units: Files of ``deploy/systemd`` by their names, for a wheel.
+
+    Raises:
+        ValueError: It is larger than clouds take.
+    """
+    files = {_SCRIPT: (_script(release), "0755"), _SETTINGS: (site_toml, "0644")}
+    if release.image:
+        text = _CONTAINERS_UNIT.format(folder=_FOLDER, image=release.image)
+        files[f"{_UNITS}/{_UNIT}"] = (text, "0644")
+    else:
+        for name, text in units.items():
+            is_user = name.endswith(".sysusers.conf")
+            place = "/usr/lib/sysusers.d" if is_user else _UNITS
+            files[f"{place}/{name.replace('.sysusers', '')}"] = (text, "0644")
+    document = {
+        "hostname": re.sub("[^a-z0-9-]+", "-", spec.name.lower())[:63].strip("-"),
+        # Before all else, and at every start. It must not wait for systemd, which
+        # waits for cloud-init at this point.
+        "bootcmd": [
+            [
+                "systemd-run",
+                "--no-block",
+                "--unit=crossfed-deadline",
+                f"--on-boot={round(spec.max_seconds)}s",
+                "--timer-property=AccuracySec=1s",
+                "/usr/sbin/shutdown",
+                "--poweroff",
+                "now",
+            ]
+        ],
+        "package_update": True,
+        "packages": ["podman"] if release.image else ["curl", "python3-venv"],
+        "write_files": [
+            {"path": path, "content": text, "permissions": mode}
+            for path, (text, mode) in files.items()
+        ],
+        "runcmd": [[_SCRIPT]],
+    }
+    # JSON is YAML.
+    text = f"#cloud-config\n{json.dumps(document, indent=1)}\n"
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"the user data has {size} bytes, and clouds take {MAX_BYTES}: shorten the "
+            "site's tables in the deployment file"
+        )
+    return text
+
+
+def _script(release: Release) -> str:
+    head = _HEAD.format(script=_SCRIPT, minutes=_MINUTES_LEFT)
+    steps = _image_steps(release) if release.image else _wheel_steps(release)
+    last = [
+        "systemctl daemon-reload",
+        f"systemctl enable --now {_UNIT}",
+        "tell 'the site is ready'",
+    ]
+    return head + "\n".join([*steps, *last]) + "\n"
+
+
+def _image_steps(release: Release) -> list[str]:
+    return [
+        f"podman pull {shlex.quote(release.image)}",
+        f"install -d -m 700 -o 10001 -g 10001 {_FOLDER}",
+        f"install -m 600 -o 10001 -g 10001 {_SETTINGS} {_FOLDER}/site.toml",
+    ]
+
+
+def _wheel_steps(release: Release) -> list[str]:
+    url = urlsplit(release.wheel)
+    name = url.path.rpartition("/")[2]
+    file = shlex.quote(f"/var/tmp/{name}")  # noqa: S108 -- of a new machine's root
+    source = shlex.quote(release.wheel)
+    if url.scheme == "s3":
+        source = shlex.join([url.netloc, url.path.lstrip("/")])
+    elif url.scheme == "gs":
+        place = f"b/{url.netloc}/o/{quote(url.path.lstrip('/'), safe='')}?alt=media"
+        source = shlex.quote(f"https://storage.googleapis.com/storage/v1/{place}")
+    wanted = shlex.quote(f"/var/tmp/{name}[{','.join(release.extras)}]")  # noqa: S108
+    check = f"printf '%s  %s\\n' {release.sha256} {file}"
+    owned = "-o crossfed-site -g crossfed-site"
+    return [
+        "systemd-sysusers",
+        "python3 -m venv /opt/crossfed",
+        _FETCH[url.scheme].format(file=file, url=source),
+        f"{check} | sha256sum --check --quiet --strict",
+        f"/opt/crossfed/bin/pip install --quiet {wanted}",
+        f"install -d -m 700 {owned} {_FOLDER}",
+        f"install -m 600 {owned} {_SETTINGS} {_FOLDER}/site.toml",
+    ]

@@ -1,0 +1,160 @@
+"""User data of a site's machine: what cloud-init reads, and what the machine runs."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud_adapters.compute.pool import NodeSpec
+from deploy.fleet.user_data import MAX_BYTES, Release, render
+
+UNITS = {
+    path.name: path.read_text()
+    for path in (Path(__file__).parents[3] / "deploy" / "systemd").iterdir()
+    if path.name in {"crossfed-site.service", "crossfed.sysusers.conf"}
+}
+SPEC = NodeSpec(name="site-a.b", labels={}, max_seconds=4 * 3600.0)
+DIGEST = "ab" * 32
+WHEEL = "crossfed-0.1.0-py3-none-any.whl"
+RELEASES = {
+    "https": Release(wheel=f"https://example.org/{WHEEL}", sha256=DIGEST),
+    "s3": Release(wheel=f"s3://releases/a b/{WHEEL}", sha256=DIGEST),
+    "gs": Release(wheel=f"gs://releases/a b/{WHEEL}", sha256=DIGEST),
+    "image": Release(image=f"registry.example.org/crossfed-site@sha256:{DIGEST}"),
+}
+SITE_TOML = 'name = "a.b"\n[policy]\nprivacy = "record"\n'
+
+
+def document(release: Release, **changed: Any) -> dict[str, Any]:
+    text = render(SPEC, release, changed.get("site_toml", SITE_TOML), UNITS)
+    assert text.startswith("#cloud-config\n")
+    found: dict[str, Any] = json.loads(text.partition("\n")[2])
+    return found
+
+
+def files(release: Release) -> dict[str, str]:
+    return {each["path"]: each["content"] for each in document(release)["write_files"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RELEASES)
+def test_cloud_init_reads_it(kind: str, tmp_path: Path):
+    """By its own schema, which knows every key."""
+    program = shutil.which("cloud-init")
+    if program is None:
+        pytest.skip("cloud-init is not installed")
+    path = tmp_path / "user-data"
+    path.write_text(render(SPEC, RELEASES[kind], SITE_TOML, UNITS))
+    done = subprocess.run(
+        [program, "schema", "--config-file", path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Valid cloud-config" in done.stdout
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_the_machine_ends_whatever_fails(kind: str):
+    """The timer is set before anything that can fail, and waits for nobody."""
+    found = document(RELEASES[kind])
+    ((*words,),) = found["bootcmd"]
+    assert words[:2] == ["systemd-run", "--no-block"]
+    assert "--on-boot=14400s" in words
+    assert words[-3:] == ["/usr/sbin/shutdown", "--poweroff", "now"]
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_bash_reads_the_script(kind: str):
+    """And the digest is compared before anything of the wheel is used."""
+    found = files(RELEASES[kind])
+    (script,) = (text for text in found.values() if text.startswith("#!/bin/bash"))
+    done = subprocess.run(
+        ["bash", "-n"],  # noqa: S607
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["/etc/crossfed/site.toml"] == SITE_TOML
+    lines = script.splitlines()
+    if kind == "image":
+        assert f"podman pull {RELEASES[kind].image}" in lines
+        return
+    (check,) = (i for i, line in enumerate(lines) if "sha256sum --check" in line)
+    (install,) = (
+        i
+        for i, line in enumerate(lines)
+        if f"{WHEEL}[flower]" in line and "pip" in line
+    )
+    assert check < install
+    assert (
+        found["/etc/systemd/system/crossfed-site.service"]
+        == (UNITS["crossfed-site.service"])
+    )
+    assert "/usr/lib/sysusers.d/crossfed.conf" in found
+
+
+def test_a_wheel_of_another_digest_is_refused(tmp_path: Path):
+    """By the very line that the machine runs."""
+    script = files(RELEASES["https"])["/usr/local/sbin/crossfed-start"]
+    (line,) = (line for line in script.splitlines() if "sha256sum" in line)
+    wheel = tmp_path / WHEEL
+    wheel.write_bytes(b"another")
+    (place,) = re.findall(rf"/\S+/{WHEEL}", line)
+    line = line.replace(place, str(wheel))
+    for digest, code in ((DIGEST, 1), (hashlib.sha256(b"another").hexdigest(), 0)):
+        words = ["bash", "-c", line.replace(DIGEST, digest)]
+        done = subprocess.run(words, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr
+
+
+def test_a_step_that_fails_is_told_and_ends_the_machine(tmp_path: Path):
+    """With its line, on the console that the cloud keeps."""
+    script = files(RELEASES["https"])["/usr/local/sbin/crossfed-start"]
+    head, _, _ = script.partition("systemd-sysusers")
+    said = tmp_path / "console"
+    said.touch()
+    head = head.replace("/dev/console", str(said))
+    (tmp_path / "shutdown").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/ended\n')
+    (tmp_path / "shutdown").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"PATH={tmp_path}:$PATH\n{head}false\necho went on"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert re.search(r"the site was not started: line \d+ of", said.read_text())
+    assert (tmp_path / "ended").read_text() == "--poweroff +5\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "not both"),
+        ({"wheel": "https://x/y.whl", "image": "z"}, "not both"),
+        ({"image": "site:latest"}, "names no digest"),
+        ({"wheel": "http://x/y.whl", "sha256": DIGEST}, "no wheel at https"),
+        ({"wheel": "https://x/y.tar.gz", "sha256": DIGEST}, "no wheel at https"),
+        ({"wheel": "https://x/y.whl"}, "no SHA-256"),
+    ],
+)
+def test_a_release_is_pinned(given: dict[str, str], words: str):
+    """What a name means can change."""
+    with pytest.raises(ValueError, match=words):
+        Release(**given)
+
+
+def test_more_than_clouds_take_is_refused():
+    """Before anything is launched."""
+    with pytest.raises(ValueError, match=f"clouds take {MAX_BYTES}"):
+        render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS)
