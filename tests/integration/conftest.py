@@ -1,18 +1,14 @@
 """What integration tests have in common."""
 
-from collections.abc import Iterator
-
 import pytest
 from support.buckets import storage_table
 from support.commands import ForkServer
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> ForkServer:
     """Runs commands without paying for torch's import each time."""
-    running = ForkServer(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
+    return ForkServer(tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(params=["s3", "gs"])

@@ -1,15 +1,17 @@
 """Run ``crossfed`` as a person does: as a process of its own."""
 
-import json
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import forked
+
 CROSSFED = Path(sys.executable).with_name("crossfed")
-SUPPORT = Path(__file__).parent
 
 JOB = """
 name = "small"
@@ -140,14 +142,8 @@ class ForkServer:
     """Runs commands in forks of one process that has imported torch already."""
 
     def __init__(self, scratch: Path) -> None:
-        """Start the server; ``scratch`` takes the output of commands."""
+        """Take a folder for the output of commands."""
         self._scratch = scratch
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, str(SUPPORT.parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def run(
         self,
@@ -160,37 +156,26 @@ class ForkServer:
     ) -> Done:
         """Run ``crossfed``, or a script, with these arguments in ``folder``."""
         out, err = self._scratch / "stdout", self._scratch / "stderr"
-        order = {
-            "call": "",
-            "script": str(script or ""),
-            "arguments": arguments,
-            "folder": str(folder),
-            "stdout": str(out),
-            "stderr": str(err),
-            "misfortune": misfortune,
-            "kill_after_seconds": kill_after_seconds,
-            "environment": dict(environment or {}),
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        reply = json.loads(self._process.stdout.readline())
+        for path in (out, err):
+            path.unlink(missing_ok=True)
+        begin = time.monotonic()
+        process = forked.shared().start(
+            *arguments,
+            out=out,
+            err=err,
+            environment={**os.environ, **(environment or {})},
+            folder=folder,
+            misfortune=misfortune,
+            script=script,
+        )
+        if kill_after_seconds is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(kill_after_seconds)
+            process.kill()
+        code = process.wait()
         return Done(
-            code=reply["code"],
+            code=code,
             stdout=out.read_text(),
             stderr=err.read_text(),
-            seconds=reply["seconds"],
+            seconds=time.monotonic() - begin,
         )
-
-    def close(self) -> None:
-        """End the server."""
-        self._process.communicate()
-
-
-_START = """
-import runpy, sys
-sys.path.insert(0, sys.argv[1])
-from support import fork_server
-fork_server._serve()
-"""

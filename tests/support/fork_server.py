@@ -1,21 +1,15 @@
-"""A script that imports torch once and forks a process for every command.
+"""What a fork of ``forked.Server`` does, and what its parent has imported for it.
 
-Run by path. One JSON object a line comes in and one goes out; see
-``commands.ForkServer``. A child is the command and nothing else: it runs
-``deploy.cli.commands.commands.main``, or ``misfortunes.run`` if it is to be killed at
-some point.
+A child is the command and nothing else: it runs ``deploy.cli.commands.main``, or
+``misfortunes.run`` if it is to be killed at some point.
 """
 
 import atexit
-import gc
 import importlib
-import json
 import os
 import runpy
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,8 +32,6 @@ torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 # The first page of a process compiles its templates.
 for _page in environment().list_templates(["j2"]):
     environment().get_template(_page)
-# A child neither looks through what all of them share nor copies it.
-gc.freeze()
 
 
 def _child(order: dict[str, Any]) -> NoReturn:
@@ -90,26 +82,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _serve() -> None:
-    for line in sys.stdin:
-        order = json.loads(line)
-        start = time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            _child(order)
-        if order["kill_after_seconds"] is not None:
-            time.sleep(order["kill_after_seconds"])
-            os.kill(pid, signal.SIGKILL)  # Not reaped yet, so it is still ours.
-        _, status = os.waitpid(pid, 0)
-        reply = {
-            "code": os.waitstatus_to_exitcode(status),
-            "seconds": time.monotonic() - start,
-        }
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _serve()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -187,8 +188,10 @@ class Server:
         call: str = "",
         folder: Path | None = None,
         files: Sequence[int] = (),
+        misfortune: str = "",
+        script: Path | None = None,
     ) -> Forked:
-        """Start a command, or a function of its arguments.
+        """Start a command, or a function of its arguments, or a script.
 
         Args:
             arguments: What follows ``crossfed``.
@@ -199,6 +202,8 @@ class Server:
             call: The function instead, as ``module:name``.
             folder: Where it runs, if not here.
             files: Open files that it has under the same numbers.
+            misfortune: Kills it; see ``support.misfortunes``.
+            script: File of the script instead.
         """
         number = next(self._numbers)
         for path in (out, err):
@@ -210,11 +215,11 @@ class Server:
             "stdout": str(out),
             "stderr": str(err),
             "appends": True,
-            "misfortune": "",
+            "misfortune": misfortune,
             "environment": dict(environment),
             "namespace": namespace,
             "files": files,
-            "script": "",
+            "script": str(script or ""),
             "call": call,
         }
         socket.send_fds(self._orders, [json.dumps(order).encode()], files)
@@ -278,6 +283,8 @@ def serve() -> None:
         "cloud_adapters.superlink.launcher",
     ):
         importlib.import_module(name)
+    # A child neither looks through what all of them share nor copies it.
+    gc.freeze()
     children: dict[int, int] = {}
     orders = socket.socket(fileno=0)
     is_open, closed = True, 0.0
