@@ -73,7 +73,7 @@ class GcePool:
     """
 
     project: str
-    clients: "Clients"
+    clients: "GceClients"
     retry: Retry = field(
         default_factory=lambda: Retry(
             predicate=if_exception_type(*_TEMPORARY),
@@ -96,7 +96,7 @@ class GcePool:
             return known[0]
         if not spec.zones:
             raise MachineRefused(f"cannot launch {spec.name}: name its zones in zones")
-        place = _Launch(spec, token, digest)
+        place = _GceLaunch(spec, token, digest)
         failed = {zone: self._failed(place, zone) for zone in spec.zones}
         if None in failed.values():
             return self._made(place)
@@ -157,7 +157,7 @@ class GcePool:
         found: list[Node] = self._call(read, doing, request)
         return found
 
-    def _failed(self, place: "_Launch", zone: str) -> int | None:
+    def _failed(self, place: "_GceLaunch", zone: str) -> int | None:
         """Count the launches in a zone that have failed; None if one has not."""
         request = {
             "project": self.project,
@@ -175,7 +175,7 @@ class GcePool:
                 return None
         return len(inserts)
 
-    def _insert(self, place: "_Launch", zone: str, number: int) -> None:
+    def _insert(self, place: "_GceLaunch", zone: str, number: int) -> None:
         # Whoever repeats a request that has failed gets its failure again.
         request_id = uuid.uuid5(uuid.NAMESPACE_OID, f"{place.token}/{zone}/{number}")
         request = {
@@ -217,7 +217,7 @@ class GcePool:
             f"{operation.name}: try again, which waits for it"
         )
 
-    def _made(self, place: "_Launch") -> Node:
+    def _made(self, place: "_GceLaunch") -> Node:
         """Find a node that was launched, which may have ended since."""
         found = self._found([f'labels.{TOKEN_LABEL} = "{place.digest}"'])
         if found:
@@ -253,7 +253,7 @@ class GcePool:
             raise gce_errors.translate(error, doing) from error
 
 
-class Clients:
+class GceClients:
     """Clients of the library, made when they are needed: that takes credentials."""
 
     def __init__(self, endpoint: str) -> None:
@@ -289,10 +289,10 @@ def connect(project: str, endpoint: str = "") -> GcePool:
         endpoint: URL of the service, instead of Google's own. To one without TLS goes
             no token.
     """
-    return GcePool(project=project, clients=Clients(endpoint))
+    return GcePool(project=project, clients=GceClients(endpoint))
 
 
-class _Launch:
+class _GceLaunch:
     """What identifies a launch."""
 
     def __init__(self, spec: NodeSpec, token: str, digest: str) -> None:
@@ -306,7 +306,7 @@ class _Launch:
         return f"launch {self.spec.name} ({self.spec.machine}) in {zone}"
 
 
-def _instance(place: _Launch, zone: str) -> dict[str, Any]:
+def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
     spec = place.spec
     region = zone.rpartition("-")[0]
     labels = {name: _label(value) for name, value in spec.labels.items()}

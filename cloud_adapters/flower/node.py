@@ -105,6 +105,7 @@ class FlowerNode:
             a renewed one is taken up.
         clock: Tells time.
         stopped: Set it to end ``run``.
+        last: Set it to end ``run`` after the message that is at work.
         listener: Called with a word about every change of the connection.
         uniform: Draws the waits between attempts.
         node_id: Flower's number for it, once it is active.
@@ -117,6 +118,7 @@ class FlowerNode:
     clock: Clock
     certificate: Path | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
+    last: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = _LOG.info
     uniform: Uniform = random.SystemRandom().uniform
     node_id: int | None = None
@@ -137,7 +139,7 @@ class FlowerNode:
         )
 
     def run(self) -> None:
-        """Serve until ``stopped`` is set; reconnect whenever the connection is lost.
+        """Serve until the node is to end; reconnect whenever the connection is lost.
 
         Raises:
             SiteError: There is no use in going on: the aggregator's certificate is
@@ -146,7 +148,7 @@ class FlowerNode:
             JobError: A file that TLS needs holds no certificate.
         """
         attempt = 0
-        while not self.stopped.is_set():
+        while not self._ends():
             with self._client() as client:
                 try:
                     self._activate(client)
@@ -156,6 +158,9 @@ class FlowerNode:
                     attempt += 1
                     most = MAX_TURN_SECONDS if isinstance(error, KeyInUse) else math.inf
                     self._calls.pause(error, attempt, most=most)
+
+    def _ends(self) -> bool:
+        return self.stopped.is_set() or self.last.is_set()
 
     def leave(self) -> None:
         """Deactivate this node; from any thread, and within a short time.
@@ -226,7 +231,7 @@ class FlowerNode:
         for thread in threads:
             thread.start()
         try:
-            while not self.stopped.is_set():
+            while not self._ends():
                 if lost.is_set():
                     raise NodeGone(
                         "the aggregator no longer counts this node as active"

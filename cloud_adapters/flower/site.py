@@ -124,7 +124,10 @@ def stays() -> None:
 
 
 def agent_app(
-    agent: Agent, frames: Frames = INLINE, leaves: Leaves = stays
+    agent: Agent,
+    frames: Frames = INLINE,
+    leaves: Leaves = stays,
+    leaves_after: Leaves = stays,
 ) -> ClientApp:
     """Make the app of a node whose process keeps its site.
 
@@ -136,12 +139,17 @@ def agent_app(
         frames: How large messages travel.
         leaves: Why the site is about to leave; None as long as it is not. Then a task
             that it works on is answered at once, by a leave notice.
+        leaves_after: The same of a site that finishes its task first: the answer then
+            contains the notice.
     """
     app = ClientApp()
 
     def introduce(message: Message, context: Context) -> Message:  # noqa: ARG001
         sealed = unpack_bytes(message.content)
         return Message(pack_bytes(agent.introduce(sealed)), reply_to=message)
+
+    def reason() -> LeaveReason | None:
+        return leaves() or leaves_after()
 
     def answer(message: Message, context: Context) -> Message:  # noqa: ARG001
         head = _task(message)
@@ -152,7 +160,8 @@ def agent_app(
             if references:
                 sizes = Sizes.of_layout(agent.layout(head.run_id))
                 task = frames.receive(head, references, sizes)
-            return frames.send(_noticed(agent.answer(task), leaves()))
+            # By no name: it would be held while it is packed.
+            return frames.send(_noticed(agent.answer(task), reason()))
 
         packed = _within(_deadline(message), head, work, leaves)
         return Message(_content(packed), reply_to=message)

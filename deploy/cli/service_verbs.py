@@ -57,18 +57,17 @@ def _aggregator_up(options: argparse.Namespace) -> int:
 
 def _site_up(options: argparse.Namespace) -> int:
     from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.site_host.departure import Departure  # noqa: PLC0415 -- imports numpy
     from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
     from federation.messages import LeaveReason  # noqa: PLC0415 -- imports numpy
 
     notify = service_manager.notify_from_environment()
-    stopped = threading.Event()
-    why: list[LeaveReason] = []
-    end = prompt_end.PromptEnd(stopped, tell)
+    departure = Departure()
+    end = prompt_end.PromptEnd(departure.stopped, tell)
 
     def stop(number: int) -> None:
         is_person = number == signal.SIGINT
-        why.append(LeaveReason.OPERATOR if is_person else LeaveReason.SIGTERM)
-        stopped.set()
+        departure.now(LeaveReason.OPERATOR if is_person else LeaveReason.SIGTERM)
 
     def begun(node: "FlowerNode") -> None:
         end.say_before(node.leave)
@@ -79,8 +78,7 @@ def _site_up(options: argparse.Namespace) -> int:
     with interrupts(stop):
         serve(
             options.config,
-            stopped=stopped,
-            leaves=lambda: why[0] if why else None,
+            departure=departure,
             clock=options.clock,
             listener=_told_to(notify),
             begun=begun,

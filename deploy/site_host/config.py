@@ -76,6 +76,9 @@ class ComputeSpec:
         restarts: How many times a round is retried after a rank died.
         timeout_seconds: How long a rank waits for the others in one step before it
             fails.
+        notices: Whose notice makes the site leave before its machine is taken back:
+            `aws` asks the metadata service of EC2 (spot interruption, two minutes),
+            `gcp` that of Compute Engine (preemption, 30 seconds).
         environment: Names of environment variables to pass to ranks, in addition to
             those that Python, torch and a remote data source need.
     """
@@ -85,6 +88,7 @@ class ComputeSpec:
     compile: bool = False
     restarts: int = key(default=2, low=0)
     timeout_seconds: float = key(default=120.0, above=0.0)
+    notices: str = key(default="none", choices=("none", "aws", "gcp"))
     environment: tuple[str, ...] = ()
 
 

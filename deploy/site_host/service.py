@@ -1,14 +1,16 @@
 """``crossfed site up``: the agent and its node."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cloud_adapters.compute import notices
+from cloud_adapters.compute.notices import Look
 from cloud_adapters.flower.node import FlowerNode
-from cloud_adapters.flower.site import Leaves, agent_app, end_work
+from cloud_adapters.flower.site import agent_app, end_work
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.agent import SiteAgent
+from deploy.site_host.departure import Departure, watch
 from deploy.wiring import exchange
 from federation.errors import JobError
 from federation.ids import SiteId
@@ -17,22 +19,27 @@ from privacy import own_folder
 from privacy.secagg.agreement import identity, roster
 from privacy.secret_files import read_private
 
+# How to ask the cloud that runs the machine, by ``compute.notices`` in site.toml.
+_LOOKS: Mapping[str, Callable[[Clock, Callable[[str], None]], Look | None]] = {
+    "none": lambda _clock, _listener: None,
+    "aws": notices.Ec2Notices,
+    "gcp": lambda _clock, _listener: notices.gce(),
+}
+
 
 def serve(
     path: Path,
     *,
-    stopped: threading.Event,
-    leaves: Leaves,
+    departure: Departure,
     clock: Clock,
     listener: Callable[[str], None],
     begun: Callable[[FlowerNode], None] = lambda _node: None,
 ) -> None:
-    """Take part in runs until ``stopped`` is set.
+    """Take part in runs until the site is to leave.
 
     Args:
         path: ``site.toml``.
-        stopped: Ends it.
-        leaves: Why it is about to end; None as long as it is not.
+        departure: Ends it, and says why.
         clock: Of the agent.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
@@ -69,17 +76,21 @@ def serve(
         exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames,
     ):
         node = FlowerNode(
-            app=agent_app(agent, frames, leaves),
+            app=agent_app(agent, frames, departure.at_once, departure.after_this),
             address=config.file.aggregator.address,
             root_certificates=authority,
             key=site_folder.node_key(config.node_key),
             certificate=config.certificate,
             clock=clock,
-            stopped=stopped,
+            stopped=departure.stopped,
+            last=departure.last,
             listener=listener,
         )
         begun(node)
-        site_folder.keep_fresh(config, clock, stopped, listener)
+        site_folder.keep_fresh(config, clock, departure.stopped, listener)
+        look = _LOOKS[config.file.compute.notices](clock, listener)
+        if look is not None:
+            watch(look, departure, clock, listener)
         try:
             node.run()
             end_work()

@@ -18,6 +18,7 @@ from support.deployment import (
     descendants,
     wait_for,
 )
+from support.fake_imds import FakeImds
 from support.held_models import HOLD
 
 pytestmark = [
@@ -172,3 +173,43 @@ def test_round_does_not_wait_for_an_agent_that_is_stopped(
         (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
         assert row["without"] == []
         assert row["back"] == [f"{leaves} (returned 1x)"]
+        _take_back(made, leaves, held[leaves])
+
+
+def _take_back(made: Deployment, site: str, hold: Path) -> None:
+    """A spot machine finishes its task, and the round counts it; then it is gone."""
+    made.end(site)
+    path = made.folder / site / "site.toml"
+    path.write_text(f'{path.read_text()}\n[compute]\nnotices = "aws"\n')
+    log = made.folder / f"{site}.log"
+    before = log.read_text().count("connected to")
+    with FakeImds() as imds:
+        endpoint = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}
+        made.start_site(site, **{HOLD: str(hold)}, **endpoint)
+        wait_for(lambda: log.read_text().count("connected to") > before, "it is back")
+        hold.with_suffix(".reached").unlink(missing_ok=True)
+        hold.touch()
+        wait_for(hold.with_suffix(".reached").exists, "the site works", 60)
+        imds.action = {"action": "terminate", "time": "2999-01-01T00:00:00Z"}
+        wait_for(lambda: "EC2 will terminate" in log.read_text(), "it is told", 60)
+        hold.unlink()
+        process = made.processes.pop(site)
+        assert process.wait(60) == 0
+
+        def is_gone() -> bool:
+            at = ("--aggregator", made.config, "--json")
+            (row,) = json.loads(crossfed("ps", *at).stdout)
+            return bool(row["without"] == [f"{site} (leaving: spot)"])
+
+        wait_for(is_gone, "the run goes on without it", 60)
+        (left,) = [e for e in made.events() if e.get("reasons") == ["spot"]]
+        last = _rounds(made)[left["round_index"] - 1]
+        assert (last["answered"], last["failed"]) == ([*SITES], [])
+        assert _rounds(made)[left["round_index"]]["asked"] == [SITES[1]]
+
+        # A machine that is about to go takes no task: its agent does not connect.
+        before = log.read_text().count("connected to")
+        made.start_site(site, **endpoint)
+        assert made.processes.pop(site).wait(60) == 0
+        assert log.read_text().count("connected to") == before
+        assert "this site takes no task" in log.read_text()

@@ -12,6 +12,8 @@ from support.google_server import Answer, GoogleServer, Request
 TOKEN = "token-of-the-test"  # noqa: S105
 ROLE = "site-role"
 
+_ACTION = "/latest/meta-data/spot/instance-action"
+_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 _CREDENTIALS = "/latest/meta-data/iam/security-credentials/"
 
 
@@ -23,6 +25,8 @@ class FakeImds(GoogleServer):
         has_version_2: Whether it gives tokens.
         needs_token: Whether it refuses requests without one.
         access_key: What it gives as the id of the key.
+        action: What is to become of a spot instance; None if nothing is.
+        rebalance: Whether a rebalance is recommended.
     """
 
     def __init__(self, access_key: str = "ASIAINSTANCE", seconds: int = 3600) -> None:
@@ -30,6 +34,8 @@ class FakeImds(GoogleServer):
         self.has_version_2 = True
         self.needs_token = True
         self.access_key = access_key
+        self.action: Mapping[str, str] | None = None
+        self.rebalance = False
         super().__init__(self._serve)
 
     def _serve(self, request: Request) -> Answer:
@@ -40,11 +46,13 @@ class FakeImds(GoogleServer):
         token = request.headers.get("x-aws-ec2-metadata-token")
         if self.needs_token and token != TOKEN:
             return Answer(401)
-        if request.path == _CREDENTIALS:
-            return _text(ROLE)
-        if request.path == _CREDENTIALS + ROLE:
-            return _text(json.dumps(self._credentials()))
-        return Answer(404)
+        found = {
+            _CREDENTIALS: ROLE,
+            _CREDENTIALS + ROLE: json.dumps(self._credentials()),
+            _ACTION: json.dumps(self.action) if self.action else None,
+            _REBALANCE: '{"noticeTime": ""}' if self.rebalance else None,
+        }.get(request.path)
+        return Answer(404) if found is None else _text(found)
 
     def _credentials(self) -> Mapping[str, str]:
         end = time.gmtime(time.time() + self.seconds)

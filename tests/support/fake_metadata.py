@@ -8,7 +8,7 @@ import base64
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
@@ -26,8 +26,8 @@ def jwt(**claims: Any) -> str:
     )
 
 
-def metadata() -> GoogleServer:
-    """A metadata server that says who the machine is."""
+def metadata(preempted: Callable[[], bool] = lambda: False) -> GoogleServer:
+    """A metadata server that says who the machine is, and whether it is taken back."""
 
     def serve(request: Request) -> Answer:
         headers = {"Metadata-Flavor": "Google", "Content-Type": "application/text"}
@@ -39,6 +39,8 @@ def metadata() -> GoogleServer:
         if request.path.endswith("/token"):
             token = {"access_token": "access-0", "expires_in": 3600}
             return json_answer(token | {"token_type": "Bearer"})
+        if request.path == "/computeMetadata/v1/instance/preempted":
+            return Answer(200, headers, b"TRUE" if preempted() else b"FALSE")
         account = {"email": "site@p-1.iam.gserviceaccount.com", "aliases": ["default"]}
         headers["Content-Type"] = "application/json"
         return Answer(200, headers, json.dumps(account).encode())

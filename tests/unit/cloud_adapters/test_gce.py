@@ -158,7 +158,7 @@ def test_a_launch_whose_command_was_killed_is_found(gce_server: FakeGce):
     """Its operation has not ended; another command waits for it."""
     gce_server.slow_operations = True
     pool = gce_server.pool()
-    place = gce._Launch(spec(), "one", "0" * 40)
+    place = gce._GceLaunch(spec(), "one", "0" * 40)
     request = {
         "project": PROJECT,
         "zone": ZONES[0],

@@ -1,0 +1,86 @@
+"""How a site's agent goes: at once, or after the task that it works on."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cloud_adapters.compute.notices import Look
+from federation.messages import LeaveReason
+from federation.protocols import Clock
+
+LOOK_SECONDS = 2.0
+# What the farewell, the disk and a busy machine need before the machine goes.
+MARGIN_SECONDS = 20.0
+
+
+@dataclass(kw_only=True)
+class Departure:
+    """Whether a site is about to leave, and why.
+
+    Attributes:
+        stopped: Set when it is to leave at once.
+        last: Set when it is to take no further task.
+    """
+
+    stopped: threading.Event = field(default_factory=threading.Event)
+    last: threading.Event = field(default_factory=threading.Event)
+    _reason: LeaveReason | None = None
+
+    def now(self, reason: LeaveReason) -> None:
+        """Leave at once; the first reason counts."""
+        self._reason = self._reason or reason
+        self.last.set()
+        self.stopped.set()
+
+    def soon(self, reason: LeaveReason) -> None:
+        """Leave after the task that is at work, or at once if there is none."""
+        self._reason = self._reason or reason
+        self.last.set()
+
+    def at_once(self) -> LeaveReason | None:
+        """Why the site leaves without finishing its task; None if it does not."""
+        return self._reason if self.stopped.is_set() else None
+
+    def after_this(self) -> LeaveReason | None:
+        """Why the task at work is its last; None if it is not."""
+        return self._reason
+
+
+def watch(
+    look: Look, departure: Departure, clock: Clock, listener: Callable[[str], None]
+) -> None:
+    """Leave in time when a cloud takes the machine back.
+
+    The cloud is asked now, so that a machine that is about to go takes no task, and
+    then again and again by a thread. The task at work may be finished if it ends
+    before the machine goes: its answer then says that the site leaves, and nothing is
+    lost.
+
+    Args:
+        look: Asks the cloud.
+        departure: What to tell.
+        clock: Tells time.
+        listener: Called with a word about a notice.
+    """
+    if (notice := look()) is not None:
+        listener(f"{notice.text}: this site takes no task")
+        departure.now(LeaveReason.SPOT)
+        return
+
+    def do() -> None:
+        notice = None
+        while notice is None:
+            if departure.stopped.wait(LOOK_SECONDS):
+                return
+            notice = look()
+        room = max(0.0, notice.seconds - MARGIN_SECONDS)
+        end = clock.monotonic() + room
+        listener(
+            f"{notice.text} in {notice.seconds:.0f} s: this site leaves after its "
+            f"task, within {room:.0f} s"
+        )
+        departure.soon(LeaveReason.SPOT)
+        departure.stopped.wait(max(0.0, end - clock.monotonic()))
+        departure.now(LeaveReason.SPOT)
+
+    threading.Thread(target=do, name="notices", daemon=True).start()
