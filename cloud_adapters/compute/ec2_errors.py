@@ -30,6 +30,19 @@ code_of = s3_errors.code_of
 # The service's word for a token whose instance has ended.
 TOKEN_IS_SPENT = "IdempotentInstanceTerminated"  # noqa: S105 -- no secret
 
+# What a pool asks for, besides passing a role to instances.
+ACTIONS = (
+    "ec2:CreateTags",
+    "ec2:DescribeImages",
+    "ec2:DescribeInstances",
+    "ec2:DescribeSubnets",
+    "ec2:GetConsoleOutput",
+    "ec2:RunInstances",
+    "ec2:TerminateInstances",
+    "ssm:GetParameter",
+)
+_LISTED = ", ".join(ACTIONS)
+
 _SERVER_ERRORS = 500
 
 _ROWS: Mapping[Refusal, str] = {
@@ -84,9 +97,8 @@ _ROWS: Mapping[Refusal, str] = {
     ),
     Refusal(
         ComputeForbidden,
-        "these credentials may not do this: their policy must allow ec2:RunInstances, "
-        "CreateTags, TerminateInstances, GetConsoleOutput and Describe*, "
-        "ssm:GetParameter, and iam:PassRole for the role of the instance profile",
+        f"these credentials may not do this: their policy must allow {_LISTED}, and "
+        "iam:PassRole for the role of the instance profile",
     ): "UnauthorizedOperation AccessDenied AccessDeniedException",
     Refusal(
         ComputeForbidden,
@@ -136,6 +148,11 @@ _KINDS: Mapping[str, Refusal] = {
         "now takes some seconds",
     ),
 }
+# Of proxies, and of services whose answer has no code.
+_STATUSES: Mapping[int, Refusal] = {
+    401: _CODES["AuthFailure"],
+    403: _CODES["UnauthorizedOperation"],
+}
 _BUSY = Refusal(
     ComputeUnavailable,
     "the service has a fault of its own: try again later, and see its status page",
@@ -166,8 +183,9 @@ def _of_answer(error: ClientError, code: str) -> Refusal:
     shared = s3_errors.CODES.get(code)
     if row is None and shared is not None and shared.error is NotAuthenticated:
         row = Refusal(ComputeUnauthenticated, shared.advice)
-    is_busy = s3_errors.status_of(error) >= _SERVER_ERRORS
-    return row or (_BUSY if is_busy else _REFUSED)
+    status = s3_errors.status_of(error)
+    fallback = _BUSY if status >= _SERVER_ERRORS else _REFUSED
+    return row or _STATUSES.get(status) or fallback
 
 
 def _on_the_way(error: Exception) -> Refusal:

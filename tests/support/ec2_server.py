@@ -29,13 +29,19 @@ class Ec2Server:
 
     Attributes:
         url: Where it is.
+        enforce_policies: As ``S3Server.enforce_policies``.
         refusal: Given a request, the code to refuse it with; None lets it pass.
+        num_lost: How many launches to carry out and answer with a failure.
+        is_blind: Whether it lists no instance, as it does for seconds after a launch.
         requests: Forms that were sent.
     """
 
     def __init__(self) -> None:
         self.url = ""
+        self.enforce_policies: Callable[..., None] = lambda **_: None
         self.refusal: Callable[[Form], str | None] = lambda _: None
+        self.num_lost = 0
+        self.is_blind = False
         self.requests: list[Form] = []
         self._launched: dict[str, tuple[Form, bytes]] = {}
         self._lock = threading.Lock()
@@ -46,6 +52,8 @@ class Ec2Server:
 
         ec2_backends[ACCOUNT][REGION].reset()
         self.refusal = lambda _: None
+        self.num_lost = 0
+        self.is_blind = False
         self.requests.clear()
         self._launched.clear()
 
@@ -76,6 +84,9 @@ class Ec2Server:
                 code = self.refusal(form)
                 if code is not None:
                     return _refuse(start, code)
+                if form["Action"] == "DescribeInstances" and self.is_blind:
+                    start("200 OK", [("Content-Type", "text/xml")])
+                    return [b"<Response><reservationSet/></Response>"]
                 if form["Action"] == "RunInstances":
                     return self._launch(form, app, environ, start)
                 return list(app(environ, start))
@@ -87,15 +98,14 @@ class Ec2Server:
     ) -> Iterable[bytes]:
         token = form["ClientToken"]
         if token not in self._launched:
-            statuses: list[str] = []
-
-            def noted(status: str, *rest: Any) -> Any:
-                statuses.append(status)
-                return start(status, *rest)
-
-            answer = b"".join(app(environ, noted))
-            if statuses[0].startswith("200"):
+            heads: list[tuple[Any, ...]] = []
+            answer = b"".join(app(environ, lambda *head: heads.append(head)))
+            if heads[0][0].startswith("200"):
                 self._launched[token] = (form, answer)
+            if self.num_lost:
+                self.num_lost -= 1
+                return _refuse(start, "Unavailable")
+            start(*heads[0])
             return [answer]
         before, answer = self._launched[token]
         if before != form:
@@ -119,6 +129,7 @@ def serve() -> Iterator[Ec2Server]:
     made = Ec2Server()
     with s3_server.serve(before=made.front) as server:
         made.url = server.url
+        made.enforce_policies = server.enforce_policies
         yield made
 
 

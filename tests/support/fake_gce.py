@@ -40,6 +40,7 @@ class FakeGce(GoogleServer):
         refusal: Given a launch, its zone and body, what its operation fails with: a
             code and a message, or None.
         page: How many instances a page has.
+        lost: Methods to carry out, each once, and answer with a failure.
         slow_operations: Whether an operation is done only when somebody waits for it.
     """
 
@@ -68,6 +69,7 @@ class FakeGce(GoogleServer):
         self.refusal = lambda *_: None
         self.page = 500
         self.slow_operations = False
+        self.lost: list[str] = []
         self.faults: list[GoogleError] = []
         self.inserted: list[Resource] = []
         self.instances: dict[tuple[str, str], Resource] = {}
@@ -110,6 +112,9 @@ class FakeGce(GoogleServer):
                 raise GoogleError(404, "notFound", f"{words} found")
             answer = self._methods[call.method_id](call.params, body)
             self._api.check_answer(call.method_id, answer)
+            if call.method_id in self.lost:
+                self.lost.remove(call.method_id)
+                raise GoogleError(503, "backendError", "The answer was lost.")
             return json_answer(answer)
 
     # Instances.

@@ -1,5 +1,8 @@
 """Instances of EC2: what is asked for, where, and what the answers mean."""
 
+import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -178,6 +181,58 @@ def test_a_stopped_instance_still_costs(ec2_server: Ec2Server):
     (found,) = pool.nodes({})
     assert found.state is NodeState.STOPPING
     assert "its disk still costs" in found.trouble
+
+
+def test_a_launch_whose_answer_is_lost_is_repeated(ec2_server: Ec2Server):
+    """The service's token finds it, though it is not listed yet."""
+    pool = ec2_server.pool()
+    ec2_server.num_lost = 1
+    with pytest.raises(ComputeUnavailable, match="try again later"):
+        pool.launch(spec(), "one")
+    ec2_server.is_blind = True
+    node = pool.launch(spec(), "one")
+    ec2_server.is_blind = False
+    assert [each.id for each in pool.nodes({})] == [node.id]
+    assert len(ec2_server.launches()) == 2
+
+
+def test_the_actions_that_are_named_suffice(
+    ec2_server: Ec2Server, request: pytest.FixtureRequest
+):
+    """Of an error's advice; and each of them is needed."""
+    iam = s3_server.client(ec2_server.url, service="iam")
+    iam.create_user(UserName="operator")
+    made = iam.create_access_key(UserName="operator")["AccessKey"]
+    secret = {"key": made["AccessKeyId"], "secret": made["SecretAccessKey"]}
+    pool = ec2_server.pool(
+        ec2=s3_server.client(ec2_server.url, service="ec2", **secret),
+        ssm=s3_server.client(ec2_server.url, service="ssm", **secret),
+    )
+
+    def allow(actions: Sequence[str]) -> None:
+        statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+        document = {"Version": "2012-10-17", "Statement": [statement]}
+        ec2_server.enforce_policies(after=math.inf)
+        iam.put_user_policy(
+            UserName="operator",
+            PolicyName="fleet",
+            PolicyDocument=json.dumps(document),
+        )
+        ec2_server.enforce_policies()
+
+    def use(token: str) -> None:
+        node = pool.launch(spec(), token)
+        pool.log(node.id)
+        pool.terminate([node.id])
+
+    request.addfinalizer(lambda: ec2_server.enforce_policies(after=math.inf))
+    allow(ec2_errors.ACTIONS)
+    use("all")
+    # moto does not hold tags of a launch against a policy.
+    for action in set(ec2_errors.ACTIONS) - {"ec2:CreateTags"}:
+        allow([each for each in ec2_errors.ACTIONS if each != action])
+        with pytest.raises(ComputeForbidden, match=action):
+            use(action)
 
 
 def failure(code: str, status: int = 400, message: str = "words") -> ClientError:

@@ -169,6 +169,20 @@ def test_a_launch_whose_command_was_killed_is_found(gce_server: FakeGce):
     assert pool._made(place).state is NodeState.RUNNING
 
 
+@pytest.mark.parametrize("pace", ["quick", "slow"])
+def test_a_launch_whose_answer_is_lost_is_repeated(gce_server: FakeGce, pace: str):
+    """With its request id, so that there is one instance."""
+    gce_server.slow_operations = pace == "slow"
+    gce_server.lost = ["compute.instances.insert", "compute.zoneOperations.wait"]
+    pool = gce_server.pool()
+    node = pool.launch(spec(), "one")
+    assert [each.id for each in pool.nodes({})] == [node.id]
+    assert len(gce_server.inserted) == 1
+    gce_server.lost = ["compute.instances.delete"]
+    pool.terminate([node.id])
+    assert pool.nodes({}) == []
+
+
 def test_what_does_not_exist_is_named(gce_server: FakeGce):
     """With what the service says of it."""
     pool = gce_server.pool()
