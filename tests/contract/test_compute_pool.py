@@ -4,6 +4,8 @@ Nodes of this host run programs here; those of clouds run none in a test, so wha
 programs do is tested on this host alone.
 """
 
+import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.api_core.retry import Retry
 
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import (
@@ -221,3 +224,41 @@ def test_waiting_in_vain_names_the_nodes(pool: ComputePool, spec: Spec):
 def test_log_of_no_node_is_empty(pool: ComputePool):
     """Whoever asks may have an old id."""
     assert pool.log("no-such-node") == ""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["ec2", "gce"], indirect=True)
+def test_a_command_that_dies_at_any_request_can_be_repeated(
+    kind: str, when: str, spec: Spec, request: pytest.FixtureRequest
+):
+    """It launches one node, and ends every one; whatever was carried out before."""
+    server = request.getfixturevalue(f"{kind}_server")
+
+    def dies(number: int, work: Callable[[ComputePool], object]) -> bool:
+        """Do it with one request failing, then without; whether there is such a one."""
+        pool = server.pool()
+        if kind == "gce":
+            pool = dataclasses.replace(pool, retry=Retry(predicate=lambda _: False))
+        was_cut = server.cut(number, when)
+        with contextlib.suppress(ComputeError):
+            work(pool)
+        found = was_cut()
+        server.mend()
+        if found:
+            work(pool)
+        return found
+
+    def alive() -> list[str]:
+        nodes = server.pool().nodes(LABELS)
+        return [node.id for node in nodes if node.state is not NodeState.GONE]
+
+    launches, ends = 0, 0
+    while dies(launches + 1, lambda pool: pool.launch(spec(), "one")):
+        launches += 1
+        (found,) = alive()
+        more = dies(ends + 1, lambda pool: pool.terminate([found]))  # noqa: B023
+        ends += more
+        assert alive() == []
+        server.clear()
+    assert launches >= 4
+    assert ends >= 2

@@ -6,6 +6,7 @@ test asks for.
 
 import contextlib
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ class Ec2Server:
         url: Where it is.
         enforce_policies: As ``S3Server.enforce_policies``.
         refusal: Given a request, the code to refuse it with; None lets it pass.
-        num_lost: How many launches to carry out and answer with a failure.
+        loses: Given a request, whether to carry it out and answer with a failure.
         is_blind: Whether it lists no instance, as it does for seconds after a launch.
         requests: Forms that were sent.
     """
@@ -40,10 +41,11 @@ class Ec2Server:
         self.url = ""
         self.enforce_policies: Callable[..., None] = lambda **_: None
         self.refusal: Callable[[Form], str | None] = lambda _: None
-        self.num_lost = 0
+        self.loses: Callable[[Form], bool] = lambda _: False
         self.is_blind = False
         self.requests: list[Form] = []
         self._launched: dict[str, tuple[Form, bytes]] = {}
+        self._clients: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def clear(self) -> None:
@@ -51,20 +53,17 @@ class Ec2Server:
         from moto.ec2.models import ec2_backends  # noqa: PLC0415 (seconds to import)
 
         ec2_backends[ACCOUNT][REGION].reset()
-        self.refusal = lambda _: None
-        self.num_lost = 0
-        self.is_blind = False
+        self.mend()
         self.requests.clear()
         self._launched.clear()
 
     def pool(self, **options: Any) -> Ec2Pool:
         """A pool of the only region."""
-        given = {
-            "region": REGION,
-            "ec2": s3_server.client(self.url, service="ec2"),
-            "ssm": s3_server.client(self.url, service="ssm"),
+        # Making a client takes long.
+        self._clients = self._clients or {
+            name: s3_server.client(self.url, service=name) for name in ("ec2", "ssm")
         }
-        return Ec2Pool(**{**given, **options})
+        return Ec2Pool(**{"region": REGION, **self._clients, **options})
 
     def launches(self) -> list[Form]:
         """Launches that were asked for."""
@@ -87,26 +86,58 @@ class Ec2Server:
                 if form["Action"] == "DescribeInstances" and self.is_blind:
                     start("200 OK", [("Content-Type", "text/xml")])
                     return [b"<Response><reservationSet/></Response>"]
-                if form["Action"] == "RunInstances":
-                    return self._launch(form, app, environ, start)
-                return list(app(environ, start))
+                heads: list[tuple[Any, ...]] = []
+
+                def keep(*head: Any) -> None:
+                    heads.append(head)
+
+                answer = list(self._answer(form, app, environ, keep))
+                if self.loses(form):
+                    return _refuse(start, "Unavailable")
+                start(*heads[0])
+                return answer
 
         return serve
 
-    def _launch(
+    def mend(self) -> None:
+        """Serve as it should."""
+        self.refusal = lambda _: None
+        self.loses = lambda _: False
+        self.is_blind = False
+
+    def cut(self, number: int, when: str) -> Callable[[], bool]:
+        """Fail one of the next requests, ``before`` or ``after`` it is carried out.
+
+        Returns:
+            Tells whether that has happened.
+        """
+        counted = itertools.count(1)
+        reached: list[bool] = []
+
+        def is_it(_: Form) -> bool:
+            found = next(counted) == number
+            reached.extend([True] * found)
+            return found
+
+        if when == "before":
+            self.refusal = lambda form: "Unavailable" if is_it(form) else None
+        else:
+            self.loses = is_it
+        return lambda: bool(reached)
+
+    def _answer(
         self, form: Form, app: App, environ: dict[str, Any], start: Any
     ) -> Iterable[bytes]:
+        if form["Action"] != "RunInstances":
+            return app(environ, start)
         token = form["ClientToken"]
         if token not in self._launched:
             heads: list[tuple[Any, ...]] = []
-            answer = b"".join(app(environ, lambda *head: heads.append(head)))
+            made = b"".join(app(environ, lambda *head: heads.append(head)))
             if heads[0][0].startswith("200"):
-                self._launched[token] = (form, answer)
-            if self.num_lost:
-                self.num_lost -= 1
-                return _refuse(start, "Unavailable")
+                self._launched[token] = (form, made)
             start(*heads[0])
-            return [answer]
+            return [made]
         before, answer = self._launched[token]
         if before != form:
             return _refuse(start, "IdempotentParameterMismatch")

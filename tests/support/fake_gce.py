@@ -40,7 +40,8 @@ class FakeGce(GoogleServer):
         refusal: Given a launch, its zone and body, what its operation fails with: a
             code and a message, or None.
         page: How many instances a page has.
-        lost: Methods to carry out, each once, and answer with a failure.
+        loses: Given a method, whether to carry it out and answer with a failure.
+        faults: What the next requests are refused with; None lets one pass.
         slow_operations: Whether an operation is done only when somebody waits for it.
     """
 
@@ -69,13 +70,38 @@ class FakeGce(GoogleServer):
         self.refusal = lambda *_: None
         self.page = 500
         self.slow_operations = False
-        self.lost: list[str] = []
-        self.faults: list[GoogleError] = []
+        self.mend()
         self.inserted: list[Resource] = []
         self.instances: dict[tuple[str, str], Resource] = {}
         self._operations: dict[str, Resource] = {}
         self._of_request: dict[str, str] = {}
         self._numbers = itertools.count(1)
+
+    def mend(self) -> None:
+        """Serve as it should."""
+        self.loses: Callable[[str], bool] = lambda _: False
+        self.faults: list[GoogleError | None] = []
+
+    def cut(self, number: int, when: str) -> Callable[[], bool]:
+        """Fail one of the next requests, ``before`` or ``after`` it is carried out.
+
+        Returns:
+            Tells whether that has happened.
+        """
+        fault = GoogleError(503, "backendError", "The network was cut.")
+        if when == "before":
+            self.faults = [None] * (number - 1) + [fault]
+            return lambda: not self.faults
+        counted = itertools.count(1)
+        reached: list[bool] = []
+
+        def is_it(_: str) -> bool:
+            found = next(counted) == number
+            reached.extend([True] * found)
+            return found
+
+        self.loses = is_it
+        return lambda: bool(reached)
 
     def pool(self) -> Any:
         """A pool of the project, which does not wait before it tries again."""
@@ -98,8 +124,8 @@ class FakeGce(GoogleServer):
     def _serve(self, request: Request) -> Answer:
         with self._state:
             try:
-                if self.faults:
-                    raise self.faults.pop(0)
+                if self.faults and (fault := self.faults.pop(0)) is not None:
+                    raise fault
                 call = self._api.call(request.method, request.path, request.query)
                 body = json.loads(request.body or b"{}")
                 self._api.check_request(call.method_id, body)
@@ -112,8 +138,7 @@ class FakeGce(GoogleServer):
                 raise GoogleError(404, "notFound", f"{words} found")
             answer = self._methods[call.method_id](call.params, body)
             self._api.check_answer(call.method_id, answer)
-            if call.method_id in self.lost:
-                self.lost.remove(call.method_id)
+            if self.loses(call.method_id):
                 raise GoogleError(503, "backendError", "The answer was lost.")
             return json_answer(answer)
 
