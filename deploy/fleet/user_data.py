@@ -2,8 +2,8 @@
 
 Pure: settings in, text out. The machine ends itself after its time whatever else goes
 wrong, installs one release and checks its digest, and says on its console that the
-site is ready, or what failed; ``ComputePool.log`` shows that. There are no secrets in
-it, since every program on the machine can read it.
+site is ready or its container has started, or what failed; ``ComputePool.log`` shows
+that. There are no secrets in it, since every program on the machine can read it.
 
 Not here: how the machine becomes a member of the federation.
 
@@ -175,10 +175,12 @@ def render(
 def _script(release: Release) -> str:
     head = _HEAD.format(script=_SCRIPT, minutes=_MINUTES_LEFT)
     steps = _image_steps(release) if release.image else _wheel_steps(release)
+    # Only the unit of a wheel waits until the site reports that it is ready.
+    word = "its container has started" if release.image else "it is ready"
     last = [
         "systemctl daemon-reload",
         f"systemctl enable --now {_UNIT}",
-        "tell 'the site is ready'",
+        f"tell 'site: {word}'",
     ]
     return head + "\n".join([*steps, *last]) + "\n"
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ def test_cloud_init_reads_it(kind: str, tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Valid cloud-config" in done.stdout
+
+
+@pytest.mark.slow
+def test_systemd_reads_the_unit_of_a_container(tmp_path: Path):
+    """It fails for a key that it does not know."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "crossfed-site.service"
+    text = files(RELEASES["image"])[f"/etc/systemd/system/{unit.name}"]
+    unit.write_text(text.replace("/usr/bin/podman", sys.executable))
+    done = subprocess.run(
+        [program, "verify", "--man=no", "--recursive-errors=no", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert unit.name not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", RELEASES)
