@@ -139,7 +139,7 @@ def test_wrong_authority_is_told_nothing(host: Host, tmp_path: Path):
     log = host.proxy.settings.work / "access.log"
     before = log.read_text().count("POST /enroll")
 
-    with pytest.raises(EnrolmentRefused, match=r"in between.*nothing was sent"):
+    with pytest.raises(EnrolmentRefused, match=r"man-in-the-middle.*nothing was sent"):
         enrolment_site.enroll(
             token, tmp_path / "b", organisation="B", clock=SystemClock()
         )

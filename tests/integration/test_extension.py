@@ -276,4 +276,4 @@ def test_sites_refuse_another_first_model_than_the_jobs(
     monkeypatch.setattr(wiring_run, "initial_weights", other)
     with pytest.raises(QuorumNotMet) as caught:
         simulate(job)
-    assert "site-0: was sent a first model with other weights" in str(caught.value)
+    assert "site-0: received a first model with different weights" in str(caught.value)
