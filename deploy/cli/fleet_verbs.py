@@ -133,7 +133,7 @@ def _cell(value: object) -> str:
 def _plan(options: argparse.Namespace) -> int:
     from clients.user_code import unable_to_exit  # noqa: PLC0415 -- imports torch
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet import deployment_file, plan as planning  # noqa: PLC0415
+    from deploy.fleet import deployment_file, plan as planning, prices  # noqa: PLC0415
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
     from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -142,8 +142,15 @@ def _plan(options: argparse.Namespace) -> int:
     with unable_to_exit(), wiring.torch_threads(job):
         federation = wiring.build_federation(job)
         sizes_of = partial(job_check.sizes_of, clock=options.clock)
-        speeds = _speeds(options, wanted, sizes_of(federation))
-        found = planning.alternatives(federation, speeds, sizes_of)
+        known = _speeds(options, wanted, sizes_of(federation))
+        speeds = None
+        if known is not None:
+            today = prices.day_of(options.clock.now())
+            table = prices.load(options.prices, today=today, warn=tell)
+            speeds = planning.with_prices(known, wanted.file, table)
+        found = [*planning.alternatives(federation, speeds, sizes_of)]
+        if known is not None:
+            found += planning.markets(found[0], known, wanted.file, table)
     if options.json:
         say_json([planning.document(one) for one in found])
         return DONE
@@ -171,9 +178,7 @@ def _speeds(
     if options.like is None or traffic is None:
         return None
     run = find_run(options.like, wanted.folder / "aggregator" / "runs")
-    return planning.with_prices(
-        planning.measured_speeds(run.view(), traffic), wanted.file
-    )
+    return planning.measured_speeds(run.view(), traffic)
 
 
 VERBS = {"plan": _plan, "up": _up, "down": _down, "nodes": _nodes}

@@ -99,8 +99,9 @@ class SiteMachine:
             instance of EC2, `gcp` one of Compute Engine. So far `crossfed up` starts
             local machines only; `nodes` and `down` handle all of them.
         organisation: Who answers for the site; by default the deployment's.
-        dollars_per_hour: What its machine costs.
-        dollars_per_gigabyte: What traffic costs that leaves it.
+        dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
+            in its price table, and nothing on this host.
+        dollars_per_gigabyte: The same of traffic that leaves it.
         machine: The machine, if a cloud runs it.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
@@ -110,8 +111,8 @@ class SiteMachine:
     name: str
     provider: str = key(default=LOCAL, choices=PROVIDERS)
     organisation: str = ""
-    dollars_per_hour: float = key(default=0.0, low=0.0)
-    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    dollars_per_hour: float | None = key(default=None, low=0.0)
+    dollars_per_gigabyte: float | None = key(default=None, low=0.0)
     machine: CloudMachine = CloudMachine()
     data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()

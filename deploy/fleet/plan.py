@@ -10,7 +10,9 @@ from statistics import median
 from typing import Any
 
 from clients.training.local_federation import Federation
-from deploy.fleet.deployment_file import DeploymentFile
+from cloud_adapters.compute.pool import Market
+from deploy.fleet.deployment_file import LOCAL, DeploymentFile, SiteMachine
+from deploy.fleet.prices import Prices
 from federation.errors import FederationError, JobError
 from federation.events import SiteAnswered
 from federation.ids import SiteId
@@ -189,24 +191,77 @@ def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
         yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
 
 
-def with_prices(speeds: Speeds, file: DeploymentFile) -> Speeds:
-    """Add what a deployment's machines and lines cost."""
+def with_prices(
+    speeds: Speeds, file: DeploymentFile, prices: Prices, *, spot: bool | None = None
+) -> Speeds:
+    """Add what machines and traffic cost, where the speeds do not say it.
+
+    Args:
+        speeds: Stated or measured.
+        file: The deployment: its own prices come before those of the table.
+        prices: The table.
+        spot: Whether all machines of clouds are spot machines; None for what the
+            deployment says.
+
+    Raises:
+        JobError: The table lacks a price.
+    """
     stated = {site.name: site for site in file.sites}
+    aggregator = file.aggregator
     return replace(
         speeds,
-        dollars_per_hour=file.aggregator.dollars_per_hour,
-        dollars_per_gigabyte=file.aggregator.dollars_per_gigabyte,
+        dollars_per_hour=speeds.dollars_per_hour or aggregator.dollars_per_hour,
+        dollars_per_gigabyte=speeds.dollars_per_gigabyte
+        or aggregator.dollars_per_gigabyte,
         sites=tuple(
-            replace(
-                speed,
-                dollars_per_hour=stated[speed.name].dollars_per_hour,
-                dollars_per_gigabyte=stated[speed.name].dollars_per_gigabyte,
-            )
+            _priced(speed, stated[speed.name], prices, spot=spot)
             if speed.name in stated
             else speed
             for speed in speeds.sites
         ),
     )
+
+
+def _priced(
+    speed: SiteSpeed, site: SiteMachine, prices: Prices, *, spot: bool | None
+) -> SiteSpeed:
+    hourly, traffic = site.dollars_per_hour, site.dollars_per_gigabyte
+    if site.provider != LOCAL:
+        machine = site.machine
+        is_spot = machine.market == Market.SPOT.value if spot is None else spot
+        if hourly is None or spot is not None:
+            where = (site.provider, machine.region, machine.type)
+            hourly = prices.hourly(*where, spot=is_spot)
+        if traffic is None:
+            traffic = prices.per_gigabyte(site.provider)
+    return replace(
+        speed,
+        dollars_per_hour=speed.dollars_per_hour or hourly or 0.0,
+        dollars_per_gigabyte=speed.dollars_per_gigabyte or traffic or 0.0,
+    )
+
+
+def markets(
+    own: Alternative, speeds: Speeds, file: DeploymentFile, prices: Prices
+) -> Iterator[Alternative]:
+    """Yield the job itself with all machines of clouds on spot, and on demand.
+
+    Args:
+        own: The job itself.
+        speeds: Without prices of the table.
+        file: The deployment.
+        prices: The table; a market that it has no price of is left out.
+    """
+    if all(site.provider == LOCAL for site in file.sites):
+        return
+    for name, spot in (("all machines on spot", True), ("all on demand", False)):
+        try:
+            priced = with_prices(speeds, file, prices, spot=spot)
+        except JobError:
+            continue
+        found = cost.of_run(own.traffic, priced)
+        if found != own.cost:
+            yield replace(own, name=name, cost=found)
 
 
 def lines(

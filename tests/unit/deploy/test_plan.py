@@ -1,13 +1,15 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
+from datetime import date
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support.small_jobs import small_job
 
 from deploy.cli import job_check
-from deploy.fleet import plan
-from deploy.fleet.deployment_file import DeploymentFile, SiteMachine
+from deploy.fleet import plan, prices
+from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
 from deploy.wiring import parts
 from deploy.wiring.simulation import simulate
 from federation.clock import VirtualClock
@@ -103,6 +105,7 @@ def test_alternatives_that_a_job_forbids_are_not_offered():
     assert all(one.cost is None for one in found)
 
 
+TABLE = prices.load(None, today=date(2026, 6, 20), warn=pytest.fail)
 SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 1000}}}
 
 
@@ -114,9 +117,77 @@ def test_prices_are_those_of_the_deployment():
     name = job.sites[0].name
     site = SiteMachine(name=name, dollars_per_hour=3600.0, dollars_per_gigabyte=1e9)
     file = DeploymentFile(name="x", job="j", sites=(site,))
-    speeds = plan.with_prices(cost.machine_speeds(job.simulation.machines), file)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    speeds = plan.with_prices(speeds, file, TABLE)
     found = cost.of_run(traffic, speeds)
     _, up = traffic.of_run()
     assert found.dollars["machines"] == pytest.approx(found.seconds)
     assert 0 < found.dollars["traffic up"] < up.high  # That of one of two sites.
     assert found.dollars["traffic down"] == 0
+
+
+def cloud(provider: str, region: str, kind: str, **changes: object) -> SiteMachine:
+    machine = CloudMachine(region=region, type=kind, **changes)  # type: ignore[arg-type]
+    return SiteMachine(name="site-0", provider=provider, machine=machine)
+
+
+def test_machines_of_clouds_cost_what_the_table_says():
+    """By the hour and market, and by the gigabyte that leaves the cloud."""
+    job = virtual_job()
+    traffic = SIZES(parts.build_federation(job))
+    assert traffic is not None
+    known = cost.machine_speeds(job.simulation.machines)
+    site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
+    file = DeploymentFile(name="x", job="j", sites=(site,))
+    priced = plan.with_prices(known, file, TABLE)
+    assert priced.sites[0].dollars_per_hour == 1.804
+    assert priced.sites[0].dollars_per_gigabyte == 0.12
+    assert priced.sites[1].dollars_per_hour == 0
+    own = plan._predict("as it is", {}, traffic, priced)
+    (other,) = plan.markets(own, known, file, TABLE)
+    assert (other.name, other.cost) == (
+        "all on demand",
+        cost.of_run(traffic, plan.with_prices(known, file, TABLE, spot=False)),
+    )
+    assert own.cost is not None
+    assert other.cost is not None
+    ratio = other.cost.dollars["machines"] / own.cost.dollars["machines"]
+    assert ratio == pytest.approx(3.673 / 1.804)
+    site = cloud("aws", "mars-1", "g5.xlarge")
+    file = DeploymentFile(name="x", job="j", sites=(site,))
+    with pytest.raises(
+        JobError, match=r"g5.xlarge of aws in 'mars-1' \(it has us-east"
+    ):
+        plan.with_prices(known, file, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("spot = 1.804", "spot = 18.04", r"machines\[4\].spot: 18.04 is more than"),
+        ("on_demand = 55.04", "on_demand = 5504", r"machines\[0\].on_demand"),
+        ("dollars = 0.09", "dollars = 9", r"egress\[0\].tiers\[1\].dollars"),
+        ("up_to = 10_240.0, dollars = 0.09", "up_to = 1, dollars = 0.09", "must rise"),
+        ("{ dollars = 0.05 }", "{ up_to = 9e9, dollars = 0.05 }", "must rise"),
+        ('as_of = "2026-06-17"', 'as_of = "June"', "as_of: 'June' is not a day"),
+    ],
+)
+def test_slips_in_a_price_table_are_named(
+    tmp_path: Path, old: str, new: str, message: str
+):
+    """A decimal point in the wrong place would make a plan worthless."""
+    text = prices.PACKAGED.read_text()
+    assert old in text
+    path = tmp_path / "prices.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(JobError, match=message):
+        prices.load(path, today=date(2026, 6, 20), warn=print)
+
+
+def test_old_prices_are_told():
+    told: list[str] = []
+    prices.load(None, today=date(2026, 9, 15), warn=told.append)
+    assert told == []
+    prices.load(None, today=date(2026, 9, 16), warn=told.append)
+    assert len(told) == 1
+    assert "are 91 days old" in told[0]
