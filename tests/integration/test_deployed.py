@@ -330,7 +330,7 @@ def test_doctor_finds_a_site_ready(federation: Deployment):
         (
             'privacy = "none"',
             'privacy = "record"',
-            "site {0!r} demands 'record' (policy.privacy), and the job says 'none'",
+            "site {0!r} requires 'record' (policy.privacy), but the job has 'none'",
             "",
         ),
         pytest.param(
