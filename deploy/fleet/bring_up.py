@@ -43,7 +43,7 @@ from federation import durable_files
 from federation.addresses import parse_address
 from federation.errors import ComputeError, JobError
 from federation.ids import new_run_id
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from privacy import own_folder
@@ -87,6 +87,7 @@ def bring_up(
     for pool in deployment.pools.values():
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
+    _end_unwanted(deployment, tell)
     config = _aggregator(deployment, random_bytes, tell)
     for site in deployment.plan.file.sites:
         _enrol(deployment, config, site, random_bytes, tell)
@@ -99,6 +100,25 @@ def bring_up(
         request = _NodeRequest(name, site.provider, words, path.read_bytes())
         _fill(deployment, request, tell)
     return _hand_over(deployment, config, job, random_bytes, tell)
+
+
+def _end_unwanted(deployment: Deployment, tell: Tell) -> None:
+    """End nodes of sites that the deployment file no longer has."""
+    sites = (f"{SITE_PREFIX}{site.name}" for site in deployment.plan.file.sites)
+    wanted = {AGGREGATOR, *sites}
+    for pool in deployment.pools.values():
+        found = pool.nodes({DEPLOYMENT: deployment.name})
+        ids = {
+            node.id
+            for node in found
+            if node.state is not NodeState.GONE
+            and node.labels.get(reconcile.ROLE) not in wanted
+        }
+        for node in found:
+            if node.id in ids:
+                tell(f"{node.name}: no longer in the file; {node.id} is ended")
+        if ids:
+            pool.terminate(ids)
 
 
 def _check_sites(deployment: Deployment, job: JobSpec) -> None:
@@ -200,6 +220,10 @@ def _fill(deployment: Deployment, request: _NodeRequest, tell: Tell) -> Node:
         spec = NodeSpec(
             name=role_name,
             command=[sys.executable, "-m", "crossfed", *words],
+            # A user's own files are found from the job that names them.
+            environment={
+                code_files.FOLDERS: str(deployment.plan.job.parent.absolute())
+            },
             labels=reconcile.labels(name, deployment.owner, role, number),
             max_seconds=3600.0 * deployment.plan.file.max_hours,
         )

@@ -19,7 +19,15 @@ ROLES = ["aggregator", *(f"site-{site}" for site in SITES)]
 POLICY = """
 privacy = "none"
 secure_aggregation = false
-functions = ["clients.models:*", "clients.data:*"]
+functions = ["./model.py:net", "clients.data:*"]
+"""
+# A user's own, beside the job: nobody copies it.
+MODEL = """
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 """
 
 pytestmark = [
@@ -51,7 +59,10 @@ def deployment_file(tmp_path: Path) -> Iterator[Path]:
     text = (JOBS / "quickstart.toml").read_text()
     head, _, tail = text.partition("[privacy.secure_aggregation]")
     head = head.replace("rounds = 30", "rounds = 2")
+    head = head.replace("clients.models:digits_cnn", "./model.py:net")
     assert "rounds = 2" in head
+    assert "./model.py:net" in head
+    (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "job.toml").write_text(head + tail[tail.index("[[sites]]") :])
     path = tmp_path / "fed.toml"
     path.write_text('name = "fed"\njob = "job.toml"\n' + "".join(map(table, SITES)))
@@ -162,6 +173,18 @@ def kill_after(seconds: float, *arguments: str) -> None:
     process.wait(60)
 
 
+def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
+    """It would run, and cost, unseen."""
+    whole = running.read_text()
+    running.write_text(whole[: whole.rindex("[[sites]]")])
+    told = crossfed("up", str(running), "--detach").stderr
+    assert f"{ROLES[2]}: no longer in the file" in told
+    wait_for(lambda: alive(running) == sorted(ROLES[:2]), "it ends", 60)
+    running.write_text(whole)
+    crossfed("up", str(running), "--detach")
+    assert alive(running) == sorted(ROLES)
+
+
 def test_another_folder_may_not_take_over(running: Path):
     """Its nodes would be a second federation of the same name."""
     file = running
@@ -193,7 +216,8 @@ def test_mistakes_are_named_before_anything_starts(
     """With the key; the folder is not even made."""
     wrong = tmp_path / "wrong"
     wrong.mkdir()
-    shutil.copy(file.parent / "job.toml", wrong)
+    for name in ("job.toml", "model.py"):
+        shutil.copy(file.parent / name, wrong)
     path = wrong / "fed.toml"
     path.write_text(file.read_text().replace(old, new, 1))
     told = crossfed("up", str(path), code=2).stderr
