@@ -24,6 +24,7 @@ from cloud_adapters.compute.local_files import (
     NodeEnded,
     NodeStarted,
     NodeTrouble,
+    check_own,
     read,
     write,
 )
@@ -61,6 +62,7 @@ class LocalPool:
         advice = "name a folder that this user can write to"
         with os_errors(StoreUnavailable, f"make {place}", advice):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own(self.folder)
             if not place.exists():
                 self._make(place, spec)
         if _is_new(place):
@@ -69,7 +71,7 @@ class LocalPool:
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``."""
-        found = [_node(place) for place in self._places()]
+        found = filter(None, map(_node_or_none, self._places()))
         wanted = labels.items()
         matching = [node for node in found if wanted <= node.labels.items()]
         return sorted(matching, key=lambda node: (node.launched, node.id))
@@ -91,6 +93,7 @@ class LocalPool:
     def _places(self) -> Iterator[Path]:
         with os_errors(StoreUnavailable, f"read {self.folder}"):
             if self.folder.is_dir():
+                check_own(self.folder)
                 # A folder without the file is one that a killed launch was preparing.
                 yield from (path.parent for path in self.folder.glob(f"*/{NODE}"))
 
@@ -143,6 +146,20 @@ class LocalPool:
 def _is_new(place: Path) -> bool:
     """Whether a node was made, but neither started nor was asked to stop."""
     return not (place / STOP).exists() and read(place, NodeStarted) is None
+
+
+def _node_or_none(place: Path) -> Node | None:
+    """Look at a node; one that is not at work and whose files are damaged is none.
+
+    Raises:
+        ComputeError: It is at work, and one of its files is damaged.
+    """
+    try:
+        return _node(place)
+    except ComputeError:
+        if folder_lock.is_held(place / LOCK):
+            raise
+        return None
 
 
 def _node(place: Path) -> Node:

@@ -1,6 +1,8 @@
 """Files in the folder of a node of this host; see ``local_node``."""
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,27 @@ _NAMES: Mapping[type, str] = {
     NodeEnded: "ended.json",
     NodeTrouble: "trouble.json",
 }
+
+
+def check_own(folder: Path) -> None:
+    """Refuse a folder that another user could write to: what it holds is run.
+
+    Raises:
+        ComputeError: It belongs to another user, or others may write to it.
+        StoreUnavailable: It cannot be looked at.
+    """
+    with os_errors(StoreUnavailable, f"look at {folder}"):
+        found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise ComputeError(
+            f"{folder} belongs to another user, who could run programs as this one: "
+            "name a folder of your own"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ComputeError(
+            f"other users may write to {folder}, and so run programs as this one: "
+            f"chmod go-w {folder}, after a look at what it holds"
+        )
 
 
 def write(folder: Path, value: _Kind) -> None:

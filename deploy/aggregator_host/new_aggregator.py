@@ -43,7 +43,6 @@ def create(
     organisation: str,
     random_bytes: RandomBytes,
     clock: Clock,
-    more: str = "",
 ) -> NewAggregator:
     """Make an aggregator's folder.
 
@@ -55,7 +54,6 @@ def create(
         organisation: Who operates it.
         random_bytes: ``os.urandom``.
         clock: Tells time.
-        more: Further lines of ``aggregator.toml``.
 
     Raises:
         JobError: An address or a name is wrong.
@@ -79,5 +77,5 @@ def create(
     text = _AGGREGATOR_TOML.format(
         listen=listen, hosts=json.dumps(list(hosts)), proxy=json.dumps(proxy)
     )
-    write_new(folder / "aggregator.toml", (text + more).encode(), mode=0o644)
+    write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
     return NewAggregator(authority=authority.fingerprint, identity=made.public_key)

@@ -29,7 +29,10 @@ def _opened(options: argparse.Namespace) -> "Iterator[Deployment]":
 
     plan = deployment_file.load(options.deployment)
     with deployment.opened(
-        plan, random_bytes=os.urandom, clock=options.clock
+        plan,
+        random_bytes=os.urandom,
+        clock=options.clock,
+        any_owner=getattr(options, "any_owner", False),
     ) as opened:
         yield opened
 

@@ -6,11 +6,12 @@ that was killed is given once more.
 
 import hashlib
 import http.client
+import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tomli_w
 
@@ -154,15 +155,16 @@ def _aggregator(
     """Have an aggregator work, and return its configuration."""
     path = deployment.aggregator / _AGGREGATOR_TOML
     machine = deployment.plan.file.aggregator
+    if path.exists():
+        address = machine.address or aggregator_file.load(path).address
+    else:
+        address = machine.address or f"{LOOPBACK}:{free_port()}"
+    host, _ = parse_address(address, key="aggregator.address")
     if not path.exists():
         # A folder that is not whole has no keys that anybody trusts yet.
         draft = deployment.aggregator.with_name("aggregator.new")
         with file_errors("remove", draft):
             shutil.rmtree(draft, ignore_errors=True)
-        address = machine.address or f"{LOOPBACK}:{free_port()}"
-        host, _ = parse_address(address, key="aggregator.address")
-        exchange = deployment.plan.exchange
-        more = {"connect_seconds": machine.connect_seconds}
         new_aggregator.create(
             draft,
             [host],
@@ -171,10 +173,18 @@ def _aggregator(
             organisation=deployment.plan.file.organisation or deployment.name,
             random_bytes=random_bytes,
             clock=deployment.clock,
-            more=tomli_w.dumps({**more, **exchange}),
         )
         with file_errors("make", deployment.aggregator):
             draft.rename(deployment.aggregator)
+    _write_settings(
+        path,
+        {
+            "listen": machine.listen or address,
+            "hosts": [host],
+            "connect_seconds": machine.connect_seconds,
+            **deployment.plan.exchange,
+        },
+    )
     config = aggregator_file.load(path)
     words = ("aggregator", "up", "--config", str(path))
     request = _NodeRequest(AGGREGATOR, machine.provider, words, path.read_bytes())
@@ -196,7 +206,9 @@ def _fill(deployment: Deployment, request: _NodeRequest, tell: Tell) -> Node:
     """Have one node fill a role, with the settings of now."""
     pool, name = deployment.pools[request.provider], deployment.name
     role_name, words = request.role, request.words
-    digest = hashlib.sha256(request.settings).hexdigest()[:_SETTINGS_DIGITS]
+    max_seconds = 3600.0 * deployment.plan.file.max_hours
+    settings = request.settings + str(max_seconds).encode()
+    digest = hashlib.sha256(settings).hexdigest()[:_SETTINGS_DIGITS]
     role = NodeRole(name=role_name, settings=digest)
     found = pool.nodes({DEPLOYMENT: name})
     decision = reconcile.decide(role, found, deployment.launched(role_name))
@@ -215,17 +227,17 @@ def _fill(deployment: Deployment, request: _NodeRequest, tell: Tell) -> Node:
     if decision.node is not None:
         return decision.node
     number = decision.number
+    named_in = (deployment.plan.job, deployment.plan.path.resolve())
+    folders = dict.fromkeys(str(file.parent) for file in named_in)
     while True:
         deployment.note_launch(role_name, number)
         spec = NodeSpec(
             name=role_name,
             command=[sys.executable, "-m", "crossfed", *words],
-            # A user's own files are found from the job that names them.
-            environment={
-                code_files.FOLDERS: str(deployment.plan.job.parent.absolute())
-            },
+            # A user's own files are found from the files that name them.
+            environment={code_files.FOLDERS: os.pathsep.join(folders)},
             labels=reconcile.labels(name, deployment.owner, role, number),
-            max_seconds=3600.0 * deployment.plan.file.max_hours,
+            max_seconds=max_seconds,
         )
         node = pool.launch(spec, f"{deployment.owner}/{role_name}/{number}")
         if node.state is not NodeState.GONE:
@@ -281,6 +293,7 @@ def _enrol(
 ) -> None:
     """Make a site on this host a member, and write its ``site.toml``."""
     folder = deployment.site(site.name)
+    address = deployment.plan.file.aggregator.address or config.address
     pending = folder / _TOKEN
     if pending.exists() or not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
@@ -297,11 +310,15 @@ def _enrol(
     document = {
         "name": site.name,
         "certificate": "site.pem",
-        "aggregator": {"address": config.address, "authority": "ca.crt"},
+        "aggregator": {"address": address, "authority": "ca.crt"},
         **deployment.plan.settings[site.name],
     }
+    _write_settings(folder / _SITE_TOML, document)
+
+
+def _write_settings(path: Path, document: Mapping[str, Any]) -> None:
+    """Write what a party reads when it starts, if it is not what is there."""
     text = f"{_WRITTEN}\n{tomli_w.dumps(document)}".encode()
-    path = folder / _SITE_TOML
     if path.read_bytes() != text:
         durable_files.replace_file(path, [text])
 
@@ -319,12 +336,16 @@ def _token(
     no harm.
     """
     if pending.exists():
-        kept = Token.parse(read_private(pending).decode())
+        kept = Token.parse(read_private(pending).decode("ascii", "replace"))
         book = BookFile(folder=config.folder).read().at(deployment.clock.now())
         if any(each.digest == kept.digest for each in book.invitations):
             return kept
     made = enrolment_operator.invite(
-        config, site, random_bytes=random_bytes, clock=deployment.clock
+        config,
+        site,
+        random_bytes=random_bytes,
+        clock=deployment.clock,
+        address=deployment.plan.file.aggregator.address or None,
     )
     with file_errors("make", pending.parent):
         own_folder.make(pending.parent)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloud_adapters.compute.local import LocalPool
+from cloud_adapters.compute.local_files import check_own
 from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.extras import naming_extras
 from cloud_adapters.storage.disk.part_file import file_errors
@@ -123,11 +124,23 @@ def _cloud(site: SiteMachine) -> ComputePool:
 
 @contextmanager
 def opened(
-    plan: DeploymentPlan, *, random_bytes: RandomBytes, clock: Clock
+    plan: DeploymentPlan,
+    *,
+    random_bytes: RandomBytes,
+    clock: Clock,
+    any_owner: bool = False,
 ) -> Iterator[Deployment]:
     """Hold a deployment's folder, which is made if there is none.
 
+    Args:
+        plan: The deployment.
+        random_bytes: ``os.urandom``.
+        clock: Tells time.
+        any_owner: Whether a damaged record counts as a lost one: the nodes of its owner
+            are then another's.
+
     Raises:
+        ComputeError: Another user could write to the folder.
         FederationError: Another command works on it.
         CorruptObject: Its record is damaged, or belongs to another deployment.
         StoreUnavailable: The folder cannot be made or written.
@@ -135,9 +148,15 @@ def opened(
     folder = plan.folder
     with file_errors("make", folder):
         own_folder.make(folder)
+    check_own(folder)
     complaint = f"another crossfed command works on {folder}: wait until it has ended"
     with folder_lock.hold(folder / "lock", complaint):
-        record = _read(folder)
+        try:
+            record = _read(folder)
+        except CorruptObject:
+            if not any_owner:
+                raise
+            record = None
         if record is None:
             owner = random_bytes(_OWNER_BYTES).hex()
             record = _Record(name=plan.file.name, owner=owner)

@@ -4,7 +4,6 @@ What a run computes is in its job, which the deployment file names. Nothing here
 part of what sites agree on.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from clients.privacy.policy_spec import PolicySpec
 from cloud_adapters.compute.pool import Market
+from deploy.site_host import config as site_file
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
@@ -25,6 +25,8 @@ from federation.job.job_keys import key
 LOCAL, AWS, GCP = "local", "aws", "gcp"
 PROVIDERS = (LOCAL, AWS, GCP)
 MARKETS = tuple(market.value for market in Market)
+# Those of site.toml that a site here may have.
+_TABLES = ("data", "compute", "policy")
 # What clouds take in a label's value.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -188,17 +190,18 @@ def load(path: Path) -> DeploymentPlan:
     file = job_file.load_table(path, DeploymentFile, _check)
     document = job_file.read_toml(path)
     shared = {name: document[name] for name in ("exchange",) if name in document}
-    tables = {field.name for field in dataclasses.fields(SiteMachine)}
-    tables &= {"data", "compute", "policy"}
+    # In one order: a node whose settings read differently is replaced.
     settings = {
-        table["name"]: {**shared, **{n: table[n] for n in tables & table.keys()}}
+        table["name"]: {**shared, **{n: table[n] for n in _TABLES if n in table}}
         for table in document["sites"]
     }
+    # Whoever uses a link means the same deployment.
+    here = path.resolve().parent
     return DeploymentPlan(
         file=file,
         path=path,
-        folder=(path.parent / (file.folder or f"deployments/{file.name}")).absolute(),
-        job=path.parent / file.job,
+        folder=here / (file.folder or f"deployments/{file.name}"),
+        job=here / file.job,
         settings=settings,
         exchange=shared,
     )
@@ -217,7 +220,24 @@ def _check(file: DeploymentFile) -> None:
     ):
         if address:
             parse_address(address, key=f"aggregator.{name}")
+    _check_paths(file)
+    _check_names(file)
+    for index, site in enumerate(file.sites):
+        _check_machine(site, f"sites[{index}].machine")
+        _check_settings(site, f"sites[{index}]")
+    exchange.check(file.exchange)
+
+
+def _check_paths(file: DeploymentFile) -> None:
+    for name, text in (("job", file.job), ("folder", file.folder)):
+        if "\0" in text or (name == "job" and not text):
+            raise JobError(f"{text!r:.200} is no path", key=name)
+
+
+def _check_names(file: DeploymentFile) -> None:
     names = [site.name for site in file.sites]
+    if not names:
+        raise JobError("name at least one site to start", key="sites")
     for index, name in enumerate(names):
         try:
             check_name(name)
@@ -225,9 +245,22 @@ def _check(file: DeploymentFile) -> None:
             raise JobError(str(error), key=f"sites[{index}].name") from None
         if name in names[:index]:
             raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
-    for index, site in enumerate(file.sites):
-        _check_machine(site, f"sites[{index}].machine")
-    exchange.check(file.exchange)
+
+
+def _check_settings(site: SiteMachine, table: str) -> None:
+    """Refuse what ``site.toml`` would be refused for."""
+    aggregator = site_file.AggregatorSpec(address="127.0.0.1:1", authority="ca.crt")
+    whole = site_file.SiteFile(
+        name=site.name,
+        aggregator=aggregator,
+        data=site.data,
+        compute=site.compute,
+        policy=site.policy,
+    )
+    try:
+        site_file.check(whole)
+    except JobError as error:
+        raise JobError(error.reason, key=f"{table}.{error.key}") from None
 
 
 def _check_machine(site: SiteMachine, table: str) -> None:

@@ -157,7 +157,7 @@ def load(path: Path) -> SiteConfig:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    file = job_file.load_table(path, SiteFile, _check, {"floor": "policy"})
+    file = job_file.load_table(path, SiteFile, check, {"floor": "policy"})
     code_files.look_in(path.parent)
     folder = path.parent / file.folder
     return SiteConfig(
@@ -171,7 +171,12 @@ def load(path: Path) -> SiteConfig:
     )
 
 
-def _check(file: SiteFile) -> None:
+def check(file: SiteFile) -> None:
+    """Refuse what contradicts itself.
+
+    Raises:
+        JobError: It does.
+    """
     try:
         check_name(file.name)
     except ValueError as error:

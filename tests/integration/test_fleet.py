@@ -173,6 +173,20 @@ def kill_after(seconds: float, *arguments: str) -> None:
     process.wait(60)
 
 
+def test_changed_keys_of_the_aggregator_replace_it(running: Path):
+    """It reads them when it starts, and sites know where it was."""
+    config = running.parent / "deployments" / "fed" / "aggregator" / "aggregator.toml"
+    before = config.read_text()
+    with running.open("a") as file:
+        file.write("[aggregator]\nconnect_seconds = 99.0\n")
+    told = crossfed("up", str(running), "--detach").stderr
+    assert "aggregator: its settings have changed" in told
+    assert told.count("launched") == 1
+    text = config.read_text()
+    assert "connect_seconds = 99.0" in text
+    assert text.replace("99.0", "600.0") == before
+
+
 def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     """It would run, and cost, unseen."""
     whole = running.read_text()
@@ -185,6 +199,17 @@ def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     assert alive(running) == sorted(ROLES)
 
 
+def test_folder_of_another_user_is_refused(tmp_path: Path, file: Path):
+    """What they have prepared in it would run as this user."""
+    folder = tmp_path / "deployments" / "fed"
+    folder.mkdir(parents=True)
+    for mode in (0o777, 0o720):
+        folder.chmod(mode)
+        told = crossfed("up", str(file), code=1).stderr
+        assert f"other users may write to {folder}" in told
+    folder.chmod(0o700)
+
+
 def test_another_folder_may_not_take_over(running: Path):
     """Its nodes would be a second federation of the same name."""
     file = running
@@ -194,7 +219,8 @@ def test_another_folder_may_not_take_over(running: Path):
     record.write_text(whole.replace(json.loads(whole)["owner"], "0" * 16))
     for verb in ("up", "down"):
         told = crossfed(verb, str(file), code=1).stderr
-        assert "was brought up from another folder: aggregator" in told
+        assert "was brought up from another folder: " in told
+        assert "aggregator (aggregator-" in told
     assert alive(file) == sorted(ROLES)
     record.write_text(whole)
 
@@ -208,6 +234,9 @@ def test_another_folder_may_not_take_over(running: Path):
         (f'name = "{SITES[0]}"', f'name = "{SITES[1]}"', "names 'gcp-us-central1'"),
         ("privacy =", "privcy =", "privcy"),
         ('privacy = "none"', 'privacy = "much"', "sites[0].policy.privacy"),
+        ("[sites.policy]", "[sites.policy]\nring_bits = [17]", "policy.ring_bits"),
+        ('job = "job.toml"', 'job = ""', "fed.toml: job: "),
+        ('job = "job.toml"', 'job = "a\\u0000b"', "fed.toml: job: "),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(

@@ -91,17 +91,36 @@ def test_a_node_that_was_ended_before_it_started_never_starts(pool: LocalPool):
     assert launch(pool).state is NodeState.GONE
 
 
-def test_damaged_file_of_a_node_is_named(pool: LocalPool):
-    """With what to do; nothing is started in its place."""
+def test_damaged_file_of_a_node_that_works_is_named(pool: LocalPool):
+    """With what to do. One of a node that is gone keeps nobody from the others."""
     node = launch(pool)
-    pool.terminate([node.id])
-    wait_for(lambda: all_gone(pool.nodes({})), "it ends", 60)
-    path = pool.folder / node.id / "ended.json"
+    path = pool.folder / node.id / "node.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
-    with pytest.raises(ComputeError, match=r"ended\.json is damaged"):
+    with pytest.raises(ComputeError, match=r"node\.json is damaged"):
         pool.nodes({})
     path.write_bytes(whole)
+    pool.terminate([node.id])
+    wait_for(lambda: all_gone(pool.nodes({})), "it ends", 60)
+    path.write_bytes(whole[:-3])
+    assert pool.nodes({}) == []
+    path.write_bytes(whole)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_folder_that_another_user_could_write_to_is_refused(pool: LocalPool):
+    """What lies in it is run: it could hold a node of theirs."""
+    launch(pool)
+    for mode, owner in ((0o777, 0), (0o770, 0), (0o700, 65534)):
+        pool.folder.chmod(mode)
+        os.chown(pool.folder, owner, -1)
+        for use in (lambda: launch(pool), lambda: pool.nodes({})):
+            with pytest.raises(ComputeError, match=r"could run|so run") as caught:
+                use()
+            assert str(pool.folder) in str(caught.value)
+    os.chown(pool.folder, 0, -1)
+    pool.folder.chmod(0o755)
+    assert len(pool.nodes({})) == 1
 
 
 def test_node_is_small(pool: LocalPool):
