@@ -98,7 +98,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "watch": common | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},
         "logs": common | {"run", "--aggregator"},
-        "plan": common | {"deployment", "--speeds", "--like"},
+        "plan": common | {"deployment", "--speeds", "--like", "--prices"},
         "up": common | {"deployment", "--detach"},
         "nodes": common | {"deployment"},
         "down": common | {"deployment", "--any-owner"},
