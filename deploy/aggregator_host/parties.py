@@ -17,6 +17,7 @@ from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import RosterRefused
+from privacy.secagg.protocol.of_job import max_examples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,19 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
             f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
             key="sites",
         )
+    check_job(job)
+
+
+def check_job(job: JobSpec) -> None:
+    """Refuse what no deployed run can do, whoever takes part.
+
+    Raises:
+        JobError: The job asks for it; ``key`` says where.
+    """
     if job.simulation.faults:
         raise JobError("are for simulations only", key="simulation.faults")
+    if job.privacy.secure_aggregation.enabled:
+        max_examples_of(job, None)
 
 
 def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Verbs of whole deployments: ``up``, ``down`` and ``nodes``."""
+"""Verbs of whole deployments: ``plan``, ``up``, ``nodes`` and ``down``."""
 
 import argparse
 import os
@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cloud_adapters.compute.pool import NodeState
+from cloud_adapters.compute.pool import NodeState, all_gone
 from deploy.cli.run_verbs import follow
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
+from federation.errors import ComputeError
 
 if TYPE_CHECKING:
     from cloud_adapters.compute.pool import Node
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from federation.rounds.cost import Speeds
     from federation.rounds.traffic import Traffic
 
+NODES_LOOK_SECONDS = 2.0
 _HOUR = 3600.0
 _MIB = 1 << 20
 
@@ -53,24 +55,48 @@ def _up(options: argparse.Namespace) -> int:
         else:
             say(run.path.name)
         return DONE
-    return follow(options, run, _Troubles(options).look)
+    return follow(options, run, _Watch(deployment).look)
 
 
-class _Troubles:
-    """Reports what keeps nodes from working, each once."""
+class _Watch:
+    """Reports what keeps nodes from working, each once, while a run is shown."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
+    def __init__(self, deployment: "Deployment") -> None:
+        self._deployment = deployment
         self._told: set[tuple[str, str]] = set()
+        self._next_look = 0.0
 
     def look(self) -> None:
-        """Report what is new."""
-        for _, node in _found(self._options):
+        """Report what is new, if the last look is some time ago.
+
+        Raises:
+            ComputeError: The aggregator's machine has ended: nothing more will happen.
+        """
+        from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE  # noqa: PLC0415
+
+        deployment = self._deployment
+        now = deployment.clock.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + NODES_LOOK_SECONDS
+        nodes = [
+            node
+            for pool in deployment.pools.values()
+            for node in pool.nodes({DEPLOYMENT: deployment.name})
+        ]
+        for node in nodes:
             new = (node.id, node.trouble)
             if node.trouble and node.state is not NodeState.GONE:
                 if new not in self._told:
                     tell(f"{node.name}: {node.trouble}")
                 self._told.add(new)
+        ours = [node for node in nodes if node.labels.get(ROLE) == AGGREGATOR]
+        if all_gone(ours):
+            why = f" ({ours[-1].trouble})" if ours and ours[-1].trouble else ""
+            raise ComputeError(
+                f"the aggregator's machine has ended{why}: give crossfed up again, "
+                "which resumes the run"
+            )
 
 
 def _down(options: argparse.Namespace) -> int:

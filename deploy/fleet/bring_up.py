@@ -33,7 +33,7 @@ from deploy.aggregator_host import (
 )
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.aggregator_host.parties import Parties, check
+from deploy.aggregator_host.parties import Parties, check, check_job
 from deploy.exit_codes import DONE
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
@@ -141,12 +141,10 @@ def _check_sites(deployment: Deployment, job: JobSpec) -> None:
                 f"provider to {LOCAL!r}",
                 key=f"sites[{index}].provider",
             )
-    if job.simulation.faults:
-        raise JobError(
-            f"{deployment.plan.job}: are for simulations alone: remove them, or copy "
-            "the job without them",
-            key="simulation.faults",
-        )
+    try:
+        check_job(job)
+    except JobError as error:
+        raise JobError(f"{deployment.plan.job}: {error}") from None
 
 
 def _aggregator(
@@ -255,7 +253,8 @@ def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) 
     """
     clock = deployment.clock
     begin = clock.monotonic()
-    while (trouble := _trouble(config)) is not None:
+    address = _address(deployment, config)
+    while (trouble := _trouble(config, address)) is not None:
         if clock.monotonic() - begin > _HEALTH_SECONDS:
             pool = deployment.pools[deployment.plan.file.aggregator.provider]
             labels = {DEPLOYMENT: deployment.name, reconcile.ROLE: AGGREGATOR}
@@ -268,9 +267,14 @@ def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) 
     tell(f"aggregator: serves after {clock.monotonic() - begin:.1f} s")
 
 
-def _trouble(config: AggregatorConfig) -> str | None:
+def _address(deployment: Deployment, config: AggregatorConfig) -> str:
+    """Where sites find the aggregator, which may listen on another port."""
+    return deployment.plan.file.aggregator.address or config.address
+
+
+def _trouble(config: AggregatorConfig, address: str) -> str | None:
     """Why an aggregator does not serve; None if it does."""
-    host, port = parse_address(config.address, key="listen")
+    host, port = parse_address(address, key="aggregator.address")
     context = client_context((config.folder / "ca.crt").read_bytes(), None)
     connection = http.client.HTTPSConnection(host, port, timeout=5, context=context)
     try:
@@ -293,7 +297,7 @@ def _enrol(
 ) -> None:
     """Make a site on this host a member, and write its ``site.toml``."""
     folder = deployment.site(site.name)
-    address = deployment.plan.file.aggregator.address or config.address
+    address = _address(deployment, config)
     pending = folder / _TOKEN
     if pending.exists() or not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
@@ -345,7 +349,7 @@ def _token(
         site,
         random_bytes=random_bytes,
         clock=deployment.clock,
-        address=deployment.plan.file.aggregator.address or None,
+        address=_address(deployment, config),
     )
     with file_errors("make", pending.parent):
         own_folder.make(pending.parent)

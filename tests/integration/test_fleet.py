@@ -187,6 +187,23 @@ def test_changed_keys_of_the_aggregator_replace_it(running: Path):
     assert text.replace("99.0", "600.0") == before
 
 
+def test_changed_hours_hold_for_nodes_that_run(running: Path):
+    """They are what a forgotten federation may cost. A watcher is told when it ends."""
+    whole = running.read_text()
+    running.write_text(whole.replace("[[sites]]", "max_hours = 0.006\n[[sites]]", 1))
+    job = running.parent / "job.toml"
+    longer = job.read_text()
+    job.write_text(longer.replace("local_steps = 20", "local_steps = 10_000_000"))
+    told = crossfed("up", str(running), code=1).stderr
+    assert told.count("its settings have changed") == len(ROLES)
+    assert "the aggregator's machine has ended (its 21.6 s were over)" in told
+    wait_for(lambda: alive(running) == [], "all have ended", 60)
+    job.write_text(longer)
+    running.write_text(whole)
+    crossfed("up", str(running), "--detach")
+    assert alive(running) == sorted(ROLES)
+
+
 def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     """It would run, and cost, unseen."""
     whole = running.read_text()
@@ -223,6 +240,20 @@ def test_another_folder_may_not_take_over(running: Path):
         assert "aggregator (aggregator-" in told
     assert alive(file) == sorted(ROLES)
     record.write_text(whole)
+
+
+def test_job_that_no_deployed_run_can_have_starts_nothing(tmp_path: Path, file: Path):
+    """Nobody is left running who only waits for a better one."""
+    job = tmp_path / "job.toml"
+    whole = job.read_text()
+    secure = "[privacy.secure_aggregation]\nenabled = true\ntwo_sites_waiver = true\n"
+    fault = f'[[simulation.faults]]\nsite = "{SITES[0]}"\nkind = "silent"\n'
+    for more, key in ((secure, "max_examples"), (fault, "simulation.faults")):
+        job.write_text(whole + more)
+        told = crossfed("up", str(file), code=2).stderr
+        assert f"{job}: " in told
+        assert key in told
+    assert alive(file) == []
 
 
 @pytest.mark.parametrize(

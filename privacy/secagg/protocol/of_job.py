@@ -85,7 +85,7 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
         "element_bound": secure.element_bound,
         "clip_elements": secure.clip_elements,
         "weight_rule": job.aggregation.weights,
-        "max_examples": _max_examples(job, max_examples),
+        "max_examples": max_examples_of(job, max_examples),
         "max_rounds": job.rounds + 1,  # The last is only for evaluation.
         "hybrid": secure.hybrid,
         "two_site_waiver": secure.two_sites_waiver,
@@ -134,7 +134,16 @@ def _privacy_terms(
     )
 
 
-def _max_examples(job: JobSpec, largest: int | None) -> int:
+def max_examples_of(job: JobSpec, largest: int | None) -> int:
+    """Return the most examples that a site of a contract may have.
+
+    Args:
+        job: The job.
+        largest: The largest site's number, if it is known; deployed sites keep theirs.
+
+    Raises:
+        JobError: Neither the job nor the sites say it.
+    """
     if job.aggregation.weights == "uniform":
         return 1
     allowed = job.privacy.secure_aggregation.max_examples

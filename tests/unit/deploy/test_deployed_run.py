@@ -65,7 +65,7 @@ def three_sites() -> JobSpec:
 
 def four_in_secret() -> JobSpec:
     """Any three of four, under secure aggregation."""
-    secure = {"enabled": True, "threshold": 3}
+    secure = {"enabled": True, "threshold": 3, "max_examples": 100}
     return small_job(num_sites=4, privacy={"secure_aggregation": secure})
 
 
