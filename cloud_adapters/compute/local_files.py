@@ -1,6 +1,5 @@
 """Files in the folder of a node of this host; see ``local_node``."""
 
-import json
 import os
 import stat
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from federation import durable_files, typed_json
+from federation import durable_json
 from federation.errors import ComputeError, StoreUnavailable
 from federation.os_errors import os_errors
 
@@ -102,28 +101,15 @@ def write(folder: Path, value: _Kind) -> None:
     Raises:
         StoreUnavailable: The folder is full or cannot be written.
     """
-    text = json.dumps(typed_json.encode(value)).encode()
-    durable_files.replace_file(folder / _NAMES[type(value)], [text])
+    durable_json.write(folder / _NAMES[type(value)], value)
 
 
 def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
     """Read a file of a node; None if there is none.
 
     Raises:
-        ComputeError: It is damaged.
-        StoreUnavailable: It cannot be read.
+        ComputeError: It is damaged, or cannot be read.
     """
+    advice = "end its process if there is one, and remove the folder"
     path = folder / _NAMES[kind]
-    try:
-        with os_errors(StoreUnavailable, f"read {path}"):
-            raw = path.read_bytes() if path.exists() else None
-        if raw is None:
-            return None
-        found = json.loads(raw, parse_constant=typed_json.refuse_constant)
-        decoded: _Kind = typed_json.decode(found, kind, where=str(path))
-    except ValueError as error:
-        raise ComputeError(
-            f"{path} is damaged ({error}): end its process if there is one, and remove "
-            "the folder"
-        ) from None
-    return decoded
+    return durable_json.read(path, kind, advice=advice, refusal=ComputeError)

@@ -10,7 +10,6 @@ service starts another once there is room, which goes on from the newest checkpo
 
 import contextlib
 import errno
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from cloud_adapters.flower.facts import FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.wiring import extension
+from federation import durable_json
 from federation.durable_files import replace_file
 from federation.errors import (
     CheckpointMismatch,
@@ -33,7 +33,6 @@ from federation.events import Event, RunFinished, RunStarted, SitesLeftOut
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_count import completed_rounds
-from federation.typed_json import decode, encode, refuse_constant
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import INTERRUPTED
 
@@ -197,7 +196,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
     run.write_job(job)
-    _write(run.path / REQUEST, RunRequest(at=at))
+    durable_json.write(run.path / REQUEST, RunRequest(at=at))
 
 
 def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
@@ -248,7 +247,7 @@ def take_up(run: RunFolder, *, at: float) -> None:
     # The outcome goes last: until then it is not wanted.
     (run.path / COORDINATOR).unlink(missing_ok=True)
     (run.path / STOP).unlink(missing_ok=True)
-    _write(run.path / REQUEST, RunRequest(at=at))
+    durable_json.write(run.path / REQUEST, RunRequest(at=at))
     (run.path / OUTCOME).unlink()
 
 
@@ -260,7 +259,7 @@ def ask_to_stop(run: RunFolder) -> None:
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
     """Write the outcome of a run; the first one counts."""
     if not (run.path / OUTCOME).exists():
-        _write(run.path / OUTCOME, outcome)
+        durable_json.write(run.path / OUTCOME, outcome)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -330,7 +329,7 @@ class DeadCoordinators:
 
 def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
     """Record which coordinator works on a run."""
-    _write(
+    durable_json.write(
         handed.run.path / COORDINATOR,
         Coordinator(
             flower_run=str(flower_run), fruitless=fruitless, rounds=handed.rounds
@@ -459,20 +458,11 @@ def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:
                     yield event
 
 
-def _write(path: Path, value: Any) -> None:
-    replace_file(path, [json.dumps(encode(value), allow_nan=False).encode()])
-
-
 def _read(path: Path, kind: type) -> Any:
-    try:
-        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
-        made = decode(found, kind, where=path.name)
-        if isinstance(made, Coordinator):
+    made: Any = durable_json.read(path, kind, advice="remove it")
+    if isinstance(made, Coordinator):
+        try:
             int(made.flower_run)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CorruptObject(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
+        except ValueError as error:
+            raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
     return made

@@ -40,11 +40,11 @@ def _opened(options: argparse.Namespace) -> "Iterator[Deployment]":
 
 
 def _up(options: argparse.Namespace) -> int:
+    from deploy.fleet import deployment_file  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
 
     with _opened(options) as deployment:
-        job = job_file.load(deployment.plan.job)
+        job = deployment_file.load_job(deployment.plan)
         run = bring_up(deployment, job, random_bytes=os.urandom, tell=tell)
         options.aggregator = deployment.aggregator / "aggregator.toml"
     if run is None:
@@ -164,10 +164,9 @@ def _plan(options: argparse.Namespace) -> int:
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.fleet import deployment_file, plan as planning, prices  # noqa: PLC0415
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
-    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
 
     wanted = deployment_file.load(options.deployment)
-    job = job_file.load(wanted.job)
+    job = deployment_file.load_job(wanted)
     with unable_to_exit(), wiring.torch_threads(job):
         federation = wiring.build_federation(job)
         sizes_of = partial(job_check.sizes_of, clock=options.clock)

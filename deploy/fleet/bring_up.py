@@ -162,7 +162,8 @@ def _aggregator(
         # A folder that is not whole has no keys that anybody trusts yet.
         draft = deployment.aggregator.with_name("aggregator.new")
         with file_errors("remove", draft):
-            shutil.rmtree(draft, ignore_errors=True)
+            if draft.exists():
+                shutil.rmtree(draft)
         new_aggregator.create(
             draft,
             [host],

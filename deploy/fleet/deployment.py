@@ -6,7 +6,6 @@ folders of sites that run on this host. ``nodes/``: processes of this host. ``lo
 held by the command that changes any of it.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.extras import naming_extras
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
-from federation import durable_files, folder_lock, typed_json
+from federation import durable_json, folder_lock
 from federation.errors import CorruptObject
 from federation.protocols import Clock
 from privacy import own_folder
@@ -26,6 +25,10 @@ from privacy.keystream import RandomBytes
 
 _RECORD = "deployment.json"
 _OWNER_BYTES = 8
+_DAMAGED = (
+    "restore it, or end the nodes with crossfed down --any-owner, which begins a new "
+    "one"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +89,8 @@ class Deployment:
         launches = tuple(
             _LastLaunch(role=name, number=last) for name, last in self._launches.items()
         )
-        _write(
-            self.plan.folder,
-            _Record(name=self.name, owner=self.owner, launches=launches),
-        )
+        record = _Record(name=self.name, owner=self.owner, launches=launches)
+        durable_json.write(self.plan.folder / _RECORD, record)
 
 
 def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
@@ -152,7 +153,7 @@ def opened(
     complaint = f"another crossfed command works on {folder}: wait until it has ended"
     with folder_lock.hold(folder / "lock", complaint):
         try:
-            record = _read(folder)
+            record = durable_json.read(folder / _RECORD, _Record, advice=_DAMAGED)
         except CorruptObject:
             if not any_owner:
                 raise
@@ -160,7 +161,7 @@ def opened(
         if record is None:
             owner = random_bytes(_OWNER_BYTES).hex()
             record = _Record(name=plan.file.name, owner=owner)
-            _write(folder, record)
+            durable_json.write(folder / _RECORD, record)
         if record.name != plan.file.name:
             raise CorruptObject(
                 f"{folder} belongs to deployment {record.name!r} and not to "
@@ -173,25 +174,3 @@ def opened(
             owner=record.owner,
             _launches={launch.role: launch.number for launch in record.launches},
         )
-
-
-def _read(folder: Path) -> _Record | None:
-    path = folder / _RECORD
-    with file_errors("read", path):
-        if not path.exists():
-            return None
-        raw = path.read_bytes()
-    try:
-        document = json.loads(raw, parse_constant=typed_json.refuse_constant)
-        found: _Record = typed_json.decode(document, _Record, where=str(path))
-    except ValueError as error:
-        raise CorruptObject(
-            f"{path} is damaged ({error}): restore it, or end the nodes with "
-            "crossfed down --any-owner and remove it"
-        ) from None
-    return found
-
-
-def _write(folder: Path, record: _Record) -> None:
-    text = json.dumps(typed_json.encode(record)).encode()
-    durable_files.replace_file(folder / _RECORD, [text])

@@ -21,6 +21,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job import job_file
 from federation.job.job_keys import key
+from federation.job.spec import JobSpec
 
 LOCAL, AWS, GCP = "local", "aws", "gcp"
 PROVIDERS = (LOCAL, AWS, GCP)
@@ -205,6 +206,21 @@ def load(path: Path) -> DeploymentPlan:
         settings=settings,
         exchange=shared,
     )
+
+
+def load_job(plan: DeploymentPlan) -> JobSpec:
+    """Read the job of a deployment.
+
+    Raises:
+        JobError: It cannot be read, or is not one that can be run; the message names
+            the job file.
+    """
+    try:
+        return job_file.load(plan.job)
+    except JobError as error:
+        if str(plan.job) in error.reason:
+            raise
+        raise JobError(f"{plan.job}: {error}") from error
 
 
 def _check(file: DeploymentFile) -> None:

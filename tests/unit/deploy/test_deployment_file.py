@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from deploy.fleet import deployment_file
+from federation.errors import JobError
 
 TEXT = """
 name = "fed"
@@ -38,3 +41,15 @@ def test_a_link_means_the_same_deployment(tmp_path: Path):
     plan = deployment_file.load(link)
     assert plan.folder == tmp_path / "here" / "deployments" / "fed"
     assert plan.job == tmp_path / "here" / "job.toml"
+
+
+def test_a_wrong_job_is_named_by_its_file(tmp_path: Path):
+    """The deployment's own keys are of another file."""
+    path = tmp_path / "fed.toml"
+    path.write_text(TEXT)
+    plan = deployment_file.load(path)
+    with pytest.raises(JobError, match=r"cannot read .*/job\.toml"):
+        deployment_file.load_job(plan)
+    plan.job.write_text(TEXT)
+    with pytest.raises(JobError, match=r"/job\.toml: job: unknown key"):
+        deployment_file.load_job(plan)
