@@ -91,7 +91,7 @@ class _Store:
             return manifest
         for name, chunk in self.named([key]).items():
             info = self.infos.get(name)
-            # A run that goes on may have written it since the listing.
+            # A run that continues may have written it since the listing.
             size = self.objects.size(name) if info is None else info.size
             if size is None:
                 return f"{name} is missing"
@@ -122,7 +122,7 @@ def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
             damage = _verify(seen.objects, chunks, harmed)
         try:
             info = store.stat(key)
-        except ObjectNotFound:  # A run that goes on has retired it meanwhile.
+        except ObjectNotFound:  # A run that continues has retired it meanwhile.
             continue
         manifest = seen.manifests[key]
         found.append(

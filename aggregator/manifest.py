@@ -128,7 +128,7 @@ class Manifest(RunProgress):
     """A ``federation.protocols.RunState`` with digests in the place of vectors.
 
     Attributes:
-        key: Where it lies.
+        key: Where it is.
         run_id: The run.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
@@ -199,7 +199,7 @@ def decode(key: str, content: bytes) -> Manifest:
     """Read a manifest: digest before version, version before meaning.
 
     Args:
-        key: Where it lies.
+        key: Where it is.
         content: All its bytes.
 
     Raises:

@@ -156,7 +156,7 @@ class SecureExchange:
     def _noting(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Note as they land which sites have lost their keys, or will.
 
-        Nobody signs that, as nobody signs silence: whoever could forge it could as
+        Nobody signs that, as nobody signs silence: anyone who could forge it could as
         well drop the site's answers.
         """
         for reply in replies:

@@ -4,8 +4,8 @@ Keys of a run are only in the sites' memory, so a site that restarts has none. I
 says so when it is asked for a round (``FailureKind.NOT_SET_UP``), or its connection
 was seen to end (``FailureKind.DISCONNECTED``). The next round begins with a new setup
 of all sites but those that are left out for a fault (``blame``): other run keys,
-another h_U, round numbers that go on. One attempt a round at most; and if someone is
-missing from it while enough others have keys, they go on under the setup that they
+another h_U, round numbers that continue. One attempt a round at most; and if someone is
+missing from it while enough others have keys, they continue under the setup that they
 have.
 """
 

@@ -210,7 +210,7 @@ def _torch_add(inputs: Inputs, landing: Landing) -> Vector:
 
 
 def _torch_first_kept(_inputs: Inputs, landing: Landing) -> Vector:
-    """As ``_torch_add``, but the sum lies in the memory of the first update."""
+    """As ``_torch_add``, but the sum is in the memory of the first update."""
     out_d: Vector | None = None
     for delta_d, share in landing.deltas():
         if out_d is None:

@@ -145,7 +145,7 @@ class S3Sink(Sink):
         self.answer(204)
 
     def about(self) -> dict[str, str]:
-        """What the service says: of checksums it has the one of whoever wrote."""
+        """What the service says: of checksums it has the writer's."""
         is_ours = "crossfed" in self.headers.get("User-Agent", "")
         kind, crc = ("crc32c", crc_of) if is_ours else ("crc32", crc32_of)
         return {

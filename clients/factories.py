@@ -83,7 +83,7 @@ def call_factory(
     except FederationError:
         raise
     except Exception as error:
-        # Foreign code may raise anything. This translates and does not go on.
+        # Foreign code may raise anything. This translates and does not continue.
         raise UserCodeError(_name(factory), error) from error
 
 

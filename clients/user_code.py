@@ -118,6 +118,6 @@ class FirstFailure:
         place = f"site {task.site}, round {task.round_index}"
         self.show(f"first failure: {place}", error)
         cause: BaseException | None = error
-        while cause is not None:  # The run goes on, and frames hold batches.
+        while cause is not None:  # The run continues, and frames hold batches.
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__

@@ -1,7 +1,7 @@
 """Give our top-level packages precedence over a user's modules of the same names.
 
-``clients`` and ``deploy`` are common names. Whoever has a folder or a file called so
-beside a script would otherwise hide ours, or be hidden without a word.
+``clients`` and ``deploy`` are common names. A user's folder or file of that name
+beside a script would otherwise hide ours, or be hidden silently.
 """
 
 import os
@@ -14,7 +14,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # noqa: PT
 
 
 class _OurRooms:
-    """Finds our packages where this one lies, and modules below them nowhere else."""
+    """Finds our packages where this one is, and modules below them nowhere else."""
 
     # Until the list of all of them is read, there is only the package that holds it.
     names: Collection[str] = ("federation",)
@@ -42,7 +42,7 @@ class _OurRooms:
 def come_first() -> None:
     """Give our packages precedence over others with their names.
 
-    A user's module that was imported under such a name stays with whoever imported it.
+    A user's module that was imported under such a name stays with its importer.
     """
     if _OurRooms in sys.meta_path:
         return

@@ -370,7 +370,7 @@ class SitesLeftOut(RoundEvent):
 
 
 def left_out(members: Members, round_index: int, *, at: float) -> SitesLeftOut:
-    """Say which of a run's sites rounds go on without."""
+    """Say which of a run's sites rounds continue without."""
     found = [
         (site, one)
         for site, one in members.noted.items()

@@ -14,7 +14,7 @@ from federation.os_errors import os_errors
 if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
     from federation.protocols import Clock
 
-# Whoever looks whether a lock is held (``is_held``) holds it himself for a moment.
+# Looking whether a lock is held (``is_held``) holds it for a moment.
 TRIES = 5
 PAUSE_SECONDS = 0.05
 
@@ -66,7 +66,7 @@ def is_held(path: Path) -> bool:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False  # Whoever holds it has made the file.
+        return False  # Its holder has made the file.
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -103,7 +103,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where each tensor of a model lies in the flat vectors.
+    """Where each tensor of a model is in the flat vectors.
 
     Attributes:
         tensors: In the model's own order; offsets follow that order.

@@ -212,7 +212,7 @@ def draw_canaries(num_canaries: int, random_bytes: bytes) -> NDArray[np.bool_]:
 
     Args:
         num_canaries: m.
-        random_bytes: At least m bits from the operating system: whoever can repeat
+        random_bytes: At least m bits from the operating system: anyone who can repeat
             the draw needs no attack.
     """
     bits = np.unpackbits(np.frombuffer(random_bytes, np.uint8), count=num_canaries)

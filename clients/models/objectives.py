@@ -217,7 +217,7 @@ class UserObjective:
         except FederationError:
             raise
         except Exception as error:
-            # Foreign code may raise anything. This translates and does not go on.
+            # Foreign code may raise anything. This translates and does not continue.
             raise UserCodeError(self._name, error, place_of(error)) from error
         if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__

@@ -184,7 +184,7 @@ def _load(job: JobSpec, places: Sequence[Path]) -> tuple[str, Tensors]:
 def _files(name: str, places: Sequence[Path]) -> Iterator[Sequence[tuple[str, Path]]]:
     """Files that a name may mean, at least one, each as shown and as a path.
 
-    What lies in a bucket is here as long as the block lasts.
+    What is in a bucket is here as long as the block lasts.
     """
     if _is_remote(name):
         with TemporaryDirectory(prefix="crossfed-weights-") as folder:

@@ -125,7 +125,7 @@ class CohortRule:
         if is_allowed or not 0 < absent < self.smallest:
             return ""
         return (
-            f"it lets rounds go on without up to {absent} of {num_sites} sites, but "
+            f"it lets rounds continue without up to {absent} of {num_sites} sites, but "
             "this site's operator does not accept that (policy.accept_dropouts): "
             "comparing it with the previous round would reveal their updates. Set the "
             "threshold to the number of sites"

@@ -216,10 +216,10 @@ def _other_groups(mine: Document, back: Sequence[str] = ()) -> DrawRefused:
     )
     return DrawRefused(
         f"has drawn {mine['num_groups']} groups of {', '.join(mine['sites'])} for runs "
-        "on this data, and takes part in no other draw, because whoever can repeat a "
-        f"draw can choose the groups. {failed}Run with the same sites and number of "
-        "groups. Until a draw is complete, a site that blocks it may be left out or "
-        f"replaced, up to {MAX_DRAWS - 1} times"
+        "on this data, and takes part in no other draw, because a repeated "
+        f"draw lets somebody choose the groups. {failed}Run with the same sites and "
+        "number of groups. Until a draw is complete, a site that blocks it may be "
+        f"left out or replaced, up to {MAX_DRAWS - 1} times"
     )
 
 

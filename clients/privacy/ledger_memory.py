@@ -1,6 +1,6 @@
 """What a site remembers of its ledgers, in a separate place, over all runs.
 
-A run's ledger lies in the run's folder, which may be deleted or put back. The site's
+A run's ledger is in the run's folder, which may be deleted or put back. The site's
 memory knows two things of every run: how many charges its ledger held, so that one
 that has lost some is noticed; and what was charged, so that all runs on one dataset
 together have a budget that no deleted folder refills.

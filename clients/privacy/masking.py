@@ -70,7 +70,7 @@ class Masking:
 
     Attributes:
         contract: What the site accepted.
-        masks: The round's; erased by whoever made them.
+        masks: The round's; erased by their maker.
         update_clip: What updates are clipped to in this round, in weight units.
         noise: What this site adds, where privacy is made inside the sum.
         random_bytes: The system's source of randomness.
@@ -216,7 +216,7 @@ def check_clip(contract: Contract, update_clip: float) -> None:
 def _weight(contract: Contract, num_examples: int) -> float:
     """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
 
-    Where rounds may go on without a site, n is on the grid of ``privacy.counts``.
+    Where rounds may continue without a site, n is on the grid of ``privacy.counts``.
 
     Raises:
         UpdateOutOfRange: The site has more examples than the contract allows.

@@ -163,7 +163,7 @@ class RingSeal:
         """Begin a new setup, of a group's sites or of all.
 
         The session of the one before lives until this one is complete: if someone
-        is missing now, those who have keys can go on without. No round is answered
+        is missing now, those who have keys can continue without. No round is answered
         under both, since the memory of rounds outlives sessions.
         """
         if self._setup is not None:

@@ -92,7 +92,7 @@ class LedgerContext:
         key: Signs heads of ledgers; None where sites have no keys.
         budget: Of all runs on the site's data.
         is_anchor: Whether a ledger is held to what the memory knows of its run. In a
-            simulation it is not: a person may copy a run and go on with both.
+            simulation it is not: a person may copy a run and continue with both.
         lineage: Names the site's data, for what is released of them once.
     """
 
@@ -253,7 +253,7 @@ class PrivateSites:
             make: Makes what trains as planned; this process does by default.
 
         Raises:
-            PrivacyError: The ledger that is there cannot be gone on with.
+            PrivacyError: The ledger that is there cannot be continued.
         """
         plan, federation = self.plans[name], self.federation
         ledger = self._ledger(name, plan)

@@ -1,4 +1,4 @@
-"""Where a rank's model lies: whole on its device, or only this rank's part of it.
+"""Where a rank's model is: whole on its device, or only this rank's part of it.
 
 Parts are those of FSDP2 (``fully_shard``; Zhao et al. 2023, arXiv:2304.11277): each
 rank holds an equal number of rows of every parameter, with their gradients and the

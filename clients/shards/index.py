@@ -1,6 +1,6 @@
 """The index of a dataset in an object store: its objects and their digests.
 
-``index.json`` lies beside the shards and is written last, so what it names is there.
+``index.json`` is beside the shards and is written last, so what it names is there.
 Every other object is named after its content: a new version of the dataset writes new
 objects and then deletes the old ones, and readers of the old index get an error.
 """
@@ -141,7 +141,7 @@ def read_index(store: ObjectStore, *, version: str = "") -> DatasetIndex:
     """Read a dataset's index.
 
     Args:
-        store: Where the dataset lies.
+        store: Where the dataset is.
         version: The one that is wanted; any if empty.
 
     Raises:

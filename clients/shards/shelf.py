@@ -42,7 +42,7 @@ class Shelf:
     It may be used by several threads at once.
 
     Attributes:
-        store: Where the dataset lies.
+        store: Where the dataset is.
         index: What it consists of.
         cache: Where shards are kept on disk; None for nowhere.
         window: Shards that are read together. Two windows are held, even if they
@@ -186,7 +186,7 @@ class Shelf:
     def _fill(self, future: Future[Rows], split: Split, number: int) -> None:
         try:
             rows = self._decode(split, number)
-        except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 -- the waiting thread gets it
             future.set_exception(error)
         else:
             future.set_result(rows)

@@ -14,7 +14,7 @@ def verify_dataset(store: ObjectStore, *parts: ShardedDataset) -> None:
     """Read every shard, and check digests, layout and classes.
 
     Args:
-        store: Where the dataset lies.
+        store: Where the dataset is.
         parts: Its training and held-out part.
 
     Raises:

@@ -71,7 +71,7 @@ def write_dataset(
     """Write a dataset; readers see the old one or the new one.
 
     1. Write the shards that are not there. They are named after their content, so a
-       call that was killed is made again and goes on.
+       call that was killed is made again and continues.
     2. Write the index, which makes the dataset visible.
     3. If it may have replaced another version, delete what no index names any more.
 

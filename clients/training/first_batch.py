@@ -42,7 +42,7 @@ def check_first_batches(federation: Federation) -> None:
                 num_classes = _check_step(federation, name)
             _check_labels(federation, name, num_classes)
         except Exception as error:
-            # User code may raise anything. This translates and does not go on.
+            # User code may raise anything. This translates and does not continue.
             said = sentence(error)
             raise SiteError(f"site {name!r}, data {data.source!r}: {said}") from error
         seen.append(data)

@@ -13,7 +13,7 @@ sample with, so the accountant needs no margin for it. The ledger is not here.
 
 Guarantee:
     The trainable weights after a round are post-processing of what ``event_of``
-    describes, for whoever does not know the keys. All else of a model stays as it
+    describes, for anyone without the keys. All else of a model stays as it
     came: buffers and frozen parameters are put back after every batch.
 
     The same with several ranks. Each samples among records of its own, with a key of

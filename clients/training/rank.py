@@ -176,7 +176,7 @@ def _meet(inherited: RankInputs, start: Start, device: torch.device) -> None:
     """Join the process group.
 
     The ranks find each other in a memory file without a name: torch's own store would
-    listen on every interface, and lets in whoever connects.
+    listen on every interface, and lets in anyone who connects.
     """
     rank = inherited.rank
     if device.type == "cuda":

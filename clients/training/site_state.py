@@ -67,7 +67,7 @@ class SiteState:
         store: The site's own.
         rounds: States that stay, newest first: one more than the rounds that a
             coordinator may go back.
-        carries: The optimiser whose state goes on to the next round, by its name
+        carries: The optimiser whose state continues to the next round, by its name
             in the job; empty for none.
     """
 

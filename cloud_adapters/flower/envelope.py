@@ -44,7 +44,7 @@ class Parcel:
     Attributes:
         envelope: Metadata, and the content of a whole message.
         tree: Names of the message's objects.
-        objects: These, by their names; whoever pushes them takes them out.
+        objects: These, by their names; pushing takes them out.
     """
 
     envelope: MessageProto
@@ -70,7 +70,7 @@ def pack(message: Message, *, whole: bool) -> Parcel:
 def _stub(message: Message) -> Message:
     """The placeholder for a whole message among Flower's objects.
 
-    It is not pushed: whoever reads the message, and confirms that, might be faster. So
+    It is not pushed: the reader of the message, who confirms that, might be faster. So
     the SuperLink keeps three short rows about it until the run ends.
     """
     error = Error(code=ErrorCode.UNKNOWN, reason="the content is in the envelope")

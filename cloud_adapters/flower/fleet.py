@@ -22,7 +22,7 @@ from federation.wire import frame as wire
 
 # The least that a SuperLink accepts; it counts a node as gone after two of these.
 HEARTBEAT_SECONDS = 10.0
-# A node that was heard of this recently is still counted as active: it goes on where
+# A node that was heard of this recently is still counted as active: it continues where
 # it was, and does not activate itself again, which would be refused.
 ACTIVE_SECONDS = 2 * HEARTBEAT_SECONDS
 MAX_WAIT_SECONDS = 30.0

@@ -103,7 +103,7 @@ def site_policy(
 
 
 def bucket_policy(place: S3Prefix) -> str:
-    """Write the policy of a bucket: nothing without TLS, whoever asks."""
+    """Write the policy of a bucket: nothing without TLS, for anyone."""
     return _render(
         "aws-bucket.json.j2",
         bucket_arn=place.bucket_arn,

@@ -1,6 +1,6 @@
 """Checksums of what is stored: CRC32C against accidents, SHA-256 for identity.
 
-SHA-256 has to see a content in order, and takes most of the time: whoever moves large
+SHA-256 has to see a content in order, and takes most of the time: moving large
 contents takes it in a thread of its own, or not at all where no store would keep it.
 CRC32C may be taken of parts in any order, and joined.
 """
@@ -96,7 +96,7 @@ def summed(
 
     It may lag behind by a few pieces that nobody can change. Of any other a producer
     may use the buffer again, so it is done with before the next is asked for. At the
-    end nothing is left to be done; whoever stops before closes the generator.
+    end nothing is left to be done; a caller that stops earlier closes the generator.
     """
     behind: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "sha256") as pool:  # Starts its thread when used.

@@ -19,8 +19,8 @@ says all of it for who writes a reader, and a test is one.
 
 Guarantee: content that decrypts is what the owner of the data key wrote, at this
 place, under this key. Segments that were swapped, repeated, or taken from another
-object do not decrypt. Where an object ends only its trailer says: whoever needs to know
-has to open it. Not hidden: key, size, time and metadata of an object. Metadata are
+object do not decrypt. Where an object ends only its trailer says: to know
+that, open it. Not hidden: key, size, time and metadata of an object. Metadata are
 authenticated by a digest in the trailer.
 """
 

@@ -146,7 +146,7 @@ class MeteredStore:
         try:
             yield note
             failed = 0
-        except GeneratorExit:  # Whoever lists has seen enough.
+        except GeneratorExit:  # The caller has seen enough.
             failed = 0
             raise
         finally:

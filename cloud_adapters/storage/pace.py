@@ -2,7 +2,7 @@
 
 A server that sends one byte a minute keeps to every timeout of a socket, and would hold
 a reader for years. What is too slow is given up soon, and not only when the time for
-further attempts is up: the next one goes on behind what has arrived, perhaps over a
+further attempts is up: the next one continues behind what has arrived, perhaps over a
 better connection.
 """
 

@@ -3,7 +3,7 @@
 Checkpoints stand on one promise: of two writers that create one object, one is
 refused. A service that takes a condition and ignores it reports success to both, and
 nothing that happens later would show it: two coordinators would complete one run, each
-with a model of its own. So whoever is about to rely on a store tries it first, on
+with a model of its own. So try a store before relying on it, on
 objects of the probe's own, with contents of one request and of several parts, whose
 conditions services check in different places of their code.
 

@@ -1,9 +1,9 @@
 """How many requests a call to a store makes of its service.
 
-A bill counts requests: a call may be many (parts, pages, attempts). Whoever sends one
-says so with ``note_request``; whoever wants to know has asked with ``counting``. The
-count follows a call into the threads that work for it if they are handed their work
-through ``carried``.
+A bill counts requests: a call may be many (parts, pages, attempts). Senders report
+each with ``note_request``; callers count them with ``counting``. The count follows
+a call into the threads that work for it if they are handed their work through
+``carried``.
 """
 
 import threading
@@ -48,7 +48,7 @@ def note_request() -> None:
 
 @contextmanager
 def counting(count: RequestCount) -> Iterator[None]:
-    """Count the requests of this block, and not for whoever counts around it."""
+    """Count the requests of this block, and not for callers that count around it."""
     token = _COUNT.set(count)
     try:
         yield

@@ -1,7 +1,7 @@
 """Who may use the SuperLink's interfaces other than those of sites.
 
 Flower's Control and Runtime interfaces accept every caller. They listen on the
-loopback, which every user of the host can reach: whoever starts a run there runs code
+loopback, which every user of the host can reach: starting a run there runs code
 as the aggregator's user. ``Guard`` stands before all of Flower's own handlers and
 refuses, by default, what does not carry a secret. It lets in without one only the
 calls of a site, which Flower authenticates by the node's key, and ``/health``.

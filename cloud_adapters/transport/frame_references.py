@@ -1,4 +1,4 @@
-"""What stands for a vector that lies in a store, and what it is held against.
+"""What stands for a vector that is in a store, and what it is held against.
 
 See ``frames``.
 """
@@ -34,7 +34,7 @@ _FIELDS: Mapping[type[Any], Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A vector of a message that lies in the store.
+    """A vector of a message that is in the store.
 
     Attributes:
         field: The message's field that it is.

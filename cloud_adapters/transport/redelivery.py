@@ -44,7 +44,7 @@ class Word(StrEnum):
 
 
 def new_name(round_index: int) -> str:
-    """Name a question: no two are alike, whoever asks."""
+    """Name a question: no two are alike, even of different askers."""
     return f"{round_index}-{secrets.token_hex(_NAME_BYTES)}"
 
 

@@ -1,8 +1,8 @@
 """Disk space that is reserved for revocations, which a full disk must not stop.
 
 A file of zeros in the aggregator's folder. ``released`` removes it, so that what is
-written then has room, and puts it back afterwards. Whoever fills the disk with other
-files cannot take it.
+written then has room, and puts it back afterwards. Other files that fill the disk
+cannot take it.
 """
 
 import contextlib

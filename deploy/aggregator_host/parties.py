@@ -110,7 +110,7 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
 
 
 def check_job(job: JobSpec) -> None:
-    """Refuse what no deployed run can do, whoever takes part.
+    """Refuse what no deployed run can do, with any sites.
 
     Raises:
         JobError: The job asks for it; ``key`` says where.
@@ -135,7 +135,7 @@ def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -
         # A site that comes back has new keys, and the run's roster pins the old ones.
         raise JobError(
             f"revoked: {names}; this run needs {fewest(job)} of its {len(job.sites)} "
-            "sites to go on: invite them again with crossfed aggregator invite SITE "
+            "sites to continue: invite them again with crossfed aggregator invite SITE "
             "and start a new run",
             key="sites",
         )

@@ -4,7 +4,7 @@
 coordinator and notes it in ``coordinator.json``; the coordinator leaves
 ``outcome.json`` when there is nothing more to do, whether it went well or not. A
 coordinator that ends without an outcome was killed, or found the disk full, and the
-service starts another once there is room, which goes on from the newest checkpoint.
+service starts another once there is room, which continues from the newest checkpoint.
 ``stop`` asks it to end after its round.
 """
 

@@ -58,7 +58,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         RunConflict: Another coordinator works on it, and may not know yet that
             Flower has given it up: this one makes way, without an outcome.
         StoreUnavailable: The disk is full: there is no outcome either, and the run
-            goes on when there is room.
+            continues when there is room.
     """
     clock = SystemClock()
     try:
@@ -96,7 +96,8 @@ def read_own(read: Callable[[], _Read]) -> _Read:
     """Read files of the aggregator's folder.
 
     Raises:
-        ReplacedMeanwhile: One may not be read: the run goes on by another coordinator.
+        ReplacedMeanwhile: One may not be read: another coordinator continues
+            the run.
         FederationError: Whatever else is wrong with one.
     """
     try:

@@ -181,7 +181,7 @@ def _within(question: Callable[[], _Found]) -> _Found | None:
     def answer() -> None:
         try:
             future.set_result(question())
-        except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 -- the waiting thread gets it
             future.set_exception(error)
 
     threading.Thread(target=answer, name=_THREAD, daemon=True).start()

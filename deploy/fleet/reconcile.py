@@ -1,6 +1,6 @@
 """What has to happen so that the nodes that run become those that are wanted.
 
-Pure: nodes in, decisions out. Whoever carries them out may be killed at any moment;
+Pure: nodes in, decisions out. Their executor may be killed at any moment;
 the same question is then asked again.
 """
 

@@ -213,7 +213,7 @@ def dropout_notice(job: JobSpec) -> str:
     if not (secure and absent) or job.privacy.differential_privacy.enabled:
         return ""
     return (
-        f"rounds may go on without up to {absent} of {len(job.sites)} sites "
+        f"rounds may continue without up to {absent} of {len(job.sites)} sites "
         "(privacy.secure_aggregation.threshold). Sums before and after an absence "
         "reveal something about the absent sites' updates and results: each site's "
         "operator must accept that (policy.accept_dropouts), unless at least "

@@ -60,7 +60,7 @@ class ConnectedSites:
     grid: Grid
 
     def reach(self, rounds: Rounds) -> RunState:
-        """Run the rounds; whoever made the grid closes it."""
+        """Run the rounds; the maker of the grid closes it."""
         return rounds(self.grid)
 
 

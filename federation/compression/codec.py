@@ -1,7 +1,7 @@
 """Codecs: how the float values of a model or of an update are sent.
 
 A codec turns a vector into *words*, which are what a message holds, and reads them
-chunk by chunk: whoever folds words into a sum needs no memory for the whole vector. The
+chunk by chunk: folding words into a sum needs no memory for the whole vector. The
 same code encodes updates on their way up and the model on its way down. ``identity``
 sends float32 as it is; ``fp16`` and ``bf16`` round each value to the nearest one of 16
 bits, and to the even one of two that are as near.
@@ -76,7 +76,7 @@ class Codec(Protocol):
         """Turn a vector into words.
 
         Args:
-            vector_d: Only read, unless ``out`` lies in it.
+            vector_d: Only read, unless ``out`` is in it.
             out: Where the words go. May be the beginning of the vector's own memory.
             residual_d: What earlier words of this sender have left out; added before
                 encoding. Holds afterwards what these leave out.
@@ -230,7 +230,7 @@ class _CastValues:
 
 
 def _to_fp16(part_c: Vector) -> Words:
-    with np.errstate(over="ignore"):  # Looked at by whoever must not overflow.
+    with np.errstate(over="ignore"):  # Checked by callers that must not overflow.
         return part_c.astype(np.float16)
 
 

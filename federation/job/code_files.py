@@ -76,7 +76,7 @@ class CodeFile:
                 return found
         raise JobError(
             f"{files[0]} has changed since the job was loaded, or differs from the "
-            f"file of whoever wrote the job (SHA-256 {digest_of(found)} here, "
+            f"file of the job's author (SHA-256 {digest_of(found)} here, "
             f"{self.digest} in the job): give all parties the same code, or load the "
             "job again",
             outside=f"{self.path} is not the file that the job names",

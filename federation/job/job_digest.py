@@ -21,7 +21,7 @@ DIGEST_BYTES = 32
 EXCLUDED_TABLES = ("storage", "simulation")
 EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 # Keys that came after runs of earlier releases, with the value that does what those
-# did. With it they are left out, so that such a run goes on and its digest stays.
+# did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "optimizer", "state"), "fresh"),
     (("training", "metrics"), {}),

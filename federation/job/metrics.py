@@ -1,6 +1,6 @@
 """The metrics of a job's objective: a loss and named sums, with bounds.
 
-A metric is a sum over predictions. What one prediction adds to it lies in bounds that
+A metric is a sum over predictions. What one prediction adds to it is in bounds that
 the job states: noise on held-out results is made for them. Names and bounds are keys of
 the job, and so part of its digest, which every site accepts and every mask key holds.
 """
@@ -26,7 +26,7 @@ MAX_MEAN_LOSS = 32.0
 # On held-out data of one site, if the job does not limit its examples.
 MAX_PREDICTIONS = 10**12
 
-# Whoever finds ``correct`` takes it for the number of right predictions.
+# Readers take ``correct`` for the number of right predictions.
 _RESERVED = ("count", "loss_sum", "metrics", "correct")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PAIR = 2

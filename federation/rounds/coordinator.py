@@ -60,7 +60,7 @@ class ServerParts:
         clock: Time.
         emit: Where events go.
         stop_requested: Whether a person wants the run to stop after this round.
-        goes_on: Whether another coordinator goes on with the run after an error.
+        goes_on: Whether another coordinator continues with the run after an error.
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.

@@ -75,7 +75,7 @@ def points_of(view: RunView) -> Points:
 
     Names are those of the columns of ``history``; a site's own numbers are
     ``sites/NAME/...``. Values that are not finite are left out, and those that can
-    still change: while a run goes on, what came after the checkpoint before the last.
+    still change: while a run continues, what came after the checkpoint before the last.
     """
     last = math.inf
     if view.status in _RUNNING:

@@ -1,6 +1,6 @@
 """From events, one by one, to the view of a run.
 
-``RunFold`` takes events also while the run goes on; ``view`` gives a frozen picture of
+``RunFold`` also takes events of an unfinished run; ``view`` gives a frozen picture of
 what is known so far.
 """
 

@@ -12,7 +12,7 @@ FederationError
     |-- LedgerBusy            a ledger that another process writes
     `-- ClockWentBackwards    a time before the ledger's last
 
-Whoever catches one of these knows that nothing was released: a charge is refused
+Catching one of these means that nothing was released: a charge is refused
 before anything is written or after what was written is durable, never in between.
 """
 

@@ -2,7 +2,7 @@
 
 Each record adds ``(u_1 .. u_f, u_1^2 .. u_f^2, 1)`` to a sum, where ``u`` is a feature
 scaled from its public bounds to -1 to 1 and clipped there. One record more or less
-moves the sum by at most ``sqrt(2 f + 1)``, and by that much if it lies in a corner. The
+moves the sum by at most ``sqrt(2 f + 1)``, and by that much if it is in a corner. The
 Gaussian mechanism releases the sum; mean and deviation follow from it alone.
 """
 

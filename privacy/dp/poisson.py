@@ -1,7 +1,7 @@
 """Poisson sampling of records from the keystream.
 
-Amplification by sampling is a statement about a secret choice: whoever can repeat the
-choice, from a seed in the job, say, has no noise added to records that were left out.
+Amplification by sampling is a statement about a secret choice: anyone who can repeat
+it, from a seed in the job, say, has no noise added to records that were left out.
 So it comes from the same kind of stream as the noise.
 
 Shape suffixes: c records of one chunk.

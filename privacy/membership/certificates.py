@@ -162,7 +162,7 @@ class Authority:
     ) -> bytes:
         """Sign the list of revoked certificates; PEM, RFC 5280 section 5.
 
-        It expires with the root and not before: it lies beside the proxy that reads
+        It expires with the root and not before: it is beside the proxy that reads
         it, and a list that is out of date would lock out everybody.
 
         Args:

@@ -25,7 +25,7 @@ FederationError
 
 Errors of the arithmetic, ``SumOutOfRange`` among them, are in ``ring_errors``.
 
-Whoever catches one of these knows that nothing secret has left: every check runs
+Catching one of these means that nothing secret has left: every check runs
 before the step's answer is made. Messages name what failed and at whom and never
 carry a key, a share, a mask or a weight.
 """

@@ -134,7 +134,7 @@ def test_unreachable_endpoint(line: Line):
 
 @pytest.mark.parametrize("broken", [Fault(reset_down=5_000), Fault(end_down=5_000)])
 def test_broken_body_is_resumed(line: Line, broken: Fault):
-    """The read goes on where it broke off."""
+    """The read continues where it broke off."""
     line.near.put("key", [CONTENT])
     line.proxy.fail(line.patterns.read, broken, times=2)
     assert line.far.read("key", start=10, length=90_000) == CONTENT[10:90_010]
@@ -178,7 +178,7 @@ def test_trickling_body_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch)
 def test_trickling_body_gets_another_attempt(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ):
-    """It goes on behind what has arrived, long before the time for a read is up."""
+    """It continues behind what has arrived, long before the time for a read is up."""
     monkeypatch.setattr(pace, "WINDOW_SECONDS", 0.5)
     time_passes(line)
     content = CONTENT[:5_000]
@@ -191,7 +191,7 @@ def test_trickling_body_gets_another_attempt(
 
 
 def test_slow_body_is_no_failure(line: Line, monkeypatch: pytest.MonkeyPatch):
-    """Above the lowest speed a read goes on as long as it takes."""
+    """Above the lowest speed a read continues as long as it takes."""
     monkeypatch.setattr(pace, "WINDOW_SECONDS", 0.01)
     monkeypatch.setattr(pace, "BYTES_PER_SECOND", 10)
     time_passes(line)

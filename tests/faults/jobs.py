@@ -11,7 +11,7 @@ SITES = ("aws-us-east-1", "gcp-us-central1", "aws-eu-west-1", "on-premises")
 STRUCK = SITES[1]  # The site that things happen to; it is in every job.
 
 DEADLINE_SECONDS = 60.0
-# The aggregator waits so long for a site that may come back, before it goes on without.
+# The aggregator waits so long for a site that may come back, then continues without.
 RETURN_SECONDS = 90.0
 
 _BEGINNING = """

@@ -112,7 +112,7 @@ def test_killed_service_starts_again(host: Deployment):
 
 
 def test_logs_of_its_programs_are_bounded(host: Deployment):
-    """While they write: nginx goes on with an empty file."""
+    """While they write: nginx continues with an empty file."""
     host.start_aggregator()
     wait_for(lambda: _health(host) == 200, "the service is well")
     log = host.folder / "aggregator" / "proxy" / "access.log"

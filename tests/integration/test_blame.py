@@ -1,4 +1,4 @@
-"""A secure run in which one site's shares are wrong goes on without it."""
+"""A secure run in which one site's shares are wrong continues without it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

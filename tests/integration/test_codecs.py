@@ -181,7 +181,7 @@ def test_flowers_simulation_refuses_changes():
 
 
 def test_a_restarted_site_costs_a_round_and_gets_the_whole_model():
-    """The others go on with what changed."""
+    """The others continue with what changed."""
     fault = {"site": "site-1", "kind": "restart", "rounds": [3]}
     job = changes_job(simulation={"faults": [fault]}, schedule={"minimum_sites": 3})
     _, seen = run(job)

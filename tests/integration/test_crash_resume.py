@@ -246,7 +246,7 @@ def _resume_command(said: str) -> list[str]:
 def test_first_interrupt_stops_after_the_round(
     server: ForkServer, place: Path, baseline: Baseline
 ) -> None:
-    """Exit code 130, a clean checkpoint, and the command that goes on works."""
+    """Exit code 130, a clean checkpoint, and the command that continues works."""
     with coordinator(place) as process:
         process.send_signal(signal.SIGINT)
         wait_for(place / "stderr", "stopping after this round")

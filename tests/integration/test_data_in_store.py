@@ -1,4 +1,4 @@
-"""Jobs whose data lies in an object store, against the same jobs with it in memory."""
+"""Jobs whose data is in an object store, against the same jobs with it in memory."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def check_same(one: RunResult, other: RunResult) -> None:
 def test_same_bits_as_in_memory(
     tmp_path: Path, encoding: str, training: Mapping[str, Any]
 ):
-    """Where data lies changes no bit of a run."""
+    """Where data is changes no bit of a run."""
     url = f"file://{tmp_path}/blobs"
     shards(url, "--format", encoding)
     found = simulate(job(url, training), folder=None)
@@ -56,7 +56,7 @@ def test_same_bits_as_in_memory(
 
 @pytest.mark.parametrize("training", [STEPS, EPOCHS])
 def test_resume_in_the_order_of_shards(tmp_path: Path, training: Mapping[str, Any]):
-    """A run that goes on in the middle of an epoch is the run that never stopped."""
+    """A run that continues in the middle of an epoch is the run that never stopped."""
     url = f"file://{tmp_path}/blobs"
     shards(url)
     options = {"order": "shards", "window": 2}
@@ -151,7 +151,7 @@ def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
 
 
 def test_data_of_all_sites_is_of_all_sites(tmp_path: Path):
-    """A simulation reads it once, wherever it lies."""
+    """A simulation reads it once, wherever it is."""
     shards(f"file://{tmp_path}/blobs")
     (used,) = simulate(job(f"file://{tmp_path}/blobs"), folder=None).view.storage
     assert (used.who, used.way) == ("all sites", "this machine")

@@ -231,7 +231,7 @@ def test_kept_optimisers_outlive_a_kill_on_either_side(
     earlier = federation.num_runs()
     process = federation.run(job, *settings)
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
-    wait_for(lambda: federation.rounds() > 2, "rounds go on")
+    wait_for(lambda: federation.rounds() > 2, "rounds continue")
     federation.kill_any("coordinator_process")  # First: it would count the site out.
     federation.kill_any(SITES[1])
     assert federation.rounds() < 12
@@ -272,7 +272,7 @@ def charges(federation: Deployment, site: str) -> int:
 
 
 def train_some(federation: Deployment, *settings: str, resume: bool) -> None:
-    """Run, or go on with the newest run, until a round is done; then stop it."""
+    """Run, or continue with the newest run, until a round is done; then stop it."""
     runs, rounds = federation.num_runs(), federation.rounds() if resume else 0
     process = federation.run(JOBS / "private.toml", *settings, resume=resume)
     wait_for(lambda: resume or federation.num_runs() > runs, "the run begins")
@@ -401,7 +401,7 @@ def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
         (SITES[1], "superexec_process"),
     ):
         before = federation.rounds()
-        wait_for(lambda n=before: federation.rounds() > n + 1, "rounds go on")
+        wait_for(lambda n=before: federation.rounds() > n + 1, "rounds continue")
         for victim in victims:
             federation.kill_any(victim)
             kills += 1

@@ -176,7 +176,7 @@ class Absent:
 
 
 def test_noise_is_enough_without_those_who_may_drop_out(tmp_path: Path):
-    """Shares are made for the smallest sum; a round goes on without a site."""
+    """Shares are made for the smallest sum; a round continues without a site."""
     threshold = "privacy.secure_aggregation.threshold=3"
     place = Place(tmp_path, job_file.load(JOBS / "joint.toml", ["rounds=3", threshold]))
     absent = Absent(place.grid.agents[SITES[0]])

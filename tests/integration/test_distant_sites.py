@@ -247,7 +247,7 @@ def test_doctor_measures_the_line(federation: Federation):
     speeds = [float(text.split(" MB/s")[0].split()[-1]) for text in told]
     assert len(speeds) == 3
     most = NARROW.bits_per_second / 8e6
-    # What lies in buffers at the beginning has been sent, and has not arrived.
+    # What is in buffers at the beginning has been sent, and has not arrived.
     assert all(0.5 * most < speed < 1.25 * most for speed in speeds), told
 
 

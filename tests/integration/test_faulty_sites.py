@@ -155,7 +155,7 @@ def test_faults_do_not_depend_on_threads():
 
 @pytest.mark.slow
 def test_lost_quorum_ends_the_run_and_loses_nothing(tmp_path: Path):
-    """After so many lost rounds; when the sites are back, the run goes on."""
+    """After so many lost rounds; when the sites are back, the run continues."""
     folder = tmp_path / "run"
     faults = [{"site": site, "kind": "crash", "rounds": [2, 3]} for site in SITES[:2]]
     job = digits(*faults, rounds=5)

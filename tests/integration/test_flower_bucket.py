@@ -51,7 +51,7 @@ def job_in(service: dict[str, Any], **tables: Any) -> JobSpec:
 
 
 def test_engines_agree_about_a_bucket(service: dict[str, Any], tmp_path: Path):
-    """Sites in other processes read their shards; a run goes on from the bucket.
+    """Sites in other processes read their shards; a run continues from the bucket.
 
     On another engine than the one that it was stopped on.
     """
@@ -78,7 +78,7 @@ def test_engines_agree_about_a_bucket(service: dict[str, Any], tmp_path: Path):
 def test_kept_integers_and_a_bucket_are_refused(
     service: dict[str, Any], tmp_path: Path
 ):
-    """They would stay on this machine, and another could not go on with the run."""
+    """They would stay on this machine, and another could not continue with the run."""
     model = {
         "factory": "support.users_module:norm_network",
         "integer_buffers": {"*num_batches_tracked": "keep"},

@@ -137,7 +137,7 @@ def liar_of(lies: Lies) -> dict[str, Any]:
     ids=["weight", "update"],
 )
 def test_sum_that_no_honest_site_makes_is_left_out_alone(lies: Lies):
-    """The round goes on with the other groups, names the group, and so does the run."""
+    """The other groups' round counts; it names the group, and the run continues."""
     ran = run(grouped(), wraps=liar_of(lies))
     assert ran.statuses() == ["completed"] * 3
     (group,) = [group for group in groups_of(ran) if LIAR in group]
@@ -213,7 +213,7 @@ def test_run_that_is_resumed_has_the_groups_of_before(tmp_path: Path):
 
 
 def test_site_that_has_lost_its_memory_costs_its_group(tmp_path: Path):
-    """Most sites know the draw, so the others go on with the groups of before."""
+    """Most sites know the draw, so the others continue with the groups of before."""
     job = grouped(15, groups=5, rounds=2)
     asked = iter([False, True])
     simulate(job, folder=tmp_path, stop_requested=lambda: next(asked))

@@ -1,6 +1,6 @@
 """A stranger, and an enrolled site that means harm, against nginx and a real SuperLink.
 
-Another node is at work all the while, and goes on; nothing of the service ends.
+Another node is at work all the while, and continues; nothing of the service ends.
 """
 
 import contextlib
@@ -332,7 +332,7 @@ def test_answer_beyond_its_limit(place: Place):
 
 
 def test_answers_of_a_site_beyond_their_limit(place: Place):
-    """Each within its own limit; the other site goes on meanwhile."""
+    """Each within its own limit; the other site continues meanwhile."""
     codes: list[int] = []
     for number in range(5):
         question = place.server.ask("push_query", node=place.hostile, size=number)

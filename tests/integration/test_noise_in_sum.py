@@ -173,7 +173,7 @@ def test_clip_norm_moves_towards_the_updates(first: float, is_rising: bool):  # 
 
 
 def test_clip_norm_survives_a_crash(tmp_path: Path):
-    """It is in the checkpoint: a resumed run goes on where it was."""
+    """It is in the checkpoint: a resumed run continues where it was."""
     job, seen = _adaptive(1e3), []
     rounds_left = iter([False] * 3)
     first = simulate(

@@ -155,7 +155,7 @@ def test_ranks_compute_in_bfloat16(sharding: str):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled code lies, and what torch finds out about the CPU."""
+    """Where compiled code is, and what torch finds out about the CPU."""
     return tmp_path_factory.mktemp("kernels")
 
 

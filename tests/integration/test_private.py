@@ -121,7 +121,7 @@ def _flip(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_nothing_is_released_on_a_spoiled_ledger(tmp_path: Path, spoil: str):
-    """A run that is to go on ends before any site is asked."""
+    """A run that is to continue ends before any site is asked."""
     run, job = begun(tmp_path)
     site = run / "sites" / "gcp-us-central1"
     SPOILS[spoil](site)

@@ -138,7 +138,7 @@ def test_a_killed_rank_costs_nothing_but_time(pool: ModelPool):
 
 @pytest.mark.usefixtures("forks")
 def test_a_frozen_rank_holds_up_and_spoils_nothing(pool: ModelPool):
-    """It goes on within the timeout, and nothing is begun again."""
+    """It continues within the timeout, and nothing is begun again."""
     weights = pool.initial_weights()
     with ranked(EPOCHS, pool) as pair:
         expected = pair.fit(*weights, round_index=2)

@@ -46,7 +46,7 @@ def among_them(monkeypatch: pytest.MonkeyPatch, lies: Lies) -> None:
 def test_weight_of_one_site_does_not_scale_the_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """The round of the lie is lost, says why, and the others go on to a model."""
+    """The round of the lie is lost, says why, and the others continue to a model."""
     among_them(monkeypatch, Lies(header=weight_of(-3.999999)))
     seen: list[events.Event] = []
     simulate(five_sites(3), folder=tmp_path / "run", listeners=[seen.append])

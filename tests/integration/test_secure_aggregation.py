@@ -234,7 +234,7 @@ def test_slow_site_takes_part_in_every_step():
     + [(step.value, [SITE]) for step in (SecureStep.ADVERTISE, SecureStep.CONFIRM)],
 )
 def test_too_many_dropouts_lose_the_round_alone(step: str, names: list[str]):
-    """The next one goes on; the setup needs everybody, and is tried again."""
+    """The next one continues; the setup needs everybody, and is tried again."""
     job = secure_job()
     secure = run(job, fault=silence(step, names))
     assert secure.statuses() == ["lost", "completed", "completed"]
@@ -393,7 +393,7 @@ def test_spoilt_update_is_refused_by_name(case: str):
 
 
 def test_spoilt_update_loses_the_round_where_all_must_answer():
-    """And the run goes on."""
+    """And the run continues."""
     job = secure_job(2, threshold=2)
     spoil = SPOILT["words flipped"][0]
     secure = run(job, wraps={"site-1": lambda s: Spoilt(s, answer=spoil)})

@@ -229,7 +229,7 @@ def test_run_ends_where_a_site_that_is_needed_stays_away():
 
 @pytest.mark.parametrize("threshold", [3, 4])
 def test_site_that_restarts_again_and_again(threshold: int):
-    """P1 loses its rounds, P2 goes on without it; round numbers are used once."""
+    """P1 loses its rounds, P2 continues without it; round numbers are used once."""
     job = secure_job(threshold, threshold=threshold, rounds=6)
     if threshold == 4:
         job = secure_job(rounds=6)

@@ -45,7 +45,7 @@ def expected(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> by
 
 
 def check_told(done: Done, words: str) -> None:
-    """One line says what to do, another how to go on."""
+    """One line says what to do, another how to continue."""
     assert done.code == 1, done.stderr
     assert re.search(words, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
@@ -72,7 +72,7 @@ def check_resumed(done: Done, place: Path, *, saved: set[int]) -> None:
 def test_disk_refuses_a_checkpoint(
     server: ForkServer, place: Path, expected: bytes, misfortune: str, words: str
 ):
-    """The run ends where it is, and goes on from there when the disk takes more."""
+    """The run ends where it is, and continues from there when the disk takes more."""
     arguments = ("simulate", "job.toml", "--out", "run")
     check_told(server.run(*arguments, folder=place, misfortune=misfortune), words)
     saved = saved_rounds(place)
@@ -89,7 +89,7 @@ def test_service_refuses_a_checkpoint(
     case: str,
     request: pytest.FixtureRequest,
 ):
-    """The run ends where it is, and goes on from there when the service takes more."""
+    """The run ends, and continues from there when the service takes more."""
     name = case.partition(" ")[0]
     line: Line = request.getfixturevalue(f"{name}_line")
     fault, words = REMOTE[case]

@@ -67,7 +67,7 @@ class Clouds:
         )
 
     def run_objects(self) -> dict[str, bytes]:
-        """What lies in the bucket of runs, past our own code."""
+        """What is in the bucket of runs, past our own code."""
         client = self.s3.client()
         pages = client.get_paginator("list_objects_v2").paginate(
             Bucket="federation-runs"
@@ -114,7 +114,7 @@ class Machine:
         self._clouds = clouds
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
-        """Begin a run, or with ``--resume`` go on with one."""
+        """Begin a run, or with ``--resume`` continue with one."""
         sets = [part for text in self._clouds.overrides for part in ("--set", text)]
         cache = {"CROSSFED_CACHE_DIR": str(self.folder / "cache")}
         with (self.folder / "stderr").open("ab") as stderr:

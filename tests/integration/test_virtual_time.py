@@ -167,7 +167,7 @@ def test_site_that_is_too_slow_misses_the_deadline():
 
 
 def test_run_is_resumed_where_its_time_stood(tmp_path: Path):
-    """Time goes on, and the model is that of a run in one go."""
+    """Time continues, and the model is that of a run in one go."""
     once = iter([False, True])
     job = virtual_job()
     simulate(job, engine="virtual", folder=tmp_path, stop_requested=lambda: next(once))

@@ -1,4 +1,4 @@
-"""Whatever liars do to shares: sums are exact, and runs go on without the liars."""
+"""Whatever liars do to shares: sums are exact, and runs continue without the liars."""
 
 import random
 from collections.abc import Callable
@@ -85,7 +85,7 @@ class Liar:
     """What a site does in each round.
 
     Attributes:
-        lies: One for each round; the last goes on for ever.
+        lies: One for each round; the last repeats for ever.
         silent_from: The round from which on it releases nothing.
     """
 

@@ -1,4 +1,4 @@
-"""Whatever a site sends the coordinator: it counts as a failure, and others go on.
+"""Whatever a site sends the coordinator: it counts as a failure, and others continue.
 
 The grid, its frames and its roll call are whole; Flower is made of two dicts. What is
 sent comes from a site whose key the roster pins, or from any node of Flower.

@@ -1,8 +1,8 @@
 """A script that charges a ledger in forks which are killed at every system call.
 
 Run by path, with a folder for all. For each moment it begins a ledger, is killed there,
-goes on, is killed again a few calls later, and goes on to the end. A release is a mark
-in a file beside the ledger, written after ``charge`` returned. One JSON object is
+continues, is killed again a few calls later, and then reaches the end. A release is a
+mark in a file beside the ledger, written after ``charge`` returned. One JSON object is
 printed: how many moments there were.
 """
 

@@ -122,7 +122,7 @@ def troubled() -> list[Event]:
 
 
 def resumed() -> list[Event]:
-    """A coordinator killed within round 5, and one that goes on from round 4."""
+    """A coordinator killed within round 5, and one that continues from round 4."""
     killed = [
         event
         for event in run(Script(stop_after=5, seed=1))

@@ -29,7 +29,7 @@ def serve(grid: Grid, path: str) -> None:
                 request = json.loads(line)
                 try:
                     answer = _DO[request.pop("op")](grid, **request)
-                except Exception:  # noqa: BLE001 -- the test sees it, and goes on
+                except Exception:  # noqa: BLE001 -- the test sees it, and continues
                     answer = {"raised": traceback.format_exc()}
                 lines.write(json.dumps(answer).encode() + b"\n")
                 lines.flush()

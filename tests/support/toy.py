@@ -243,7 +243,7 @@ class Toy:
         return ServerParts(**(usual | {"gather": gather} | changes))
 
     def run(self, **changes: Any) -> RunState:
-        """Run the job, or go on with it, as one coordinator."""
+        """Run the job, or continue with it, as one coordinator."""
         with InProcessGrid(
             self.handlers(), clock=self.clock, workers=self.workers, fault=self.fault
         ) as grid:

@@ -1,4 +1,4 @@
-"""Sites without models, for tests of what lies between them and the server.
+"""Sites without models, for tests of what is between them and the server.
 
 They live in a module of their own because Flower's processes import them.
 """

@@ -32,7 +32,7 @@ ADVICE: Mapping[int, str] = {
         "its folder was removed while it was being written; do not change the store's "
         "folder during a run"
     ),
-    errno.EXDEV: "a folder of the store lies on another file system; keep the whole "
+    errno.EXDEV: "a folder of the store is on another file system; keep the whole "
     "store on one",
     errno.ENAMETOOLONG: "a part of it is longer than the file system allows; choose "
     "shorter names",

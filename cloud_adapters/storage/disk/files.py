@@ -13,7 +13,7 @@ from cloud_adapters.storage.checksums import Checksums, summed
 from federation.protocols import Buffer
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# O_NONBLOCK: opening a pipe that lies in the tree must not wait for its writer.
+# O_NONBLOCK: opening a pipe that is in the tree must not wait for its writer.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

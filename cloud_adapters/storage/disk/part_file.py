@@ -1,6 +1,6 @@
 """A file that is written in parts, in any order, and named when complete.
 
-It lies beside its target as ``.NAME.DIGEST.partial``; a second file with one byte for
+It is beside its target as ``.NAME.DIGEST.partial``; a second file with one byte for
 each part says which are there. Both outlive a killed process, and the next attempt to
 get the same content continues with them. After a power cut the second file may claim
 what the disk has lost, so the whole content is checked in any case.

@@ -1,6 +1,6 @@
 """What a folder's store knows about its objects besides their bytes.
 
-A record holds an object's checksums and metadata. It lies in a hidden folder under a
+A record holds an object's checksums and metadata. It is in a hidden folder under a
 name made of the object's key and version, and it is written before the object gets its
 name: a crash leaves a record of nothing, and never an object with the record of
 another. The next write of the key removes records of nothing.
@@ -10,8 +10,9 @@ alone is not flushed, which would double the time of a small write: after a powe
 it may be missing or torn. A torn one counts as none, and the object, which was
 flushed, is read without a check until it is written again.
 
-Keys are spread over a few folders, each with a lock. Whoever gives an object its name,
-or takes it away, holds the lock of its folder: that makes writes on condition atomic.
+Keys are spread over a few folders, each with a lock. To give an object its
+name, or take it away, a writer holds the lock of its folder: that makes writes on
+condition atomic.
 A file that another program put in the store, or changed, has no record.
 """
 

@@ -97,7 +97,7 @@ def download(
     4. Flush it to the disk and give it its name.
 
     What is left after an outage or a kill is named in ``part_file``; the next call for
-    the same version goes on with it.
+    the same version continues with it.
 
     Args:
         store: Where it is.

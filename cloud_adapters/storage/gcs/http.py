@@ -130,7 +130,7 @@ class GcsHttp:
                 headers=ask.headers,
                 timeout=(CONNECT_SECONDS, min(READ_SECONDS, seconds_left())),
                 stream=ask.is_stream,
-                allow_redirects=False,  # 308 is "go on" here, not a redirection.
+                allow_redirects=False,  # 308 is "continue" here, not a redirection.
             )
         if response.status_code not in ask.ok:
             with response:

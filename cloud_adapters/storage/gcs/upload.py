@@ -77,7 +77,7 @@ class Piece:
     """A piece of a content.
 
     Attributes:
-        begin: Where in the content it lies.
+        begin: Where in the content it is.
         content: The bytes, until the next chunk is made.
         is_last: Whether the content ends with it.
     """

@@ -111,7 +111,7 @@ class ObjectWrite:
         """Return the object under the name if this write made it.
 
         Raises:
-            StoreError: It cannot be known now; whoever took that for a "no" would
+            StoreError: It cannot be known now; taking that for a "no" would
                 report a conflict with itself.
         """
         try:

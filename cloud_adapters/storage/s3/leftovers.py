@@ -1,6 +1,6 @@
 """Parts of uploads to S3 whose process was killed: they show nowhere, and cost storage.
 
-Removed by whoever begins or resumes a run, below the job's own prefix and nowhere
+Removed when a run is started or resumed, below the job's own prefix and nowhere
 else. The age of an upload depends only on the service's clock.
 """
 

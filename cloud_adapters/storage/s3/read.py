@@ -75,7 +75,7 @@ class Read:
         return self._checked()
 
     def _request(self, version: str | None) -> Answer | None:
-        """Ask for what is missing; None if that lies behind the object's end."""
+        """Ask for what is missing; None if that is behind the object's end."""
         wanted = self._range()
         try:
             answer = self._calls.once(

@@ -1,6 +1,6 @@
 """A site's ledger: what it has released, written down before it is released.
 
-``charge`` makes a charge durable and only then returns; whoever releases does so after
+``charge`` makes a charge durable and only then returns; a release comes after
 that. Whatever happens to the process, the ledger never shows less than was released.
 It may show more: a charge whose release was lost in a crash stays charged.
 

@@ -229,7 +229,7 @@ def read_file(path: Path, key: HeadKey | None = None) -> Contents:
     """
     advice = f"name a run, or a {LEDGER_NAME}"
     with os_errors(StoreUnavailable, f"read the ledger {path}", advice):
-        # The head first: a writer may go on between the two, and only forwards.
+        # The head first: a writer may continue between the two, and only forwards.
         head = read_head(path.parent)
         return verify(read_all(path), head, str(path), key)
 

@@ -7,7 +7,7 @@ the hash of the line before it, so that no line can be changed, taken out, put i
 moved without all later ones being wrong.
 
 The chain has no key. It finds accidents (an editor, a bad disk, a backup that was put
-back, the ledger of another run) and not a person who computes it afresh: whoever can
+back, the ledger of another run) and not a person who computes it afresh: anyone who can
 write to the site's disk can also release without a ledger. Nothing here opens a file.
 """
 

@@ -59,7 +59,7 @@ def numbers(values: Iterable[int]) -> bytes:
     listed = list(values)
     _check_increasing(listed)
     for end in listed[:1] + listed[-1:]:
-        u64(end)  # What lies between them fits too.
+        u64(end)  # What is between them fits too.
     return struct.pack(f">{1 + len(listed)}Q", len(listed), *listed)
 
 

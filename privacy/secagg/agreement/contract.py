@@ -242,7 +242,7 @@ class Contract(Message):
         """Derive the ring that both halves work in.
 
         From every field but ``scale`` and ``amplitude``, which are compared with it
-        when the contract is made: whoever holds a contract has checked them.
+        when the contract is made: a contract that exists has been checked.
 
         Raises:
             ValueError: The fields leave no room for an update.

@@ -2,7 +2,7 @@
 
 Source: section 3 of the protocol. A header is a short vector of 64-bit words, one
 per slot. The contract names the slots; a site's values are seen by nobody, their
-sums by the aggregator. Masks go on with ``prg.apply_masks_``, under keys of their
+sums by the aggregator. Masks continue with ``prg.apply_masks_``, under keys of their
 own label.
 
 Fractions are integers in steps of 2^-32, counts are integers. Every slot has a

@@ -254,7 +254,7 @@ def decode_sum_(
         threads: Ranges to work on at the same time.
 
     Returns:
-        The sum over ``scale * divisor``, shape ``(d,)``, rounded once. It lies in
+        The sum over ``scale * divisor``, shape ``(d,)``, rounded once. It is in
         the memory of ``words_w`` if that is ``uint32``.
 
     Raises:

@@ -6,7 +6,7 @@ The prime is the smallest above 2^256, so that every 32-byte secret is an elemen
 Secrets, as 32 bytes, and shares, as 33, are numbers in big-endian order.
 
 This is the only primitive of the protocol that is ours. Python's integers do not
-take constant time: whoever can time the splitting process on its own machine is
+take constant time: anyone who can time the splitting process on its own machine is
 inside the boundary of the site's agent already. Shares carry no authentication
 here: dealers commit to them in ``commitments``, and ``messages`` signs.
 """

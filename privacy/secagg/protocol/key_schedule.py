@@ -148,7 +148,7 @@ class RoundFacts:
         task_digest: task_r, SHA-256 of what is asked of the model: the kind of work
             and the clip norm.
 
-    Digests are computed by whoever holds these facts, never taken from a message.
+    Digests are computed by each party that has these facts, never taken from a message.
     """
 
     round_index: int

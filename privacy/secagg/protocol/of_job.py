@@ -69,7 +69,7 @@ def contract_of(
 
 
 def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any]:
-    """Fields of a contract that follow from the job, whoever is in the sum.
+    """Fields of a contract that follow from the job, with any members of the sum.
 
     Args:
         job: The job.

@@ -107,6 +107,6 @@ def _read(path: Path) -> int:
     text = data.decode("ascii", errors="replace").removesuffix("\n")
     if not (text.isascii() and text.isdecimal()) or len(data) > _MAX_BYTES:
         raise CorruptObject(
-            f"{path} does not hold a round number: this run cannot go on at this site"
+            f"{path} does not hold a round number: this site cannot continue the run"
         )
     return int(text)

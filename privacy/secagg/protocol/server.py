@@ -1,7 +1,7 @@
 """The aggregator's half of a round: R1, R2 and R3 of section 2.3.
 
 ``AggregatorRound`` is made for one round and holds keys and lists only; masked
-vectors are folded into an accumulator by whoever drives it, one as it lands. After
+vectors are folded into an accumulator by the caller, one as it lands. After
 the last step ``corrections`` gives the streams to apply to the accumulator, and it
 is the sum of the survivors' updates::
 

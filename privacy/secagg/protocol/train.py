@@ -5,7 +5,7 @@ that sums over sites are exact and no slot can wrap.
 
 What a site says in every round of a run alike, its number of examples and of
 predictions, would be revealed exactly by the first round without it. Where
-rounds may go on without a site, such numbers are on a coarse public grid: see
+rounds may continue without a site, such numbers are on a coarse public grid: see
 ``privacy.counts``.
 """
 

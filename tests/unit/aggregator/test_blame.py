@@ -1,4 +1,4 @@
-"""Whom a run goes on without, from what its rounds have shown."""
+"""Whom a run continues without, from what its rounds have shown."""
 
 import itertools
 import random

@@ -543,7 +543,7 @@ def test_two_damaged_checkpoints_share_a_blob():
 
 
 def test_quarantine_keeps_every_copy():
-    """What is damaged twice lies there twice."""
+    """What is damaged twice is there twice."""
     run = saved(1)
     for _ in range(2):
         run.open().save(state_of(2))
@@ -611,7 +611,7 @@ def crashed_at(change: int) -> Iterator[Run]:
 
 
 def test_crash_at_every_change_of_a_save():
-    """Wherever a save stops, the run loads whole and goes on cleanly."""
+    """Wherever a save stops, the run loads whole and continues cleanly."""
     loaded = []
     for change in range(20):
         for run in crashed_at(change):
@@ -677,7 +677,7 @@ for index in itertools.count(first):
 
 @pytest.mark.slow
 def test_killed_at_random(tmp_path: Path):
-    """A process that is killed while saving always leaves a run that goes on."""
+    """A process that is killed while saving always leaves a run that continues."""
     rng = np.random.default_rng(7)
     last = 0
     for kill in range(12):

@@ -218,7 +218,7 @@ def flipped(store: ObjectStore, key: str) -> None:
 def test_damaged_chunk_falls_back(
     harm: Callable[[MemoryStore, str], None], position: int, blob: str
 ):
-    """The checkpoint before is loaded, the event names the chunk, and life goes on."""
+    """The previous checkpoint is loaded, the event names the chunk."""
     store, events = MemoryStore(), list[Event]()
     opened(store).save(state_of(1))
     opened(store).save(state_of(2))
@@ -265,7 +265,7 @@ class Flaky(MemoryStore):
 
 
 def test_crash_at_every_change_of_a_save():
-    """Wherever a save stops, the run loads whole, goes on, and leaves nothing over."""
+    """Wherever a save stops, the run loads whole, and nothing is left over."""
     loaded = []
     for change in range(20):
         store = Flaky()

@@ -189,7 +189,7 @@ def test_bad_value_found_late_leaves_the_mean_as_it_was(
 
 
 def test_mean_of_own_and_of_foreign_memory_is_the_same():
-    """Updates that may only be read are folded into the mean, wherever it lies."""
+    """Updates that may only be read are folded into the mean, wherever it is."""
     updates = _updates(6, size=1000)
     expected = _run(combine.weighted_mean, updates).tobytes()
     for owned in itertools.product([False, True], repeat=6):

@@ -121,7 +121,7 @@ def test_site_that_left_in_an_earlier_step_is_not_sent_the_model():
 @pytest.mark.parametrize("step", [SecureStep.SURVIVORS, SecureStep.REVEAL])
 @pytest.mark.parametrize("body", [b"", b"no", b"\0" * 300])
 def test_wrong_answer_to_a_step_is_refused_by_name(step: SecureStep, body: bytes):
-    """And the step goes on without it."""
+    """And the step continues without it."""
 
     def wrap(site: Any) -> SiteHandler:
         return _Answering(site, step, body)

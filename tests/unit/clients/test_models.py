@@ -19,7 +19,7 @@ def num_parameters(model: nn.Module):
 
 def size_rows():
     """Rows of the table in the docstring of ``gpt``."""
-    rows = re.findall(r"^ +(\d+[MB]) +([\d, ]+)$", models.gpt.__doc__, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+[MB]) +([\d, ]+)$", models.gpt.__doc__, re.MULTILINE)
     return [(size, [int(n.replace(",", "")) for n in r.split()]) for size, r in rows]
 
 

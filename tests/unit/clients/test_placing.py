@@ -23,7 +23,7 @@ class Scaled(nn.Module):
 
 
 def test_blocks_are_gathered_one_by_one():
-    """What lies outside of lists, as embeddings, belongs to the model as a whole."""
+    """What is outside of lists, as embeddings, belongs to the model as a whole."""
     model = gpt(vocabulary=8, context=4, layers=3, heads=1, width=4)
     assert list(model.get_submodule("blocks")) == list(units_of(model))  # type: ignore[call-overload]
 

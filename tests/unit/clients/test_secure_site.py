@@ -142,7 +142,7 @@ def roots_of(site: Site) -> list[Secret]:
 
 
 def test_new_setup_that_is_not_complete_leaves_the_old_one(after_a_run: Recording):
-    """Somebody may be missing from it: the others go on with the keys they have."""
+    """Somebody may be missing from it: the others continue with the keys they have."""
     site, offer = after_a_run.site, after_a_run.tasks[0]
     secrets = roots_of(site)
     assert len(secrets) == 2 * 4

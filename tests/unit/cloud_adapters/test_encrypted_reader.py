@@ -95,7 +95,7 @@ def refused(reader: Reader, stored: bytes) -> bool:
 
 
 def test_every_flipped_byte_is_refused(keys: Path):
-    """Wherever it lies, padding included."""
+    """Wherever it is, padding included."""
     reader = written(keys, bytes(range(20)))
     for at in range(len(reader.stored)):
         changed = bytearray(reader.stored)

@@ -278,7 +278,7 @@ def test_changed_metadata_are_found(
 
 
 def test_plain_objects_are_named(inner: Watched, keys: KeyFile):
-    """A run that began without encryption does not go on with it."""
+    """A run that began without encryption does not continue with it."""
     inner.put("key", [b"plain"])
     for verb in (inner, reopened(inner, keys)):
         assert [info.key for info in verb.list()] == ["key"]

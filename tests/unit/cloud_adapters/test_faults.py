@@ -217,7 +217,7 @@ def test_site_that_is_gone_takes_no_secure_step(kind: str):
     ["hang", "duplicate", "nan", "inf", "garbage", "wrong_length", "wrong_round"],
 )
 def test_other_faults_leave_secure_steps_alone(kind: str):
-    """They spoil or delay updates; a late site that is asked goes on."""
+    """They spoil or delay updates; a late site that is asked continues."""
     assert secure_step(kind) == [toy.secure_answer(SITE)]
 
 

@@ -90,7 +90,7 @@ class Node:
 
 @pytest.mark.parametrize("error", [GONE, *map(status, sorted(flower_fleet.PASSING))])
 def test_passing_failure_costs_a_wait(error: Exception):
-    """The aggregator still counts the node: it goes on where it was."""
+    """The aggregator still counts the node: it continues where it was."""
     node = Node()
     assert node.ask(error, error, error) == "answer"
     assert node.waits == [1.0, 2.0, 4.0]

@@ -140,7 +140,7 @@ class Nodes:
         return reply
 
     def left(self) -> list[str]:
-        """All that lies in the store and in scratch folders."""
+        """All that is in the store and in scratch folders."""
         store = [info.key for info in LocalStore(self.folder / "store").list()]
         scratch = [str(path) for path in self.folder.glob("scratch-*/*")]
         return store + scratch
@@ -222,7 +222,7 @@ def test_model_that_is_gone_is_told_by_the_site(nodes: Nodes, tmp_path: Path):
 
 
 def test_site_without_a_store_says_what_to_set(nodes: Nodes):
-    """The rest of the federation goes on."""
+    """The rest of the federation continues."""
     nodes.agents[1] = nodes.app(1, store=None)
     replies = exchange(nodes.grid())
     assert isinstance(replies[SITES[0]].message, SiteUpdate)

@@ -80,7 +80,7 @@ def kinds(replies: Sequence[Reply]) -> list[str]:
 
 
 class Gate:
-    """Sites wait here until the test lets them go on.
+    """Sites wait here until the test lets them continue.
 
     For them alone time passes: ``clock`` moves on when one is held, so that it misses
     its deadline and no other does, however busy the machine is.
@@ -304,7 +304,7 @@ def test_handler_that_returns_no_message():
 
 
 def test_hanging_site_gives_up_its_thread():
-    """The others go on, and it is busy until it comes back; then it is late."""
+    """The others continue, and it is busy until it comes back; then it is late."""
     gate = Gate(SITES[0])
     with grid_of(gate, clock=gate.clock) as grid:
         first = list(exchange(grid, tasks(), deadline_seconds=SHORT))

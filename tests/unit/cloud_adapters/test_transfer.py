@@ -222,7 +222,7 @@ def test_what_is_left_of_an_old_version_goes(tmp_path: Path):
 
 
 def test_two_downloads_to_one_file(tmp_path: Path):
-    """The second is told of the first, which goes on."""
+    """The second is told of the first, which continues."""
 
     def second(number: int, content: bytes) -> bytes:
         if number == 1:

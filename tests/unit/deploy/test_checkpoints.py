@@ -41,7 +41,7 @@ def begun(folder: Path, job: JobSpec) -> RunFolder:
 
 
 def test_a_run_says_which_damaged_checkpoint_it_passes_over():
-    """It goes on from the one before."""
+    """It continues from the one before."""
     store, job = MemoryStore(), small_job(rounds=3)
     stop = iter([False, False, True])
     secure_runs.run(job, store=store, stop_requested=lambda: next(stop, True))

@@ -119,7 +119,7 @@ def test_revoked_site_is_done_without_once_a_run_has_begun(federation: Federatio
     check(job, parties, resumed=True)
     federation.revoke("site-1")
     parties = Parties.of_run(federation.aggregator, run)
-    expected = r"revoked: site-1, site-2; .*needs 2 of its 3 sites to go on"
+    expected = r"revoked: site-1, site-2; .*needs 2 of its 3 sites to continue"
     with pytest.raises(JobError, match=expected):
         DeployedRun(run, parties, clock=SystemClock())
 
@@ -130,7 +130,7 @@ def test_secure_run_cannot_do_without_a_revoked_site(federation: Federation):
     run = begun(federation, job)
     federation.revoke("site-2")
     parties = Parties.of_run(federation.aggregator, run)
-    with pytest.raises(JobError, match="needs 4 of its 4 sites to go on"):
+    with pytest.raises(JobError, match="needs 4 of its 4 sites to continue"):
         check(job, parties, resumed=True)
 
 

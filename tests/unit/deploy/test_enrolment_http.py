@@ -85,7 +85,7 @@ def test_body_needs_a_length(port: int, length: str):
 
 
 def test_defect_is_told_to_the_log_alone(port: int, caplog: pytest.LogCaptureFixture):
-    """The client learns nothing of it, and the server goes on."""
+    """The client learns nothing of it, and the server continues."""
     caplog.set_level(logging.ERROR)
     assert _ask(port, "POST", "/fail", b"") == (500, b"")
     assert _ask(port, "GET", "/health")[0] == 200
@@ -146,7 +146,7 @@ HEADERS = st.lists(
 def test_no_bytes_break_the_server(
     port: int, line: bytes, headers: list[bytes], body: bytes
 ):
-    """Refused, or closed without a word; nobody's defect, and it goes on."""
+    """Refused, or closed without a word; nobody's defect, and it continues."""
     with socket.create_connection(("127.0.0.1", port), 60.0) as plain:
         answer = b""
         with contextlib.suppress(OSError):  # It may hang up before the end.

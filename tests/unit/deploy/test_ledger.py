@@ -153,7 +153,7 @@ def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
     )
     found = errors(spoiled)
     assert "is the ledger of run run-1, but this is run run-2" in found["left"]
-    # A copy that lies elsewhere is shown as it is.
+    # A copy that is elsewhere is shown as it is.
     path = Path(shutil.copytree(run / "sites" / "right", tmp_path / "kept"))
     assert ledger.examine(path / "ledger.jsonl").error == ""
 

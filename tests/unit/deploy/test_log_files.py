@@ -32,7 +32,7 @@ def test_a_log_and_one_before_it_are_all_that_there_is(tmp_path: Path):
 
 
 def test_short_logs_and_other_files_are_left_alone(tmp_path: Path):
-    """Such as the configuration, which lies beside them."""
+    """Such as the configuration, which is beside them."""
     (tmp_path / "nginx.log").write_bytes(b"x" * 10)
     (tmp_path / "nginx.conf").write_bytes(b"x" * 100)
     log_files.bound([tmp_path, tmp_path / "missing"], most=10)

@@ -12,7 +12,7 @@ PROPOSAL = b"a proposal with a fresh nonce"
 
 
 def test_order_is_the_same_after_a_restart(tmp_path: Path):
-    """A site that takes a run up again goes on in the order that it had."""
+    """A site that takes a run up again continues in the order that it had."""
     found = [order_seed(site_config(tmp_path, "a"), SECURE, PROPOSAL) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0] is not None

@@ -196,7 +196,7 @@ def test_decrypt(key: KeyName, tmp_path: Path):
 
 
 def test_by_url(key: KeyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The command finds out what lies there: here an export."""
+    """The command finds out what is there: here an export."""
     folder = tmp_path / "export"
     store = EncryptedStore(LocalStore(folder), KeyFile(path_of(key)), prefix=EXPORT)
     store.put("README.md", [b"# card"])

@@ -339,7 +339,7 @@ def test_no_coordinator_is_started_where_none_could_write(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 def test_a_full_disk_is_known_by_its_cause(number: int):
-    """However deep: a run whose disk is full goes on when it is not."""
+    """However deep: a run whose disk is full continues when it is not."""
     error = StoreUnavailable("cannot write")
     assert not run_queue.is_full(error)
     error.__cause__ = OSError(number, "of the system")

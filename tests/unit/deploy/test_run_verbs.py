@@ -13,7 +13,7 @@ from monitoring.runs.run_folder import RunFolder
 
 
 def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):
-    """Its successor cuts the torn line off and goes on in its place."""
+    """Its successor cuts the torn line off and continues in its place."""
     run = RunFolder(tmp_path)
     run.events.write_bytes(b"first\nto")
     over = False

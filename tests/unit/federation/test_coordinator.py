@@ -308,7 +308,7 @@ def test_nobody_evaluates_the_final_model():
 
 
 def test_failed_sites_do_not_count():
-    """The round goes on with the others, and their weights alone."""
+    """The round continues with the others, and their weights alone."""
     job = toy.job(quorum(2) | {"rounds": 1})
     run = toy.Toy(job=job, **failing((A, 1)))
     with_fault = run.run()
@@ -394,7 +394,7 @@ def test_too_many_lost_rounds_stop_the_run():
 
 
 def test_stopped_by_lost_rounds_and_resumed():
-    """The sites are back, and the run goes on."""
+    """The sites are back, and the run continues."""
     run = toy.Toy(job=toy.job({"rounds": 6}), **failing((A, 2), (A, 3), (A, 4)))
     with pytest.raises(QuorumNotMet):
         run.run()
@@ -689,7 +689,7 @@ class LoneUpdates(ScriptedGrid):
     """A grid that makes an update when it is asked for the next, and watches them.
 
     Attributes:
-        keeps: Whether it goes on using them, so that they come read-only.
+        keeps: Whether it continues using them, so that they come read-only.
         alive: Vectors of this round and of those before that are there, at each step.
     """
 
@@ -735,7 +735,7 @@ class LoneUpdates(ScriptedGrid):
 def test_one_update_is_alive_at_a_time(*, keeps: bool, mean: int, model: int):
     """Each is let go before the next is waited for; without the collector's help.
 
-    The mean lies in an update's memory, or in the aggregator's own; so does the model.
+    The mean is in an update's memory, or in the aggregator's own; so does the model.
     """
     run = toy.Toy(job=toy.job(quorum(2)))
     grid = LoneUpdates(keeps=keeps)

@@ -225,7 +225,7 @@ def test_full_disk_is_a_store_error():
 
 
 def test_line_that_did_not_fit_leaves_no_half(tmp_path: Path):
-    """Once there is room again, the log goes on with whole lines."""
+    """Once there is room again, the log continues with whole lines."""
     path = tmp_path / "events.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with EventWriter(path) as emit:

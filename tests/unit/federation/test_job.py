@@ -539,7 +539,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_accepted(case: str):
-    """What lies just inside the rules."""
+    """What is just inside the rules."""
     assert isinstance(toy.job(ACCEPTED[case]), JobSpec)
 
 

@@ -42,7 +42,7 @@ def content() -> Vector:
 
 @pytest.fixture
 def vector_d(content: Vector) -> Vector:
-    """One that lies in a file, none of it in memory."""
+    """One that is in a file, none of it in memory."""
     with tempfile.TemporaryFile() as file:
         file.write(content.data)
         file.flush()
@@ -82,7 +82,7 @@ def folded(vector_d: Vector, bits: int) -> bytes:
 def test_reader_holds_a_piece(
     read: Callable[[Vector], Any], vector_d: Vector, content: Vector
 ) -> None:
-    """What is read is what lies in the file, and is not in memory afterwards."""
+    """What is read is what is in the file, and is not in memory afterwards."""
     before = mapped_mb()
     assert np.array_equal(read(vector_d), read(content))
     assert mapped_mb() < before + SLACK_MB

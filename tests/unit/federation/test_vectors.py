@@ -1,4 +1,4 @@
-"""A model as one flat vector, and the layout that says what lies where."""
+"""A model as one flat vector, and the layout that says what is where."""
 
 import hashlib
 import json
@@ -157,7 +157,7 @@ def test_norm_of_nothing_is_zero():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("position", [0, vectors.CHUNK_VALUES + 1, -1])
 def test_one_bad_value_is_found(value: float, position: int):
-    """Wherever it lies, a value that is not finite is noticed."""
+    """Wherever it is, a value that is not finite is noticed."""
     vector_d = np.ones(2 * vectors.CHUNK_VALUES + 3, dtype=np.float32)
     vector_d[position] = value
     assert not vectors.is_finite(vector_d)

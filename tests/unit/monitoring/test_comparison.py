@@ -124,7 +124,7 @@ def test_runs_without_privacy_have_no_such_figure():
 
 
 def test_what_cannot_be_compared_is_said():
-    """Other data, tasks, deltas or meanings of epsilon, and runs that go on."""
+    """Other data, tasks, deltas or meanings of epsilon, and runs that continue."""
     three = _run(event_samples.secure(1))
     language = _run(event_samples.language(1)[:-1])
     private = _private(1.0)

@@ -438,7 +438,7 @@ def test_live_failure_message_is_shown():
 
 
 def _interrupted() -> list[Event]:
-    """A coordinator that ends after two rounds, and one that goes on."""
+    """A coordinator that ends after two rounds, and one that continues."""
     events = run(Script(stop_after=2))
     *before, last = events
     assert isinstance(last, RunFinished)

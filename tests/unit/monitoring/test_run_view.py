@@ -176,7 +176,7 @@ def test_seconds_add_up_over_coordinators():
 
 
 def test_sites_that_had_left_before_a_restart_are_not_missing():
-    """A coordinator that resumes says anew without whom it goes on."""
+    """A coordinator that resumes says anew without whom it continues."""
     events = event_samples.resumed()
     restart = [i for i, e in enumerate(events) if isinstance(e, RunStarted)][-1]
     left = SitesLeftOut(

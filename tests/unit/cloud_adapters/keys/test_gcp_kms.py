@@ -41,7 +41,7 @@ def keys(server: FakeKms) -> GcpKms:
 
 
 def test_rotation(server: FakeKms, keys: GcpKms):
-    """The primary version encrypts, older ones go on decrypting until disabled."""
+    """The primary version encrypts, older ones continue decrypting until disabled."""
     made = keys.generate(CONTEXT)
     (key,) = server.keys.values()
     key.versions.append(secrets.token_bytes(32))

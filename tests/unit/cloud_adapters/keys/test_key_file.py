@@ -31,7 +31,7 @@ def test_file_is_closed_to_others(path: Path):
 
 
 def test_newest_encrypts_and_all_decrypt(path: Path):
-    """A file goes on opening what its older keys have wrapped."""
+    """A file continues opening what its older keys have wrapped."""
     before = KeyFile(path).generate(CONTEXT)
     newest = add_key(path)
     after = KeyFile(path)

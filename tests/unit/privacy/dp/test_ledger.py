@@ -178,7 +178,7 @@ def test_only_the_owner_reads_it(folder: Path):
 
 
 def test_one_writer_at_a_time(folder: Path):
-    """The second is told, the first goes on, and a reader may look."""
+    """The second is told, the first continues, and a reader may look."""
     first = opened(folder)
     with pytest.raises(LedgerBusy, match="another process is writing"):
         opened(folder)

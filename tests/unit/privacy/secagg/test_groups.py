@@ -253,7 +253,7 @@ def test_group_against_a_sites_policy_is_refused():
 
 
 def test_model_made_without_a_group_has_a_certificate():
-    """A group whose sum is left out goes on; where all are in one sum nobody may."""
+    """A group whose sum is left out continues; where all are in one sum nobody may."""
     contract, _ = of_group()
     model = hashlib.sha256(b"after round 3").digest()
     data = certify(without_sum(3), model, PARTIES.aggregator)

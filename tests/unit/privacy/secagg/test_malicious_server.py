@@ -122,7 +122,7 @@ FOUR, OTHER_FOUR, ALL = (1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 4, 5)
 
 
 def other_theta(liar: Liar) -> None:
-    """Site 1 alone is shown a crafted model; its peers will not go on with it."""
+    """Site 1 alone is shown a crafted model; its peers will not continue with it."""
     liar.ask((1,), model_digest=OTHER_MODEL)
     liar.ask((2, 3, 4, 5))
     for number in ALL:

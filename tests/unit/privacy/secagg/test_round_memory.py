@@ -64,7 +64,7 @@ def test_files_outlive_the_process(tmp_path: Path):
 def test_damaged_memory_stops_the_site(tmp_path: Path, data: bytes):
     """What cannot be read is never taken for round 0."""
     (tmp_path / f"{RUN}.round").write_bytes(data)
-    with pytest.raises(CorruptObject, match="cannot go on"):
+    with pytest.raises(CorruptObject, match="cannot continue"):
         FileRounds(tmp_path).advance(RUN, 10**9)
 
 
