@@ -107,6 +107,9 @@ class FlowerNode:
         stopped: Set it to end ``run``.
         last: Set it to end ``run`` after the message that is at work.
         listener: Called with a word about every change of the connection.
+        is_replaced: Whether another process may have this node's key and place. This
+            one then takes no message, and ends without a word: Flower would count the
+            other as gone until its next heartbeat.
         uniform: Draws the waits between attempts.
         node_id: Flower's number for it, once it is active.
     """
@@ -120,6 +123,7 @@ class FlowerNode:
     stopped: threading.Event = field(default_factory=threading.Event)
     last: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = _LOG.info
+    is_replaced: Callable[[], bool] = lambda: False
     uniform: Uniform = random.SystemRandom().uniform
     node_id: int | None = None
     _calls: FleetCalls = field(init=False, repr=False)
@@ -142,7 +146,7 @@ class FlowerNode:
         """Serve until the node is to end; reconnect whenever the connection is lost.
 
         Raises:
-            SiteError: There is no use in going on: the aggregator's certificate is
+            SiteError: There is no use in continuing: the aggregator's certificate is
                 not from the pinned authority, it does not know this node's key, or
                 it runs another version of Flower.
             JobError: A file that TLS needs holds no certificate.
@@ -167,7 +171,7 @@ class FlowerNode:
 
         Or the same key would be refused until the last heartbeat is old.
         """
-        if self.node_id is None:
+        if self.node_id is None or self.is_replaced():
             return
         request = DeactivateNodeRequest(node_id=self.node_id)
         # A connection of its own: another thread may wait for an answer on the others.
@@ -285,13 +289,14 @@ class FlowerNode:
         last = self.clock.monotonic()
         while not ended.is_set():
             try:
-                if letters.qsize() < MAX_WAITING and self._sort(connection, letters):
+                is_free = letters.qsize() < MAX_WAITING and not self.is_replaced()
+                if is_free and self._sort(connection, letters):
                     last = self.clock.monotonic()
             except (NodeGone, SiteError) as error:
                 if self._free.is_set():
                     letters.put(error)
                     return
-                # A node at work goes on beating its heart, and an outage may pass.
+                # A node at work keeps sending heartbeats, and an outage may pass.
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
             self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.

@@ -15,6 +15,8 @@ OUR_INTERVAL_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # Flower refuses a node that died without a word for 20 s; then it must start.
 RETURN_SECONDS = 90.0
+# One that took leave is let in at once: for as long as its program takes to start.
+RESTART_SECONDS = 30.0
 
 
 class Presence:
@@ -45,6 +47,9 @@ class Presence:
         self._pause = pause
         self._gone: set[int] = set()
         self._fresh: dict[int, str] = {}  # With the time of their activation.
+        # Until when Flower was to list each node without a further heartbeat.
+        self._listed_until: dict[int, float] = {}
+        self._left: set[int] = set()  # Nodes that took leave.
         self._next_look = clock.monotonic()
 
     def await_return(self, asked: set[int], deadline_seconds: float) -> None:
@@ -53,7 +58,8 @@ class Presence:
         As long as too few are there for the exchange to be of use, this lasts until
         its deadline: rounds that are bound to be lost would soon end the run. With
         enough of them, a node that did not come in time is not awaited again
-        until it has been back: a lost node would delay every round.
+        until it has been back: a lost node would delay every round. Nodes that took
+        leave have less time than those that died.
         """
         needed = min(self._quorum, len(asked))
         begin = self._clock.monotonic()
@@ -62,7 +68,9 @@ class Presence:
         while silent:
             seconds = self._clock.monotonic() - begin
             enough = len(asked - silent) >= needed
-            if seconds >= (RETURN_SECONDS if enough else deadline_seconds):
+            have_left = silent - self._gone <= self._left
+            patience = RESTART_SECONDS if have_left else RETURN_SECONDS
+            if seconds >= (patience if enough else deadline_seconds):
                 break
             if enough and not silent - self._gone:
                 break
@@ -86,8 +94,21 @@ class Presence:
         now = self._clock.monotonic()
         if self._get_nodes is not None and now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            self._fresh = _fresh(self._get_nodes(), self._clock.now())
+            nodes = [*self._get_nodes()]
+            self._note_left({node.node_id: node.online_until for node in nodes})
+            self._fresh = _fresh(nodes, self._clock.now())
         return dict(self._fresh)
+
+    def _note_left(self, listed: Mapping[int, float]) -> None:
+        """Tell nodes that took leave from those that fell silent.
+
+        Flower lists a silent node until its time is over, and one that took leave no
+        longer.
+        """
+        now = self._clock.now()
+        due = {node for node, until in self._listed_until.items() if now < until}
+        self._left = (self._left | due) - listed.keys()
+        self._listed_until |= listed
 
 
 def _fresh(nodes: Iterable[NodeInfo], now: float) -> dict[int, str]:

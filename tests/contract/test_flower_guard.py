@@ -175,7 +175,11 @@ def test_coordinator_loads_no_other_bundle():
     not landlock.is_available(), reason="this kernel has no Landlock: see the decision"
 )
 def test_coordinator_cannot_read_the_authoritys_key(tmp_path: Path):
-    """Nor the secret of Control; everything else it reads as before."""
+    """Nor the secret of Control, nor the key that signs rosters; all else it reads."""
+    tmp_path, above = tmp_path / "aggregator", tmp_path
+    tmp_path.mkdir(mode=0o700)
+    (above / host_secrets.OPERATOR).write_text("key")
+    (above / "other").write_text("no key")
     with superlink.serve(tmp_path) as running:
 
         def outcome(path: str) -> str:
@@ -189,6 +193,8 @@ def test_coordinator_cannot_read_the_authoritys_key(tmp_path: Path):
             assert outcome(str(tmp_path / name)) == "PermissionError"
             around = f"/proc/{running.pid}/root{tmp_path / name}"
             assert outcome(around) == "PermissionError"
+        assert outcome(str(above / host_secrets.OPERATOR)) == "PermissionError"
+        assert outcome(str(above / "other")) == "read"
         assert outcome(str(tmp_path / "ca.crt")) == "read"
         assert outcome("/etc/passwd") == "read"
 

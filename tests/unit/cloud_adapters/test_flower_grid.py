@@ -475,12 +475,14 @@ class Beating(FakeFlower):
 
     Attributes:
         last: Time of the last heartbeat of a node that has stopped.
+        left: Nodes that took leave.
         names: What each node says that it is.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self.last: dict[int, float] = {}
+        self.left: set[int] = set()
         self.names = {10: "two", 20: "one", 30: "three"}
         self._clock = clock
         self._work = self._app
@@ -493,7 +495,7 @@ class Beating(FakeFlower):
         return [
             NodeInfo(node_id=node, heartbeat_interval=10.0, online_until=beat + 20.0)
             for node, beat in beats.items()
-            if now < beat + 20.0
+            if now < beat + 20.0 and node not in self.left
         ]
 
     def _answer(self, message: Message, context: Any) -> Message:
@@ -629,7 +631,7 @@ def test_node_that_leaves_between_two_looks_costs_one_round(
 def test_node_that_does_not_come_back_delays_one_round_only(
     beating: Beating, clock: VirtualClock
 ):
-    """From then on the others go on without it; when it is back, with it."""
+    """From then on the others continue without it; when it is back, with it."""
     grid = make_grid(beating, clock, roll_call=NamesRead())
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
@@ -643,6 +645,32 @@ def test_node_that_does_not_come_back_delays_one_round_only(
     assert taken[1] < 5.0
     beating.silent, beating.last = set(), {}
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
+
+
+def test_node_that_took_leave_is_awaited_for_a_restart_only(
+    beating: Beating, clock: VirtualClock
+):
+    """A machine that was taken back does not return, and an agent that restarts does.
+
+    After that it may die without a word: then it has the time of one that died.
+    """
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    exchange(grid)
+    beating.left = beating.silent = {20}
+    clock.sleep(2.0)
+    before = clock.now()
+    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DISCONNECTED
+    taken = clock.now() - before
+    assert flower_presence.RESTART_SECONDS <= taken < 45.0
+    beating.left = beating.silent = set()
+    clock.sleep(2.0)
+    assert kinds(exchange(grid, round_index=2))["one"] == "answered"
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    before = clock.now()
+    found = kinds(exchange(grid, seconds=600.0, round_index=3))
+    assert found["one"] == FailureKind.DISCONNECTED
+    assert clock.now() - before >= flower_presence.RETURN_SECONDS
 
 
 def test_rounds_are_not_burnt_while_too_few_are_there(
@@ -713,7 +741,7 @@ def test_app_forgets_the_site_used_longest_ago(
 
 
 def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
-    """The thread goes on; a second task finds the site busy, others do not."""
+    """The thread continues; a second task finds the site busy, others do not."""
     app = make_app(toy_sites.echo_site)
     bad = replace(TASK, site=SiteId("x-bad"), round_index=toy_sites.HANGING_ROUND)
     first = ask_app(app, bad, site="x-bad", seconds=0.1)
