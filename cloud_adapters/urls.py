@@ -4,6 +4,7 @@ Clients of clouds are imported when a store of theirs is opened, and not before:
 take longer than all the rest of a command that needs none.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,8 @@ class StoreOptions:
     """What a URL does not say.
 
     Attributes:
-        endpoint: URL of a service other than the cloud's own; the environment's
-            or the cloud's if empty.
+        endpoint: URL of a service other than the cloud's own; if empty, that of
+            ``AWS_ENDPOINT_URL`` or ``STORAGE_EMULATOR_HOST``, or the cloud's.
         region: Of an S3 bucket; the environment's if empty.
         bucket_owner: Account number that an S3 bucket must belong to; any if empty.
         kms_key: Key with which the service itself encrypts what is written: an ARN
@@ -193,7 +194,7 @@ def _open_gcs(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     return GcsStore(
         bucket,
         prefix,
-        endpoint=options.endpoint or None,
+        endpoint=options.endpoint or os.environ.get("STORAGE_EMULATOR_HOST"),
         kms_key=options.kms_key or None,
         retry=options.retry,
     )

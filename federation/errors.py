@@ -11,6 +11,7 @@ FederationError
 |-- MissingExtra              a package that an extra of crossfed installs
 |-- QuorumNotMet              too few sites answered in too many rounds in a row
 |-- RunConflict               another coordinator works on the same run
+|-- HomeConflict              another machine holds this site, or its store went back
 |-- CheckpointMismatch        a run that another job started
 |-- RunNotFound               no run where one was expected
 |-- RunStopped                someone stopped the run before its first round
@@ -167,6 +168,10 @@ class RunConflict(FederationError):
     """Another coordinator has written this run's next checkpoint."""
 
 
+class HomeConflict(FederationError):
+    """Another machine holds this site's home, or what is stored there is older."""
+
+
 class CheckpointMismatch(FederationError):
     """The checkpoint belongs to a run of another job."""
 
@@ -229,6 +234,14 @@ class ComputeUnavailable(ComputeError):
     """The service is unreachable or refuses more requests, after all attempts."""
 
 
+class ProofRefused(FederationError):
+    """No cloud confirms that a machine is who it claims to be."""
+
+
+class PlatformUnavailable(FederationError):
+    """The cloud that could confirm who a machine is cannot be reached."""
+
+
 class StoreError(FederationError):
     """A request to an object store failed.
 
@@ -284,4 +297,4 @@ class KeyRefused(StoreUnavailable):
 
 
 class BucketNotFound(StoreUnavailable):
-    """The bucket does not exist, or lies in another region or project."""
+    """The bucket does not exist, or is in another region or project."""

@@ -16,36 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import boto3
-import google.auth.exceptions
-import google.auth.transport.requests
 from botocore import UNSIGNED
 from botocore.config import Config
-from google.oauth2 import id_token
 
+from cloud_adapters.identity.google_token import identity_token
 from cloud_adapters.storage.s3 import errors as s3_errors
 from federation.errors import FederationError, NotAuthenticated
 
 AUDIENCE = "sts.amazonaws.com"
 DURATION_SECONDS = 3600
-
-
-def identity_token(audience: str) -> str:
-    """Request this machine's identity token, signed by Google; it is a secret.
-
-    Raises:
-        NotAuthenticated: This is no machine of Google's, or has no service account.
-    """
-    try:
-        token: str = id_token.fetch_id_token(
-            google.auth.transport.requests.Request(),  # type: ignore[no-untyped-call]
-            audience,
-        )
-    except (google.auth.exceptions.GoogleAuthError, OSError) as error:
-        raise NotAuthenticated(
-            "Google provides no identity token here: run on a machine or pod with a "
-            f"service account ({type(error).__name__})"
-        ) from error
-    return token
 
 
 def assume_role(

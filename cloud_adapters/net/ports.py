@@ -15,10 +15,10 @@ class PortTaken(FederationError):
     """A server cannot listen on its port."""
 
 
-def free_port() -> int:
-    """A port of the loopback that is free now."""
+def free_port(host: str = LOOPBACK) -> int:
+    """A port of an address of this host that is free now."""
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

@@ -52,6 +52,19 @@ class LimitsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformsSpec:
+    """Services of clouds that vouch for machines, if they are not the clouds' own.
+
+    Attributes:
+        sts: URL of the AWS Security Token Service.
+        google_certificates: URL of the certificates of Google's identity tokens.
+    """
+
+    sts: str = ""
+    google_certificates: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorFile:
     """The aggregator's configuration.
 
@@ -69,6 +82,7 @@ class AggregatorFile:
         connect_seconds: How long a run waits for its sites to connect.
         limits: What sites may leave on this host's disk.
         exchange: Where large models travel; the same at all sites.
+        platforms: Who vouches for machines that enrol by their cloud identity.
     """
 
     listen: str = "0.0.0.0:8443"
@@ -79,6 +93,7 @@ class AggregatorFile:
     connect_seconds: float = key(default=600.0, above=0.0)
     limits: LimitsSpec = LimitsSpec()
     exchange: ExchangeSpec = ExchangeSpec()
+    platforms: PlatformsSpec = PlatformsSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +103,9 @@ class AggregatorConfig:
     ``ca.key``, ``ca.crt``, ``server.key``, ``server.crt``: certificates.
     ``control.secret``, ``superexec.secret``: see
     ``deploy.aggregator_host.host_secrets``. ``aggregator.pem``, ``roster.toml``: the
-    identity, and whom it believes. ``flower/``: state of the SuperLink. ``proxy/``: of
-    nginx. ``runs/``: runs. ``logs/``: logs.
+    identity, and whom it believes. ``machines/``, ``roster.signature``: see
+    ``deploy.aggregator_host.enrolment_machines``. ``flower/``: state of the SuperLink.
+    ``proxy/``: of nginx. ``runs/``: runs. ``logs/``: logs.
 
     Attributes:
         file: What was read.

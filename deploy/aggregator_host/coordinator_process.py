@@ -67,6 +67,8 @@ def confine(folder: Path, places: list[Path]) -> None:
         own_folder.make(place)
     os.environ["TMPDIR"] = str(temporary)
     landlock.hide(folder, host_secrets.HIDDEN)
+    if (folder.parent / host_secrets.OPERATOR).exists():
+        landlock.hide(folder.parent, (host_secrets.OPERATOR,))
 
 
 if __name__ == "__main__":

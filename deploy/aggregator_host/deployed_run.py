@@ -74,6 +74,7 @@ class DeployedRun:
         listeners: Sequence[Emit] = (),
         stop_requested: Callable[[], bool] = lambda: False,
         goes_on: Callable[[BaseException], bool] = lambda _error: False,
+        report: bool = True,
     ) -> None:
         """Read a run's job and build its model.
 
@@ -84,6 +85,7 @@ class DeployedRun:
             listeners: Called with every event.
             stop_requested: Asked after every round.
             goes_on: Whether another coordinator continues the run after an error.
+            report: Whether to write ``report.html`` at the end.
 
         Raises:
             JobError: The job cannot be run.
@@ -121,6 +123,7 @@ class DeployedRun:
             introduce=self._facts,
             listeners=listeners,
             goes_on=goes_on,
+            report=report,
         )
         self._assembly = Run(
             federation=self._federation,

@@ -16,6 +16,7 @@ from pathlib import Path
 from federation.durable_files import replace_file
 from federation.errors import FederationError
 from federation.ids import SiteId
+from federation.platform_identity import PlatformIdentity
 from federation.protocols import Clock
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.membership.certificates import CERTIFICATE_DAYS, Authority, Revocations
@@ -52,6 +53,23 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundInvitation:
+    """An invitation without a secret, for a machine that its cloud vouches for.
+
+    Attributes:
+        site: Who is invited.
+        machine: Who may enrol as it.
+        expires: Seconds since 1970.
+        keys: Digest of the keys that it was used with; empty before.
+    """
+
+    site: str
+    machine: PlatformIdentity
+    expires: float
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCertificate:
     """A certificate of a site.
 
@@ -77,6 +95,8 @@ class EnrolledSite:
         node_id: Flower's number for it, in decimal digits.
         enrolled_at: Seconds since 1970.
         certificates: Those that may still be valid.
+        machine: The machine that its cloud has vouched for; None if a token admitted
+            it.
     """
 
     site: str
@@ -87,6 +107,7 @@ class EnrolledSite:
     node_id: str
     enrolled_at: float
     certificates: tuple[NodeCertificate, ...]
+    machine: PlatformIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +130,25 @@ class EnrolmentBook:
     Attributes:
         version: Of the file.
         invitations: That may still be used.
+        bound: The same of machines; one for a site at most.
         members: Enrolled sites.
         withdrawn: Revoked ones.
     """
 
     version: int = VERSION
     invitations: tuple[Invitation, ...] = ()
+    bound: tuple[BoundInvitation, ...] = ()
     members: tuple[EnrolledSite, ...] = ()
     withdrawn: tuple[WithdrawnSite, ...] = ()
 
     def invitation(self, digest: str) -> Invitation | None:
         """Find an invitation by its token's digest."""
         found = [one for one in self.invitations if one.digest == digest]
+        return found[0] if found else None
+
+    def bound_invitation(self, site: str) -> BoundInvitation | None:
+        """Find the invitation of a site's machine."""
+        found = [one for one in self.bound if one.site == site]
         return found[0] if found else None
 
     def member(self, site: str) -> EnrolledSite | None:
@@ -132,6 +160,11 @@ class EnrolmentBook:
         """Add an invitation, or replace the one with the same token."""
         rest = [one for one in self.invitations if one.digest != invitation.digest]
         return replace(self, invitations=(*rest, invitation))
+
+    def with_bound(self, invitation: BoundInvitation) -> "EnrolmentBook":
+        """Add a machine's invitation, or replace that of the same site."""
+        rest = [one for one in self.bound if one.site != invitation.site]
+        return replace(self, bound=(*rest, invitation))
 
     def with_member(self, member: EnrolledSite) -> "EnrolmentBook":
         """Add a site, or replace the one with the same name."""
@@ -147,6 +180,7 @@ class EnrolmentBook:
         return replace(
             self,
             invitations=tuple(one for one in self.invitations if one.site != site),
+            bound=tuple(one for one in self.bound if one.site != site),
             members=tuple(one for one in self.members if one.site != site),
             withdrawn=(*self.withdrawn, *gone),
         )
@@ -177,6 +211,7 @@ class EnrolmentBook:
         return replace(
             self,
             invitations=tuple(one for one in self.invitations if one.expires > now),
+            bound=tuple(one for one in self.bound if one.expires > now),
             members=tuple(
                 replace(
                     one,

@@ -6,7 +6,7 @@ free disk space: some is reserved (``disk_reserve``).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloud_adapters.nginx import processes as proxy_processes
@@ -14,6 +14,7 @@ from deploy.aggregator_host import disk_reserve
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
     BookFile,
+    BoundInvitation,
     EnrolledSite,
     Invitation,
     WithdrawnSite,
@@ -23,6 +24,7 @@ from federation.addresses import parse_address
 from federation.durable_files import replace_file
 from federation.errors import FederationError, JobError
 from federation.ids import check_name
+from federation.platform_identity import PlatformIdentity
 from federation.protocols import Clock
 from privacy.keystream import RandomBytes
 from privacy.membership import roster_file
@@ -33,7 +35,12 @@ from privacy.membership.certificates import (
     read_certificate,
     server_names,
 )
-from privacy.membership.token import TOKEN_SECONDS, EnrolmentRefused, Token
+from privacy.membership.token import (
+    SECRET_BYTES,
+    TOKEN_SECONDS,
+    EnrolmentRefused,
+    Token,
+)
 from privacy.secagg.agreement.identity import PublicIdentity
 from privacy.secagg.errors import RosterRefused
 
@@ -102,10 +109,12 @@ def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
         FederationError: A file is damaged or cannot be read.
     """
     book = BookFile(folder=config.folder).read().at(clock.now())
+    open_ones = [(one.site, one.expires) for one in book.invitations]
+    open_ones += [(one.site, one.expires) for one in book.bound]
     invited = [
-        SiteRow(site=one.site, state="invited", at=one.expires)
-        for one in book.invitations
-        if book.member(one.site) is None
+        SiteRow(site=site, state="invited", at=expires)
+        for site, expires in open_ones
+        if book.member(site) is None
     ]
     enrolled = [
         _row(one, "enrolled", max((c.expires for c in one.certificates), default=0.0))
@@ -154,21 +163,7 @@ def invite(
         JobError: The site's name is none, or the address.
         RosterRefused: The aggregator's own key is not pinned yet.
     """
-    try:
-        check_name(site)
-    except ValueError as error:
-        raise JobError(str(error), key="site") from None
-    address = config.address if address is None else address
-    parse_address(address, key="address")
-    authority = open_authority(config.folder, clock=clock)
-    _check_pinned(config.folder / "roster.toml")
-    token = Token.new(
-        address=address,
-        authority=authority.fingerprint,
-        site=site,
-        random_bytes=random_bytes,
-    )
-    Token.parse(token.text)  # Or the site would be the first to find out.
+    token = _token(config, site, address, random_bytes(SECRET_BYTES), clock=clock)
     book_file = BookFile(folder=config.folder)
     with book_file.locked():
         book = book_file.read().at(clock.now())
@@ -184,6 +179,73 @@ def invite(
         found = Invitation(digest=token.digest, site=site, expires=expires)
         book_file.write(book.with_invitation(found))
     return token
+
+
+def invite_machine(
+    config: AggregatorConfig,
+    site: str,
+    machine: PlatformIdentity,
+    *,
+    clock: Clock,
+    address: str | None = None,
+    seconds: float = TOKEN_SECONDS,
+) -> Token:
+    """Let a machine enrol as a site if its cloud vouches for it.
+
+    An earlier invitation of the same site is replaced. A site that is enrolled keeps
+    its keys: another machine may enrol as it with these keys alone.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        site: Name of the site.
+        machine: Who may enrol as it.
+        clock: Tells time.
+        address: See ``invite``.
+        seconds: How long it holds.
+
+    Returns:
+        A token without a secret: it says where to enrol, and admits nobody.
+
+    Raises:
+        KeyFileRefused: The folder is not an aggregator's.
+        JobError: The site's name is none, or the address.
+        RosterRefused: The aggregator's own key is not pinned yet.
+    """
+    token = _token(config, site, address, b"", clock=clock)
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        book = book_file.read().at(clock.now())
+        expires = clock.now() + seconds
+        found = BoundInvitation(site=site, machine=machine, expires=expires)
+        before = book.bound_invitation(site)
+        if before is not None and before.machine == machine:
+            found = replace(before, expires=expires)
+        book_file.write(book.with_bound(found))
+    return token
+
+
+def _token(
+    config: AggregatorConfig,
+    site: str,
+    address: str | None,
+    secret: bytes,
+    *,
+    clock: Clock,
+) -> Token:
+    """Make a token, with a secret or without."""
+    try:
+        check_name(site)
+    except ValueError as error:
+        raise JobError(str(error), key="site") from None
+    address = config.address if address is None else address
+    parse_address(address, key="address")
+    authority = open_authority(config.folder, clock=clock)
+    _check_pinned(config.folder / "roster.toml")
+    made = Token(
+        address=address, authority=authority.fingerprint, site=site, secret=secret
+    )
+    Token.parse(made.text)  # Or the site would be the first to find out.
+    return made
 
 
 def revoke(

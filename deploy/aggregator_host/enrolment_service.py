@@ -3,6 +3,10 @@
 A crash between two steps does no harm: an invitation is bound to the keys that it was
 used with before anything is done for them, so that the same site may ask again and
 nobody else can. What the operator does is in ``enrolment_operator``.
+
+A machine that its cloud vouches for is asked for its proof before anything is locked:
+that may take seconds. What it sent is kept in ``machines/SITE.json``, so that its
+operator can check the proof again and need not believe this service.
 """
 
 import logging
@@ -10,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cloud_adapters.identity.platforms import PlatformVerifier
+from deploy.aggregator_host import enrolment_machines as machines
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
     MAX_CERTIFICATES,
@@ -20,7 +26,8 @@ from deploy.aggregator_host.enrolment_book import (
     NodeCertificate,
     open_authority,
 )
-from federation.errors import FederationError
+from federation.errors import CorruptObject, FederationError, ProofRefused
+from federation.platform_identity import PlatformIdentity
 from federation.protocols import Clock
 from privacy.membership import (
     messages as enrolment,
@@ -47,12 +54,14 @@ class EnrolmentService:
     Attributes:
         config: The operator's ``aggregator.toml``.
         register: Lets the node in at the SuperLink.
+        verifier: Asks clouds who a machine is.
         clock: Tells time.
         listener: Called with a word about everybody who is let in or not.
     """
 
     config: AggregatorConfig
     register: Register
+    verifier: PlatformVerifier
     clock: Clock
     listener: Callable[[str], None] = _LOG.info
 
@@ -79,7 +88,7 @@ class EnrolmentService:
             if isinstance(asked, Renewal):
                 answer = self._renew(asked)
             else:
-                answer = self._enrol(asked)
+                answer = self._enrol(asked, body)
         except EnrolmentRefused as error:
             self.listener(f"an enrolment was refused: {error}")
             return error.status, enrolment.refusal(str(error))
@@ -95,21 +104,25 @@ class EnrolmentService:
             )
         return 200, answer
 
-    def _enrol(self, asked: Enrolment) -> bytes:
+    def _enrol(self, asked: Enrolment, body: bytes) -> bytes:
         book_file = BookFile(folder=self.config.folder)
         authority = open_authority(self.config.folder, clock=self.clock)
+        enrolment.check_enrolment(asked, authority.fingerprint)
+        machine = None
+        if asked.platform:
+            binding = enrolment.binding(asked, authority.fingerprint)
+            machine = self._vouched(book_file.read(), asked, binding)
         with book_file.locked():
             book = book_file.read()
-            invitation = self._invitation(book, asked)
-            # It may be refused only before the invitation is bound to these keys.
-            enrolment.check_enrolment(asked)
+            bound = self._bind(book, asked, machine)
+            # It may be refused only before that is written.
             _check_new(book, asked)
             self._check_roster(asked)
             issued = authority.issue_site(asked.site, asked.request.encode())
-            book = book.at(self.clock.now()).with_invitation(
-                replace(invitation, keys=enrolment.keys_digest(asked))
-            )
+            book = bound.at(self.clock.now())
             book_file.write(book)
+            if machine is not None:
+                machines.keep(self.config.folder, asked.site, body)
             node_id = self.register(asked.node_key.encode())
             roster_file.trust(
                 self._roster,
@@ -117,13 +130,57 @@ class EnrolmentService:
                 organisation=asked.organisation,
                 key=asked.identity,
             )
-            member = self._member(book, asked, node_id)
+            member = replace(self._member(book, asked, node_id), machine=machine)
             book_file.write(book.with_member(_with_certificate(member, issued)))
         self.listener(
             f"site {asked.site!r} of {asked.organisation!r} is enrolled as node "
             f"{node_id}"
         )
         return self._answer(issued)
+
+    def _vouched(
+        self, book: EnrolmentBook, asked: Enrolment, binding: str
+    ) -> PlatformIdentity:
+        """Ask a cloud who a machine is, if someone expects one of it."""
+        found = book.bound_invitation(asked.site)
+        if (
+            found is None
+            or found.expires <= self.clock.now()
+            or found.machine.platform != asked.platform
+        ):
+            raise EnrolmentRefused(
+                f"no machine of {asked.platform!r} is invited as site {asked.site!r} "
+                "yet: the aggregator's operator gives crossfed up or crossfed "
+                "aggregator invite",
+                status=enrolment.TOO_EARLY,
+            )
+        try:
+            return self.verifier.verify(asked.proof, binding, found.machine)
+        except ProofRefused as error:
+            raise EnrolmentRefused(
+                f"site {asked.site!r} is not enrolled: {error}"
+            ) from None
+
+    def _bind(
+        self, book: EnrolmentBook, asked: Enrolment, machine: PlatformIdentity | None
+    ) -> EnrolmentBook:
+        """Bind the invitation to the keys that it is first used with."""
+        keys = enrolment.keys_digest(asked)
+        if machine is None:
+            invitation = self._invitation(book, asked)
+            return book.with_invitation(replace(invitation, keys=keys))
+        found = book.bound_invitation(asked.site)
+        if found is None or found.machine.difference(machine):
+            raise EnrolmentRefused(
+                f"another machine has been invited as site {asked.site!r} since"
+            )
+        if found.keys not in {"", keys}:
+            raise EnrolmentRefused(
+                f"the machine of site {asked.site!r} has enrolled already, with other "
+                "keys. If it has lost them, the aggregator's operator revokes the site "
+                "and invites it again"
+            )
+        return book.with_bound(replace(found, keys=keys))
 
     def _invitation(self, book: EnrolmentBook, asked: Enrolment) -> Invitation:
         secret = enrolment.unhex(asked.secret, "secret")
@@ -227,8 +284,19 @@ class EnrolmentService:
         return member
 
     def _answer(self, issued: bytes) -> bytes:
-        text = roster.dumps(roster.load(self._roster))
-        return enrolment.answer(certificate=issued, roster=text)
+        found = roster.load(self._roster)
+        return enrolment.answer(
+            certificate=issued,
+            roster=roster.dumps(found),
+            signature=self._signature(found),
+        )
+
+    def _signature(self, found: roster.Roster) -> str:
+        try:
+            return machines.signature_of(self.config.folder, found)
+        except CorruptObject as error:  # Who needs none gets an answer.
+            self.listener(str(error))
+            return ""
 
 
 def _with_certificate(member: EnrolledSite, issued: bytes) -> EnrolledSite:

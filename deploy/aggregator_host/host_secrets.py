@@ -14,6 +14,8 @@ from privacy.secret_files import read_private, write_new
 CONTROL, RUNTIME = "control.secret", "superexec.secret"
 # What the process that coordinates a run has no use for.
 HIDDEN = ("ca.key", "server.key", CONTROL, RUNTIME)
+# Beside the folder of an aggregator that crossfed up has made: it signs rosters.
+OPERATOR = "operator.pem"
 SECRET_BYTES = 64
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from cloud_adapters.flower_apps.bundle import bundle
+from cloud_adapters.identity.platforms import PlatformVerifier
 from cloud_adapters.local.child_process import Child
 from cloud_adapters.net import ports
 from cloud_adapters.net.ports import LOOPBACK
@@ -206,6 +207,11 @@ class AggregatorService:
         enrolment = EnrolmentService(
             config=self.config,
             register=partial(enrolment_nodes.register, control),
+            verifier=PlatformVerifier(
+                clock=self.clock,
+                sts_endpoint=self.config.file.platforms.sts,
+                google_certificates=self.config.file.platforms.google_certificates,
+            ),
             clock=self.clock,
             listener=self.listener,
         )

@@ -32,7 +32,7 @@ from privacy.membership.certificates import (
     parse_certificate,
 )
 from privacy.membership.introduction import release
-from privacy.membership.messages import EnrolmentReply
+from privacy.membership.messages import EnrolmentReply, Prove
 from privacy.membership.token import EnrolmentRefused, Token
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
@@ -40,14 +40,30 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import read_private, replace_private, write_new
 
-# An aggregator that starts answers so, before all of it is there.
-_STARTING = frozenset({502, 503, 504})
+# An aggregator answers so that starts, or has had too many requests from an address.
+_PASSING = frozenset({429, 502, 503, 504})
 PATIENCE_SECONDS, _AGAIN_SECONDS = 30.0, 2.0
 
 # Opens it: address, root certificate (PEM), and the file of the site's certificate.
 Connect = Callable[[str, bytes, Path | None], Way]
 
 _SITE_TOML = Path(__file__).with_name("first_site.toml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProof:
+    """How this machine's cloud vouches for it.
+
+    Attributes:
+        platform: ``aws`` or ``gcp``.
+        prove: Makes a proof of a binding.
+        signer: Public key of the operator who signs rosters, hexadecimal; empty if
+            people compare them.
+    """
+
+    platform: str
+    prove: Prove
+    signer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,7 @@ def enroll(
     organisation: str,
     clock: Clock,
     connect: Connect = Aggregator,
+    vouched: MachineProof | None = None,
 ) -> SiteEnrolled:
     """Make this folder's site a member of the federation.
 
@@ -90,13 +107,26 @@ def enroll(
         organisation: Who answers for the site, in words.
         clock: Tells time.
         connect: Opens the connection.
+        vouched: The cloud that vouches for this machine, if the token has no secret.
 
     Raises:
         EnrolmentRefused: The aggregator refuses, cannot be reached or is not the one
             that invited; the message says what to do.
+        NotAuthenticated: The cloud gives this machine no identity.
         KeyFileRefused: A key file is damaged, open to others or cannot be written.
     """
-    _check_folder(folder, clock=clock)
+    if bool(token.secret) is (vouched is not None):
+        raise EnrolmentRefused(
+            "a token with a secret is used alone, and one without needs --platform aws "
+            "or gcp"
+        )
+    if vouched is None and holds_certificate(folder, clock=clock):
+        raise EnrolmentRefused(
+            f"{folder} belongs to an enrolled site: crossfed enroll --renew gets a new "
+            "certificate; give another --folder for another site"
+        )
+    with os_errors(EnrolmentRefused, f"make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     root = connect(token.address, b"", None).authority(token.authority)
     own, node_key, key = _keys(folder), _node_key(folder / "node.pem"), new_key()
     request = enrolment.request_enrolment(
@@ -106,13 +136,17 @@ def enroll(
         identity=own,
         node_key=node_key,
         key=key,
+        platform="" if vouched is None else vouched.platform,
+        prove=None if vouched is None else vouched.prove,
     )
     way = connect(token.address, root, None)
     found = enrolment.read_answer(_patiently(way, request, clock))
     expires = _check_certificate(found, key, root, clock=clock)
     members = _check_roster(found, SiteId(token.site), own)
     _replace(folder / "ca.crt", root)
-    _replace(folder / "roster.toml", roster.dumps(members).encode())
+    # A machine whose operator signs rosters trusts none before.
+    if vouched is None or not vouched.signer:
+        _replace(folder / "roster.toml", roster.dumps(members).encode())
     _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     if not (folder / "site.toml").exists():
         text = _SITE_TOML.read_text(encoding="utf-8")
@@ -189,8 +223,23 @@ def newest_roster(
         EnrolmentRefused: See ``renew``.
         KeyFileRefused: See ``renew``.
     """
+    return signed_roster(config, clock=clock, connect=connect)[0]
+
+
+def signed_roster(
+    config: SiteConfig, *, clock: Clock, connect: Connect = Aggregator
+) -> tuple[Roster, str]:
+    """Ask for the roster and for its operator's signature, which is not checked.
+
+    Returns:
+        The roster, and the signature in hexadecimal digits; empty if it has none.
+
+    Raises:
+        EnrolmentRefused: See ``renew``.
+        KeyFileRefused: See ``renew``.
+    """
     _, found = _ask(config, None, clock=clock, connect=connect)
-    return parse_roster(found)
+    return parse_roster(found), found.signature
 
 
 def _ask(
@@ -210,17 +259,17 @@ def _ask(
         key=key,
     )
     aggregator = connect(config.file.aggregator.address, _read(config.authority), path)
-    return own, enrolment.read_answer(aggregator.post(request))
+    return own, enrolment.read_answer(_patiently(aggregator, request, clock))
 
 
 def _patiently(way: Way, request: bytes, clock: Clock) -> bytes:
-    """Send a request, and repeat it while the aggregator starts."""
+    """Send a request, and repeat it while the aggregator cannot answer yet."""
     end = clock.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return way.post(request)
         except EnrolmentRefused as error:
-            if error.status not in _STARTING or clock.monotonic() >= end:
+            if error.status not in _PASSING or clock.monotonic() >= end:
                 raise
         clock.sleep(_AGAIN_SECONDS)
 
@@ -247,15 +296,17 @@ def _pair(path: Path) -> tuple[x509.Certificate, PrivateKey]:
     return certificate, load_key(path)
 
 
-def _check_folder(folder: Path, *, clock: Clock) -> None:
+def holds_certificate(folder: Path, *, clock: Clock) -> bool:
+    """Whether a folder has a certificate that is still valid.
+
+    Raises:
+        KeyFileRefused: Its file is damaged or open to others.
+    """
     path = folder / "site.pem"
-    if path.exists() and _pair(path)[0].not_valid_after_utc.timestamp() > clock.now():
-        raise EnrolmentRefused(
-            f"{folder} belongs to an enrolled site: crossfed enroll --renew gets a new "
-            "certificate; give another --folder for another site"
-        )
-    with os_errors(EnrolmentRefused, f"make {folder}"):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        return False
+    expires: float = _pair(path)[0].not_valid_after_utc.timestamp()
+    return expires > clock.now()
 
 
 def _keys(folder: Path) -> Identity:

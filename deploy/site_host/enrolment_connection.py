@@ -16,6 +16,8 @@ from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.errors import KeyFileRefused
 
 CALL_SECONDS = 60.0
+# Instead of a status, if nobody answers.
+NO_ANSWER = 0
 _PATH = "/enroll"
 _DONE = 200
 
@@ -120,7 +122,8 @@ class Aggregator:
         except (OSError, http.client.HTTPException) as error:
             raise EnrolmentRefused(
                 f"{self.address} cannot be reached: {error}; check the address, and "
-                "ask whether crossfed aggregator up is running and its port is open"
+                "ask whether crossfed aggregator up is running and its port is open",
+                status=NO_ANSWER,
             ) from error
         finally:
             connection.close()

@@ -2,11 +2,15 @@
 
 Whom a site trusts is its operator's decision: a roster that comes with a certificate is
 looked at, and one that is newer takes the place of the site's own when a person has
-compared its digest with others.
+compared its digest with others, or if the operator has signed it.
 """
+
+from cryptography.hazmat.primitives import hashes
 
 from deploy.site_host.config import SiteConfig
 from federation.ids import SiteId
+from privacy.membership import roster_signature
+from privacy.membership.certificates import read_certificate
 from privacy.membership.messages import EnrolmentReply
 from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.agreement import identity, roster
@@ -38,9 +42,40 @@ def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
             f"{digest[:80]!r}: compare it with the operator of the aggregator and with "
             f"other sites, and give at least {MIN_DIGEST_DIGITS} digits of it"
         )
-    before = roster.load(config.roster)
-    before.check_successor(newest)
-    if newest.aggregator_key != before.aggregator_key:
+    _replace(config, newest, roster.load(config.roster))
+
+
+def accept_signed(config: SiteConfig, newest: Roster, signature: str) -> bool:
+    """Trust a roster that the operator of this site has signed.
+
+    Args:
+        config: The site, whose ``roster_signer`` is set.
+        newest: What the aggregator sent.
+        signature: What it sent with it.
+
+    Returns:
+        Whether it is another one than before.
+
+    Raises:
+        RosterRefused: The operator has not signed it, or it changes the site's or the
+            aggregator's own key.
+        StaleRoster: It is older than the one here.
+    """
+    authority = read_certificate(config.authority).fingerprint(hashes.SHA256()).hex()
+    roster_signature.check(
+        newest, signature, authority=authority, signer=config.file.roster_signer
+    )
+    before = roster.load(config.roster) if config.roster.exists() else None
+    if before is not None and before.digest == newest.digest:
+        return False
+    _replace(config, newest, before)
+    return True
+
+
+def _replace(config: SiteConfig, newest: Roster, before: Roster | None) -> None:
+    if before is not None:
+        before.check_successor(newest)
+    if before is not None and newest.aggregator_key != before.aggregator_key:
         raise RosterRefused(
             "the aggregator's own key has changed: if its operator confirms that, pin "
             "the new one with crossfed keys trust --aggregator --replace"

@@ -6,12 +6,18 @@ makes its keys itself and sends their public halves with the secret; each key si
 of them, so that nobody can enrol a key that is not theirs. Later the site shows its
 certificate to get the next one.
 
+A machine of a cloud needs no secret. What all its keys sign names the aggregator by the
+fingerprint of its authority instead, and the digest of that, the *binding*, is in the
+proof by which its cloud vouches for it: the proof is worth nothing with other keys or
+at another aggregator.
+
 Here are the messages and the proofs, and no I/O; the token is in ``enrolment_token``.
 The aggregator's side is in ``enrolment_service``, the site's in ``enrolment_site``.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from federation.ids import check_name
+from federation.platform_identity import PLATFORMS
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.membership.certificates import PrivateKey, signing_request
 from privacy.membership.token import EnrolmentRefused, Token
@@ -34,11 +41,20 @@ FRESH_SECONDS = 600.0
 MAX_MESSAGE_BYTES = 64 << 10  # of a request
 MAX_ANSWER_BYTES = 2 << 20  # a roster has at most half of it
 MAX_PEM_CHARS = 4096
+# Status of an answer to a machine that is not invited yet: it tries again.
+TOO_EARLY = 425
 MAX_WORDS_CHARS = 256
 
+# A signed request of AWS with its session token, or a token of Google.
+MAX_PROOF_CHARS = 8192
+
 _ENROLMENT, _RENEWAL = b"crossfed-1 enrolment", b"crossfed-1 renewal"
+_PLATFORM = b"crossfed-1 enrolment by platform"
 
 Message = TypeVar("Message")
+
+# From a binding to the proof of a cloud.
+Prove = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +64,7 @@ class Enrolment:
     Attributes:
         kind: ``enrolment``.
         version: Of this message.
-        secret: Of the token, hexadecimal.
+        secret: Of the token, hexadecimal; empty if a platform vouches.
         site: Its name.
         organisation: Who answers for it, in words.
         release: Release of crossfed at the site.
@@ -57,6 +73,9 @@ class Enrolment:
         identity: Public key of its identity, 64 hexadecimal digits.
         node_proof: Signature of all of this by the node's key, hexadecimal.
         identity_proof: The same by the identity.
+        platform: Cloud that vouches for the machine, ``aws`` or ``gcp``; empty if the
+            secret admits it.
+        proof: What the cloud has signed, or can check; see ``cloud_adapters.identity``.
     """
 
     kind: str
@@ -70,6 +89,8 @@ class Enrolment:
     identity: str
     node_proof: str
     identity_proof: str
+    platform: str = ""
+    proof: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +128,14 @@ class EnrolmentReply:
         version: Of this message.
         certificate: The site's, PEM; empty if none was asked for.
         roster: Text of the roster.
+        signature: Of the roster by the operator of its sites, hexadecimal; empty if
+            there is none.
     """
 
     version: int
     certificate: str
     roster: str
+    signature: str = ""
 
 
 def request_enrolment(
@@ -122,8 +146,21 @@ def request_enrolment(
     identity: Identity,
     node_key: PrivateKey,
     key: PrivateKey,
+    platform: str = "",
+    prove: Prove | None = None,
 ) -> bytes:
-    """Ask to be enrolled; private keys sign and are not in it."""
+    """Ask to be enrolled; private keys sign and are not in it.
+
+    Args:
+        token: The invitation.
+        organisation: Who answers for the site, in words.
+        release: Release of crossfed at the site.
+        identity: Its identity.
+        node_key: The key that Flower knows it by.
+        key: The key of its certificate.
+        platform: Cloud that vouches for this machine, if the token has no secret.
+        prove: Makes the cloud's proof of a binding.
+    """
     asked = Enrolment(
         kind="enrolment",
         version=VERSION,
@@ -136,12 +173,15 @@ def request_enrolment(
         identity=identity.public.key.hex(),
         node_proof="",
         identity_proof="",
+        platform=platform,
     )
-    said = _enrolment_statement(asked)
+    said = _enrolment_statement(asked, token.authority)
     proofs = {
         "node_proof": node_key.sign(said, ec.ECDSA(hashes.SHA384())).hex(),
         "identity_proof": identity.sign(Label.ENROLMENT, said).hex(),
     }
+    if prove is not None:
+        proofs["proof"] = prove(binding(asked, token.authority))
     return _dump({**_plain(asked), **proofs})
 
 
@@ -202,10 +242,13 @@ def read_answer(body: bytes) -> EnrolmentReply:
     return _typed(_load(body, limit=MAX_ANSWER_BYTES), EnrolmentReply)
 
 
-def answer(*, certificate: bytes, roster: str) -> bytes:
+def answer(*, certificate: bytes, roster: str, signature: str = "") -> bytes:
     """Encode the answer to an accepted site."""
     said = EnrolmentReply(
-        version=VERSION, certificate=certificate.decode(), roster=roster
+        version=VERSION,
+        certificate=certificate.decode(),
+        roster=roster,
+        signature=signature,
     )
     return _dump(_plain(said))
 
@@ -225,10 +268,14 @@ def read_refusal(body: bytes) -> str:
     return printable or "it gives no reason"
 
 
-def check_enrolment(asked: Enrolment) -> ec.EllipticCurvePublicKey:
+def check_enrolment(asked: Enrolment, authority: str) -> ec.EllipticCurvePublicKey:
     """Check that a site holds the keys that it wants to enrol.
 
     The signing request's own signature is checked where it is answered.
+
+    Args:
+        asked: What it sent.
+        authority: Fingerprint of the aggregator's authority, 64 hexadecimal digits.
 
     Returns:
         The node's key.
@@ -236,7 +283,7 @@ def check_enrolment(asked: Enrolment) -> ec.EllipticCurvePublicKey:
     Raises:
         EnrolmentRefused: A key is none, is on another curve or has not signed.
     """
-    said = _enrolment_statement(asked)
+    said = _enrolment_statement(asked, authority)
     node = _public_key(asked.node_key)
     _check_ecdsa(node, asked.node_proof, said, hashes.SHA384(), whose="node")
     _check_identity(asked.identity, asked.identity_proof, said)
@@ -272,6 +319,16 @@ def keys_digest(asked: Enrolment) -> str:
     return hashlib.sha256(keys).hexdigest()
 
 
+def binding(asked: Enrolment, authority: str) -> str:
+    """What a cloud's proof must name: SHA-256 of what all keys sign, hexadecimal.
+
+    Args:
+        asked: The request of a machine that a platform vouches for.
+        authority: Fingerprint of the aggregator's authority.
+    """
+    return hashlib.sha256(_enrolment_statement(asked, authority)).hexdigest()
+
+
 def public_pem(key: PrivateKey) -> bytes:
     """Public half of a key as Flower and we write it."""
     return key.public_key().public_bytes(
@@ -294,12 +351,16 @@ def unhex(digits: str, what: str) -> bytes:
     return found
 
 
-def _enrolment_statement(asked: Enrolment) -> bytes:
-    """What all keys sign: the token's digest and every public half."""
-    secret = hashlib.sha256(unhex(asked.secret, "secret")).digest()
+def _enrolment_statement(asked: Enrolment, authority: str) -> bytes:
+    """What all keys sign: who invited, by secret or by name, and every public half."""
     words = (asked.site, asked.organisation, asked.release)
     keys = (asked.request, asked.node_key, asked.identity)
-    return fields(_ENROLMENT, secret, *(text.encode() for text in (*words, *keys)))
+    said = [text.encode() for text in (*words, *keys)]
+    if asked.platform:
+        head = (_PLATFORM, unhex(authority, "authority"), asked.platform.encode())
+        return fields(*head, *said)
+    secret = hashlib.sha256(unhex(asked.secret, "secret")).digest()
+    return fields(_ENROLMENT, secret, *said)
 
 
 def _renewal_statement(asked: Renewal) -> bytes:
@@ -312,11 +373,19 @@ def _check_words(asked: Enrolment | Renewal) -> None:
     for name, value in _plain(asked).items():
         is_pem = name in {"request", "node_key", "certificate"}
         limit = MAX_PEM_CHARS if is_pem else MAX_WORDS_CHARS
+        limit = MAX_PROOF_CHARS if name == "proof" else limit
         if not isinstance(value, str):
             continue
         if len(value) > limit or not (is_pem or value.isprintable()):
             raise EnrolmentRefused(
                 f"{name} must be at most {limit} printable characters", status=400
+            )
+    if isinstance(asked, Enrolment):
+        by_secret = asked.secret and not asked.platform and not asked.proof
+        by_platform = asked.platform in PLATFORMS and asked.proof and not asked.secret
+        if not (by_secret or by_platform):
+            raise EnrolmentRefused(
+                "an enrolment has a secret, or a platform and its proof", status=400
             )
     try:
         check_name(asked.site)

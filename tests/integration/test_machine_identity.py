@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from support import fake_metadata
+from support import fake_metadata, network
 from support.fake_imds import FakeImds
 from support.google_server import Answer, GoogleServer, Request
 from support.s3_server import REGION, quick_retry
@@ -332,6 +332,31 @@ def test_doctor_and_a_file_without_credentials(
     path = str(tmp_path / "google.json")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
     assert check("gcp").status == "problem"
+
+
+@pytest.mark.skipif(not network.possible(), reason="needs root")
+def test_machines_prove_who_they_are_at_the_services_real_address(tmp_path: Path):
+    """No setting names it: the libraries look where a machine would."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("169.254.169.254 metadata.google.internal\n")
+    inside = (
+        "ip link set lo up && ip addr add 169.254.169.254/32 dev lo && "
+        f"mount --bind {hosts} /etc/hosts && exec {sys.executable} -m "
+        "support.real_metadata"
+    )
+    # Both end with the process.
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", inside],  # noqa: S607
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    aws, gcp = done.stdout.splitlines()
+    assert aws == "aws 123456789012 crossfed-site i-0123456789abcdef0"
+    assert gcp == "gcp p-1 site@p-1.iam.gserviceaccount.com europe-west4-a/site-b"
 
 
 def test_what_a_job_needs():

@@ -8,7 +8,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,7 +266,7 @@ def test_server_certificate_is_no_clients(proxy: RunningProxy):
 
 
 def test_revoked_site_is_refused_at_once():
-    """On a connection that is open, too; another site goes on."""
+    """On a connection that is open, too; another site continues."""
     with proxy_server.serve() as proxy:
         revoked, serial = proxy.issue("site-a")
         other, _ = proxy.issue("site-b")
@@ -381,8 +381,7 @@ def test_programs_of_the_workers_user_cannot_read_the_key(proxy: RunningProxy):
     (master,) = [
         one for one in proxy_processes.processes(work) if os.getpgid(one) == one
     ]
-    workers = [one for one in proxy_processes.processes(work) if one != master]
-    assert {_user(one) for one in workers} == {pwd.getpwnam("nobody").pw_uid}
+    workers = _workers(proxy, master)
     key = load_pem_private_key(
         (proxy.settings.folder / "server.key").read_bytes(), password=None
     )
@@ -395,16 +394,33 @@ def test_programs_of_the_workers_user_cannot_read_the_key(proxy: RunningProxy):
     assert found.readable == frozenset()
 
     proxy.revoke()  # Which starts other workers.
-    after = [one for one in proxy_processes.processes(work) if one != master]
-    assert not set(after) & set(workers)
+    after = _workers(proxy, master, without=workers)
     again = memory_reader.read(pwd.getpwnam("nobody").pw_uid, after, number)
     assert again.readable == frozenset()
 
 
-def _user(process: int) -> int:
-    (line,) = [
-        line
-        for line in Path(f"/proc/{process}/status").read_text().splitlines()
-        if line.startswith("Uid:")
-    ]
+def _workers(
+    proxy: RunningProxy, master: int, without: Sequence[int] = ()
+) -> list[int]:
+    """Workers that have taken their user; until then a new one is root's fork."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    found: list[int] = []
+
+    def are_there() -> bool:
+        everything = proxy_processes.processes(proxy.settings.work)
+        found[:] = [one for one in everything if one != master]
+        users = {_user(one) for one in found}
+        return users == {nobody} and not set(found) & set(without)
+
+    wait_for(are_there, "nginx has workers of nobody")
+    return found
+
+
+def _user(process: int) -> int | None:
+    """Its user; None if it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return None
+    (line,) = [line for line in status.splitlines() if line.startswith("Uid:")]
     return int(line.split()[1])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
 from deploy.aggregator_host.enrolment_service import EnrolmentService
@@ -72,8 +73,15 @@ class Federation:
     clock: Any = field(default_factory=lambda: VirtualClock(NOW))
     nodes: Nodes = field(default_factory=Nodes)
     said: list[str] = field(default_factory=list)
+    sts: str = ""
+    google_certificates: str = ""
 
     def __post_init__(self) -> None:
+        self.verifier = PlatformVerifier(
+            clock=self.clock,
+            sts_endpoint=self.sts,
+            google_certificates=self.google_certificates,
+        )
         self.aggregator.mkdir(mode=0o700)
         authority = Authority.create("test", clock=self.clock)
         authority.save(self.aggregator)
@@ -103,6 +111,7 @@ class Federation:
         return EnrolmentService(
             config=self.config,
             register=self.nodes.register,
+            verifier=self.verifier,
             clock=self.clock,
             listener=self.said.append,
         )

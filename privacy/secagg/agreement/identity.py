@@ -1,6 +1,6 @@
 """Who a site is: a long-lived Ed25519 key, its file and its signatures.
 
-The private key lies at the site, in a PEM file that only its owner can read; the
+The private key is at the site, in a PEM file that only its owner can read; the
 public half is pinned in the roster. Signatures are RFC 8032 over ``LP("xsa-v1
 signature") || LP(label) || LP(bytes)``, so that a signature on one kind of message
 never passes for another. Keys that live for one run are in ``keys``, not here.
@@ -48,6 +48,7 @@ class Label(StrEnum):
     DRAW = "draw"  # of groups: what a site commits itself with
     ENROLMENT = "enrolment"  # of a site: all its public keys
     LEDGER = "ledger head"  # of a site's privacy ledger, for itself
+    ROSTER = "roster"  # of a federation, by the operator of its sites
 
 
 @dataclass(frozen=True, slots=True)

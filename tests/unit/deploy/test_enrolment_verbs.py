@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
+from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.cli import commands as cli
 from federation.clock import SystemClock
 from privacy.membership.token import Token
+
+INVITE = ["aggregator", "invite", "site-a"]
+ROLE = "arn:aws:iam::123456789012:role/service/crossfed-site"
+EMAIL = "site@p-1.iam.gserviceaccount.com"
+OPEN = f"crossfed-id-1.127.0.0.1:1.{'ab' * 32}.site-a"
 
 
 @pytest.fixture
@@ -17,6 +23,7 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Federation:
     text = 'listen = "127.0.0.1:8443"\nhosts = ["127.0.0.1"]\n'
     (made.aggregator / "aggregator.toml").write_text(text)
     monkeypatch.chdir(made.aggregator)
+    monkeypatch.delenv("AWS_REGION", raising=False)
     return made
 
 
@@ -43,12 +50,48 @@ def test_invitation_for_another_address(
 
 
 @pytest.mark.parametrize(
+    ("options", "machine"),
+    [
+        (
+            ["--aws-role", ROLE, "--region", "us-east-1", "--instance", "i-0a1b2c3d4e"],
+            "aws 123456789012 crossfed-site i-0a1b2c3d4e",
+        ),
+        (["--gcp-service-account", EMAIL, "--project", "p-1"], f"gcp p-1 {EMAIL}"),
+    ],
+)
+def test_invitation_of_a_machine_is_no_secret(
+    federation: Federation,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    machine: str,
+):
+    """It says where to enrol; who may is in the book."""
+    assert cli.main([*INVITE, *options]) == 0
+    out, err = capsys.readouterr()
+    assert Token.parse(out).secret == b""
+    assert f"for the machine {machine} as site-a" in err
+    assert f"--platform {machine[:3]}" in err
+    (bound,) = BookFile(folder=federation.aggregator).read().bound
+    assert str(bound.machine) == machine
+    assert cli.main(["aggregator", "sites"]) == 0
+    assert "invited   site-a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["aggregator", "invite", "Site A"], 2, "not a name"),
         (["aggregator", "invite", "a", "--address", "nowhere"], 2, "HOST:PORT"),
         (["aggregator", "invite", "a", "--config", "none.toml"], 2, "none.toml"),
         (["aggregator", "revoke", "site-z"], 1, "enrolled: none"),
+        ([*INVITE, "--aws-role", "x", "--region", "us-east-1"], 2, "--aws-role"),
+        ([*INVITE, "--aws-role", ROLE], 2, "not a region"),
+        ([*INVITE, "--aws-role", ROLE, "--region", "evil.example"], 2, "not a region"),
+        ([*INVITE, "--gcp-service-account", "a@b.c", "--project", "p"], 2, "account"),
+        ([*INVITE, "--gcp-service-account", EMAIL, "--project", ""], 2, "project"),
+        ([*INVITE, "--gcp-service-account", EMAIL, "--aws-role", ROLE], 2, "excludes"),
+        (["enroll", OPEN], 1, "needs --platform"),
+        (["enroll", OPEN, "--platform", "aws"], 2, "--region"),
         (["enroll", "crossfed-1.half"], 1, "copy all of"),
         (["enroll", "--renew", "--folder", "none"], 2, "site.toml"),
         (["enroll", "--roster", "--folder", "none"], 2, "site.toml"),

@@ -1,0 +1,67 @@
+"""One short request to a web service, with bounds on everything.
+
+No redirect is followed, no proxy is asked, and an answer that is too long or too late
+is none.
+"""
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from federation.errors import PlatformUnavailable
+
+REQUEST_SECONDS = 10.0
+
+
+class ShortAnswer(NamedTuple):
+    """Status and body of an answer."""
+
+    status: int
+    body: bytes
+
+
+def ask(
+    url: str,
+    *,
+    max_bytes: int,
+    method: str = "GET",
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ShortAnswer:
+    """Send a request and read its answer.
+
+    Args:
+        url: ``https://``, or ``http://`` if the operator has configured that.
+        max_bytes: Longest answer.
+        method: Of HTTP.
+        body: Of the request.
+        headers: Of the request; ``Host`` replaces the URL's.
+
+    Raises:
+        PlatformUnavailable: Nobody answers, or something does that is too long.
+    """
+    parts = urlsplit(url)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            parts.netloc, timeout=REQUEST_SECONDS, context=ssl.create_default_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.netloc, timeout=REQUEST_SECONDS)
+    try:
+        connection.request(method, parts.path or "/", body, dict(headers or {}))
+        response = connection.getresponse()
+        answer = response.read(max_bytes + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise PlatformUnavailable(
+            f"{parts.netloc} cannot be reached: {error}"
+        ) from error
+    finally:
+        connection.close()
+    if len(answer) > max_bytes:
+        raise PlatformUnavailable(
+            f"{parts.netloc} answers with more than {max_bytes} bytes"
+        )
+    return ShortAnswer(status=response.status, body=answer)
