@@ -76,6 +76,7 @@ def simulate(
     on_event: Callable[[Event], object] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: bool | None = None,
+    report: bool = True,
     **keys: Any,
 ) -> "RunResult":
     """Run a job with every site on this machine.
@@ -98,6 +99,8 @@ def simulate(
             checkpoint.
         progress: Whether to show progress on standard error; by default only on a
             terminal.
+        report: Whether to write ``report.html`` in the folder, which takes up to a
+            second.
         keys: As in ``load_job``.
 
     Raises:
@@ -127,6 +130,7 @@ def simulate(
             listeners=[*shown, *listeners],
             stop_requested=stop_requested,
             clock=clock,
+            report=report,
         )
 
 

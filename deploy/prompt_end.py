@@ -22,14 +22,19 @@ class PromptEnd:
     """Ends a process in time, from its own thread."""
 
     def __init__(
-        self, stopped: threading.Event, listener: Callable[[str], None]
+        self,
+        stopped: threading.Event,
+        listener: Callable[[str], None],
+        code: Callable[[], int] = lambda: DONE,
     ) -> None:
         """Begin to watch.
 
         Args:
             stopped: Set when the process is to end.
             listener: Called with a word if it has to be ended.
+            code: Returns its exit code then.
         """
+        self._code = code
         self._stopped = stopped
         self._listener = listener
         self._farewell: Callable[[], None] = lambda: None
@@ -51,11 +56,11 @@ class PromptEnd:
         speaker = threading.Thread(target=self._farewell, daemon=True)
         speaker.start()
         speaker.join(FAREWELL_SECONDS)
-        leave()
+        leave(self._code())
 
 
-def leave() -> None:
+def leave(code: int = DONE) -> None:
     """End the process now, without a cleanup that may take seconds."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(DONE)
+    os._exit(code)

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,6 +74,29 @@ class InMemory:
         with self._lock:
             after = change(self.read(name))
             self._texts[name] = json.dumps(after, allow_nan=False)
+        return after
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmedMemory:
+    """Another memory, whose updates are also durable elsewhere when they return.
+
+    Attributes:
+        memory: Of this machine.
+        confirm: Makes durable elsewhere what it holds now.
+    """
+
+    memory: SiteMemory
+    confirm: Callable[[], None]
+
+    def read(self, name: str) -> Document:
+        """See ``SiteMemory.read``."""
+        return self.memory.read(name)
+
+    def update(self, name: str, change: Change) -> Document:
+        """See ``SiteMemory.update``; after an error the document may have changed."""
+        after = self.memory.update(name, change)
+        self.confirm()
         return after
 
 

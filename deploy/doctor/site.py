@@ -20,6 +20,7 @@ from deploy.doctor import (
     checks as doctor,
     exchange as doctor_exchange,
     flower as doctor_flower,
+    home as doctor_home,
 )
 from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
@@ -53,9 +54,18 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         return
     yield ok("site", f"{config.file.name!r}, from {path}")
     yield doctor_flower.check_flower()
-    yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
-    yield from _node_key(config)
-    yield from _certificate(config, clock)
+    yield from doctor_home.checks(config)
+    is_elsewhere = doctor_home.is_elsewhere(config)
+    if is_elsewhere:
+        yield warning(
+            "identity",
+            "in the home: crossfed site up copies it to here",
+            "start the agent, then check the connection to the aggregator",
+        )
+    else:
+        yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
+        yield from _node_key(config)
+        yield from _certificate(config, clock)
     yield from doctor.check_folder(
         "folder", config.folder, otherwise="set another folder in site.toml"
     )
@@ -65,7 +75,8 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     yield from doctor_exchange.checks(
         config.file.exchange, site=config.file.name, clock=clock
     )
-    yield from _aggregator(config, clock)
+    if not is_elsewhere:
+        yield from _aggregator(config, clock)
 
 
 @or_problem("node key", _ENROL)

@@ -2,7 +2,7 @@
 
 Bytes in, bytes out: Flower's connection is in ``cloud_adapters.flower.node``. For each
 run that was proposed and accepted the agent keeps the proposal, the ledger and what the
-protocol must remember in ``runs/RUN`` of its folder, and goes on after a restart;
+protocol must remember in ``runs/RUN`` of its folder, and continues after a restart;
 model, data and keys of the run are in memory.
 """
 
@@ -78,6 +78,8 @@ class SiteAgent:
         roster: Whom it trusts; read again for every run, and kept until the next.
         clock: Tells time.
         listener: Called with a word about every run that is proposed.
+        refresh: Called before the roster is read for a proposal: an operator's
+            signature may make a newer one acceptable.
     """
 
     config: SiteConfig
@@ -85,6 +87,7 @@ class SiteAgent:
     roster: Roster
     clock: Clock
     listener: Callable[[str], None] = _LOG.info
+    refresh: Callable[[], None] = lambda: None
     _meters: StoreMeters = field(init=False)
     _met: ProposedRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
@@ -124,6 +127,7 @@ class SiteAgent:
         try:
             with unable_to_exit():
                 found = answer(sealed)
+            self.config.confirm()
         except FederationError as error:
             self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
             found = self._introduction(sealed, refused=error.outside)
@@ -134,6 +138,8 @@ class SiteAgent:
 
         Raises:
             ProtocolError: It was not, or the task is for another site.
+            HomeConflict: Another machine holds the site's home.
+            StoreError: Its home cannot be written.
         """
         if task.site != self.name:
             raise ProtocolError(f"site {self.name!r} received a task for {task.site!r}")
@@ -141,6 +147,7 @@ class SiteAgent:
         with wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
         self._tell_use(run)
+        self.config.confirm()  # Before it leaves.
         return answer
 
     def recover(self, run_id: RunId) -> RecoveryResult:
@@ -186,6 +193,7 @@ class SiteAgent:
         Contracts are between holders of the same roster: a run keeps that which it
         has begun with here.
         """
+        self.refresh()
         try:
             newest = enrolment_roster.newest(self.config, self.roster, self.identity)
         except FederationError as error:

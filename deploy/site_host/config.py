@@ -1,12 +1,15 @@
 """``site.toml``: the decisions of a site's operator, which no job can change."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clients.preprocessing import PREPROCESSINGS
 from clients.privacy.policy_spec import PolicySpec
+from deploy.site_host import home_spec
+from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
 from federation.addresses import parse_address
@@ -16,6 +19,8 @@ from federation.job import code_files, job_file
 from federation.job.job_keys import key
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
+
+_SIGNER = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +112,15 @@ class SiteFile:
         certificate: File with the client certificate for the aggregator's proxy and its
             key, relative to `folder`; created by `crossfed enroll`. Empty if there is
             no proxy.
+        roster_signer: Public key of the operator of several sites, 64 hexadecimal
+            digits: rosters that it has signed are accepted without a person. Empty if
+            people compare digests.
         aggregator: The aggregator.
         data: The site's data.
         compute: What it trains with.
         policy: What every job must promise.
         exchange: Where large models travel: what the aggregator's operator names.
+        home: Where keys, ledgers and memory outlive the machine.
     """
 
     name: str
@@ -120,11 +129,17 @@ class SiteFile:
     identity: str = "identity.pem"
     node_key: str = "node.pem"
     certificate: str = ""
+    roster_signer: str = ""
     aggregator: AggregatorSpec
     data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()
     exchange: ExchangeSpec = ExchangeSpec()
+    home: HomeSpec = HomeSpec()
+
+
+def _no_home() -> None:
+    """Make nothing durable elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +154,8 @@ class SiteConfig:
         node_key: Key file of the node.
         authority: Certificate file of the aggregator's authority.
         certificate: File of the site's certificate and its key; None for none.
+        confirm: Makes what is in the folder durable in the site's home; does nothing
+            if it has none.
     """
 
     file: SiteFile
@@ -148,6 +165,7 @@ class SiteConfig:
     node_key: Path
     authority: Path
     certificate: Path | None = None
+    confirm: Callable[[], None] = field(default=_no_home, compare=False)
 
 
 def load(path: Path) -> SiteConfig:
@@ -182,7 +200,10 @@ def check(file: SiteFile) -> None:
     except ValueError as error:
         raise JobError(str(error), key="name") from None
     parse_address(file.aggregator.address, key="aggregator.address")
+    if file.roster_signer and not _SIGNER.fullmatch(file.roster_signer):
+        raise JobError("must be 64 hexadecimal digits", key="roster_signer")
     exchange.check(file.exchange)
+    home_spec.check(file.home, file.identity)
     _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
     _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)
     if file.compute.sharding == "full" and file.compute.ranks == 1:

@@ -21,6 +21,9 @@ from federation.job.spec import JobSpec
 
 _LOG = logging.getLogger(__name__)
 
+CANNOT_LOAD = "cannot load the data of site"
+"""Begins the line of a site's log that says why its data cannot be loaded."""
+
 
 def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
     """Load a site's training and held-out data.
@@ -94,7 +97,7 @@ def _told_to_the_log(file: SiteFile) -> Iterator[None]:
         with unable_to_exit():
             yield
     except FederationError as error:
-        _LOG.error("cannot load the data of site %s: %s", file.name, error)
+        _LOG.error("%s %s: %s", CANNOT_LOAD, file.name, error)
         raise SiteError(
             f"site {file.name!r} cannot load its data; its log says why"
         ) from error

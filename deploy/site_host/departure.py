@@ -20,10 +20,14 @@ class Departure:
     Attributes:
         stopped: Set when it is to leave at once.
         last: Set when it is to take no further task.
+        lost: Why it must not go on here; empty if it may.
+        is_replaced: Whether another machine may be the site by now.
     """
 
     stopped: threading.Event = field(default_factory=threading.Event)
     last: threading.Event = field(default_factory=threading.Event)
+    lost: str = ""
+    is_replaced: Callable[[], bool] = lambda: False
     _reason: LeaveReason | None = None
 
     def now(self, reason: LeaveReason) -> None:
@@ -31,6 +35,11 @@ class Departure:
         self._reason = self._reason or reason
         self.last.set()
         self.stopped.set()
+
+    def lose(self, fault: str, reason: LeaveReason) -> None:
+        """Leave at once, with an error."""
+        self.lost = self.lost or fault
+        self.now(reason)
 
     def soon(self, reason: LeaveReason) -> None:
         """Leave after the task that is at work, or at once if there is none."""

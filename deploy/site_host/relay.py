@@ -74,6 +74,12 @@ def serve(
         FederationError: An agent works in the folder, or another process has the port.
     """
     config = site_file.load(path)
+    if config.file.home.url:
+        raise JobError(
+            "a relay charges nothing and does not use a home: remove it, and keep a "
+            "copy of the folder's keys",
+            key="home.url",
+        )
     with site_folder.only_one(config.folder):
         way = _Upstream.of(config)
         paths = _Paths(config.folder.resolve() / "relay")

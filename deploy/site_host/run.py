@@ -13,7 +13,12 @@ from clients.privacy.groups import group_rule
 from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection, RingSeal
-from clients.privacy.site_memory import FileMemory, SiteMemory, fresh_secret
+from clients.privacy.site_memory import (
+    ConfirmedMemory,
+    FileMemory,
+    SiteMemory,
+    fresh_secret,
+)
 from clients.privacy.site_plans import ROUNDS, LedgerContext, PrivateSites
 from clients.privacy.site_policy import contract_policy, weakness_of
 from clients.privacy.sum_plan import SumPrivacy
@@ -322,8 +327,8 @@ def runs_folder(config: SiteConfig) -> Path:
 
 
 def site_memory(config: SiteConfig) -> SiteMemory:
-    """The site's memory over all runs, in its own folder."""
-    return FileMemory(config.folder / "memory")
+    """The site's memory over all runs: in its own folder, and in its home if any."""
+    return ConfirmedMemory(FileMemory(config.folder / "memory"), config.confirm)
 
 
 def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:

@@ -1,6 +1,7 @@
 """``crossfed site up``: the agent and its node."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from cloud_adapters.compute import notices
@@ -8,8 +9,14 @@ from cloud_adapters.compute.notices import Look
 from cloud_adapters.flower.node import FlowerNode
 from cloud_adapters.flower.site import agent_app, end_work
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.site_host import config as site_file, folder as site_folder
+from deploy.site_host import (
+    config as site_file,
+    enrolment_machine,
+    folder as site_folder,
+    home as site_home,
+)
 from deploy.site_host.agent import SiteAgent
+from deploy.site_host.config import SiteConfig
 from deploy.site_host.departure import Departure, watch
 from deploy.wiring import exchange
 from federation.errors import JobError
@@ -17,6 +24,8 @@ from federation.ids import SiteId
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.secagg.agreement import identity, roster
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import read_private
 
 # How to ask the cloud that runs the machine, by ``compute.notices`` in site.toml.
@@ -34,6 +43,8 @@ def serve(
     clock: Clock,
     listener: Callable[[str], None],
     begun: Callable[[FlowerNode], None] = lambda _node: None,
+    standby: Callable[[], None] = lambda: None,
+    take_over: bool = False,
 ) -> None:
     """Take part in runs until the site is to leave.
 
@@ -43,15 +54,39 @@ def serve(
         clock: Of the agent.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
+        standby: Called before the site waits for the machine that holds its home.
+        take_over: Do not wait for it.
 
     Raises:
         JobError: The configuration is wrong, or the roster does not pin this site's
             identity.
         KeyFileRefused: A key file is missing, open to others or damaged.
         SiteError: The aggregator is not the pinned one, or does not know this site.
+        HomeConflict: Another machine has taken over.
         FederationError: Another agent works in the folder.
     """
     config = site_file.load(path)
+    if not config.file.home.url:
+        check_keys(config)  # Before there is a folder.
+    with file_errors("make", config.folder):
+        own_folder.make(config.folder)
+        own_folder.close(config.folder, listener)
+    with site_folder.only_one(config.folder):
+        if config.file.home.url:
+            standby()
+        with site_home.entered(
+            config,
+            departure=departure,
+            clock=clock,
+            listener=listener,
+            take_over=take_over,
+        ) as held:
+            if held is not None:
+                _serve(held, departure, clock=clock, listener=listener, begun=begun)
+
+
+def check_keys(config: SiteConfig) -> tuple[Identity, Roster]:
+    """Read a site's identity and the roster that pins it. Raises like ``serve``."""
     me = identity.load(config.identity)
     members = roster.load(config.roster)
     pinned = members.entry(SiteId(config.file.name)).public_key
@@ -61,20 +96,30 @@ def serve(
             f"{config.identity}: get the newest roster, or enrol again",
             key="roster",
         )
-    authority = site_folder.authority(config)
     if config.certificate is not None:
         read_private(config.certificate)  # TLS would take a key that is open to others.
+    return me, members
+
+
+def _serve(
+    config: SiteConfig,
+    departure: Departure,
+    *,
+    clock: Clock,
+    listener: Callable[[str], None],
+    begun: Callable[[FlowerNode], None],
+) -> None:
+    me, members = check_keys(config)
+    authority = site_folder.authority(config)
     agent = SiteAgent(
         config=config, identity=me, roster=members, clock=clock, listener=listener
     )
+    if config.file.roster_signer:
+        agent.refresh = partial(
+            enrolment_machine.refresh, config, clock=clock, listener=listener
+        )
     scratch = config.folder / "scratch"
-    with file_errors("make", config.folder):
-        own_folder.make(config.folder)
-        own_folder.close(config.folder, listener)
-    with (
-        site_folder.only_one(config.folder),
-        exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames,
-    ):
+    with exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames:
         node = FlowerNode(
             app=agent_app(agent, frames, departure.at_once, departure.after_this),
             address=config.file.aggregator.address,
@@ -85,6 +130,7 @@ def serve(
             stopped=departure.stopped,
             last=departure.last,
             listener=listener,
+            is_replaced=departure.is_replaced,
         )
         begun(node)
         site_folder.keep_fresh(config, clock, departure.stopped, listener)

@@ -4,7 +4,8 @@ The numbers are computed from the events in the ledger and not read from it; tho
 were written at the time are checked against them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,11 @@ from clients.privacy.ledger_memory import (
     one_budget,
 )
 from clients.privacy.site_memory import FileMemory
-from deploy.site_host import config as site_file, run as site_run
+from deploy.site_host import (
+    config as site_file,
+    home as site_home,
+    run as site_run,
+)
 from deploy.site_host.run import LedgerKey
 from federation.errors import FederationError, RunNotFound
 from monitoring.runs.find import find_run
@@ -101,15 +106,21 @@ def _below(folder: Path) -> list[Path]:
     return sorted(folder / LEDGER_NAME for folder in folders)
 
 
-def of_site(config_path: Path) -> tuple[Path, HeadKey]:
+@contextmanager
+def of_site(
+    config_path: Path, listener: Callable[[str], None]
+) -> Iterator[tuple[Path, HeadKey]]:
     """Find the folder of a site's runs, and the key that signs its ledgers.
+
+    If another machine has the site's newest ledgers, they are read from its home.
 
     Raises:
         JobError: The configuration is wrong.
         KeyFileRefused: The site's key is missing, open to others or damaged.
+        StoreError: The home cannot be read.
     """
-    config = site_file.load(config_path)
-    return site_run.runs_folder(config), LedgerKey(identity.load(config.identity))
+    with site_home.newest(site_file.load(config_path), listener) as config:
+        yield site_run.runs_folder(config), LedgerKey(identity.load(config.identity))
 
 
 def examine(path: Path, key: HeadKey | None = None) -> Finding:
@@ -147,7 +158,7 @@ def _check_place(contents: Contents, path: Path) -> None:
     """Check that a ledger in a run's folder is of that run, and of that site."""
     folder = path.absolute().parent
     if folder.parent.name != _SITES:
-        return  # It lies elsewhere, a copy or a site's own: any run's will do.
+        return  # It is elsewhere, a copy or a site's own: any run's will do.
     terms = contents.terms
     if terms.site != folder.name:
         raise LedgerDamaged(

@@ -1,14 +1,19 @@
 """``crossfed ledger recover``: charge again what ledgers of a run have lost."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from clients.privacy.site_plans import PrivateSites
-from deploy.site_host import config as site_file, folder as site_folder
+from deploy.site_host import (
+    config as site_file,
+    folder as site_folder,
+    home as site_home,
+)
 from deploy.site_host.agent import SiteAgent
+from deploy.site_host.departure import Departure
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.run import Run
 from deploy.wiring.store_meters import StoreMeters
@@ -22,22 +27,35 @@ from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.secagg.agreement import identity, roster
 
 
-def at_site(config_path: Path, run_id: str, *, clock: Clock) -> list[RecoveryResult]:
+def at_site(
+    config_path: Path, run_id: str, *, clock: Clock, listener: Callable[[str], None]
+) -> list[RecoveryResult]:
     """Recover a deployed site's ledger of a run; its agent must be stopped.
+
+    If the site has a home, this machine holds it meanwhile.
 
     Raises:
         FederationError: The run was not proposed to this site, the agent is running,
             or what is missing cannot be charged.
     """
     config = site_file.load(config_path)
-    agent = SiteAgent(
-        config=config,
-        identity=identity.load(config.identity),
-        roster=roster.load(config.roster),
-        clock=clock,
-    )
-    with site_folder.only_one(config.folder):
-        return [agent.recover(RunId(Path(run_id).name))]
+    with (
+        site_folder.only_one(config.folder),
+        site_home.entered(
+            config, departure=Departure(), clock=clock, listener=listener
+        ) as held,
+    ):
+        if held is None:
+            raise AssertionError("nothing asks a departure of ours to end")
+        agent = SiteAgent(
+            config=held,
+            identity=identity.load(config.identity),
+            roster=roster.load(config.roster),
+            clock=clock,
+        )
+        found = agent.recover(RunId(Path(run_id).name))
+        held.confirm()
+        return [found]
 
 
 def in_simulation(name: str, root: Path, *, clock: Clock) -> list[RecoveryResult]:

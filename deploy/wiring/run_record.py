@@ -46,6 +46,7 @@ class RunRecord:
             begun.
         listeners: Called with every event after it has been noted.
         goes_on: Whether another coordinator continues the run after an error.
+        report: Whether to write ``report.html`` in the run's folder at the end.
         store: Holds checkpoints, and in a simulation what sites keep.
     """
 
@@ -59,6 +60,7 @@ class RunRecord:
     introduce: Callable[[], Iterable[Event]]
     listeners: Sequence[Emit] = ()
     goes_on: Callable[[BaseException], bool] = lambda _error: False
+    report: bool = True
 
     def __post_init__(self) -> None:
         """Find the places that it writes to."""
@@ -146,7 +148,8 @@ class RunRecord:
             if view.status in {COMPLETED, EXHAUSTED}:
                 replace_file(self.run.model, model_export.file_pieces(layout, weights))
             self.run.write_result(result(view))
-            leave_report(self.run)
+            if self.report:
+                leave_report(self.run)
         if self._copies is not None:
             self._copies.leave()
         first = self._first_round or 1
@@ -168,7 +171,7 @@ class RunRecord:
         with contextlib.suppress(FederationError):
             self.run.write_result(result(self._fold.view()))
             # Drawing takes seconds, and an interrupted person waits.
-            if not isinstance(error, _ENDED):
+            if self.report and not isinstance(error, _ENDED):
                 leave_report(self.run)
             if self._copies is not None:
                 self._copies.leave()

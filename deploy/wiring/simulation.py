@@ -63,6 +63,7 @@ def simulate(
     transcript: Path | None = None,
     clock: Clock | None = None,
     show_failure: Callable[[str, Exception], None] | None = None,
+    report: bool = True,
 ) -> RunResult:
     """Run a federation with every site on this machine.
 
@@ -86,6 +87,7 @@ def simulate(
             time has its own.
         show_failure: Shows where the first failure of a site was, and its error, as
             soon as it happens; by default the log has the user's last frames.
+        report: Whether to write ``report.html``, which takes up to a second.
 
     Returns:
         The result; it is also in ``folder`` as ``result.json``.
@@ -134,6 +136,7 @@ def simulate(
             meters=meters,
             listeners=listeners,
             show_failure=show_failure or _log_failure,
+            report=report,
         )
         if run is not None:
             stack.enter_context(run.locked())
@@ -243,6 +246,7 @@ class _Simulation:
         meters: StoreMeters,
         listeners: Sequence[Emit],
         show_failure: Callable[[str, Exception], None],
+        report: bool,
     ) -> None:
         self._first = FirstFailure(show_failure)
         self._job = federation.job
@@ -283,6 +287,7 @@ class _Simulation:
             meters=meters,
             introduce=self._facts,
             listeners=listeners,
+            report=report,
         )
 
     @property

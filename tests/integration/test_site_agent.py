@@ -81,6 +81,7 @@ class Place:
             clock=SystemClock(),
             listeners=[self.seen.append, listen],
             stop_requested=stop_requested,
+            report=False,
         )
         return coordinator.run(self.grid.connect)
 
@@ -127,7 +128,7 @@ def test_plain_run_is_the_simulated_one_bit_for_bit(place: Place):
     assert deployed.status == simulated.status == "completed"
     assert same(deployed, simulated)
     files = {path.name for path in place.run_folder.path.iterdir()}
-    assert {"model.safetensors", "result.json", "report.html"} <= files
+    assert {"model.safetensors", "result.json"} <= files
 
 
 def test_objective_of_ones_own_at_agents(tmp_path: Path):
@@ -164,7 +165,7 @@ def test_secure_run_comes_to_the_model_of_a_simulated_one(place: Place):
 
 
 def test_private_run_keeps_the_promise_of_a_simulated_one(place: Place):
-    """And each site's ledger lies at that site, not with the aggregator."""
+    """And each site's ledger is at that site, not with the aggregator."""
     private = job("private", "rounds=2")
     place.submit(private)
     simulated: list[events.Event] = []

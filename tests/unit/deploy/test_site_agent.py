@@ -96,7 +96,7 @@ def accepted(agent: SiteAgent, members: Consortium, job: JobSpec) -> None:
 
 
 def left(agent: SiteAgent) -> list[str]:
-    """Names of what lies in a site's folder of runs."""
+    """Names of what is in a site's folder of runs."""
     return sorted(path.name for path in agent.config.folder.glob("runs/*"))
 
 
@@ -226,7 +226,7 @@ def test_task_of_a_run_that_nobody_proposed_is_refused(
 
 
 def test_job_may_not_change_under_its_run(agent: SiteAgent, members: Consortium):
-    """Neither before nor after a restart; the run goes on as it was."""
+    """Neither before nor after a restart; the run continues as it was."""
     job = small_job(num_sites=2, rounds=2)
     accepted(agent, members, job)
     other = small_job(num_sites=2, rounds=2, seed=1)
@@ -364,7 +364,7 @@ def successor(members: Consortium) -> Consortium:
 
 
 def test_newer_roster_is_taken_with_a_new_run(agent: SiteAgent, members: Consortium):
-    """Without a restart, and not by the run that goes on, which keeps its own."""
+    """Without a restart, and not by the run that continues, which keeps its own."""
     job, newer = small_job(num_sites=2), successor(members)
     accepted(agent, members, job)
     roster.save(newer.roster, agent.config.roster)
@@ -382,8 +382,20 @@ def test_newer_roster_is_taken_with_a_new_run(agent: SiteAgent, members: Consort
     agent.close()
 
 
+def test_roster_is_looked_for_before_a_proposal_is_read(
+    agent: SiteAgent, members: Consortium
+):
+    """The operator has signed a newer one, and nobody is there to accept it."""
+    newer = successor(members)
+    agent.refresh = lambda: roster.save(newer.roster, agent.config.roster)
+    job = agents.proposal(small_job(num_sites=2))
+    assert agents.propose(agent, newer, job).refused == ""
+    assert agent.roster == newer.roster
+    agent.close()
+
+
 def test_run_that_is_refused_brings_no_roster(agent: SiteAgent, members: Consortium):
-    """The one before it goes on."""
+    """The one before it continues."""
     job, newer = small_job(num_sites=2), successor(members)
     accepted(agent, members, job)
     roster.save(newer.roster, agent.config.roster)
@@ -417,7 +429,7 @@ def test_roster_that_cannot_be_taken_is_told_and_left(
     change: Callable[[Path, Roster], object],
     reason: str,
 ):
-    """The one in use stays, and runs go on to be taken part in."""
+    """The one in use stays, and the site still takes part in runs."""
     said: list[str] = []
     held = replace(members, roster=replace(members.roster, serial=2))
     agent = agents.agent(tmp_path, NAME, held)
