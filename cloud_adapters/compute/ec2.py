@@ -23,6 +23,7 @@ import boto3
 from botocore.config import Config
 
 from cloud_adapters.compute import ec2_errors
+from cloud_adapters.compute.machine_types import MachineType
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from federation.errors import MachineRefused, NoCapacity
 
@@ -121,6 +122,32 @@ class Ec2Pool:
         )
         text: str = answer.get("Output", "")
         return text
+
+    def clean_up(self) -> None:
+        """See ``ComputePool``: the cloud does it."""
+
+    def machine_types(
+        self, names: Collection[str], zones: Sequence[str]
+    ) -> Sequence[MachineType]:
+        """See ``MachineCatalogue``."""
+        wanted = [{"Name": "instance-type", "Values": sorted(names)}]
+        doing = f"list types of machines in {self.region}"
+        answer = self._call("describe_instance_types", doing, Filters=wanted)
+        offered = self._call(
+            "describe_instance_type_offerings",
+            doing,
+            LocationType="availability-zone",
+            Filters=wanted,
+        )
+        places: dict[str, list[str]] = {}
+        for each in offered["InstanceTypeOfferings"]:
+            if not zones or each["Location"] in zones:
+                places.setdefault(each["InstanceType"], []).append(each["Location"])
+        return [
+            _machine_type(each, sorted(places[each["InstanceType"]]))
+            for each in answer["InstanceTypes"]
+            if each["InstanceType"] in places
+        ]
 
     def _found(
         self, labels: Mapping[str, str], filters: Sequence[Answer] = ()
@@ -285,6 +312,20 @@ def _disk(device: str, size_gb: int) -> Answer:
             "DeleteOnTermination": True,
         },
     }
+
+
+def _machine_type(described: Answer, zones: Sequence[str]) -> MachineType:
+    gpus = described.get("GpuInfo", {}).get("Gpus", [])
+    first = gpus[0] if gpus else {}
+    return MachineType(
+        name=described["InstanceType"],
+        gpus=sum(each.get("Count", 1) for each in gpus),
+        gpu=first.get("Name", ""),
+        gpu_memory_gb=first.get("MemoryInfo", {}).get("SizeInMiB", 0) / 1024,
+        cpus=described["VCpuInfo"]["DefaultVCpus"],
+        memory_gb=described["MemoryInfo"]["SizeInMiB"] / 1024,
+        zones=zones,
+    )
 
 
 def _node(instance: Answer) -> Node:

@@ -5,7 +5,7 @@ instance's name: a zone has one instance of a name, and the service remembers fo
 which it has made. Instances that were deleted are not listed.
 
 The service deletes an instance when its time is over or it is taken back, whatever
-runs on it. One that shuts itself down is stopped only, and its disk goes on to cost.
+runs on it. One that shuts itself down is stopped only, and its disk still costs.
 
 Source: Compute Engine API reference, v1, ``instances``, ``zoneOperations``.
 """
@@ -27,7 +27,8 @@ from google.api_core.retry import Retry, if_exception_type
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import compute_v1
 
-from cloud_adapters.compute import gce_errors
+from cloud_adapters.compute import gce_errors, gce_types
+from cloud_adapters.compute.machine_types import MachineType
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
 
@@ -143,6 +144,23 @@ class GcePool:
         answer = self._call(get, doing, request, missing=None)
         return "" if answer is None else str(answer.contents)[-_LOG_CHARS:]
 
+    def clean_up(self) -> None:
+        """See ``ComputePool``: the cloud does it."""
+
+    def machine_types(
+        self, names: Collection[str], zones: Sequence[str]
+    ) -> Sequence[MachineType]:
+        """See ``MachineCatalogue``; zones must be named."""
+        found: dict[str, tuple[Any, list[str]]] = {}
+        for zone in zones:
+            request = {"project": self.project, "zone": zone}
+            doing = f"list types of machines in {zone}"
+            list_them = self.clients.machine_types.list
+            for each in self._call(list_them, doing, request):
+                if each.name in names:
+                    found.setdefault(each.name, (each, []))[1].append(zone)
+        return [gce_types.machine_type(*each) for each in found.values()]
+
     def _found(self, filters: Sequence[str]) -> list[Node]:
         request = {
             "project": self.project,
@@ -176,7 +194,7 @@ class GcePool:
         return len(inserts)
 
     def _insert(self, place: "_GceLaunch", zone: str, number: int) -> None:
-        # Whoever repeats a request that has failed gets its failure again.
+        # A request that has failed and is repeated gets its failure again.
         request_id = uuid.uuid5(uuid.NAMESPACE_OID, f"{place.token}/{zone}/{number}")
         request = {
             "project": self.project,
@@ -268,6 +286,11 @@ class GceClients:
     def instances(self) -> Any:
         """One for instances."""
         return self._made(compute_v1.InstancesClient)
+
+    @functools.cached_property
+    def machine_types(self) -> Any:
+        """One for types of machines."""
+        return self._made(compute_v1.MachineTypesClient)
 
     @functools.cached_property
     def operations(self) -> Any:

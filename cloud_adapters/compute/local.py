@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import (
     LOCK,
     LOG,
@@ -22,21 +23,23 @@ from cloud_adapters.compute.local_files import (
     STOP,
     LocalNode,
     NodeEnded,
+    NodeReady,
     NodeStarted,
     NodeTrouble,
     check_own,
     read,
+    tail,
     write,
 )
-from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState, all_gone
 from federation import folder_lock
-from federation.errors import ComputeError, StoreUnavailable
+from federation.errors import ComputeError, MachineRefused, StoreUnavailable
 from federation.os_errors import os_errors
 
 if TYPE_CHECKING:
     from federation.protocols import Clock
 
-_LOG_BYTES, _SHOWN_LOG = 64 << 10, 2000
+_SHOWN_LOG = 2000
 _TOKEN_DIGITS = 12
 
 
@@ -57,6 +60,8 @@ class LocalPool:
 
     def launch(self, spec: NodeSpec, token: str) -> Node:
         """See ``ComputePool``."""
+        if spec.line is not None and (why := local_network.refusal(spec.line)):
+            raise MachineRefused(f"cannot launch {spec.name}: {why}")
         digest = hashlib.sha256(token.encode()).hexdigest()[:_TOKEN_DIGITS]
         place = self.folder / f"{spec.name}-{digest}"
         advice = "name a folder that this user can write to"
@@ -87,8 +92,13 @@ class LocalPool:
         """See ``ComputePool``."""
         for place in self._places():
             if place.name == node_id:
-                return _tail(place / LOG)
+                return tail(place / LOG)
         return ""
+
+    def clean_up(self) -> None:
+        """See ``ComputePool``: the bridge of networks goes when the last node has."""
+        if all_gone(self.nodes({})):
+            local_network.remove(self.folder)
 
     def _places(self) -> Iterator[Path]:
         with os_errors(StoreUnavailable, f"read {self.folder}"):
@@ -110,6 +120,7 @@ class LocalPool:
                 max_seconds=spec.max_seconds,
                 market=spec.market.value,
                 launched=self.clock.now(),
+                line=spec.line,
             )
             write(made, node)
             # A folder that is there and not empty is not replaced.
@@ -139,7 +150,7 @@ class LocalPool:
         if code and _is_new(place):
             raise ComputeError(
                 f"node {place.name} did not start; its log ends:\n"
-                f"{_tail(place / LOG)[-_SHOWN_LOG:]}"
+                f"{tail(place / LOG)[-_SHOWN_LOG:]}"
             )
 
 
@@ -194,13 +205,5 @@ def _node(place: Path) -> Node:
         launched=node.launched,
         ended=None if ended is None else ended.at,
         trouble=text,
+        ready=works and read(place, NodeReady) is not None,
     )
-
-
-def _tail(path: Path) -> str:
-    with os_errors(StoreUnavailable, f"read {path}"):
-        if not path.exists():
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return file.read().decode(errors="replace")

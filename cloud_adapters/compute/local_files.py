@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from cloud_adapters.compute.pool import Line
 from federation import durable_json
 from federation.errors import ComputeError, StoreUnavailable
 from federation.os_errors import os_errors
@@ -16,6 +17,7 @@ LOCK, STOP = "lock", "stop"
 # Its log has the name with ".log" behind it.
 PROGRAM = "program"
 LOG = f"{PROGRAM}.log"
+_LOG_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class LocalNode:
         max_seconds: As there.
         market: As there.
         launched: When, in seconds since 1970.
+        line: As there.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LocalNode:
     max_seconds: float
     market: str
     launched: float
+    line: Line | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,13 @@ class NodeStarted:
 
     at: float
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReady:
+    """When the program of a node last said that it is ready."""
+
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +76,11 @@ class NodeTrouble:
     text: str
 
 
-_Kind = TypeVar("_Kind", LocalNode, NodeStarted, NodeEnded, NodeTrouble)
+_Kind = TypeVar("_Kind", LocalNode, NodeStarted, NodeReady, NodeEnded, NodeTrouble)
 _NAMES: Mapping[type, str] = {
     LocalNode: NODE,
     NodeStarted: "started.json",
+    NodeReady: "ready.json",
     NodeEnded: "ended.json",
     NodeTrouble: "trouble.json",
 }
@@ -104,6 +116,17 @@ def write(folder: Path, value: _Kind) -> None:
     durable_json.write(folder / _NAMES[type(value)], value)
 
 
+def remove(folder: Path, kind: type[_Kind]) -> None:
+    """Remove a file of a node, if it is there.
+
+    Raises:
+        StoreUnavailable: The folder cannot be written.
+    """
+    path = folder / _NAMES[kind]
+    with os_errors(StoreUnavailable, f"remove {path}"):
+        path.unlink(missing_ok=True)
+
+
 def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
     """Read a file of a node; None if there is none.
 
@@ -113,3 +136,17 @@ def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
     advice = "end its process if there is one, and remove the folder"
     path = folder / _NAMES[kind]
     return durable_json.read(path, kind, advice=advice, refusal=ComputeError)
+
+
+def tail(path: Path) -> str:
+    """Return the end of a log, 64 KiB at most; empty if there is none.
+
+    Raises:
+        StoreUnavailable: It cannot be read.
+    """
+    with os_errors(StoreUnavailable, f"read {path}"):
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+            return file.read().decode(errors="replace")

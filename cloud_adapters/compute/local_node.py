@@ -4,8 +4,8 @@ Started by ``cloud_adapters.compute.local`` with a folder, which belongs to the 
 
 ``node.json``: what to run. ``lock``: held as long as the node is. ``started.json``:
 when that began. ``stop``: its presence asks the node to end. ``ended.json``: when and
-why it did. ``trouble.json``: when its program last ended by itself. ``program.log``:
-what the program wrote.
+why it did. ``ready.json``: when its program said that it is ready. ``trouble.json``:
+when its program last ended by itself. ``program.log``: what the program wrote.
 
 The program is started again whenever it ends, as a service manager would. It ends with
 the node, whatever ends that.
@@ -15,21 +15,28 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import (
     LOCK,
+    LOG,
     PROGRAM,
     STOP,
     LocalNode,
     NodeEnded,
+    NodeReady,
     NodeStarted,
     NodeTrouble,
     read,
+    remove,
+    tail,
     write,
 )
+from cloud_adapters.compute.local_reports import VARIABLE, Reports, received
 from cloud_adapters.local.child_process import Child
 from federation import folder_lock
 from federation.clock import SystemClock
@@ -39,6 +46,9 @@ if TYPE_CHECKING:  # It brings numpy, and a node is to be small.
     from federation.protocols import Clock
 
 _LOOK_SECONDS = 0.2
+# Begins what the node itself writes to its program's log.
+_MARK = "node: "
+_MOST_CHARS = 300
 # What a site needs to say that it leaves, and an aggregator to stop its programs.
 _PATIENCE_SECONDS = 30.0
 
@@ -65,34 +75,65 @@ def serve(
         raise FederationError(f"{folder} holds no node")
 
     def tell(text: str) -> None:
-        print(f"node: {text}", flush=True)  # noqa: T201 -- into its log
         if child.pid is None:
-            write(folder, NodeTrouble(at=clock.now(), text=text))
+            remove(folder, NodeReady)
+            said = _last_words(folder)
+            write(folder, NodeTrouble(at=clock.now(), text=f"{text}{said}"))
+        print(f"{_MARK}{text}", flush=True)  # noqa: T201 -- into its log
 
-    child = Child(
-        name=PROGRAM,
-        command=node.command,
-        environment={**os.environ, **dict(node.environment)},
-        logs=folder,
-        clock=clock,
-        listener=tell,
-    )
-    with folder_lock.hold(folder / LOCK, f"{folder} is at work"):
+    with (
+        folder_lock.hold(folder / LOCK, f"{folder} is at work"),
+        _network(folder, node) as inside,
+        received(folder) as reports,
+    ):
         # Only the first start counts: a node that has been killed stays gone.
         if read(folder, NodeStarted) is not None:
             started()
             return
+        child = Child(
+            name=PROGRAM,
+            command=(*inside, *node.command),
+            environment={
+                **os.environ,
+                **dict(node.environment),
+                VARIABLE: reports.address,
+            },
+            logs=folder,
+            clock=clock,
+            listener=tell,
+        )
         write(folder, NodeStarted(at=clock.now(), pid=os.getpid()))
         started()
         try:
-            why = _keep_running(child, folder, stopped, node.max_seconds)
+            why = _keep_running(child, folder, stopped, node.max_seconds, reports)
         finally:
             child.stop(_PATIENCE_SECONDS)
         write(folder, NodeEnded(at=clock.now(), why=why))
 
 
+@contextmanager
+def _network(folder: Path, node: LocalNode) -> Iterator[Sequence[str]]:
+    """What the program is preceded by to run in the network of its node."""
+    if node.line is None:
+        yield ()
+        return
+    with local_network.joined(folder.parent, folder.name, node.line) as network:
+        yield ("nsenter", f"--net={network}", "--")
+
+
+def _last_words(folder: Path) -> str:
+    """The last line that the program wrote, to stand behind what became of it."""
+    lines = tail(folder / LOG).splitlines()
+    theirs = [line for line in lines if line.strip() and not line.startswith(_MARK)]
+    return f": {theirs[-1].strip()[:_MOST_CHARS]}" if theirs else ""
+
+
 def _keep_running(
-    child: Child, folder: Path, stopped: threading.Event, seconds: float
+    child: Child,
+    folder: Path,
+    stopped: threading.Event,
+    seconds: float,
+    reports: Reports,
 ) -> str:
     """Have the program run; return why no longer, empty if someone has asked."""
     # Not by the time of day, which may be set forward or back meanwhile.
@@ -103,6 +144,8 @@ def _keep_running(
         if stopped.is_set():
             return "a signal ended it"
         child.watch()
+        if reports.is_ready():
+            write(folder, NodeReady(at=child.clock.now()))
         stopped.wait(_LOOK_SECONDS)
     return ""
 

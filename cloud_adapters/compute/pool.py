@@ -1,7 +1,7 @@
 """The seam to machines: what a cloud's compute service is asked for.
 
 A node is one machine, or on this host one process. Nothing here remembers a node: its
-labels do, so whoever lost everything else finds it by them and ends it.
+labels do: if all else is lost, it is found by them and ended.
 
 Implementations: ``local``, ``ec2`` and ``gce``, beside this module. The contract suite
 is ``tests/contract/test_compute_pool.py``.
@@ -38,6 +38,19 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What connects a node of this host that has a network of its own.
+
+    Attributes:
+        rate_mbit: Width, in each direction; 0 for no limit.
+        delay_ms: Added to every packet, in each direction.
+    """
+
+    rate_mbit: float = 0.0
+    delay_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """A machine to launch.
 
@@ -48,10 +61,10 @@ class NodeSpec:
         environment: Variables of the command, in addition to those of the machine. No
             secrets, either.
         user_data: What a machine of a cloud does when it starts, for cloud-init; see
-            ``deploy.fleet.user_data``. No secrets: whoever may describe the machine
+            ``deploy.fleet.user_data``. No secrets: anyone who may describe the machine
             can read it, and so can every program on it.
         labels: By what it is found again; a few, each short.
-        max_seconds: After so long the node ends by itself, whoever is left to see it.
+        max_seconds: After so long the node ends by itself, with nobody's help.
         machine: Type of machine, for example ``g5.xlarge``; empty on this host.
         zones: Where it may run, the best first; empty on this host.
         market: How it is paid.
@@ -62,6 +75,10 @@ class NodeSpec:
         subnets: Where it is connected: one in each zone on AWS, one of the region on
             Google Cloud. Empty for the account's default ones.
         firewalls: What filters its traffic: ids of security groups, or network tags.
+        line: Has a node of this host have a network of its own, so connected; None for
+            this host's.
+        folder: The only folder of this host that a container has, in which it may
+            write; empty for none.
     """
 
     name: str
@@ -78,6 +95,8 @@ class NodeSpec:
     identity: str = ""
     subnets: Sequence[str] = ()
     firewalls: Sequence[str] = ()
+    line: Line | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +114,8 @@ class Node:
         launched: When it was, in seconds since 1970.
         ended: When it went; None if it has not, or nobody knows.
         trouble: What keeps it from working, as far as is known; empty if nothing is.
+        ready: Whether its program has said that it is ready; None if nobody here
+            would know.
     """
 
     id: str
@@ -107,6 +128,7 @@ class Node:
     launched: float
     ended: float | None = None
     trouble: str = ""
+    ready: bool | None = None
 
     def seconds(self, now: float) -> float:
         """How long it has been paid for by a time."""
@@ -126,8 +148,8 @@ class ComputePool(Protocol):
 
         Args:
             spec: The node.
-            token: Names this launch. Whoever does not know whether a launch succeeded
-                repeats it with the same token, and gets the node, whatever it does now.
+            token: Names this launch. A caller who does not know whether a launch
+                succeeded repeats it with the same token, and gets the node.
 
         Raises:
             NoCapacity: No zone has such a machine now.
@@ -153,6 +175,13 @@ class ComputePool(Protocol):
         """Return the last lines that a node's console or program wrote, 64 KiB at most.
 
         Empty if the service has none.
+        """
+        ...
+
+    def clean_up(self) -> None:
+        """Remove what nodes that are gone have left, other than their logs.
+
+        Of a service that removes it by itself there is nothing to do.
         """
         ...
 

@@ -14,10 +14,17 @@ from typing import Any
 
 import pytest
 from google.api_core.retry import Retry
+from support import containers
 
+from cloud_adapters.compute import local_network
+from cloud_adapters.compute.containers import (
+    ContainerPool,
+    refusal as container_refusal,
+)
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import (
     ComputePool,
+    Line,
     Market,
     Node,
     NodeSpec,
@@ -38,6 +45,8 @@ WAITS = "import signal; print('it runs', flush=True); signal.pause()"
 # Machines that the fakes know.
 MACHINES: Mapping[str, Mapping[str, object]] = {
     "local": {},
+    "namespace": {"line": Line(rate_mbit=100.0)},
+    "containers": {"image": containers.BASE, "command": ["python3", "-c", WAITS]},
     "ec2": {
         "machine": "m5.large",
         "zones": ("us-east-1b", "us-east-1a"),
@@ -53,7 +62,13 @@ MACHINES: Mapping[str, Mapping[str, object]] = {
 
 
 # Whether nodes that are gone are listed.
-REMEMBERED: Mapping[str, int] = {"local": 1, "ec2": 1, "gce": 0}
+REMEMBERED: Mapping[str, int] = {
+    "local": 1,
+    "namespace": 1,
+    "containers": 1,
+    "ec2": 1,
+    "gce": 0,
+}
 
 
 class Spec:
@@ -89,11 +104,22 @@ def spec(kind: str) -> Spec:
 
 @pytest.fixture
 def pool(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[ComputePool]:
     """The service; whatever it has launched is ended."""
     found: Any
-    if kind == "local":
+    if kind == "containers":
+        if why := containers.missing() or container_refusal():
+            pytest.skip(why)
+        for name, value in containers.SETTINGS.items():
+            monkeypatch.setenv(name, value)
+        found = ContainerPool(folder=tmp_path / "nodes")
+    elif kind in HERE:
+        if kind == "namespace" and (why := local_network.refusal(Line())):
+            pytest.skip(why)
         found = LocalPool(
             folder=tmp_path / "nodes", working_folder=tmp_path, clock=CLOCK
         )
@@ -102,9 +128,12 @@ def pool(
     yield found
     found.terminate([node.id for node in found.nodes({})])
     wait_for(found, {}, all_gone, what="all ended", seconds=60, clock=CLOCK)
+    found.clean_up()
+    local_network.remove(tmp_path / "nodes")
 
 
-ON_THIS_HOST = pytest.mark.parametrize("kind", ["local"], indirect=True)
+HERE = ("local", "namespace", "containers")
+ON_THIS_HOST = pytest.mark.parametrize("kind", HERE, indirect=True)
 
 
 def eventually(

@@ -1,7 +1,9 @@
 """``crossfed nodes``, ``down`` and ``up`` where machines are those of clouds."""
 
 import json
+import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,22 @@ import pytest
 from support import fake_gce
 from support.deployment import crossfed
 from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
+from support.enrolments import Federation
 from support.fake_gce import FakeGce
 
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
 from deploy.exit_codes import BAD_JOB, FAILED
-from deploy.fleet import reconcile
+from deploy.fleet import (
+    cloud_sites,
+    deployment as fleet,
+    deployment_file,
+    reconcile,
+)
+from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import NodeRole
+from deploy.fleet.start_checks import check_moved
+from federation.clock import SystemClock
+from federation.errors import ComputeError
 
 pytestmark = pytest.mark.slow
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -52,10 +64,15 @@ class Clouds:
             spec = NodeSpec(name=role.name, labels=labels, max_seconds=600, **given)
             pool.launch(spec, f"{owner}/{site}/1")
 
+    def opened(self) -> AbstractContextManager[Deployment]:
+        """Hold the folder, as a command does."""
+        plan = deployment_file.load(self.path)
+        return fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock())
+
     def nodes(self) -> list[dict[str, Any]]:
         """What ``nodes`` shows."""
         found: list[dict[str, Any]] = json.loads(
-            crossfed("nodes", str(self.path), "--json").stdout
+            crossfed("nodes", str(self.path), "--json", "--all").stdout
         )
         return found
 
@@ -109,6 +126,7 @@ def test_leftovers_are_found_and_ended_by_their_labels(clouds: Clouds):
     down = crossfed("down", str(clouds.path), "--any-owner", "--json")
     assert json.loads(down.stdout)["ended"] == 2
     assert {node["state"] for node in clouds.nodes()} == {"gone"}
+    assert json.loads(crossfed("nodes", str(clouds.path), "--json").stdout) == []
     again = crossfed("down", str(clouds.path), "--any-owner", "--json")
     assert json.loads(again.stdout)["ended"] == 0
 
@@ -117,6 +135,9 @@ def test_a_cloud_that_fails_keeps_no_machine_of_another(clouds: Clouds):
     """It is told that some may be left, and the same command ends them later."""
     clouds.launch("lost")
     clouds.aws.refusal = lambda _: "UnauthorizedOperation"
+    shown = crossfed("nodes", str(clouds.path), "--json", code=FAILED)
+    assert f"aws {REGION}: " in shown.stderr
+    assert [node["node"] for node in json.loads(shown.stdout)] == [f"site-{SITES[1]}"]
     down = crossfed("down", str(clouds.path), "--any-owner", code=FAILED)
     assert "ec2:RunInstances" in down.stderr
     assert "1 nodes of other services were ended" in down.stderr
@@ -127,10 +148,56 @@ def test_a_cloud_that_fails_keeps_no_machine_of_another(clouds: Clouds):
 
 
 def test_up_starts_nothing_that_cannot_enrol(clouds: Clouds):
-    """Neither there nor here, and says what to do instead."""
+    """Neither there nor here, and names what is missing."""
     up = crossfed("up", str(clouds.path), code=BAD_JOB)
-    assert "sites[0].provider" in up.stderr
-    assert "cannot enrol by itself yet, so nothing was started" in up.stderr
+    assert "release: " in up.stderr
+    assert "a release is a wheel or an image, and not both" in up.stderr
     assert clouds.nodes() == []
+    assert not (clouds.path.parent / "deployments").exists()
     assert clouds.aws.launches() == []
     assert clouds.gcp.inserted == []
+
+
+def test_a_site_that_moves_leaves_no_machine_unseen(clouds: Clouds):
+    """The file names another region, but the folder knows where machines are."""
+    with clouds.opened() as deployment:
+        clouds.launch(deployment.owner)
+        deployment.note_launch(f"site-{SITES[0]}", 1)
+    text = clouds.path.read_text()
+    clouds.path.write_text(text.replace(f'"{REGION}"', '"us-west-2"'))
+    assert f"aws {REGION}" in {node["provider"] for node in clouds.nodes()}
+    with (
+        clouds.opened() as deployment,
+        pytest.raises(ComputeError, match=rf"costs: name 'aws {REGION}' again"),
+    ):
+        check_moved(deployment)
+    assert len(clouds.aws.launches()) == 1
+    crossfed("down", str(clouds.path))
+    with clouds.opened() as deployment:  # Nothing is left there to look for.
+        assert f"aws {REGION}" not in deployment.pools
+    clouds.path.write_text(text)
+    assert {node["state"] for node in clouds.nodes()} == {"gone"}
+
+
+def test_nothing_is_launched_while_a_site_would_lose_its_ledger(clouds: Clouds):
+    """The first site costs nothing if the second one refuses."""
+    text = clouds.path.read_text()
+    wheel = f'wheel = "https://example.org/x.whl"\nsha256 = "{"ab" * 32}"'
+    clouds.path.write_text(f"{text}\n[release]\n{wheel}\n")
+    folder = clouds.path.parent / "enrolled"
+    folder.mkdir()
+    federation = Federation(folder=folder)
+    federation.site(SITES[1])
+    with (
+        clouds.opened() as deployment,
+        pytest.raises(ComputeError, match="privacy ledger were on a machine that is"),
+    ):
+        cloud_sites.bring_up(
+            deployment,
+            federation.config,
+            "192.0.2.1:8443",
+            accept="",
+            random_bytes=os.urandom,
+            tell=print,
+        )
+    assert clouds.aws.launches() == []

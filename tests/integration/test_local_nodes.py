@@ -11,6 +11,10 @@ from support.deployment import descendants, is_alive, wait_for
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import NodeStarted, read
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, all_gone
+from deploy.cli import fleet_verbs
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import LOCAL, DeploymentFile, DeploymentPlan
+from deploy.site_host.data import CANNOT_LOAD
 from federation.clock import SystemClock
 from federation.errors import ComputeError
 
@@ -59,12 +63,42 @@ def test_a_killed_node_takes_its_program_with_it(pool: LocalPool):
 
 
 def test_a_program_that_ends_is_started_again_and_told_of(pool: LocalPool):
-    """As a service manager would; the node itself goes on."""
+    """As a service manager would; the node itself continues."""
     node = launch(pool, "import sys; print('once more', flush=True); sys.exit(3)")
     wait_for(lambda: pool.log(node.id).count("once more") > 1, "a second start", 60)
     (found,) = pool.nodes({})
     assert found.state is NodeState.RUNNING
     assert "ended with 3" in found.trouble
+
+
+def test_a_node_is_ready_as_soon_as_its_program_says_so(pool: LocalPool):
+    """And no longer when that has ended; the reason is its last line."""
+    program = """
+import os, signal, socket
+def on_term(*_):
+    raise SystemExit("it cannot go on")
+signal.signal(signal.SIGUSR1, on_term)
+print("it runs", flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+signal.sigwait([signal.SIGUSR2])
+address = os.environ["NOTIFY_SOCKET"]
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+    line.sendto(b"STATUS=x\\nREADY=1", address)
+signal.pause()
+"""
+    node = launch(pool, program)
+
+    def signalled(number: int) -> None:
+        for pid in descendants(process_of(pool, node)):
+            os.kill(pid, number)
+
+    wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
+    assert [each.ready for each in pool.nodes({})] == [False]
+    signalled(signal.SIGUSR2)
+    wait_for(lambda: bool(pool.nodes({})[0].ready), "it is ready", 60)
+    signalled(signal.SIGUSR1)
+    wait_for(lambda: not pool.nodes({})[0].ready, "it is not ready", 60)
+    assert "it cannot go on" in pool.nodes({})[0].trouble
 
 
 def test_a_launch_that_was_killed_half_way_is_completed(pool: LocalPool):
@@ -109,7 +143,7 @@ def test_damaged_file_of_a_node_that_works_is_named(pool: LocalPool):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_folder_that_another_user_could_write_to_is_refused(pool: LocalPool):
-    """What lies in it is run: it could hold a node of theirs."""
+    """What is in it is run: it could hold a node of theirs."""
     launch(pool)
     for mode, owner in ((0o777, 0), (0o770, 0), (0o700, 65534)):
         pool.folder.chmod(mode)
@@ -129,3 +163,37 @@ def test_node_is_small(pool: LocalPool):
     status = Path(f"/proc/{process_of(pool, node)}/status").read_text()
     (line,) = [each for each in status.splitlines() if each.startswith("VmRSS")]
     assert int(line.split()[1]) < 25 * 1024
+
+
+def test_up_tells_why_a_site_cannot_load_its_data(
+    pool: LocalPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each time that it cannot, once; what an earlier command has told is old."""
+    go = tmp_path / "go"
+    line = f"{CANNOT_LOAD} a: no such scans"
+    program = (
+        f"import pathlib, signal, time; print({line!r}, flush=True)\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+        f"print({line!r}, 'again', sep='\\n', flush=True); signal.pause()"
+    )
+    node = launch(pool, program)
+    wait_for(lambda: line in pool.log(node.id), "its program runs", 60)
+    file = DeploymentFile(name="x", job="job.toml", sites=())
+    plan = DeploymentPlan(
+        file=file,
+        path=tmp_path,
+        folder=tmp_path,
+        job=tmp_path,
+        settings={},
+        exchange={},
+    )
+    watch = fleet_verbs._Watch(
+        Deployment(plan=plan, pools={LOCAL: pool}, clock=SystemClock(), owner="")
+    )
+    watch.read_logs()
+    assert capsys.readouterr().err == ""
+    go.touch()
+    wait_for(lambda: "again" in pool.log(node.id), "it fails again", 60)
+    for _ in range(2):
+        watch.read_logs()
+    assert capsys.readouterr().err == f"crossfed: site-a: {line}\n"

@@ -10,6 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Settings and storage of podman that are ours alone; see tools/test_images.
 PLACE = ROOT / "build" / "containers"
+SETTINGS = {
+    "CONTAINERS_CONF": str(PLACE / "containers.conf"),
+    "CONTAINERS_STORAGE_CONF": str(PLACE / "storage.conf"),
+}
+BASE = "localhost/crossfed-test-base"
 USER = 10001
 STATE = "/var/lib/crossfed"
 CLOSED = (
@@ -36,11 +41,7 @@ def run(
         text=True,
         check=False,
         timeout=seconds,
-        env={
-            **os.environ,
-            "CONTAINERS_CONF": str(PLACE / "containers.conf"),
-            "CONTAINERS_STORAGE_CONF": str(PLACE / "storage.conf"),
-        },
+        env={**os.environ, **SETTINGS},
     )
 
 

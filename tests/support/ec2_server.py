@@ -65,6 +65,13 @@ class Ec2Server:
         }
         return Ec2Pool(**{"region": REGION, **self._clients, **options})
 
+    def make_profile(self, name: str) -> None:
+        """Make an instance profile, once."""
+        iam = s3_server.client(self.url, service="iam")
+        found = iam.list_instance_profiles()["InstanceProfiles"]
+        if name not in {each["InstanceProfileName"] for each in found}:
+            iam.create_instance_profile(InstanceProfileName=name)
+
     def launches(self) -> list[Form]:
         """Launches that were asked for."""
         return [form for form in self.requests if form["Action"] == "RunInstances"]

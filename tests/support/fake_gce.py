@@ -57,6 +57,7 @@ class FakeGce(GoogleServer):
             "compute.instances.insert": self._insert,
             "compute.instances.list": self._list,
             "compute.instances.stop": self._stop,
+            "compute.machineTypes.list": self._machine_types,
             "compute.zoneOperations.get": self._wait,
             "compute.zoneOperations.list": self._operations_of,
             "compute.zoneOperations.wait": self._wait,
@@ -219,6 +220,16 @@ class FakeGce(GoogleServer):
         if begin + self.page < len(found):
             answer["nextPageToken"] = str(begin + self.page)
         return answer
+
+    def _machine_types(self, params: Params, _: Resource) -> Resource:
+        """Those of ``TYPES``; the last zone has none with a GPU."""
+        cpus: Resource = {"name": TYPES[0], "guestCpus": 4, "memoryMb": 16384}
+        gpu: Resource = {"name": TYPES[1], "guestCpus": 4, "memoryMb": 16384}
+        gpu["accelerators"] = [
+            {"guestAcceleratorType": "nvidia-l4", "guestAcceleratorCount": 1}
+        ]
+        items = [cpus, gpu] if params["zone"] != ZONES[-1] else [cpus]
+        return {"kind": "compute#machineTypeList", "items": items}
 
     # Operations.
 

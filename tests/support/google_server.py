@@ -82,10 +82,13 @@ class GoogleServer:
     """Serves one function over HTTP on a free port of loopback.
 
     Attributes:
+        place: Where a kind of server listens.
         requests: What was asked so far, with the beginnings of bodies.
         tokens: Access tokens, and how many requests each is still good for; None
             lets everybody in.
     """
+
+    place = ("127.0.0.1", 0)
 
     def __init__(self, service: Callable[[Request], Answer]) -> None:
         """Begin to serve."""
@@ -94,7 +97,7 @@ class GoogleServer:
         self._service = service
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server(self.place, _Handler)
         self._server.owner = self
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
@@ -104,7 +107,7 @@ class GoogleServer:
     @property
     def url(self) -> str:
         """Where it listens, without a slash at the end."""
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"http://{self.place[0]}:{self._server.server_port}"
 
     def __enter__(self) -> Self:
         """Serve for a while."""

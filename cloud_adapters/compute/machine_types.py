@@ -1,0 +1,87 @@
+"""Types of machines, as clouds describe them, and what a site needs of one."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineType:
+    """A type of machine in one region.
+
+    Attributes:
+        name: The cloud's name for it.
+        gpus: Number of its GPUs.
+        gpu: Their model, in the cloud's words.
+        gpu_memory_gb: Memory of one of them, in GiB; 0 if the cloud does not say.
+        cpus: Number of virtual CPUs.
+        memory_gb: Memory, in GiB.
+        zones: Zones that offer it.
+    """
+
+    name: str
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gb: float = 0.0
+    cpus: int
+    memory_gb: float
+    zones: Sequence[str]
+
+
+@runtime_checkable
+class MachineCatalogue(Protocol):
+    """A compute service that can describe its types of machines: ``ec2``, ``gce``."""
+
+    def machine_types(
+        self, names: Collection[str], zones: Sequence[str]
+    ) -> Sequence[MachineType]:
+        """Describe those of some types that are offered.
+
+        Args:
+            names: The types.
+            zones: Zones to look in; empty for all of the region.
+
+        Raises:
+            ComputeError: The service failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequiresSpec:
+    """What the machine of a site needs at least; `crossfed up` takes the cheapest.
+
+    Attributes:
+        gpus: Number of GPUs.
+        gpu: Part of the name of their model, for example `H100`.
+        gpu_memory_gb: Memory of each, in GiB.
+        cpus: Number of virtual CPUs.
+        memory_gb: Memory, in GiB.
+    """
+
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gb: float = 0.0
+    cpus: int = 0
+    memory_gb: float = 0.0
+
+    def lacking(self, machine: MachineType) -> Sequence[str]:
+        """What a type of machine has too little of, in words."""
+        gpus = max(self.gpus, int(bool(self.gpu or self.gpu_memory_gb)))
+        found = []
+        if machine.gpus < gpus:
+            found.append(f"{machine.gpus} GPUs")
+        elif _plain(self.gpu) not in _plain(machine.gpu):
+            found.append(f"GPU {machine.gpu}")
+        elif gpus and machine.gpu_memory_gb < self.gpu_memory_gb:
+            found.append(f"{machine.gpu_memory_gb:g} GB of GPU memory")
+        if machine.cpus < self.cpus:
+            found.append(f"{machine.cpus} CPUs")
+        if machine.memory_gb < self.memory_gb:
+            found.append(f"{machine.memory_gb:g} GB of memory")
+        return found
+
+
+def _plain(model: str) -> str:
+    """A model's name without what clouds write differently."""
+    return "".join(each for each in model.lower() if each.isalnum())
