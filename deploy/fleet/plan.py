@@ -6,29 +6,21 @@ computed. Seconds come from stated speeds, or from an earlier run's measurements
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from clients.training.local_federation import Federation
-from cloud_adapters.compute.pool import Market
-from deploy.fleet.deployment_file import LOCAL, DeploymentFile, SiteMachine
-from deploy.fleet.prices import Prices
+from deploy.fleet.deployment_file import DeploymentFile
 from federation.errors import FederationError, JobError
-from federation.events import SiteAnswered
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds import cost
-from federation.rounds.cost import Cost, SiteSpeed, Speeds
-from federation.rounds.traffic import Traffic, examples_trained
+from federation.rounds.cost import Cost, Speeds
+from federation.rounds.traffic import Traffic
 from monitoring import units
-from monitoring.views.run_view import RunView
 
 # Sizes the messages of a job; None if they cannot be predicted.
 SizesOf = Callable[[Federation], Traffic | None]
-
-# Of a line that nobody has stated: its time is in what an earlier run took besides.
-_NO_LIMIT = 1e15
 
 # What could be done instead, by the keys of the job that it changes.
 _ALTERNATIVES: Mapping[str, Mapping[str, Any]] = {
@@ -90,7 +82,7 @@ def alternatives(
             continue
         # Not every job allows each, and then it is no alternative.
         try:
-            job = _changed(federation.job, given)
+            job = changed(federation.job, given)
             traffic = sizes_of(replace(federation, job=job))
             one = _predict(name, given, traffic, speeds)
         except FederationError:
@@ -98,62 +90,6 @@ def alternatives(
         if (one.num_bytes, one.cost) != (as_it_is.num_bytes, as_it_is.cost):
             found.append(one)
     return found
-
-
-def measured_speeds(view: RunView, traffic: Traffic) -> Speeds:
-    """Take the speeds of sites from an earlier run of the same job.
-
-    A site's rate of training is that of the median round. All else that a round took,
-    lines included, becomes ``combine_seconds``. With secure aggregation sites report no
-    phases: then a site's whole answer counts as training.
-
-    Raises:
-        JobError: The run has no round after the first, or has other sites.
-    """
-    answers: dict[str, list[tuple[float, float]]] = {}
-    others = []
-    for each in view.rounds:
-        if each.finished is None or each.index == 1:
-            continue
-        found = {r.site: _work(r) for r in each.reports if isinstance(r, SiteAnswered)}
-        for site, work in found.items():
-            answers.setdefault(site, []).append(work)
-        slowest = max((sum(work) for work in found.values()), default=0.0)
-        others.append(max(0.0, each.finished.seconds - slowest))
-    names = [site.name for site in traffic.job.sites]
-    if not set(names) <= answers.keys():
-        raise JobError(
-            "tells no speeds: it needs two rounds or more, with an answer of every "
-            "site of the job",
-            key="--like",
-        )
-    return Speeds(
-        combine_seconds=median(others),
-        sites=tuple(_speed_of(name, answers[name], traffic) for name in names),
-    )
-
-
-def _work(answer: SiteAnswered) -> tuple[float, float]:
-    """Seconds of training and of evaluation."""
-    phases = {phase.name: phase.seconds for phase in answer.phases}
-    whole = answer.answered_seconds - answer.asked_seconds
-    return phases.get("train", whole), phases.get("evaluate", 0.0)
-
-
-def _speed_of(
-    name: str, answers: Sequence[tuple[float, float]], traffic: Traffic
-) -> SiteSpeed:
-    facts = traffic.facts[SiteId(name)]
-    train = median(seconds for seconds, _ in answers)
-    evaluate = median(seconds for _, seconds in answers)
-    examples = examples_trained(traffic.job.training, facts)
-    return SiteSpeed(
-        name=name,
-        train_examples_per_second=max(examples, 1) / max(train, 1e-9),
-        evaluate_examples_per_second=max(facts.held_out, 1) / max(evaluate, 1e-9),
-        down_bytes_per_second=_NO_LIMIT,
-        up_bytes_per_second=_NO_LIMIT,
-    )
 
 
 def _predict(
@@ -175,7 +111,12 @@ def _half_the_rounds(job: JobSpec) -> Mapping[str, Any]:
     return {"rounds": job.rounds // 2, "training.local_steps": 2 * steps}
 
 
-def _changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
+def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
+    """Change keys of a job.
+
+    Raises:
+        JobError: The job does not allow it.
+    """
     document = job_file.document(job)
     for name, value in changes.items():
         job_file.override(document, name, value)
@@ -191,77 +132,64 @@ def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
         yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
 
 
-def with_prices(
-    speeds: Speeds, file: DeploymentFile, prices: Prices, *, spot: bool | None = None
-) -> Speeds:
-    """Add what machines and traffic cost, where the speeds do not say it.
-
-    Args:
-        speeds: Stated or measured.
-        file: The deployment: its own prices come before those of the table.
-        prices: The table.
-        spot: Whether all machines of clouds are spot machines; None for what the
-            deployment says.
-
-    Raises:
-        JobError: The table lacks a price.
-    """
-    stated = {site.name: site for site in file.sites}
-    aggregator = file.aggregator
-    return replace(
-        speeds,
-        dollars_per_hour=speeds.dollars_per_hour or aggregator.dollars_per_hour,
-        dollars_per_gigabyte=speeds.dollars_per_gigabyte
-        or aggregator.dollars_per_gigabyte,
-        sites=tuple(
-            _priced(speed, stated[speed.name], prices, spot=spot)
-            if speed.name in stated
-            else speed
-            for speed in speeds.sites
-        ),
-    )
-
-
-def _priced(
-    speed: SiteSpeed, site: SiteMachine, prices: Prices, *, spot: bool | None
-) -> SiteSpeed:
-    hourly, traffic = site.dollars_per_hour, site.dollars_per_gigabyte
-    if site.provider != LOCAL:
-        machine = site.machine
-        is_spot = machine.market == Market.SPOT.value if spot is None else spot
-        if hourly is None or spot is not None:
-            where = (site.provider, machine.region, machine.type)
-            hourly = prices.hourly(*where, spot=is_spot)
-        if traffic is None:
-            traffic = prices.per_gigabyte(site.provider)
-    return replace(
-        speed,
-        dollars_per_hour=speed.dollars_per_hour or hourly or 0.0,
-        dollars_per_gigabyte=speed.dollars_per_gigabyte or traffic or 0.0,
-    )
-
-
-def markets(
-    own: Alternative, speeds: Speeds, file: DeploymentFile, prices: Prices
+def one_cloud_only(
+    federation: Federation,
+    speeds: Speeds | None,
+    file: DeploymentFile,
+    sizes_of: SizesOf,
 ) -> Iterator[Alternative]:
-    """Yield the job itself with all machines of clouds on spot, and on demand.
+    """Yield the job with the sites of one cloud, for each of several clouds."""
+    clouds = {site.name: site.provider for site in file.sites}
+    for cloud in sorted(set(clouds.values())) if len(set(clouds.values())) > 1 else ():
+        sites = tuple(s for s in federation.job.sites if clouds.get(s.name) == cloud)
+        try:
+            # Faults and machines of a simulation may be of the others.
+            alone = replace(federation.job.simulation, machines=(), faults=())
+            job = replace(federation.job, sites=sites, simulation=alone)
+            job = job_file.parse(job_file.document(job))  # Checked as any.
+            data = {SiteId(s.name): federation.site_data[SiteId(s.name)] for s in sites}
+            less = replace(federation, job=job, site_data=data)
+            yield _predict(f"sites of {cloud} only", {}, sizes_of(less), speeds)
+        except FederationError:
+            continue  # This job needs more sites.
+
+
+def choose(
+    found: Sequence[Alternative], *, budget: float | None, deadline: float | None
+) -> Alternative | None:
+    """Choose the fastest way in a budget, or the cheapest before a deadline.
 
     Args:
-        own: The job itself.
-        speeds: Without prices of the table.
-        file: The deployment.
-        prices: The table; a market that it has no price of is left out.
+        found: Ways to run a job, with their cost.
+        budget: Dollars; None for any.
+        deadline: Seconds; None for any. With both, the cheapest in both.
+
+    Returns:
+        None if no way fits.
     """
-    if all(site.provider == LOCAL for site in file.sites):
-        return
-    for name, spot in (("all machines on spot", True), ("all on demand", False)):
-        try:
-            priced = with_prices(speeds, file, prices, spot=spot)
-        except JobError:
-            continue
-        found = cost.of_run(own.traffic, priced)
-        if found != own.cost:
-            yield replace(own, name=name, cost=found)
+    known = [(one, one.cost) for one in found if one.cost is not None]
+    fits = [
+        (each, of)
+        for each, of in known
+        if (budget is None or of.total <= budget)
+        and (deadline is None or of.seconds <= deadline)
+    ]
+    if deadline is None:
+        best = min(fits, key=lambda one: (one[1].seconds, one[1].total), default=None)
+    else:
+        best = min(fits, key=lambda one: (one[1].total, one[1].seconds), default=None)
+    return None if best is None else best[0]
+
+
+def least(
+    found: Sequence[Alternative], *, deadline: float | None
+) -> tuple[Alternative | None, float | None]:
+    """The cheapest way before a deadline with its dollars, and the fewest seconds."""
+    known = [(one, one.cost) for one in found if one.cost is not None]
+    fits = [each for each in known if deadline is None or each[1].seconds <= deadline]
+    cheapest = min(fits, key=lambda each: each[1].total, default=None)
+    fewest = min((of.seconds for _, of in known), default=None)
+    return (None if cheapest is None else cheapest[0]), fewest
 
 
 def lines(
@@ -275,7 +203,10 @@ def lines(
     spans = (units.format_span((span.low, span.high)) for span in (down, up))
     yield "the whole run sends {} bytes to the sites and {} back".format(*spans)
     if speeds is None or own.cost is None:
-        yield "for time and cost, state speeds (--speeds) or name a run (--like)"
+        yield (
+            "for time and cost: --probe measures speeds, --speeds reads them from a "
+            "file, --like from a run"
+        )
         return
     for site, *seconds in round_lines(own.traffic, speeds):
         send, evaluate, train, back = seconds
@@ -299,8 +230,8 @@ def table(
     for one in found:
         cells = [one.name, units.format_bytes(one.num_bytes)]
         if one.cost is not None:
-            dollars = sum(one.cost.dollars.values())
-            cells += [units.format_duration(one.cost.seconds), f"{dollars:,.4f}"]
+            dollars = f"{one.cost.total:,.4f}"
+            cells += [units.format_duration(one.cost.seconds), dollars]
         keys = " ".join(f"{key}={value}" for key, value in one.changes.items())
         rows.append([*cells, keys])
     return names, rows
@@ -313,5 +244,9 @@ def document(one: Alternative) -> dict[str, Any]:
     for key, span in zip(("bytes_down", "bytes_up"), spans, strict=True):
         found[key] = [span.low, span.high]
     if one.cost is not None:
-        found |= {"seconds": one.cost.seconds, "dollars": dict(one.cost.dollars)}
+        found |= {
+            "seconds": one.cost.seconds,
+            "phases": dict(one.cost.phases),
+            "dollars": dict(one.cost.dollars),
+        }
     return found

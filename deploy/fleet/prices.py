@@ -1,7 +1,7 @@
 """What clouds charge: a dated table with its sources, and what follows from it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -14,6 +14,9 @@ PACKAGED = Path(__file__).with_name("prices.toml")
 OLD_DAYS = 90
 # What no machine and no gigabyte costs: a slip of the decimal point must not pass.
 _MOST_DOLLARS_PER_HOUR, _MOST_DOLLARS_PER_GIGABYTE = 400.0, 0.5
+# A cloud, and its region; both empty outside of clouds.
+Place = tuple[str, str]
+_MOST_PER_THOUSAND, _MOST_DOLLARS_PER_KEY = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class MachinePrice:
         spot: Dollars per hour of a spot machine when the table was made; none if not
             known.
         source: Where the price is from.
+        as_of: Its day; by default, the table's.
     """
 
     provider: str
@@ -40,6 +44,7 @@ class MachinePrice:
     on_demand: float = key(above=0.0, high=_MOST_DOLLARS_PER_HOUR)
     spot: float | None = key(default=None, above=0.0, high=_MOST_DOLLARS_PER_HOUR)
     source: str = ""
+    as_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +68,72 @@ class Egress:
         provider: The cloud.
         tiers: The parts of a month's traffic, in their order.
         source: Where the prices are from.
+        as_of: Their day; by default, the table's.
     """
 
     provider: str
     tiers: tuple[EgressTier, ...]
     source: str = ""
+    as_of: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Price of traffic that stays in a cloud; each GB once, at its source.
+
+    Attributes:
+        provider: The cloud.
+        between_zones: Dollars per GB between zones of a region, both sides together.
+        between_regions: Dollars per GB between regions of a continent.
+        source: Where the prices are from.
+        as_of: Their day; by default, the table's.
+    """
+
+    provider: str
+    between_zones: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
+    between_regions: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
+    source: str = ""
+    as_of: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Price of a cloud's object storage in its standard class.
+
+    Attributes:
+        provider: The cloud.
+        per_gigabyte_month: Dollars of a GB that is kept for a month.
+        per_thousand_writes: Dollars of 1,000 requests that write or list.
+        per_thousand_reads: Dollars of 1,000 requests that read.
+        source: Where the prices are from.
+        as_of: Their day; by default, the table's.
+    """
+
+    provider: str
+    per_gigabyte_month: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
+    per_thousand_writes: float = key(default=0.0, low=0.0, high=_MOST_PER_THOUSAND)
+    per_thousand_reads: float = key(default=0.0, low=0.0, high=_MOST_PER_THOUSAND)
+    source: str = ""
+    as_of: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Price of a cloud's key service.
+
+    Attributes:
+        provider: The cloud.
+        per_month: Dollars of a key's version that exists for a month.
+        per_thousand_requests: Dollars of 1,000 requests.
+        source: Where the prices are from.
+        as_of: Their day; by default, the table's.
+    """
+
+    provider: str
+    per_month: float = key(low=0.0, high=_MOST_DOLLARS_PER_KEY)
+    per_thousand_requests: float = key(default=0.0, low=0.0, high=_MOST_PER_THOUSAND)
+    source: str = ""
+    as_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +145,18 @@ class Prices:
         currency: Always `USD`.
         machines: Machines.
         egress: Traffic, one `[[egress]]` table for each cloud.
+        transfer: Traffic inside clouds, one `[[transfer]]` table for each cloud.
+        storage: Object storage, one `[[storage]]` table for each cloud.
+        keys: Key services, one `[[keys]]` table for each cloud.
     """
 
     as_of: str
     currency: str = key(default="USD", choices=("USD",))
     machines: tuple[MachinePrice, ...]
     egress: tuple[Egress, ...]
+    transfer: tuple[Transfer, ...] = ()
+    storage: tuple[Storage, ...] = ()
+    keys: tuple[Keys, ...] = ()
 
     def hourly(self, provider: str, region: str, machine: str, *, spot: bool) -> float:
         """Dollars of an hour of a machine.
@@ -110,11 +182,20 @@ class Prices:
             )
         return price
 
-    def per_gigabyte(self, provider: str) -> float:
-        """Dollars per GB that leaves a cloud, in the first tier that is not free.
+    def per_gigabyte(
+        self,
+        provider: str,
+        gigabytes: float = 0.0,
+        *,
+        before: float | None = None,
+    ) -> float:
+        """Dollars per GB that leaves a cloud for the internet, over a month's tiers.
 
-        A month's free gigabytes may be used up by others, and few runs get beyond this
-        tier; so it is what most runs cost at the most.
+        Args:
+            provider: The cloud.
+            gigabytes: How much leaves.
+            before: GB that have left it in the month before. None if nobody knows:
+                the free part is then used up, and the tiers begin behind it.
 
         Raises:
             JobError: The table does not know the cloud.
@@ -124,28 +205,104 @@ class Prices:
             raise JobError(
                 f"the price table has no traffic of {provider!r}", key="egress"
             )
-        return next((tier.dollars for tier in tiers[0] if tier.dollars > 0), 0.0)
+        begin = before
+        if begin is None:
+            free = [tier.up_to or 0.0 for tier in tiers[0] if tier.dollars == 0]
+            begin = max(free, default=0.0)
+        end, low, dollars = begin + gigabytes, 0.0, 0.0
+        first = next(tier for tier in tiers[0] if begin < (tier.up_to or math.inf))
+        if end <= (first.up_to or math.inf):
+            return first.dollars
+        for tier in tiers[0]:
+            high = tier.up_to or math.inf
+            dollars += tier.dollars * max(0.0, min(end, high) - max(begin, low))
+            low = high
+        return dollars / gigabytes
+
+    def between(
+        self, one: Place, other: Place, gigabytes: float, *, before: float | None
+    ) -> float:
+        """Dollars per GB that goes from one place to another.
+
+        Args:
+            one: Where it leaves; traffic that leaves no cloud costs nothing here.
+            other: Where it goes.
+            gigabytes: How much; see ``per_gigabyte``.
+            before: See ``per_gigabyte``.
+
+        Raises:
+            JobError: The table does not know the cloud.
+        """
+        provider, region = one
+        if not provider:
+            return 0.0
+        inside = [each for each in self.transfer if each.provider == provider]
+        if other[0] != provider or not inside:
+            return self.per_gigabyte(provider, gigabytes, before=before)
+        is_same = region == other[1]
+        return inside[0].between_zones if is_same else inside[0].between_regions
+
+    def gpus(self, provider: str, machine: str) -> int:
+        """GPUs of a type of machine; 0 if the table does not know it."""
+        found = (
+            each.gpus
+            for each in self.machines
+            if (each.provider, each.machine) == (provider, machine)
+        )
+        return next(found, 0)
+
+    def oldest(self, clouds: Collection[str] | None) -> date:
+        """Day of the oldest price of machines and traffic of clouds; None for all."""
+        rows: list[MachinePrice | Egress] = [*self.machines, *self.egress]
+        days = [
+            date.fromisoformat(row.as_of or self.as_of)
+            for row in rows
+            if clouds is None or row.provider in clouds
+        ]
+        return min(days, default=date.fromisoformat(self.as_of))
+
+    def storage_month(self, provider: str) -> float | None:
+        """Dollars of a GB that a cloud keeps for a month; None if not known."""
+        found = (e.per_gigabyte_month for e in self.storage if e.provider == provider)
+        return next(found, None)
+
+    def key_month(self, provider: str) -> float | None:
+        """Dollars of a key that a cloud keeps for a month; None if not known."""
+        return next((e.per_month for e in self.keys if e.provider == provider), None)
 
 
-def load(path: Path | None, *, today: date, warn: Callable[[str], None]) -> Prices:
+def load(
+    path: Path | None,
+    *,
+    today: date,
+    warn: Callable[[str], None],
+    is_decisive: bool = False,
+    clouds: Collection[str] | None = None,
+) -> Prices:
     """Read a price table.
 
     Args:
         path: The file; None for that of this release.
         today: To tell how old it is.
         warn: Called with a word about prices that are old.
+        is_decisive: Whether a budget depends on them: old ones are then an error.
+        clouds: Those whose age matters; None for all.
 
     Raises:
-        JobError: It cannot be read, or a key is unknown, missing or out of bounds.
+        JobError: It cannot be read, a key is unknown, missing or out of bounds, or the
+            prices are too old for a budget.
     """
     path = path or PACKAGED
     prices = job_file.load_table(path, Prices, _check)
-    age = (today - date.fromisoformat(prices.as_of)).days
+    age = (today - prices.oldest(clouds)).days
     if age > OLD_DAYS:
-        warn(
+        text = (
             f"the prices in {path} are {age} days old: compare them, and name your own "
             "table with --prices"
         )
+        if is_decisive:
+            raise JobError(f"{text}. A budget must not depend on them", key="as_of")
+        warn(text)
     return prices
 
 
@@ -155,12 +312,23 @@ def day_of(seconds: float) -> date:
 
 
 def _check(prices: Prices) -> None:
-    try:
-        date.fromisoformat(prices.as_of)
-    except ValueError:
-        raise JobError(
-            f"{prices.as_of!r} is not a day, for example 2026-06-17", key="as_of"
-        ) from None
+    rows: Mapping[str, Sequence[MachinePrice | Egress]] = {
+        "machines": prices.machines,
+        "egress": prices.egress,
+    }
+    days = {"as_of": prices.as_of} | {
+        f"{table}[{index}].as_of": row.as_of
+        for table, found in rows.items()
+        for index, row in enumerate(found)
+        if row.as_of
+    }
+    for where, text in days.items():
+        try:
+            date.fromisoformat(text)
+        except ValueError:
+            raise JobError(
+                f"{text!r} is not a day, for example 2026-06-17", key=where
+            ) from None
     for index, machine in enumerate(prices.machines):
         if machine.spot is not None and machine.spot > machine.on_demand:
             raise JobError(

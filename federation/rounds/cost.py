@@ -13,6 +13,11 @@ from federation.job.job_keys import key
 from federation.job.spec import MachineSpec, TrainingSpec
 from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
 
+PHASES = ("set-up", "first round", "later rounds", "final evaluation")
+
+# See ``on_interface``.
+_ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
+
 _GIGA = 1e9
 _HOUR = 3600
 _BYTES_PER_MBIT = 125_000
@@ -48,13 +53,19 @@ class Speeds:
     """A speeds file.
 
     Attributes:
+        setup_seconds: Time from submitting a job until its run starts: the coordinator
+            starts, and its sites are asked.
+        first_round_seconds: What the first round takes longer than its work and its
+            messages explain, since every program begins.
         combine_seconds: Time that the aggregator needs after the last answer of a
-            round.
+            round, until the next round starts.
         dollars_per_hour: Price of the aggregator during rounds.
         dollars_per_gigabyte: Price of traffic that leaves the aggregator.
         sites: One `[[sites]]` table for each site.
     """
 
+    setup_seconds: float = key(default=0.0, low=0.0)
+    first_round_seconds: float = key(default=0.0, low=0.0)
     combine_seconds: float = key(default=0.0, low=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
@@ -63,15 +74,22 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time and money of a round or a run.
+    """Time and money of a run.
 
     Attributes:
         seconds: From its beginning to its end.
+        phases: The same, by ``PHASES``.
         dollars: By ``machines``, ``aggregator``, ``traffic up`` and ``traffic down``.
     """
 
     seconds: float
+    phases: Mapping[str, float]
     dollars: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Dollars of everything."""
+        return sum(self.dollars.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,7 @@ def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
     )
 
 
-def speed_of(speeds: Speeds, site: SiteId) -> SiteSpeed:
+def speed_of(speeds: Speeds, site: str) -> SiteSpeed:
     """Find the stated speed of a site.
 
     Raises:
@@ -139,35 +157,97 @@ def site_seconds(
     }
 
 
-def of_round(traffic: Traffic, round_index: int, speeds: Speeds) -> Cost:
-    """Cost of a round that asks every site, and waits for the slowest."""
-    slowest = machines = up = down = 0.0
+def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
+    """Seconds of a round that asks every site, and waits for the slowest."""
+    slowest = 0.0
     for name in (SiteId(site.name) for site in traffic.job.sites):
-        speed = speed_of(speeds, name)
-        took = site_seconds(traffic, name, round_index, speed)
+        took = site_seconds(traffic, name, round_index, speed_of(speeds, name))
         slowest = max(slowest, sum(took.values()))
-        machines += speed.dollars_per_hour / _HOUR
-        for leg in traffic.legs(name, round_index):
-            up += leg.up.high / _GIGA * speed.dollars_per_gigabyte
-            down += leg.down.high / _GIGA * speeds.dollars_per_gigabyte
-    seconds = slowest + speeds.combine_seconds
-    return Cost(
-        seconds=seconds,
-        dollars={
-            "machines": seconds * machines,
-            "aggregator": seconds * speeds.dollars_per_hour / _HOUR,
-            "traffic up": up,
-            "traffic down": down,
-        },
-    )
+    return slowest + speeds.combine_seconds
+
+
+def phases_of_run(traffic: Traffic, speeds: Speeds) -> Mapping[str, float]:
+    """Seconds of a run, by ``PHASES``; their sum is its time."""
+    found = dict.fromkeys(PHASES, 0.0)
+    found["set-up"] = speeds.setup_seconds
+    found["first round"] = speeds.first_round_seconds
+    for index, times in traffic.kinds_of_round().items():
+        is_last = index > traffic.job.rounds
+        phase = "first round" if index == 1 else "later rounds"
+        phase = "final evaluation" if is_last else phase
+        found[phase] += times * round_seconds(traffic, index, speeds)
+    return found
+
+
+def dollars(
+    seconds: float, sites: Mapping[str, tuple[float, float]], speeds: Speeds
+) -> Mapping[str, float]:
+    """Price of a run, predicted or measured, by what costs it.
+
+    Args:
+        seconds: From its beginning to its end.
+        sites: Bytes down and up of each site.
+        speeds: The prices.
+
+    Returns:
+        Dollars by ``machines``, ``aggregator``, ``traffic up`` and ``traffic down``.
+
+    Raises:
+        JobError: Nothing is stated of a site.
+    """
+    hours, up = seconds / _HOUR, 0.0
+    machines = 0.0
+    for name, (_, from_site) in sites.items():
+        speed = speed_of(speeds, name)
+        machines += hours * speed.dollars_per_hour
+        up += from_site / _GIGA * speed.dollars_per_gigabyte
+    down = sum(to_site for to_site, _ in sites.values()) / _GIGA
+    return {
+        "machines": machines,
+        "aggregator": hours * speeds.dollars_per_hour,
+        "traffic up": up,
+        "traffic down": down * speeds.dollars_per_gigabyte,
+    }
+
+
+def bytes_of_sites(
+    traffic: Traffic, *, high: bool = True
+) -> Mapping[str, tuple[int, int]]:
+    """Bytes down and up of each site in a run that asks every site.
+
+    Args:
+        traffic: What it sends.
+        high: Whether the most that it may send, or the least.
+    """
+    end = "high" if high else "low"
+    found: dict[str, tuple[int, int]] = {}
+    rounds = traffic.kinds_of_round().items()
+    for name in (SiteId(site.name) for site in traffic.job.sites):
+        down = up = 0
+        for index, times in rounds:
+            legs = traffic.legs(name, index)
+            down += times * sum(getattr(leg.down, end) for leg in legs)
+            up += times * sum(getattr(leg.up, end) for leg in legs)
+        found[name] = (down, up)
+    return found
+
+
+def on_interface(payload_bytes: float, seconds: float, num_sites: int) -> float:
+    """Bytes that interfaces of sites count, for messages of so many bytes.
+
+    Envelopes, TLS and what a site sends to ask for its next task, as measured between
+    networks of one machine (`benchmarks/plan_accuracy.py`). A link that counts whole
+    Ethernet frames of 1,500 bytes adds 3 to 4 % for their headers.
+    """
+    return payload_bytes * _ENVELOPES + seconds * num_sites * _IDLE_BYTES_PER_SECOND
 
 
 def of_run(traffic: Traffic, speeds: Speeds) -> Cost:
     """Cost of all rounds, one after another, and of the final evaluation."""
-    seconds, dollars = 0.0, dict[str, float]()
-    for round_index, times in traffic.kinds_of_round().items():
-        one = of_round(traffic, round_index, speeds)
-        seconds += times * one.seconds
-        for resource, price in one.dollars.items():
-            dollars[resource] = dollars.get(resource, 0.0) + times * price
-    return Cost(seconds=seconds, dollars=dollars)
+    phases = phases_of_run(traffic, speeds)
+    seconds = sum(phases.values())
+    return Cost(
+        seconds=seconds,
+        phases=phases,
+        dollars=dollars(seconds, bytes_of_sites(traffic), speeds),
+    )

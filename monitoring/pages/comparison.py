@@ -16,7 +16,9 @@ from monitoring import privacy_words, units
 from monitoring.pages import comparison_plots
 from monitoring.pages.panels import Panel, from_drawn
 from monitoring.pages.report import environment, write_page
+from monitoring.views import run_plan
 from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.run_plan import PlanRow, RunPlan
 from monitoring.views.run_view import RunView
 
 MAX_CHANGED_KEYS = 60
@@ -33,11 +35,18 @@ class ComparedRun:
         folder: Where it is kept, as the reader may look for it.
         view: What happened.
         job_toml: Its resolved job file, as text.
+        plan: What was predicted of it; None if nothing was.
     """
 
     folder: str
     view: RunView
     job_toml: str
+    plan: RunPlan | None = None
+
+    @property
+    def totals(self) -> Sequence[PlanRow]:
+        """Time, bytes and dollars, predicted and actual."""
+        return [row for row in run_plan.rows(self.plan, self.view) if row.is_total]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
 from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy
-from monitoring.views import storage_use
+from monitoring.views import run_plan, storage_use
 from monitoring.views.round_view import (
     RUNNING,
     accuracy_of,
@@ -29,6 +29,7 @@ from monitoring.views.round_view import (
     metrics_of,
     perplexity,
 )
+from monitoring.views.run_plan import PlanRow, RunPlan
 from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
 from monitoring.views.site_view import SiteView, total
 
@@ -81,7 +82,12 @@ class ConfusionRow(NamedTuple):
 
 
 def write_report(
-    view: RunView, job_toml: str, versions: Mapping[str, str], path: Path
+    view: RunView,
+    job_toml: str,
+    versions: Mapping[str, str],
+    path: Path,
+    *,
+    plan: RunPlan | None = None,
 ) -> None:
     """Write the report of a run atomically.
 
@@ -90,11 +96,12 @@ def write_report(
         job_toml: The resolved job file, as text.
         versions: What ran, for example ``{"torch": "2.8.0"}``.
         path: Where to write; a file that is there is replaced.
+        plan: What was predicted before the run; None if nothing was.
 
     Raises:
         StoreUnavailable: The file cannot be written.
     """
-    write_page(render(view, job_toml, versions), path)
+    write_page(render(view, job_toml, versions, plan=plan), path)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -115,7 +122,13 @@ def write_page(page: str, path: Path) -> None:
         ) from error
 
 
-def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
+def render(
+    view: RunView,
+    job_toml: str,
+    versions: Mapping[str, str],
+    *,
+    plan: RunPlan | None = None,
+) -> str:
     """Return the page as text."""
     sites, ended = _listed_sites(view), [r.finished for r in view.rounds if r.finished]
     return (
@@ -140,6 +153,8 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             max_rows_in_strip=plots.MAX_ROWS_IN_STRIP,
             job_toml=job_toml,
             versions=versions,
+            plan_rows=run_plan.rows(plan, view),
+            prices_of="" if plan is None else plan.prices_of,
             stores=storage_use.shown(view),
             store_rows=storage_use.rows,
             store_total=storage_use.total(view.storage),
@@ -177,8 +192,29 @@ def environment() -> Environment:
         perplexity_of=_perplexity,
         accuracy_of=accuracy_of,
         last_of=_last,
+        planned=planned,
+        took=took,
     )
     return found
+
+
+def planned(row: PlanRow) -> str:
+    """A prediction as text; a range if it is one."""
+    if row.unit == "bytes":
+        low, high = row.predicted
+        return units.format_span((int(low), int(high)))
+    return _amount(row.unit, row.predicted[1])
+
+
+def took(row: PlanRow) -> str:
+    """What a run took as text."""
+    return _amount(row.unit, row.actual)
+
+
+def _amount(unit: str, value: float) -> str:
+    if unit == "seconds":
+        return units.format_duration(value)
+    return f"{value:,.4f}" if unit == "dollars" else f"{int(value):,}"
 
 
 def _privacy_tiles(view: RunView) -> Sequence[Tile]:

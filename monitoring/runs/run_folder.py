@@ -32,6 +32,7 @@ from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
+from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import COMPLETED, RunView
 
@@ -252,13 +253,15 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
 
     Raises:
         RunNotFound: There is no run in the folder, or its job file is missing.
+        CorruptObject: What was predicted of it is damaged.
         StoreUnavailable: The report cannot be written.
     """
     from monitoring.pages.report import write_report  # noqa: PLC0415 -- slow to import
 
     path = path or run.report
     view = run.view()
-    write_report(view, run.read_job(), _versions(), path)
+    plan = run_plan.read(run.path)
+    write_report(view, run.read_job(), _versions(), path, plan=plan)
     return path
 
 

@@ -1,5 +1,6 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from support.small_jobs import small_job
 
 from deploy.cli import job_check
-from deploy.fleet import plan, prices
+from deploy.fleet import forecast, measured, plan, prices, start_checks
 from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
 from deploy.wiring import parts
 from deploy.wiring.simulation import simulate
@@ -17,6 +18,7 @@ from federation.errors import JobError
 from federation.events import Event
 from federation.job.spec import JobSpec
 from federation.rounds import cost
+from monitoring.pages import plan_plot
 from monitoring.views.run_fold import fold
 
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
@@ -45,7 +47,7 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     traffic = SIZES(federation)
     assert traffic is not None
     view = view_of(job)
-    speeds = plan.measured_speeds(view, traffic)
+    speeds = measured.measured_speeds(view, traffic)
     for speed, machine in zip(speeds.sites, job.simulation.machines, strict=True):
         stated = pytest.approx(machine.examples_per_second, rel=0.01)
         assert speed.name == machine.site
@@ -62,7 +64,7 @@ def test_a_run_of_one_round_tells_no_speeds():
     traffic = SIZES(parts.build_federation(job))
     assert traffic is not None
     with pytest.raises(JobError, match="two rounds or more") as caught:
-        plan.measured_speeds(view_of(job), traffic)
+        measured.measured_speeds(view_of(job), traffic)
     assert caught.value.key == "--like"
 
 
@@ -81,7 +83,7 @@ def test_alternatives_are_predicted_as_jobs_of_their_own():
         "no evaluation until the end",
     }
     for one in others:
-        changed = plan._changed(job, one.changes)
+        changed = plan.changed(job, one.changes)
         alone = SIZES(parts.build_federation(changed))
         assert alone is not None
         assert one.traffic.of_run() == alone.of_run()
@@ -118,7 +120,7 @@ def test_prices_are_those_of_the_deployment():
     site = SiteMachine(name=name, dollars_per_hour=3600.0, dollars_per_gigabyte=1e9)
     file = DeploymentFile(name="x", job="j", sites=(site,))
     speeds = cost.machine_speeds(job.simulation.machines)
-    speeds = plan.with_prices(speeds, file, TABLE)
+    speeds = forecast.with_prices(speeds, file, TABLE, traffic=traffic)
     found = cost.of_run(traffic, speeds)
     _, up = traffic.of_run()
     assert found.dollars["machines"] == pytest.approx(found.seconds)
@@ -139,15 +141,23 @@ def test_machines_of_clouds_cost_what_the_table_says():
     known = cost.machine_speeds(job.simulation.machines)
     site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
     file = DeploymentFile(name="x", job="j", sites=(site,))
-    priced = plan.with_prices(known, file, TABLE)
+    priced = forecast.with_prices(known, file, TABLE, traffic=traffic)
     assert priced.sites[0].dollars_per_hour == 1.804
     assert priced.sites[0].dollars_per_gigabyte == 0.12
     assert priced.sites[1].dollars_per_hour == 0
     own = plan._predict("as it is", {}, traffic, priced)
-    (other,) = plan.markets(own, known, file, TABLE)
-    assert (other.name, other.cost) == (
-        "all on demand",
-        cost.of_run(traffic, plan.with_prices(known, file, TABLE, spot=False)),
+    ways = forecast.ways_to_rent(own, known, file, TABLE, forecast.PriceTerms())
+    found = {way.name: way for way in ways}
+    assert set(found) == {"all on demand", "aggregator in gcp us-central1"}
+    other = found["all on demand"]
+    terms = forecast.PriceTerms(spot=False)
+    demand = forecast.with_prices(known, file, TABLE, traffic=traffic, terms=terms)
+    assert other.cost == cost.of_run(traffic, demand)
+    # Beside the aggregator, what leaves the site only changes its zone.
+    near = found["aggregator in gcp us-central1"].cost
+    assert near is not None
+    assert near.dollars["traffic up"] == pytest.approx(
+        cost.of_run(traffic, priced).dollars["traffic up"] * 0.01 / 0.12
     )
     assert own.cost is not None
     assert other.cost is not None
@@ -158,7 +168,7 @@ def test_machines_of_clouds_cost_what_the_table_says():
     with pytest.raises(
         JobError, match=r"g5.xlarge of aws in 'mars-1' \(it has us-east"
     ):
-        plan.with_prices(known, file, TABLE)
+        forecast.with_prices(known, file, TABLE, traffic=traffic)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +192,102 @@ def test_slips_in_a_price_table_are_named(
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(JobError, match=message):
         prices.load(path, today=date(2026, 6, 20), warn=print)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "before", "dollars"),
+    [
+        (10.0, None, 0.09),  # Nobody knows the month: nothing is free.
+        (10.0, 0.0, 0.0),
+        (200.0, 0.0, 0.09 / 2),
+        (10.0, 95.0, 0.09 / 2),
+        (20_280.0, None, (10_140 * 0.09 + 10_140 * 0.085) / 20_280),
+        (100.0, 200_000.0, 0.05),
+        (0.0, None, 0.09),
+    ],
+)
+def test_traffic_goes_through_a_month_s_tiers(
+    gigabytes: float, before: float | None, dollars: float
+):
+    """As it would on a bill, on top of what has left before."""
+    found = TABLE.per_gigabyte("aws", gigabytes, before=before)
+    assert found == pytest.approx(dollars)
+
+
+def test_the_best_way_is_chosen():
+    """The fastest in a budget, the cheapest before a deadline; or what would do."""
+    job = virtual_job()
+    federation = parts.build_federation(job)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    speeds = replace(speeds, dollars_per_hour=3600.0)
+    ways = plan.alternatives(federation, speeds, SIZES)
+    totals = sorted((way.cost.total, way.cost.seconds) for way in ways if way.cost)
+    for budget, deadline in ((None, 1e9), (1e9, 1e9), (1e9, None)):
+        best = plan.choose(ways, budget=budget, deadline=deadline)
+        assert best is not None
+        assert best.cost is not None
+        assert (best.cost.total, best.cost.seconds) == totals[0]
+    least_dollars, least_seconds = totals[0]
+    assert plan.choose(ways, budget=0.9 * least_dollars, deadline=None) is None
+    cheapest, fewest = plan.least(ways, deadline=None)
+    assert cheapest is not None
+    assert cheapest.cost is not None
+    assert cheapest.cost.total == least_dollars
+    assert fewest == least_seconds
+    assert plan.least(ways, deadline=0.9 * least_seconds) == (None, least_seconds)
+
+
+def test_a_budget_does_not_depend_on_old_prices():
+    """Elsewhere they cause a warning."""
+    with pytest.raises(JobError, match="A budget must not depend on them"):
+        prices.load(None, today=date(2026, 9, 16), warn=print, is_decisive=True)
+
+
+def test_a_cloud_alone_is_a_job_of_its_sites():
+    """It has less data, which the table cannot show."""
+    job = virtual_job()
+    federation = parts.build_federation(job)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    here = SiteMachine(name="site-1")
+    there = cloud("aws", "us-east-1", "g5.xlarge")
+    file = DeploymentFile(name="x", job="j", sites=(there, here))
+    found = {w.name: w for w in plan.one_cloud_only(federation, speeds, file, SIZES)}
+    assert set(found) == {"sites of aws only", "sites of local only"}
+    (site,) = found["sites of aws only"].traffic.job.sites
+    assert site.name == "site-0"
+
+
+def test_few_secret_sites_are_told_what_a_leave_costs():
+    """More can spare one."""
+    for num_sites, is_told in ((3, True), (4, False)):
+        job = small_job(num_sites=num_sites, **SECURE)
+        assert bool([*start_checks.notices(job)]) == is_told
+    assert not [*start_checks.notices(small_job(num_sites=2))]
+
+
+def test_what_stays_in_a_bucket_costs_by_the_month():
+    """The model and the checkpoints that are kept; nothing on this machine."""
+    job = small_job(num_sites=2, storage={"url": "s3://bucket/runs"})
+    federation = parts.build_federation(job)
+    own = plan._predict("as it is", {}, SIZES(federation), None)
+    found = forecast.storage(own, TABLE)
+    model = 4 * federation.pool.layout.size
+    assert found == {
+        "bytes": 4 * model,
+        "dollars_per_month": pytest.approx(4 * model / 1e9 * 0.023),
+    }
+    here = plan._predict("here", {}, SIZES(parts.build_federation(small_job())), None)
+    assert forecast.storage(here, TABLE) is None
+
+
+def test_a_plan_is_drawn(tmp_path: Path):
+    """As SVG or PNG; another ending is refused."""
+    points = {"as it is": (10.0, 2.0), "half": (5.0, 3.0)}
+    for name, head in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
+        plan_plot.write(points, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    with pytest.raises(JobError, match=r"must end in .svg or .png"):
+        plan_plot.write(points, tmp_path / "p.jpg")
 
 
 def test_old_prices_are_told():

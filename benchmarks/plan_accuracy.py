@@ -1,0 +1,438 @@
+"""How close `crossfed plan` comes: five jobs, predicted and then run on this machine.
+
+    python benchmarks/plan_accuracy.py [--only secure] [--repeats 1] [--rounds 12]
+        [--calibration 4] [--no-ranking] [--rate-mbit 8] [--smoke]
+
+A local federation of four sites is brought up once, each in a network of its own if
+this user may make some. Then, for each job in turn: a short run of it, from which
+`plan --like` takes speeds; a probe, as `plan --probe`; and the run itself. Printed are
+seconds and payload bytes, predicted and actual, the bytes that the sites' interfaces
+counted, and dollars, which are also computed here from prices and measured units.
+
+Then the sites' lines are made narrow, and six ways of running one job are ranked, by
+prediction and by measurement.
+
+With --smoke nothing is brought up: one job is predicted and simulated.
+
+JSON lines on stdout, the machine first; a table on stderr.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import machine
+import tomli_w
+
+from cloud_adapters.compute import local_network
+from cloud_adapters.compute.pool import Line
+from deploy.aggregator_host import run_queue
+from deploy.cli import job_check
+from deploy.fleet import deployment_file, forecast, measured, probe
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.plan import changed
+from deploy.wiring.simulation import simulate
+from federation.clock import SystemClock
+from federation.events import Event
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.rounds import cost
+from federation.rounds.cost import Speeds
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views import run_plan
+from monitoring.views.run_fold import fold
+from monitoring.views.run_view import RunView
+
+Row = dict[str, Any]
+
+SITES = ("a", "b", "c", "d")
+PER_HOUR, PER_GIGABYTE = 36.0, 90.0
+CROSSFED = (sys.executable, "-m", "crossfed")  # The package is installed.
+CLOCK = SystemClock()
+SIZES = partial(job_check.sizes_of, clock=CLOCK)
+MODEL = """
+from torch import nn
+
+
+def wide():
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
+        nn.Linear(512, 10),
+    )
+"""
+POLICY = {
+    "privacy": "none",
+    "secure_aggregation": False,
+    "min_group": 1,
+    "max_epsilon": 1000.0,
+    "total_epsilon": 1e6,
+    "functions": ["./model.py:wide", "clients.models:*", "clients.data:*"],
+}
+RECORD = {
+    "unit": "record",
+    "target_epsilon": 8.0,
+    "clip_norm": 0.5,
+}
+SECURE = {"enabled": True, "clip_norm": 4.0, "max_examples": 1500}
+
+
+def job_of(name: str, rounds: int, num_sites: int, **tables: Any) -> JobSpec:
+    """A job on handwritten digits."""
+    document = {
+        "name": name,
+        "seed": 7,
+        "rounds": rounds,
+        "model": {"factory": "clients.models:digits_cnn"},
+        "data": {"source": "clients.data:digits"},
+        "training": {
+            "local_steps": 20,
+            "batch_size": 32,
+            "optimizer": {"name": "adamw", "lr": 2e-3},
+        },
+        "sites": [{"name": site} for site in SITES[:num_sites]],
+        **tables,
+    }
+    return job_file.parse(document)
+
+
+def jobs(rounds: int) -> Iterator[JobSpec]:
+    """The five."""
+    yield job_of("plain", rounds, 2)
+    yield job_of("secure", rounds, 3, privacy={"secure_aggregation": SECURE})
+    yield job_of(
+        "record",
+        rounds,
+        2,
+        privacy={"differential_privacy": RECORD},
+        aggregation={"weights": "uniform"},
+        training={
+            "local_steps": 4,
+            "batch_size": 64,
+            "optimizer": {"name": "sgd", "lr": 0.5},
+        },
+        evaluation={"every": 0},
+    )
+    yield job_of("large", rounds, 2, model={"factory": "./model.py:wide"})
+    yield job_of("many", rounds, 4)
+
+
+# Six ways of running one job, by the keys that they change.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "as it is": {},
+    "updates in bf16": {"communication.codec.name": "bf16"},
+    "16 bits both ways": {
+        "communication.codec.name": "bf16",
+        "communication.down_codec.name": "bf16",
+    },
+    "half the rounds": {"rounds": 3, "training.local_steps": 40},
+    "half the rounds, 16 bits": {
+        "rounds": 3,
+        "training.local_steps": 40,
+        "communication.codec.name": "bf16",
+        "communication.down_codec.name": "bf16",
+    },
+    "twice the steps": {"training.local_steps": 40},
+}
+
+
+@dataclass
+class Local:
+    """A deployment that is up."""
+
+    folder: Path
+    rate_mbit: float = 0.0
+    jobs: list[str] = field(default_factory=list)
+
+    @property
+    def aggregator(self) -> Path:
+        """Its folder."""
+        return self.folder / "deployments" / "bench" / "aggregator"
+
+    def file(self, job: JobSpec) -> Path:
+        """Write the deployment file of a job with the sites that it has."""
+        machine_table: dict[str, Any] = {}
+        line = Line(rate_mbit=self.rate_mbit, delay_ms=0.0)
+        if not local_network.refusal(line):
+            machine_table = {
+                "machine": {
+                    "isolation": "namespace",
+                    "line": {"rate_mbit": self.rate_mbit},
+                }
+            }
+        sites = [
+            {
+                "name": site.name,
+                "dollars_per_hour": PER_HOUR,
+                "dollars_per_gigabyte": PER_GIGABYTE,
+                "policy": POLICY,
+                **machine_table,
+            }
+            for site in job.sites
+        ]
+        (self.folder / "model.py").write_text(MODEL)
+        job_path = self.folder / f"{job.name}.toml"
+        job_path.write_text(tomli_w.dumps(job_file.document(job)))
+        path = self.folder / f"{job.name}-{len(sites)}.fed.toml"
+        table = {"name": "bench", "job": job_path.name, "sites": sites}
+        path.write_text(tomli_w.dumps(table))
+        return path
+
+    def plan(self, job: JobSpec) -> DeploymentPlan:
+        """The same, read."""
+        return deployment_file.load(self.file(job))
+
+    def call(self, *words: str) -> str:
+        """Run a command of crossfed."""
+        done = subprocess.run(
+            [*CROSSFED, *words], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            sys.exit(f"{' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def up(self) -> None:
+        """Start everything, with a job of all sites and one round."""
+        self.call("up", str(self.file(job_of("start", 2, len(SITES)))))
+
+    def down(self) -> None:
+        """End everything."""
+        self.call("down", str(self.file(job_of("start", 2, len(SITES)))))
+
+    def run(self, job: JobSpec, **settings: int) -> RunFolder:
+        """Run a job to its end."""
+        path = self.folder / f"{job.name}.toml"
+        path.write_text(tomli_w.dumps(job_file.document(job)))
+        words = ["run", str(path), "--json"]
+        words += ["--aggregator", str(self.aggregator / "aggregator.toml")]
+        for key, value in settings.items():
+            words += ["--set", f"{key}={value}"]
+        result = json.loads(self.call(*words))
+        return RunFolder(self.aggregator / "runs" / job.name / result["run_id"])
+
+    def interface_bytes(self, job: JobSpec) -> int | None:
+        """What interfaces of a job's sites have counted; None without networks."""
+        nodes = self.aggregator.parent / "nodes"
+        found = []
+        for place in (p for s in job.sites for p in nodes.glob(f"site-{s.name}-*")):
+            link = Path("/sys/class/net") / local_network.device_name(place)
+            if link.exists():
+                counters = [link / "statistics" / f"{w}_bytes" for w in ("rx", "tx")]
+                found.append(sum(int(path.read_text()) for path in counters))
+        return sum(found) if found else None
+
+
+def submitted(run: RunFolder) -> float:
+    """When a run was submitted."""
+    handed = run_queue.read(run)
+    assert handed is not None
+    return handed.request.at
+
+
+def like(plan: DeploymentPlan, run: RunFolder) -> Speeds:
+    """Speeds as `plan --like` takes them."""
+    own = job_file.loads(run.read_job())
+    traffic = SIZES(forecast.federation_of(plan, own))
+    assert traffic is not None
+    return measured.measured_speeds(
+        run.view(),
+        traffic,
+        submitted=submitted(run),
+        lines=measured.stated_lines(plan.file),
+    )
+
+
+def predicted(
+    plan: DeploymentPlan, job: JobSpec, speeds: Speeds, at: float
+) -> run_plan.RunPlan:
+    """The prediction of a run that is submitted at a time."""
+    found = forecast.forecast(
+        plan, job, sizes_of=SIZES, speeds=speeds, clock=CLOCK, warn=print
+    )
+    kept = forecast.run_plan(found, submitted=at)
+    assert kept is not None
+    return kept
+
+
+def compare(plan: run_plan.RunPlan, view: RunView) -> Row:
+    """Totals of a prediction and of the run; dollars are computed here once more."""
+    totals = {
+        f"{row.unit} {row.what}": row
+        for row in run_plan.rows(plan, view)
+        if row.is_total
+    }
+    seconds, dollars = totals["seconds all"], totals["dollars all"]
+    sites = len(view.started.sites)
+    units = seconds.actual / 3600 * sites * PER_HOUR
+    units += view.bytes_up / 1e9 * PER_GIGABYTE
+    payload = [totals[f"bytes {way}, all"] for way in ("down", "up")]
+    return {
+        "seconds": [round(seconds.predicted[1], 2), round(seconds.actual, 2)],
+        "seconds_error": round(seconds.error or 0.0, 3),
+        "payload_bytes": [
+            [int(sum(row.predicted[end] for row in payload)) for end in (0, 1)],
+            int(sum(row.actual for row in payload)),
+        ],
+        "payload_exact": all(row.error == 0 for row in payload),
+        "dollars": [round(dollars.predicted[1], 4), round(dollars.actual, 4)],
+        "dollars_from_units": round(units, 4),
+        "to_the_cent": abs(units - dollars.actual) < 0.005,
+    }
+
+
+def interleaved(plan: DeploymentPlan, job: JobSpec, view: RunView) -> list[float]:
+    """Seconds of a run's even rounds, predicted from its odd ones, and as they were.
+
+    Both see the same load, which short runs before and after do not.
+    """
+    traffic = SIZES(forecast.federation_of(plan, job))
+    assert traffic is not None
+    odd = replace(view, rounds=tuple(row for row in view.rounds if row.index % 2))
+    lines = measured.stated_lines(plan.file)
+    speeds = measured.measured_speeds(odd, traffic, lines=lines)
+    even = [row for row in view.rounds if row.index % 2 == 0]
+    expected = sum(cost.round_seconds(traffic, row.index, speeds) for row in even)
+    actual = sum(map(run_plan.round_length, even))
+    return [round(expected, 2), round(actual, 2), round(expected / actual - 1, 3)]
+
+
+def measure(local: Local, job: JobSpec, calibration: int) -> Row:
+    """Run a job between two short runs of it, and predict it in two ways.
+
+    The load of the machine changes: `plan --like` predicts from either short run, and
+    the mean of both counts.
+    """
+    plan = local.plan(job)
+    speeds = [like(plan, local.run(job, rounds=calibration))]
+    probed = probe.probe(plan, job, SIZES).speeds
+    before = local.interface_bytes(job)
+    run = local.run(job)
+    after = local.interface_bytes(job)
+    speeds.append(like(plan, local.run(job, rounds=calibration)))
+    view, at = run.view(), submitted(run)
+    rows = [compare(predicted(plan, job, each, at), view) for each in (*speeds, probed)]
+    actual = rows[0]["seconds"][1]
+    by_like = statistics.mean(row["seconds"][0] for row in rows[:2])
+    found: Row = {
+        "job": job.name,
+        "rounds": job.rounds,
+        "load": round(os.getloadavg()[0], 1),
+        **rows[0],
+        "seconds": [round(by_like, 2), actual],
+        "seconds_error": round(by_like / actual - 1, 3),
+        "dollars": [
+            round(statistics.mean(row["dollars"][0] for row in rows[:2]), 4),
+            rows[0]["dollars"][1],
+        ],
+        "of_each_short_run": [row["seconds"][0] for row in rows[:2]],
+        "even_rounds_from_odd": interleaved(plan, job, view),
+        "probe_seconds": rows[2]["seconds"][0],
+        "probe_error": rows[2]["seconds_error"],
+    }
+    if before is not None and after is not None:
+        expected = cost.on_interface(
+            rows[0]["payload_bytes"][1], actual, len(job.sites)
+        )
+        found["interface_bytes"] = [round(expected), after - before]
+        found["interface_error"] = round(expected / (after - before) - 1, 4)
+    return found
+
+
+def rank(local: Local, rounds: int) -> Iterator[Row]:
+    """Rank ways of running a job, by prediction from one short run and by measuring."""
+    job = replace(
+        job_of("ways", 6, 2, model={"factory": "./model.py:wide"}), rounds=rounds
+    )
+    plan = local.plan(job)
+    speeds = like(plan, local.run(job, rounds=3))
+    found: dict[str, Row] = {}
+    for name, changes in WAYS.items():
+        way = changed(job, changes)
+        run = local.run(way)
+        found[name] = compare(predicted(plan, way, speeds, submitted(run)), run.view())
+        yield {"way": name, "load": round(os.getloadavg()[0], 1), **found[name]}
+    for unit in ("seconds", "dollars"):
+        both = {name: row[unit] for name, row in found.items()}
+        orders = [sorted(both, key=lambda name: both[name][side]) for side in (0, 1)]
+        pairs = [
+            (one[0] < other[0]) == (one[1] < other[1])
+            for one, other in itertools.combinations(both.values(), 2)
+        ]
+        yield {
+            "ranked_by": unit,
+            "predicted": orders[0],
+            "measured": orders[1],
+            "pairs_in_order": f"{sum(pairs)} of {len(pairs)}",
+        }
+
+
+def smoke() -> Iterator[Row]:
+    """Predict a simulation from a shorter one, with the same functions."""
+    job = job_of("smoke", 3, 2)
+    views = []
+    for rounds in (2, 3):
+        seen: list[Event] = []
+        begin = CLOCK.now()
+        simulate(replace(job, rounds=rounds), listeners=[seen.append])
+        views.append((begin, fold(seen)))
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Local(Path(folder)).plan(job)
+        traffic = SIZES(forecast.federation_of(plan, replace(job, rounds=2)))
+        assert traffic is not None
+        (began, short), (at, view) = views
+        speeds = measured.measured_speeds(short, traffic, submitted=began)
+        yield {"job": "smoke", **compare(predicted(plan, job, speeds, at), view)}
+
+
+def measures(args: argparse.Namespace) -> Iterator[Row]:
+    """Everything that was asked for."""
+    if args.smoke:
+        yield from smoke()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        local = Local(Path(name))
+        os.chdir(name)  # The model's file is found from there.
+        try:
+            local.up()
+            for _ in range(args.repeats):
+                for job in jobs(args.rounds):
+                    if args.only in {"", job.name}:
+                        yield measure(local, job, args.calibration)
+            if not args.no_ranking and args.only in {"", "ways"}:
+                local.rate_mbit = args.rate_mbit
+                local.up()  # It replaces the sites.
+                yield from rank(local, 6)
+        finally:
+            local.down()
+            os.chdir("/")
+
+
+def main() -> None:
+    """Measure, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--calibration", type=int, default=4)
+    parser.add_argument("--rate-mbit", type=float, default=20.0)
+    parser.add_argument("--no-ranking", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    print(json.dumps(machine.facts("plan_accuracy", rounds=args.rounds)), flush=True)
+    for row in measures(args):
+        print(json.dumps(row), flush=True)
+        shown = {k: v for k, v in row.items() if k != "payload_bytes"}
+        print("  ".join(f"{k} {v}" for k, v in shown.items()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

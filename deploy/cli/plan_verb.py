@@ -1,0 +1,246 @@
+"""The verb ``plan``: what a deployment's run will send, take and cost."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from deploy.cli.terminal import say, say_json, say_table, tell
+from deploy.exit_codes import DONE, FAILED
+from federation.errors import FederationError, JobError
+
+if TYPE_CHECKING:
+    from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.forecast import RunForecast
+    from deploy.fleet.plan import Alternative, SizesOf
+    from deploy.fleet.prices import Prices
+    from federation.job.spec import JobSpec
+    from federation.rounds.cost import Speeds
+    from monitoring.runs.run_folder import RunFolder
+
+_HOUR = 3600.0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import (  # noqa: PLC0415
+        deployment_file,
+        forecast,
+        offers,
+        plan as planning,
+        start_checks,
+    )
+
+    wanted = deployment_file.load(options.deployment)
+    if options.refresh_prices:
+        return _refresh(options, wanted)
+    job = deployment_file.load_job(wanted)
+    wanted = offers.with_types(
+        wanted, clock=options.clock, tell=tell, prices=options.prices
+    )
+    sizes_of = partial(job_check.sizes_of, clock=options.clock)
+    known = _speeds(options, wanted, job, sizes_of)
+    terms = forecast.PriceTerms(gigabytes_before=options.month_gb)
+    found = forecast.forecast(
+        wanted,
+        job,
+        sizes_of=sizes_of,
+        speeds=known,
+        clock=options.clock,
+        warn=tell,
+        prices=options.prices,
+        terms=terms,
+        is_decisive=options.budget is not None,
+    )
+    ways = [*planning.alternatives(found.federation, found.speeds, sizes_of)]
+    ways += planning.one_cloud_only(
+        found.federation, found.speeds, wanted.file, sizes_of
+    )
+    if known is not None and found.prices is not None:
+        ways += forecast.ways_to_rent(ways[0], known, wanted.file, found.prices, terms)
+    if options.plot:
+        from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
+
+        plan_plot.write(_points(ways), options.plot)
+    for notice in start_checks.notices(job):
+        tell(notice)
+    if options.json:
+        say_json([planning.document(one) for one in ways])
+    else:
+        _show(wanted, ways, found)
+    return _chosen(options, ways)
+
+
+def _show(
+    wanted: "DeploymentPlan", ways: "Sequence[Alternative]", found: "RunForecast"
+) -> None:
+    """Print the job's own prediction, and all ways side by side."""
+    from deploy.fleet import forecast, plan as planning  # noqa: PLC0415
+
+    for line in planning.lines(wanted.file.name, ways, found.speeds):
+        say(line)
+    if found.prices is not None and forecast.has_clouds(wanted.file):
+        hours = forecast.gpu_hours(ways[0], wanted.file, found.prices)
+        say(f"GPU-hours: {hours:,.2f}; prices of {found.prices.as_of}")
+    for line in _kept(ways[0], found.prices):
+        say(line)
+    names, rows = planning.table(ways)
+    say_table(names, rows)
+
+
+def _kept(own: "Alternative", prices: "Prices | None") -> "Iterator[str]":
+    """Say what the run leaves in a bucket."""
+    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
+    from monitoring.units import format_bytes  # noqa: PLC0415
+
+    kept = None if prices is None else forecast.storage(own, prices)
+    if kept is not None:
+        month = kept.get("dollars_per_month")
+        price = "an unknown price" if month is None else f"{month:,.4f} dollars"
+        size = format_bytes(kept["bytes"])
+        yield f"in the bucket afterwards: at least {size}, {price} a month"
+
+
+def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:
+    """Write a new price table, from those of AWS and the old one."""
+    from cloud_adapters.extras import naming_extras  # noqa: PLC0415 -- --help
+    from deploy.fleet import prices, refresh  # noqa: PLC0415 -- keeps `--help` fast
+
+    with naming_extras():
+        from cloud_adapters.compute import aws_prices  # noqa: PLC0415 -- extra aws
+    today = prices.day_of(options.clock.now())
+    old = prices.load(options.prices, today=today, warn=lambda _: None)
+    found = refresh.refreshed(old, wanted.file, aws_prices.connect(), today=today)
+    refresh.write(found, options.refresh_prices)
+    tell("only prices of AWS were asked for: those of other clouds keep their day")
+    say(str(options.refresh_prices))
+    return DONE
+
+
+def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]":
+    """Seconds and dollars of each way.
+
+    Raises:
+        JobError: Nothing is known of them.
+    """
+    found = {w.name: (w.cost.seconds, w.cost.total) for w in ways if w.cost is not None}
+    if not found:
+        raise JobError("time and cost need speeds: see --probe", key="--plot")
+    return found
+
+
+def _chosen(options: argparse.Namespace, ways: "Sequence[Alternative]") -> int:
+    """Name the best way in a budget or before a deadline, if one is asked for."""
+    from deploy.fleet import plan as planning  # noqa: PLC0415 -- imports torch
+    from monitoring.units import format_duration  # noqa: PLC0415
+
+    if options.budget is None and options.deadline is None:
+        return DONE
+    _points(ways)  # Refuses ways of unknown cost.
+    deadline = None if options.deadline is None else options.deadline * _HOUR
+    best = planning.choose(ways, budget=options.budget, deadline=deadline)
+    if best is not None and best.cost is not None:
+        took = format_duration(best.cost.seconds)
+        tell(f"best: {best.name}: {took}, {best.cost.total:,.4f} dollars")
+        return DONE
+    cheapest, fewest = planning.least(ways, deadline=deadline)
+    if cheapest is not None and cheapest.cost is not None:
+        tell(
+            f"nothing fits: the smallest budget that can be met is "
+            f"{cheapest.cost.total:,.4f} dollars ({cheapest.name})"
+        )
+    else:
+        tell(
+            f"nothing fits: the shortest time is {format_duration(fewest or 0.0)}, "
+            "whatever it costs"
+        )
+    return FAILED
+
+
+def _speeds(
+    options: argparse.Namespace,
+    wanted: "DeploymentPlan",
+    job: "JobSpec",
+    sizes_of: "SizesOf",
+) -> "Speeds | None":
+    """Speeds that are stated, measured now or by an earlier run; None if none are."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
+    from deploy.fleet import forecast, measured  # noqa: PLC0415 -- imports torch
+    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.runs.find import find_run  # noqa: PLC0415
+
+    if sum(map(bool, (options.speeds, options.like, options.probe))) > 1:
+        raise JobError("give one of --speeds, --like and --probe", key="--speeds")
+    if options.probe:
+        return _probed(wanted, job, sizes_of)
+    if options.speeds:
+        return forecast.load_speeds(options.speeds)
+    if options.like is None:
+        kept = wanted.folder / forecast.SPEEDS
+        return forecast.load_speeds(kept) if kept.exists() else None
+    run = find_run(options.like, wanted.folder / "aggregator" / "runs")
+    own = job_file.loads(run.read_job())  # It may have had other steps.
+    traffic = sizes_of(forecast.federation_of(wanted, own))
+    if traffic is None:
+        return None
+    handed = run_queue.read(run)
+    submitted = None if handed is None else handed.request.at
+    return measured.measured_speeds(
+        run.view(),
+        traffic,
+        submitted=submitted,
+        lines=measured.stated_lines(wanted.file),
+    )
+
+
+def _probed(wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf") -> "Speeds":
+    """Measure speeds here, and leave them in the deployment's folder."""
+    from deploy.fleet import probe  # noqa: PLC0415 -- imports torch
+
+    found = probe.probe(wanted, job, sizes_of)
+    path = probe.write(found, wanted)
+    if found.run is None:
+        tell(
+            "no run of this deployment has shown how long its programs take to start "
+            "and its messages to travel: the prediction does not include that"
+        )
+    tell(f"speeds are in {path}: crossfed plan and crossfed up use them")
+    return found.speeds
+
+
+def keep_plan(
+    options: argparse.Namespace,
+    wanted: "DeploymentPlan",
+    job: "JobSpec",
+    run: "RunFolder",
+) -> None:
+    """Keep the prediction of a run beside it, for its report."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
+    from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
+    from monitoring.views import run_plan  # noqa: PLC0415
+
+    handed = run_queue.read(run)
+    if handed is None or handed.outcome or (run.path / run_plan.NAME).exists():
+        return
+    path = options.speeds or wanted.folder / forecast.SPEEDS
+    try:
+        speeds = None
+        if options.speeds or path.exists():
+            speeds = forecast.load_speeds(path)
+        found = forecast.forecast(
+            wanted,
+            job,
+            sizes_of=partial(job_check.sizes_of, clock=options.clock),
+            speeds=speeds,
+            clock=options.clock,
+            warn=tell,
+        )
+        plan = forecast.run_plan(found, submitted=handed.request.at)
+        if plan is not None:
+            run_plan.write(plan, run.path)
+    except FederationError as error:
+        tell(f"the report will show no prediction: {error}")
+
+
+VERBS = {"plan": _plan}

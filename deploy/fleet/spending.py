@@ -1,0 +1,149 @@
+"""What a deployment's machines have cost, as far as one who watches them knows.
+
+``spending.json`` in the deployment's folder adds up all machines that it ever had, also
+those that their service no longer lists. Traffic and disks are not in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cloud_adapters.compute.pool import Market, Node
+from deploy.fleet import prices
+from deploy.fleet.deployment_file import LOCAL, DeploymentFile
+from deploy.fleet.prices import Prices
+from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
+from federation import durable_json
+from federation.errors import JobError
+
+_RECORD = "spending.json"
+_HOUR = 3600.0
+_DAMAGED = "restore it; if you delete it, max_dollars counts from now on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCost:
+    """One machine.
+
+    Attributes:
+        id: How its service knows it.
+        role: What it did.
+        dollars_per_hour: Its price.
+        seconds: How long it has been paid for, when it was last seen.
+    """
+
+    id: str
+    role: str
+    dollars_per_hour: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """All machines of a deployment, those that have ended among them."""
+
+    machines: tuple[MachineCost, ...] = ()
+
+    @property
+    def dollars(self) -> float:
+        """What they have cost together."""
+        return sum(
+            each.dollars_per_hour * each.seconds / _HOUR for each in self.machines
+        )
+
+
+def observed(
+    spending: Spending, nodes: Sequence[Node], hourly: Mapping[str, float], now: float
+) -> Spending:
+    """Add what is seen now; a machine that is no longer listed keeps its last cost.
+
+    Args:
+        spending: So far.
+        nodes: All nodes of the deployment that their services list.
+        hourly: Dollars per hour, by role.
+        now: Seconds since 1970.
+    """
+    known = {each.id: each for each in spending.machines}
+    for node in nodes:
+        role = node.labels.get(ROLE, "")
+        seconds, before = node.seconds(now), known.get(node.id)
+        if before is None:
+            known[node.id] = MachineCost(
+                id=node.id,
+                role=role,
+                dollars_per_hour=hourly.get(role, 0.0),
+                seconds=seconds,
+            )
+        # The end of a machine that is gone may not be known.
+        elif node.ended is not None or not _is_gone(node):
+            known[node.id] = replace(before, seconds=seconds)
+    return Spending(machines=tuple(known.values()))
+
+
+def _is_gone(node: Node) -> bool:
+    return node.state.value == "gone"
+
+
+def _hourly(file: DeploymentFile, table: Prices | None) -> Mapping[str, float]:
+    """Dollars of an hour of each role's machine: stated, or of the table."""
+    found = {AGGREGATOR: file.aggregator.dollars_per_hour}
+    for site in file.sites:
+        hourly = site.dollars_per_hour
+        if hourly is None and table is not None and site.provider != LOCAL:
+            machine = site.machine
+            hourly = table.hourly(
+                site.provider,
+                machine.region,
+                machine.type,
+                spot=machine.market == Market.SPOT.value,
+            )
+        found[f"{SITE_PREFIX}{site.name}"] = hourly or 0.0
+    return found
+
+
+def budget_prices(file: DeploymentFile, *, now: float) -> Mapping[str, float]:
+    """Find the prices of a deployment, which a budget makes necessary.
+
+    Args:
+        file: The deployment.
+        now: Seconds since 1970.
+
+    Returns:
+        Dollars of an hour, by role; empty if there is no budget.
+
+    Raises:
+        JobError: There is a budget, and the table is older than 90 days or lacks a
+            price.
+    """
+    if file.max_dollars is None:
+        return {}
+    if all(s.provider == LOCAL or s.dollars_per_hour is not None for s in file.sites):
+        return _hourly(file, None)
+    return _hourly(file, prices.load(None, today=prices.day_of(now), warn=_refuse))
+
+
+def _refuse(message: str) -> None:
+    raise JobError(
+        f"a budget needs new prices, but {message}; or state dollars_per_hour of every "
+        "site",
+        key="max_dollars",
+    )
+
+
+def read(folder: Path) -> Spending:
+    """Read what a deployment has cost so far.
+
+    Raises:
+        CorruptObject: The record is damaged.
+    """
+    found = durable_json.read(folder / _RECORD, Spending, advice=_DAMAGED)
+    return Spending() if found is None else found
+
+
+def write(folder: Path, spending: Spending) -> None:
+    """Write it down.
+
+    Raises:
+        StoreUnavailable: The folder cannot be written.
+    """
+    durable_json.write(folder / _RECORD, spending)
