@@ -4,25 +4,18 @@ Every step looks at what is there, does what is missing and can be done again: a
 that was killed is given once more.
 """
 
-import hashlib
 import http.client
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 
-from cloud_adapters.compute.pool import (
-    Node,
-    NodeSpec,
-    NodeState,
-    all_gone,
-    wait_for,
-)
-from cloud_adapters.net.ports import LOOPBACK, free_port
+from cloud_adapters.compute.pool import Line, NodeSpec, NodeState
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host import (
@@ -33,16 +26,18 @@ from deploy.aggregator_host import (
 )
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.aggregator_host.parties import Parties, check, check_job
+from deploy.aggregator_host.parties import Parties, check
 from deploy.exit_codes import DONE
-from deploy.fleet import reconcile
+from deploy.fleet import cloud_sites, reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import LOCAL, SiteMachine
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX, NodeRole
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX
+from deploy.fleet.roles import NodeRequest, Tell, fill
+from deploy.fleet.start_checks import check_aggregator_kept, check_moved
 from deploy.site_host import enrol, enrolment_roster
 from federation import durable_files
 from federation.addresses import parse_address
-from federation.errors import ComputeError, JobError
+from federation.errors import ComputeError
 from federation.ids import new_run_id
 from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
@@ -51,55 +46,68 @@ from privacy import own_folder
 from privacy.keystream import RandomBytes
 from privacy.membership.token import Token
 from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import read_private, replace_private
 
 _AGGREGATOR_TOML, _SITE_TOML = "aggregator.toml", "site.toml"
 _TOKEN = "token"  # noqa: S105 -- the name of a file
-_HEALTH_SECONDS, _END_SECONDS = 60.0, 90.0
+_HEALTH_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
 _OK = 200
 _SHOWN_LOG = 2000
-_SETTINGS_DIGITS = 16
 _WRITTEN = "# Written by crossfed up from the deployment file: change that one."
-
-Tell = Callable[[str], None]
 
 
 def bring_up(
-    deployment: Deployment, job: JobSpec, *, random_bytes: RandomBytes, tell: Tell
+    deployment: Deployment,
+    job: JobSpec,
+    *,
+    random_bytes: RandomBytes,
+    tell: Tell,
+    accept: str = "",
 ) -> RunFolder | None:
     """Start every node of a deployment that does not run, and hand its job over.
 
     Args:
         deployment: What is wanted, and what is known of it.
-        job: Its job.
+        job: Its job, which ``start_checks.check_before`` has passed.
         random_bytes: ``os.urandom``.
         tell: Called with a word about every step.
+        accept: Digits of the digest of a roster with sites of other operators, which
+            machines of clouds may trust; a person has compared it.
 
     Returns:
         The run, which may have ended; None if sites of the job have yet to enrol.
 
     Raises:
-        JobError: The job cannot be run so, or names other sites.
-        ComputeError: A node could not be launched, or is another folder's.
+        JobError: The job cannot be run so.
+        CorruptObject: The aggregator is lost that sites have enrolled with.
+        ComputeError: A node could not be launched, is another folder's, or has not
+            enrolled in time.
+        RosterRefused: The aggregator's roster names keys that no site has shown.
         EnrolmentRefused: A site could not be enrolled.
     """
-    _check_sites(deployment, job)
     for pool in deployment.pools.values():
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
+    check_moved(deployment)
     _end_unwanted(deployment, tell)
     config = _aggregator(deployment, random_bytes, tell)
-    for site in deployment.plan.file.sites:
+    sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]
+    for site in sites:
         _enrol(deployment, config, site, random_bytes, tell)
-    for site in deployment.plan.file.sites:
-        _accept_roster(deployment.site(site.name), deployment)
-    for site in deployment.plan.file.sites:
-        path = deployment.site(site.name) / _SITE_TOML
-        words = ("site", "up", "--config", str(path))
-        name = f"{SITE_PREFIX}{site.name}"
-        request = _NodeRequest(name, site.provider, words, path.read_bytes())
-        _fill(deployment, request, tell)
+    signed = cloud_sites.bring_up(
+        deployment,
+        config,
+        _address(deployment, config),
+        accept=accept,
+        random_bytes=random_bytes,
+        tell=tell,
+    )
+    for site in sites:
+        _accept_roster(deployment, site, Parties.load(config.folder).roster, signed)
+    for site in sites:
+        fill(deployment, _site_request(deployment, site), tell)
     return _hand_over(deployment, config, job, random_bytes, tell)
 
 
@@ -122,42 +130,20 @@ def _end_unwanted(deployment: Deployment, tell: Tell) -> None:
             pool.terminate(ids)
 
 
-def _check_sites(deployment: Deployment, job: JobSpec) -> None:
-    """Refuse what no deployment can do, before anything is started."""
-    known = {site.name for site in job.sites}
-    path = deployment.plan.path
-    for index, site in enumerate(deployment.plan.file.sites):
-        if site.name not in known:
-            raise JobError(
-                f"{path}: {site.name!r} is no site of {deployment.plan.job}, which has "
-                f"{', '.join(sorted(known))}",
-                key=f"sites[{index}].name",
-            )
-        if site.provider != LOCAL:
-            raise JobError(
-                f"{path}: a machine of {site.provider} cannot enrol by itself yet, so "
-                "nothing was started: start it yourself and enrol it "
-                "(docs/howto/enrol-a-site.md), and remove this table or set "
-                f"provider to {LOCAL!r}",
-                key=f"sites[{index}].provider",
-            )
-    try:
-        check_job(job)
-    except JobError as error:
-        raise JobError(f"{deployment.plan.job}: {error}") from None
-
-
 def _aggregator(
     deployment: Deployment, random_bytes: RandomBytes, tell: Tell
 ) -> AggregatorConfig:
     """Have an aggregator work, and return its configuration."""
     path = deployment.aggregator / _AGGREGATOR_TOML
     machine = deployment.plan.file.aggregator
+    check_aggregator_kept(deployment)
+    meeting = deployment.host()
     if path.exists():
         address = machine.address or aggregator_file.load(path).address
     else:
-        address = machine.address or f"{LOOPBACK}:{free_port()}"
+        address = machine.address or f"{meeting}:{free_port(meeting)}"
     host, _ = parse_address(address, key="aggregator.address")
+    deployment.check_host(host)
     if not path.exists():
         # A folder that is not whole has no keys that anybody trusts yet.
         draft = deployment.aggregator.with_name("aggregator.new")
@@ -182,68 +168,44 @@ def _aggregator(
             "hosts": [host],
             "connect_seconds": machine.connect_seconds,
             **deployment.plan.exchange,
+            **deployment.plan.platforms,
         },
     )
     config = aggregator_file.load(path)
     words = ("aggregator", "up", "--config", str(path))
-    request = _NodeRequest(AGGREGATOR, machine.provider, words, path.read_bytes())
-    _fill(deployment, request, tell)
+    spec = _program(deployment, AGGREGATOR, words)
+    fill(deployment, NodeRequest(machine.provider, spec, path.read_bytes()), tell)
     _await_health(deployment, config, tell)
     return config
 
 
-class _NodeRequest(NamedTuple):
-    """A node to have: its role, who runs it, its command, what that reads."""
-
-    role: str
-    provider: str
-    words: Sequence[str]
-    settings: bytes
-
-
-def _fill(deployment: Deployment, request: _NodeRequest, tell: Tell) -> Node:
-    """Have one node fill a role, with the settings of now."""
-    pool, name = deployment.pools[request.provider], deployment.name
-    role_name, words = request.role, request.words
-    max_seconds = 3600.0 * deployment.plan.file.max_hours
-    settings = request.settings + str(max_seconds).encode()
-    digest = hashlib.sha256(settings).hexdigest()[:_SETTINGS_DIGITS]
-    role = NodeRole(name=role_name, settings=digest)
-    found = pool.nodes({DEPLOYMENT: name})
-    decision = reconcile.decide(role, found, deployment.launched(role_name))
-    if decision.end:
-        tell(f"{role_name}: its settings have changed; the node that runs is replaced")
-        ids = {node.id for node in decision.end}
-        pool.terminate(ids)
-        wait_for(
-            pool,
-            {DEPLOYMENT: name},
-            lambda nodes: all_gone([node for node in nodes if node.id in ids]),
-            what=f"the replaced node of {role_name} ended",
-            seconds=_END_SECONDS,
-            clock=deployment.clock,
-        )
-    if decision.node is not None:
-        return decision.node
-    number = decision.number
+def _program(
+    deployment: Deployment, role: str, words: Sequence[str], line: Line | None = None
+) -> NodeSpec:
+    """A node of this host that runs a command of ours."""
     named_in = (deployment.plan.job, deployment.plan.path.resolve())
     folders = dict.fromkeys(str(file.parent) for file in named_in)
-    while True:
-        deployment.note_launch(role_name, number)
-        spec = NodeSpec(
-            name=role_name,
-            command=[sys.executable, "-m", "crossfed", *words],
-            # A user's own files are found from the files that name them.
-            environment={code_files.FOLDERS: os.pathsep.join(folders)},
-            labels=reconcile.labels(name, deployment.owner, role, number),
-            max_seconds=max_seconds,
-        )
-        node = pool.launch(spec, f"{deployment.owner}/{role_name}/{number}")
-        if node.state is not NodeState.GONE:
-            tell(f"{role_name}: launched {node.id}")
-            return node
-        # An earlier command launched it with this number, and it has ended since.
-        number += 1
+    return NodeSpec(
+        name=role,
+        command=[sys.executable, "-m", "crossfed", *words],
+        # A user's own files are found from the files that name them.
+        environment={code_files.FOLDERS: os.pathsep.join(folders)},
+        labels={},
+        max_seconds=deployment.max_seconds,
+        line=line,
+    )
+
+
+def _site_request(deployment: Deployment, site: SiteMachine) -> NodeRequest:
+    """The node of a site on this host."""
+    path = deployment.site(site.name) / _SITE_TOML
+    name, container = f"{SITE_PREFIX}{site.name}", deployment.container(site)
+    if container is not None:
+        spec = container.spec(name, deployment.max_seconds)
+        return NodeRequest(site.pool, spec, path.read_bytes() + spec.image.encode())
+    words = ("site", "up", "--config", str(path))
+    spec = _program(deployment, name, words, site.line)
+    return NodeRequest(site.pool, spec, path.read_bytes())
 
 
 def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) -> None:
@@ -303,12 +265,16 @@ def _enrol(
     if pending.exists() or not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
         made = _token(config, site.name, pending, random_bytes, deployment)
-        enrol.enroll(
-            made,
-            folder,
-            organisation=organisation or site.name,
-            clock=deployment.clock,
-        )
+        container = deployment.container(site)
+        if container is not None:
+            container.enrol(made, organisation or site.name)
+        else:
+            enrol.enroll(
+                made,
+                folder,
+                organisation=organisation or site.name,
+                clock=deployment.clock,
+            )
         with file_errors("remove", pending):
             pending.unlink()
         tell(f"{SITE_PREFIX}{site.name}: enrolled")
@@ -358,16 +324,25 @@ def _token(
     return made
 
 
-def _accept_roster(folder: Path, deployment: Deployment) -> None:
-    """Have a site trust the sites that have enrolled after it.
+def _accept_roster(
+    deployment: Deployment, site: SiteMachine, current: Roster, signed: Roster | None
+) -> None:
+    """Have a site trust the sites that have enrolled after it, or the signed roster.
 
-    Whoever brings up a deployment is the operator of all its sites: there is nobody
+    The user who brings it up is the operator of all its sites: there is nobody
     else to compare the digest with.
     """
-    config = enrol.config_of(folder)
+    config = enrol.config_of(deployment.site(site.name))
+    kept = roster.load(config.roster).digest
+    container = deployment.container(site)
+    if container is not None:
+        if current.digest != kept:
+            container.accept(current if signed is None else signed)
+        return
     newest = enrol.newest_roster(config, clock=deployment.clock)
-    if newest.digest != roster.load(config.roster).digest:
-        enrolment_roster.accept_roster(config, newest, newest.digest.hex())
+    if newest.digest != kept:
+        digest = newest.digest if signed is None else signed.digest
+        enrolment_roster.accept_roster(config, newest, digest.hex())
 
 
 def _hand_over(

@@ -2,8 +2,9 @@
 
 ``deployment.json``: the owner's name, which every node carries, and the number of the
 last launch of each role. ``aggregator/``: the aggregator's folder. ``sites/NAME/``:
-folders of sites that run on this host. ``nodes/``: processes of this host. ``lock``:
-held by the command that changes any of it.
+folders of sites that run on this host. ``operator.pem``, ``operator.json``: see
+``deploy.fleet.operator``. ``nodes/``: processes of this host. ``lock``:
+held by the command that changes any of it. ``ended``: there after ``crossfed down``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,19 +12,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cloud_adapters.compute import local_network
+from cloud_adapters.compute.containers import ContainerPool
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import check_own
 from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.extras import naming_extras
+from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
-from federation import durable_json, folder_lock
-from federation.errors import CorruptObject
+from deploy.fleet import reconcile
+from deploy.fleet.container_site import ContainerSite
+from deploy.fleet.deployment_file import (
+    AWS,
+    CONTAINERS,
+    LOCAL,
+    DeploymentPlan,
+    SiteMachine,
+)
+from federation import durable_files, durable_json, folder_lock
+from federation.errors import CorruptObject, JobError
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.keystream import RandomBytes
 
-_RECORD = "deployment.json"
+_RECORD, _ENDED = "deployment.json", "ended"
 _OWNER_BYTES = 8
 _DAMAGED = (
     "restore it, or end the nodes with crossfed down --any-owner, which begins a new "
@@ -38,10 +50,22 @@ class _LastLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _PoolPlace:
+    """A cloud's compute service; the file may name another one later."""
+
+    pool: str
+    provider: str
+    region: str
+    project: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     name: str
     owner: str
     launches: tuple[_LastLaunch, ...] = ()
+    places: tuple[_PoolPlace, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -71,9 +95,68 @@ class Deployment:
         """Folder of the aggregator."""
         return self.plan.folder / "aggregator"
 
+    def container(self, site: SiteMachine) -> ContainerSite | None:
+        """A site of the file in its container; None if it is in none."""
+        pool = self.pools[site.pool]
+        if not isinstance(pool, ContainerPool):
+            return None
+        return ContainerSite(site=site, folder=self.site(site.name), pool=pool)
+
+    def host(self) -> str:
+        """Address of this host for all sites on it, which is there from now on.
+
+        Raises:
+            ComputeError: It cannot be had.
+        """
+        if all(site.line is None for site in self.plan.file.sites):
+            return LOOPBACK
+        return local_network.address(_nodes(self.plan))
+
+    def check_host(self, host: str) -> None:
+        """Refuse an address of the aggregator that sites on this host cannot reach.
+
+        Raises:
+            JobError: Sites with networks of their own cannot.
+        """
+        if host == LOOPBACK != self.host():
+            raise JobError(
+                f"{self.plan.path}: sites with networks of their own cannot reach an "
+                f"aggregator at {host}: name another folder for it, or an "
+                "address of this host",
+                key="aggregator.address",
+            )
+
+    @property
+    def max_seconds(self) -> float:
+        """After so long each node ends by itself."""
+        return 3600.0 * self.plan.file.max_hours
+
     def site(self, name: str) -> Path:
         """Folder of a site on this host."""
         return self.plan.folder / "sites" / name
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether ``crossfed down`` was given, and no ``crossfed up`` since."""
+        return (self.plan.folder / _ENDED).exists()
+
+    def note_ended(self) -> None:
+        """Write down that no node is wanted, for those who keep the deployment.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        if self.plan.folder.exists():
+            durable_files.replace_file(self.plan.folder / _ENDED, [b""])
+
+    def note_wanted(self) -> None:
+        """Write down that its nodes are wanted.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        with file_errors("remove", self.plan.folder / _ENDED):
+            (self.plan.folder / _ENDED).unlink(missing_ok=True)
 
     def launched(self, role: str) -> int:
         """Number of the last launch of a role; 0 for none."""
@@ -86,41 +169,87 @@ class Deployment:
             StoreUnavailable: The folder cannot be written.
         """
         self._launches[role] = number
+        self._write(_places(self.plan))
+
+    def forget_places(self) -> None:
+        """Look no more where only an earlier file has named a cloud: nothing is left.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        if self.plan.folder.exists():
+            self._write(_named(self.plan))
+
+    def _write(self, places: Mapping[str, _PoolPlace]) -> None:
         launches = tuple(
             _LastLaunch(role=name, number=last) for name, last in self._launches.items()
         )
-        record = _Record(name=self.name, owner=self.owner, launches=launches)
+        record = _Record(
+            name=self.name,
+            owner=self.owner,
+            launches=launches,
+            places=tuple(places.values()),
+        )
         durable_json.write(self.plan.folder / _RECORD, record)
 
 
 def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
-    """Open every compute service that a deployment names, this host first.
+    """Open every compute service that a deployment names or has used, this host first.
 
     Raises:
         ComputeError: The name of a region or a profile is wrong.
         MissingExtra: The library of one is not installed.
     """
     # A user's own models and data are found from where the deployment file is.
-    here, nodes = plan.path.parent.absolute(), plan.folder / "nodes"
+    here = plan.path.parent.absolute()
     pools: dict[str, ComputePool] = {
-        LOCAL: LocalPool(folder=nodes, working_folder=here, clock=clock)
+        LOCAL: LocalPool(folder=_nodes(plan), working_folder=here, clock=clock)
     }
     for site in plan.file.sites:
-        if site.pool not in pools:
-            pools[site.pool] = _cloud(site)
+        if site.pool == CONTAINERS:
+            pools[CONTAINERS] = ContainerPool(folder=_nodes(plan))
+    pools.update((name, _cloud(place)) for name, place in _places(plan).items())
     return pools
 
 
-def _cloud(site: SiteMachine) -> ComputePool:
-    machine = site.machine
+def _places(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
+    """Clouds that the file names, then those that only the folder's record does."""
+    try:
+        record = durable_json.read(plan.folder / _RECORD, _Record, advice=_DAMAGED)
+    except CorruptObject:  # ``opened`` raises it.
+        record = None
+    before = {} if record is None else {each.pool: each for each in record.places}
+    found = _named(plan)
+    return {**found, **{k: v for k, v in before.items() if k not in found}}
+
+
+def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
+    return {
+        site.pool: _PoolPlace(
+            pool=site.pool,
+            provider=site.provider,
+            region=site.machine.region,
+            project=site.machine.project,
+            endpoint=site.machine.endpoint,
+        )
+        for site in plan.file.sites
+        if site.pool not in {LOCAL, CONTAINERS}
+    }
+
+
+def _nodes(plan: DeploymentPlan) -> Path:
+    return plan.folder / "nodes"
+
+
+def _cloud(place: _PoolPlace) -> ComputePool:
     with naming_extras():
-        if site.provider == AWS:
+        if place.provider == AWS:
             from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
 
-            return ec2.connect(machine.region, machine.endpoint)
+            return ec2.connect(place.region, place.endpoint)
         from cloud_adapters.compute import gce  # noqa: PLC0415 -- the extra gcp
 
-        return gce.connect(machine.project, machine.endpoint)
+        return gce.connect(place.project, place.endpoint)
 
 
 @contextmanager
@@ -130,8 +259,11 @@ def opened(
     random_bytes: RandomBytes,
     clock: Clock,
     any_owner: bool = False,
+    make: bool = True,
 ) -> Iterator[Deployment]:
     """Hold a deployment's folder, which is made if there is none.
+
+    It is not made if a service fails, or if nodes of this name run from another one.
 
     Args:
         plan: The deployment.
@@ -139,14 +271,25 @@ def opened(
         clock: Tells time.
         any_owner: Whether a damaged record counts as a lost one: the nodes of its owner
             are then another's.
+        make: Whether to make the folder. If not, and there is none, the deployment has
+            an owner that no node carries, and nothing is held.
 
     Raises:
-        ComputeError: Another user could write to the folder.
+        ComputeError: A service fails, nodes run from another folder, or another user
+            could write to this one.
         FederationError: Another command works on it.
         CorruptObject: Its record is damaged, or belongs to another deployment.
         StoreUnavailable: The folder cannot be made or written.
     """
-    folder = plan.folder
+    folder, pools = plan.folder, pools_of(plan, clock)
+    if not folder.exists():
+        if not make:
+            owner = random_bytes(_OWNER_BYTES).hex()
+            yield Deployment(plan=plan, pools=pools, clock=clock, owner=owner)
+            return
+        for pool in pools.values():
+            nodes = pool.nodes({reconcile.DEPLOYMENT: plan.file.name})
+            reconcile.check_owner(nodes, "", plan.file.name)
     with file_errors("make", folder):
         own_folder.make(folder)
     check_own(folder)
@@ -169,7 +312,7 @@ def opened(
             )
         yield Deployment(
             plan=plan,
-            pools=pools_of(plan, clock),
+            pools=pools,
             clock=clock,
             owner=record.owner,
             _launches={launch.role: launch.number for launch in record.launches},

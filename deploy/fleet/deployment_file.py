@@ -6,14 +6,18 @@ part of what sites agree on.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clients.privacy.policy_spec import PolicySpec
-from cloud_adapters.compute.pool import Market
+from cloud_adapters.compute.machine_types import RequiresSpec
+from cloud_adapters.compute.pool import Line, Market
+from deploy.aggregator_host.config import PlatformsSpec
+from deploy.fleet.choosing import start_window
 from deploy.site_host import config as site_file
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
+from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
 from federation.addresses import parse_address
@@ -25,9 +29,13 @@ from federation.job.spec import JobSpec
 
 LOCAL, AWS, GCP = "local", "aws", "gcp"
 PROVIDERS = (LOCAL, AWS, GCP)
+PROCESS, NAMESPACE, CONTAINER = "process", "namespace", "container"
+ISOLATIONS = (PROCESS, NAMESPACE, CONTAINER)
 MARKETS = tuple(market.value for market in Market)
 # Those of site.toml that a site here may have.
-_TABLES = ("data", "compute", "policy")
+_TABLES = ("data", "compute", "policy", "home")
+# The pool of containers of this host.
+CONTAINERS = f"{LOCAL} containers"
 # What clouds take in a label's value.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -56,22 +64,45 @@ class AggregatorMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloudMachine:
-    """The machine of a site whose provider is `aws` or `gcp`.
+class LineSpec:
+    """What connects a site whose machine is a `namespace` or a `container`.
 
     Attributes:
+        rate_mbit: Width, in each direction; 0 for no limit.
+        delay_ms: Added to every packet, in each direction. The kernel needs netem.
+    """
+
+    rate_mbit: float = key(default=0.0, low=0.0, high=1e6)
+    delay_ms: float = key(default=0.0, low=0.0, high=10_000.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudMachine:
+    """The machine of a site. Providers `aws` and `gcp` take all but the first two.
+
+    Attributes:
+        isolation: What a `local` machine is: a `process` in this host's network; a
+            process in a `namespace`, a network of its own on which it reaches the
+            aggregator and nothing else; or a `container`, which has such a network
+            and the site's folder alone. The last two need root.
+        line: What connects a namespace or a container.
         region: Where it runs, for example `us-east-1` or `europe-west4`.
         project: Id of the Google Cloud project.
         zones: Zones of the region to try, the best first. On AWS, by default all that
             have a subnet of the account.
         type: Type of machine, for example `g5.xlarge` or `g2-standard-4`.
+        requires: What the machine needs at least, in place of its type: the cheapest
+            that the region and its zones have is taken when the site is first started.
         market: `on-demand`, or `spot`, which is cheaper and may be taken back.
-        image: What it starts from: the id of an AMI or `/aws/service/...` on AWS,
+        image: What it starts from: the name of a container's image, which has none by
+            default; the id of an AMI or `/aws/service/...` on AWS;
             `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
-            amd64. It needs cloud-init and Python 3.11 or newer.
+            amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer.
         disk_gb: Size of its encrypted disk.
         identity: Who its programs are to the cloud: the name of an instance profile on
-            AWS, the address of a service account on Google Cloud; by default, nobody.
+            AWS, the address of a service account on Google Cloud. The machine proves
+            by it who it is.
+        role: ARN of the role in that instance profile; for AWS only.
         subnets: Where it is connected: ids of subnets on AWS, one in each zone; the
             name of one subnet on Google Cloud. By default, those of the account.
         firewalls: What filters its traffic: ids of security groups on AWS, network
@@ -79,14 +110,18 @@ class CloudMachine:
         endpoint: URL of the compute service, if it is not the cloud's own.
     """
 
+    isolation: str = key(default=PROCESS, choices=ISOLATIONS)
+    line: LineSpec = LineSpec()
     region: str = ""
     project: str = ""
     zones: tuple[str, ...] = ()
     type: str = ""
+    requires: RequiresSpec = RequiresSpec()
     market: str = key(default=Market.ON_DEMAND.value, choices=MARKETS)
     image: str = ""
     disk_gb: int = key(default=50, low=10, high=16384)
     identity: str = ""
+    role: str = ""
     subnets: tuple[str, ...] = ()
     firewalls: tuple[str, ...] = ()
     endpoint: str = ""
@@ -99,16 +134,17 @@ class SiteMachine:
     Attributes:
         name: Name of the site, as in the job.
         provider: Who runs the machine: `local` is a process on this host, `aws` an
-            instance of EC2, `gcp` one of Compute Engine. So far `crossfed up` starts
-            local machines only; `nodes` and `down` handle all of them.
+            instance of EC2, `gcp` one of Compute Engine.
         organisation: Who answers for the site; by default the deployment's.
         dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
             in its price table, and nothing on this host.
         dollars_per_gigabyte: The same of traffic that leaves it.
-        machine: The machine, if a cloud runs it.
+        machine: The machine.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
         policy: As `[policy]` in `site.toml`.
+        home: As `[home]` in `site.toml`. With it, another machine takes over the site's
+            keys and ledgers.
     """
 
     name: str
@@ -120,12 +156,54 @@ class SiteMachine:
     data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()
+    home: HomeSpec = HomeSpec()
 
     @property
     def pool(self) -> str:
         """Name of the compute service, which is one account and region or project."""
         where = {AWS: self.machine.region, GCP: self.machine.project}
+        if self.machine.isolation == CONTAINER:
+            return CONTAINERS
         return " ".join(filter(None, (self.provider, where.get(self.provider))))
+
+    @property
+    def line(self) -> Line | None:
+        """What connects it to this host; None if it is in this host's network."""
+        if self.machine.isolation == PROCESS:
+            return None
+        line = self.machine.line
+        return Line(rate_mbit=line.rate_mbit, delay_ms=line.delay_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSpec:
+    """What machines of clouds install: a wheel or a container image, and not both.
+
+    Attributes:
+        wheel: URL of a wheel of crossfed: `https://`, `s3://BUCKET/KEY` or
+            `gs://BUCKET/KEY`, which the machines' own identities may read.
+        sha256: Digest of the wheel, 64 hexadecimal digits.
+        extras: Extras of crossfed to install with it; that of the machine's cloud is
+            added.
+        image: Container image of a site with its digest, `NAME@sha256:...`.
+    """
+
+    wheel: str = ""
+    sha256: str = ""
+    extras: tuple[str, ...] = ("flower",)
+    image: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSpec:
+    """When machines may be started. Those that run, and replacements, do not wait.
+
+    Attributes:
+        window: Hours of every day in the time of a place, for example `22:00-06:00
+            Europe/Berlin`; by default, at any time.
+    """
+
+    window: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,22 +218,36 @@ class DeploymentFile:
         organisation: Who operates the aggregator and the sites.
         max_hours: Every machine ends by itself after so many hours, even if nobody is
             left to end it.
+        max_dollars: What all its machines may cost together, in all its runs. `crossfed
+            up --keep` ends them when it is spent; needs prices that are younger than
+            90 days. None for no budget.
+        deadline_hours: The run should be done so many hours after it has begun:
+            `crossfed up --keep` then moves spot machines of sites with a home to
+            machines on demand while there is time to. None for no deadline.
+        start: When `crossfed up` may start machines.
         folder: Folder for keys, runs and the state of local sites, relative to this
             file; by default `deployments/NAME`.
         aggregator: Where the aggregator runs.
         sites: Sites to start, one `[[sites]]` table each. Other sites of the job
             join with their own operators.
         exchange: As `[exchange]` in `aggregator.toml` and every `site.toml`.
+        release: What machines of clouds install.
+        platforms: As `[platforms]` in `aggregator.toml`.
     """
 
     name: str
     job: str
     organisation: str = ""
     max_hours: float = key(default=12.0, above=0.0, high=24.0 * 30)
+    max_dollars: float | None = key(default=None, above=0.0)
+    deadline_hours: float | None = key(default=None, above=0.0)
+    start: StartSpec = StartSpec()
     folder: str = ""
     aggregator: AggregatorMachine = AggregatorMachine()
     sites: tuple[SiteMachine, ...]
     exchange: ExchangeSpec = ExchangeSpec()
+    release: ReleaseSpec = ReleaseSpec()
+    platforms: PlatformsSpec = PlatformsSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +263,7 @@ class DeploymentPlan:
             ``data``, ``compute``, ``policy`` and ``exchange``.
         exchange: The table ``exchange`` of every party, in one of that name; empty if
             there is none.
+        platforms: The same of the table ``platforms``, for the aggregator alone.
     """
 
     file: DeploymentFile
@@ -179,6 +272,7 @@ class DeploymentPlan:
     job: Path
     settings: Mapping[str, Mapping[str, Any]]
     exchange: Mapping[str, Any]
+    platforms: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(path: Path) -> DeploymentPlan:
@@ -196,15 +290,19 @@ def load(path: Path) -> DeploymentPlan:
         table["name"]: {**shared, **{n: table[n] for n in _TABLES if n in table}}
         for table in document["sites"]
     }
-    # Whoever uses a link means the same deployment.
+    # A link to the file means the same deployment.
     here = path.resolve().parent
+    folder = here / (file.folder or f"deployments/{file.name}")
     return DeploymentPlan(
         file=file,
         path=path,
-        folder=here / (file.folder or f"deployments/{file.name}"),
-        job=here / file.job,
+        # Without "..", since both are shown. The folder itself may be a link, which
+        # is for others to refuse.
+        folder=folder.parent.resolve() / folder.name,
+        job=(here / file.job).resolve(),
         settings=settings,
         exchange=shared,
+        platforms={n: document[n] for n in ("platforms",) if n in document},
     )
 
 
@@ -238,6 +336,7 @@ def _check(file: DeploymentFile) -> None:
             parse_address(address, key=f"aggregator.{name}")
     _check_paths(file)
     _check_names(file)
+    start_window.parse(file.start.window, key="start.window")
     for index, site in enumerate(file.sites):
         _check_machine(site, f"sites[{index}].machine")
         _check_settings(site, f"sites[{index}]")
@@ -272,6 +371,7 @@ def _check_settings(site: SiteMachine, table: str) -> None:
         data=site.data,
         compute=site.compute,
         policy=site.policy,
+        home=site.home,
     )
     try:
         site_file.check(whole)
@@ -280,18 +380,50 @@ def _check_settings(site: SiteMachine, table: str) -> None:
 
 
 def _check_machine(site: SiteMachine, table: str) -> None:
-    machine = site.machine
     if site.provider == LOCAL:
-        if machine != CloudMachine():
-            raise JobError(
-                f"is for the providers {AWS} and {GCP}: remove the table, or name one "
-                "of them as provider",
-                key=table,
-            )
-        return
+        _check_local(site.machine, table)
+    else:
+        _check_cloud(site, table)
+
+
+def _check_local(machine: CloudMachine, table: str) -> None:
+    is_container = machine.isolation == CONTAINER
+    own = CloudMachine(
+        isolation=machine.isolation,
+        line=machine.line,
+        image=machine.image if is_container else "",
+    )
+    if is_container and not machine.image:
+        raise JobError(
+            "is missing: name an image of a site (deploy/containers)",
+            key=f"{table}.image",
+        )
+    if machine != own:
+        raise JobError(
+            f"has keys for the providers {AWS} and {GCP}: remove them, or name one of "
+            "these as provider",
+            key=table,
+        )
+    if machine.isolation == PROCESS and machine.line != LineSpec():
+        raise JobError(
+            f"is for isolation {NAMESPACE!r} or {CONTAINER!r}: a process has the "
+            "host's network",
+            key=f"{table}.line",
+        )
+
+
+def _check_cloud(site: SiteMachine, table: str) -> None:
+    machine = site.machine
+    if machine.isolation != PROCESS or machine.line != LineSpec():
+        raise JobError(
+            f"isolation and line are for provider {LOCAL}: remove them", key=table
+        )
+    is_open = machine.requires != RequiresSpec()
+    if is_open and machine.type:
+        raise JobError("is stated twice: remove type or requires", key=f"{table}.type")
     needed = {AWS: ("region", "type"), GCP: ("region", "type", "project", "zones")}
     for name in needed[site.provider]:
-        if not getattr(machine, name):
+        if not getattr(machine, name) and not (is_open and name == "type"):
             raise JobError(
                 f"is missing for provider {site.provider}", key=f"{table}.{name}"
             )

@@ -1,8 +1,6 @@
-"""``crossfed down``: end every node of a deployment, and say what is left."""
+"""``crossfed down``: end every node of a deployment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
 from deploy.fleet import reconcile
@@ -14,21 +12,6 @@ from federation.protocols import Clock
 _END_SECONDS = 300.0
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remains:
-    """Something that stays when nodes have ended.
-
-    Attributes:
-        what: In words.
-        place: Where.
-        num_bytes: How much it holds.
-    """
-
-    what: str
-    place: str
-    num_bytes: int
 
 
 def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
@@ -50,12 +33,14 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     """
     ended = 0
     failures: list[ComputeError] = []
-    for pool in deployment.pools.values():
+    # The aggregator's, which is the first, comes last: sites tell it that they leave.
+    for pool in reversed([*deployment.pools.values()]):
         try:
             ended += _end_all(deployment, pool, any_owner=any_owner, tell=tell)
         except ComputeError as error:
             failures.append(error)
     if not failures:
+        deployment.forget_places()
         return ended
     first, *others = failures
     if not others and not ended:
@@ -78,23 +63,8 @@ def _end_all(
     others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
     for group in (sites, others):
         _end(pool, deployment.name, group, deployment.clock, tell)
+    pool.clean_up()
     return len(alive)
-
-
-def remains(deployment: Deployment) -> Sequence[Remains]:
-    """What a deployment leaves in its folder."""
-    places: Mapping[str, Path] = {
-        "runs and results": deployment.aggregator / "runs",
-        **{
-            f"keys, ledgers and state of {site.name}": deployment.site(site.name)
-            for site in deployment.plan.file.sites
-        },
-    }
-    return [
-        Remains(what=what, place=str(place), num_bytes=_size(place))
-        for what, place in places.items()
-        if place.exists()
-    ]
 
 
 def _end(
@@ -114,7 +84,3 @@ def _end(
     )
     for node in nodes:
         tell(f"{node.name}: ended {node.id}")
-
-
-def _size(place: Path) -> int:
-    return sum(path.lstat().st_size for path in place.rglob("*") if not path.is_dir())

@@ -5,7 +5,8 @@ wrong, installs one release and checks its digest, and says on its console that 
 site is ready or its container has started, or what failed; ``ComputePool.log`` shows
 that. There are no secrets in it, since every program on the machine can read it.
 
-Not here: how the machine becomes a member of the federation.
+The machine enrols by its cloud identity, and starts when the operator of the sites has
+signed whom it may trust.
 
 Source: cloud-init's documentation, "Module reference".
 """
@@ -26,8 +27,9 @@ _MINUTES_LEFT = 5
 _FOLDER = "/var/lib/crossfed-site"
 _SETTINGS = "/etc/crossfed/site.toml"
 _SCRIPT = "/usr/local/sbin/crossfed-start"
-_UNIT = "crossfed-site.service"
+_UNIT, _ENROL_UNIT = "crossfed-site.service", "crossfed-enrol.service"
 _UNITS = "/etc/systemd/system"
+_PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2})")
 _CONTAINERS_UNIT = """\
 [Unit]
 Description=crossfed site agent
@@ -38,7 +40,7 @@ After=network-online.target
 # As user 10001 of the image, which owns the only folder that it can write to.
 ExecStart=/usr/bin/podman run --rm --name crossfed-site --read-only --tmpfs /tmp \
 --cap-drop all --security-opt no-new-privileges --stop-timeout 30 \
--v {folder}:/var/lib/crossfed/site {image}
+--network host -v {folder}:/var/lib/crossfed/site {image}
 Restart=always
 RestartSec=5s
 RestartPreventExitStatus=2
@@ -46,6 +48,18 @@ TimeoutStopSec=45s
 
 [Install]
 WantedBy=multi-user.target
+"""
+# It has no token of a person: its cloud vouches for it, for as long as it takes.
+_ENROL_DROP_IN = """\
+[Unit]
+ConditionPathExists=
+ConditionPathExists=!{folder}/roster.toml
+
+[Service]
+StandardInput=null
+ExecStart=
+ExecStart={command}
+TimeoutStartSec=infinity
 """
 _HEAD = """\
 #!/bin/bash
@@ -114,8 +128,37 @@ class Release:
             raise ValueError(f"{self.sha256!r} is no SHA-256 of 64 hexadecimal digits")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineInvitation:
+    """How a machine enrols; nothing in it is secret.
+
+    Attributes:
+        token: Names the aggregator and the site.
+        organisation: Who answers for the site, in words.
+        platform: Cloud that vouches for it.
+        region: On AWS, the region whose STS confirms it.
+    """
+
+    token: str
+    organisation: str
+    platform: str
+    region: str = ""
+
+    def words(self, folder: str) -> list[str]:
+        """Arguments of ``crossfed`` that enrol the machine in a folder."""
+        region = ["--region", self.region] if self.region else []
+        return [
+            *("enroll", self.token, "--platform", self.platform, *region),
+            *("--folder", folder, "--organisation", self.organisation),
+        ]
+
+
 def render(
-    spec: NodeSpec, release: Release, site_toml: str, units: Mapping[str, str]
+    spec: NodeSpec,
+    release: Release,
+    site_toml: str,
+    units: Mapping[str, str],
+    invitation: MachineInvitation,
 ) -> str:
     """Write the user data of a site's machine.
 
@@ -124,11 +167,13 @@ def render(
         release: What it installs.
         site_toml: Its configuration, without secrets.
         units: Files of ``deploy/systemd`` by their names, for a wheel.
+        invitation: How it enrols.
 
     Raises:
         ValueError: It is larger than clouds take.
     """
-    files = {_SCRIPT: (_script(release), "0755"), _SETTINGS: (site_toml, "0644")}
+    script = _script(release, invitation)
+    files = {_SCRIPT: (script, "0755"), _SETTINGS: (site_toml, "0644")}
     if release.image:
         text = _CONTAINERS_UNIT.format(folder=_FOLDER, image=release.image)
         files[f"{_UNITS}/{_UNIT}"] = (text, "0644")
@@ -137,6 +182,10 @@ def render(
             is_user = name.endswith(".sysusers.conf")
             place = "/usr/lib/sysusers.d" if is_user else _UNITS
             files[f"{place}/{name.replace('.sysusers', '')}"] = (text, "0644")
+        words = ["/opt/crossfed/bin/crossfed", *invitation.words(_FOLDER)]
+        command = " ".join(map(_unit_word, words))
+        text = _ENROL_DROP_IN.format(folder=_FOLDER, command=command)
+        files[f"{_UNITS}/{_ENROL_UNIT}.d/machine.conf"] = (text, "0644")
     document = {
         "hostname": re.sub("[^a-z0-9-]+", "-", spec.name.lower())[:63].strip("-"),
         # Before all else, and at every start. It must not wait for systemd, which
@@ -161,8 +210,12 @@ def render(
         ],
         "runcmd": [[_SCRIPT]],
     }
-    # JSON is YAML.
-    text = f"#cloud-config\n{json.dumps(document, indent=1)}\n"
+    # JSON is YAML, except that YAML reads a pair of escapes as two characters.
+    body = _PAIR.sub(
+        lambda found: found[1] + json.loads(f'"{found[2]}"'),
+        json.dumps(document, indent=1),
+    )
+    text = f"#cloud-config\n{body}\n"
     size = len(text.encode())
     if size > MAX_BYTES:
         raise ValueError(
@@ -172,9 +225,22 @@ def render(
     return text
 
 
-def _script(release: Release) -> str:
+def _unit_word(word: str) -> str:
+    """A word of a command as systemd reads it: it knows quotes, % and $."""
+    if re.fullmatch(r"[A-Za-z0-9_@:,./=+-]+", word):
+        return word
+    for character in ("\\", '"', "%", "$"):
+        twice = character if character in "%$" else "\\"
+        word = word.replace(character, f"{twice}{character}")
+    return f'"{word}"'
+
+
+def _script(release: Release, invitation: MachineInvitation) -> str:
     head = _HEAD.format(script=_SCRIPT, minutes=_MINUTES_LEFT)
-    steps = _image_steps(release) if release.image else _wheel_steps(release)
+    if release.image:
+        steps = _image_steps(release, invitation)
+    else:
+        steps = _wheel_steps(release)
     # Only the unit of a wheel waits until the site reports that it is ready.
     word = "its container has started" if release.image else "it is ready"
     last = [
@@ -185,11 +251,19 @@ def _script(release: Release) -> str:
     return head + "\n".join([*steps, *last]) + "\n"
 
 
-def _image_steps(release: Release) -> list[str]:
+def _image_steps(release: Release, invitation: MachineInvitation) -> list[str]:
+    # In the machine's own network: the metadata service answers nobody behind it.
+    run = (
+        "podman run --rm --read-only --tmpfs /tmp --cap-drop all --network host "
+        f"--security-opt no-new-privileges -v {_FOLDER}:/var/lib/crossfed/site"
+    )
+    words = invitation.words("/var/lib/crossfed/site")
     return [
         f"podman pull {shlex.quote(release.image)}",
         f"install -d -m 700 -o 10001 -g 10001 {_FOLDER}",
         f"install -m 600 -o 10001 -g 10001 {_SETTINGS} {_FOLDER}/site.toml",
+        "tell 'site: it enrols'",
+        f"{run} {shlex.quote(release.image)} {shlex.join(words)}",
     ]
 
 
@@ -214,4 +288,7 @@ def _wheel_steps(release: Release) -> list[str]:
         f"/opt/crossfed/bin/pip install --quiet {wanted}",
         f"install -d -m 700 {owned} {_FOLDER}",
         f"install -m 600 {owned} {_SETTINGS} {_FOLDER}/site.toml",
+        "systemctl daemon-reload",
+        "tell 'site: it enrols'",
+        f"systemctl start {_ENROL_UNIT}",
     ]

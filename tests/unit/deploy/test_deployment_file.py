@@ -43,6 +43,19 @@ def test_a_link_means_the_same_deployment(tmp_path: Path):
     assert plan.job == tmp_path / "here" / "job.toml"
 
 
+def test_paths_are_shown_without_detours(tmp_path: Path):
+    """But a folder that is a link stays one: what uses it refuses links."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "elsewhere")
+    path = tmp_path / "here" / "fed.toml"
+    words = 'job = "../job.toml"\nfolder = "../runs"'
+    path.write_text(TEXT.replace('job = "job.toml"', words))
+    plan = deployment_file.load(path)
+    assert plan.folder == tmp_path / "runs"
+    assert plan.job == tmp_path / "job.toml"
+
+
 def test_a_wrong_job_is_named_by_its_file(tmp_path: Path):
     """The deployment's own keys are of another file."""
     path = tmp_path / "fed.toml"

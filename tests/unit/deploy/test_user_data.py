@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.user_data import MAX_BYTES, Release, render
+from deploy.fleet.user_data import MAX_BYTES, MachineInvitation, Release, render
+from privacy.membership.token import Token
 
 UNITS = {
     path.name: path.read_text()
     for path in (Path(__file__).parents[3] / "deploy" / "systemd").iterdir()
-    if path.name in {"crossfed-site.service", "crossfed.sysusers.conf"}
+    if path.name.startswith(("crossfed-site", "crossfed-enrol", "crossfed.sysusers"))
 }
 SPEC = NodeSpec(name="site-a.b", labels={}, max_seconds=4 * 3600.0)
 DIGEST = "ab" * 32
@@ -28,11 +31,17 @@ RELEASES = {
     "gs": Release(wheel=f"gs://releases/a b/{WHEEL}", sha256=DIGEST),
     "image": Release(image=f"registry.example.org/crossfed-site@sha256:{DIGEST}"),
 }
+INVITATION = MachineInvitation(
+    token=f"crossfed-id-1.10.0.0.1:8443.{DIGEST}.a.b",
+    organisation='Hôpital "A" \\ 100 % $HOME',
+    platform="aws",
+    region="eu-west-3",
+)
 SITE_TOML = 'name = "a.b"\n[policy]\nprivacy = "record"\n'
 
 
 def document(release: Release, **changed: Any) -> dict[str, Any]:
-    text = render(SPEC, release, changed.get("site_toml", SITE_TOML), UNITS)
+    text = render(SPEC, release, changed.get("site_toml", SITE_TOML), UNITS, INVITATION)
     assert text.startswith("#cloud-config\n")
     found: dict[str, Any] = json.loads(text.partition("\n")[2])
     return found
@@ -50,7 +59,7 @@ def test_cloud_init_reads_it(kind: str, tmp_path: Path):
     if program is None:
         pytest.skip("cloud-init is not installed")
     path = tmp_path / "user-data"
-    path.write_text(render(SPEC, RELEASES[kind], SITE_TOML, UNITS))
+    path.write_text(render(SPEC, RELEASES[kind], SITE_TOML, UNITS, INVITATION))
     done = subprocess.run(
         [program, "schema", "--config-file", path],
         capture_output=True,
@@ -78,6 +87,68 @@ def test_systemd_reads_the_unit_of_a_container(tmp_path: Path):
     )
     assert done.returncode == 0
     assert unit.name not in done.stdout + done.stderr
+
+
+def enrolment(kind: str) -> list[str]:
+    """Words of the command that enrols a machine."""
+    found = files(RELEASES[kind])
+    if kind == "image":
+        script = found["/usr/local/sbin/crossfed-start"]
+        (line,) = (x for x in script.splitlines() if x.startswith("podman run"))
+        return shlex.split(line)
+    unit = found["/etc/systemd/system/crossfed-enrol.service.d/machine.conf"]
+    lines = [x for x in unit.splitlines() if x.startswith("ExecStart=")]
+    assert lines[0] == "ExecStart="  # Instead of the token of a person.
+    return shlex.split(lines[1].replace("%%", "%").replace("$$", "$"))
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_the_machine_enrols_before_it_starts(kind: str):
+    """By who it is; nothing that is secret is in what every program can read."""
+    words = enrolment(kind)
+    at = words.index("enroll")
+    options = dict(zip(words[at + 2 :: 2], words[at + 3 :: 2], strict=True))
+    assert words[at + 1] == INVITATION.token
+    assert Token.parse(words[at + 1]).secret == b""
+    assert options["--platform"] == "aws"
+    assert options["--region"] == "eu-west-3"
+    assert options["--organisation"] == INVITATION.organisation
+    script = files(RELEASES[kind])["/usr/local/sbin/crossfed-start"]
+    enrols = "podman run" if kind == "image" else "systemctl start crossfed-enrol"
+    assert script.index(enrols) < script.index("systemctl enable --now crossfed-site")
+
+
+@pytest.mark.slow
+def test_systemd_reads_the_command_of_a_machine(tmp_path: Path):
+    """With quotes and percent signs in the name of an organisation."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed")
+    found = files(RELEASES["https"])
+    unit = tmp_path / "crossfed-enrol.service"
+    text = found["/etc/systemd/system/crossfed-enrol.service"]
+    more = found["/etc/systemd/system/crossfed-enrol.service.d/machine.conf"]
+    unit.write_text((text + more).replace("/opt/crossfed/bin/crossfed", "/bin/true"))
+    done = subprocess.run(
+        [program, "verify", "--man=no", "--recursive-errors=no", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert unit.name not in done.stdout + done.stderr
+
+
+def test_yaml_reads_every_character():
+    """Cloud-init reads YAML, which knows no characters in two halves."""
+    said = 'a "🏥🔬" \\ud83d\\udd2c ü \u2028 \\'
+    text = render(SPEC, RELEASES["s3"], said, UNITS, INVITATION)
+    (found,) = (
+        each["content"]
+        for each in yaml.safe_load(text)["write_files"]
+        if each["path"] == "/etc/crossfed/site.toml"
+    )
+    assert found == said
 
 
 @pytest.mark.parametrize("kind", RELEASES)
@@ -177,4 +248,4 @@ def test_a_release_is_pinned(given: dict[str, str], words: str):
 def test_more_than_clouds_take_is_refused():
     """Before anything is launched."""
     with pytest.raises(ValueError, match=f"clouds take {MAX_BYTES}"):
-        render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS)
+        render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS, INVITATION)

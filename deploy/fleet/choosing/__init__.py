@@ -1,0 +1,1 @@
+"""Which machines to have, and when: pure rules, without a cloud."""

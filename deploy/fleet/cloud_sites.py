@@ -1,0 +1,319 @@
+"""Sites on machines of clouds: launched, invited, checked, and given a roster.
+
+A machine enrols by itself, from what its user data says. It is invited when it is
+known which one it is, so no other machine of the same role can come before it. When all
+sites of the file have enrolled, and their operator has checked what they sent, the
+operator signs the roster: then the machines begin to work.
+"""
+
+import ipaddress
+from dataclasses import asdict, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import tomli_w
+
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.identity.platforms import PlatformVerifier
+from deploy.aggregator_host import enrolment_operator
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.fleet import roles
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
+from deploy.fleet.operator import Operator, open_operator
+from deploy.fleet.reconcile import DEPLOYMENT, SITE_PREFIX
+from deploy.fleet.roles import NodeRequest, Tell
+from deploy.fleet.user_data import MachineInvitation, Release, render
+from federation import platform_identity
+from federation.addresses import parse_address
+from federation.errors import (
+    ComputeError,
+    JobError,
+    PlatformUnavailable,
+    ProofRefused,
+)
+from federation.platform_identity import PlatformIdentity
+from privacy.keystream import RandomBytes
+from privacy.membership.token import EnrolmentRefused, Token
+from privacy.secagg.agreement import identity
+from privacy.secagg.agreement.roster import Roster
+
+# Installing takes minutes; the invitation holds a while longer.
+ENROL_SECONDS, INVITED_SECONDS = 1800.0, 3600.0
+_LOOK_SECONDS = 1.0
+_SHOWN_LOG = 2000
+_UNITS = Path(__file__).parents[1] / "systemd"
+_UNIT_NAMES = (
+    "crossfed-site.service",
+    "crossfed-enrol.service",
+    "crossfed.sysusers.conf",
+)
+_IMAGES = {
+    AWS: "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/"
+    "ami-id",
+    "gcp": "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
+}
+
+
+def check(plan: DeploymentPlan, index: int) -> None:
+    """Refuse a site of a cloud whose machine could not enrol, before it costs anything.
+
+    Raises:
+        JobError: A key is missing or wrong.
+    """
+    site, file = plan.file.sites[index], plan.file
+    table = f"sites[{index}].machine"
+    try:
+        _release(plan, site)
+    except ValueError as error:
+        raise JobError(
+            f"{plan.path}: machines of {site.provider} install a release: {error}",
+            key="release",
+        ) from None
+    needed = ("identity", "role") if site.provider == AWS else ("identity",)
+    for name in needed:
+        if not getattr(site.machine, name):
+            raise JobError(
+                f"{plan.path}: is missing: by it, the machine proves who it is",
+                key=f"{table}.{name}",
+            )
+    try:
+        _machine(site)
+    except ValueError as error:
+        key = "role" if site.provider == AWS else "identity"
+        raise JobError(f"{plan.path}: {error}", key=f"{table}.{key}") from None
+    address = file.aggregator.address
+    # A service on this host has its machines on this host, too.
+    is_far = not _is_loopback(urlsplit(site.machine.endpoint).hostname or "")
+    if is_far and (
+        not address or _is_loopback(parse_address(address, key="aggregator.address")[0])
+    ):
+        raise JobError(
+            f"{plan.path}: {address or 'it is missing'}: machines of {site.provider} "
+            "cannot reach this host's loopback interface: give HOST:PORT that they can",
+            key="aggregator.address",
+        )
+
+
+def bring_up(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    address: str,
+    *,
+    accept: str,
+    random_bytes: RandomBytes,
+    tell: Tell,
+) -> Roster | None:
+    """Have every site of a cloud work, with a roster that its operator has signed.
+
+    Sites of this host have enrolled before.
+
+    Args:
+        deployment: The deployment.
+        config: Its aggregator, which serves.
+        address: Where sites reach it.
+        accept: Digits of the digest of a roster that names sites of other operators,
+            too; empty for none.
+        random_bytes: ``os.urandom``.
+        tell: Called with a word about every step.
+
+    Returns:
+        The roster; None if there is no site of a cloud.
+
+    Raises:
+        ComputeError: A machine could not be launched, has lost its keys, or has not
+            enrolled in time.
+        RosterRefused: The aggregator's roster names keys that no site has shown.
+    """
+    sites = [each for each in deployment.plan.file.sites if each.provider != LOCAL]
+    if not sites:
+        return None
+    # The operator's own file, and not what the aggregator's folder says.
+    platforms = deployment.plan.file.platforms
+    verifier = PlatformVerifier(
+        clock=deployment.clock,
+        sts_endpoint=platforms.sts,
+        google_certificates=platforms.google_certificates,
+    )
+    operator = open_operator(
+        deployment.plan.folder,
+        config.folder,
+        random_bytes=random_bytes,
+        verifier=verifier,
+    )
+    requests = {
+        site.name: _request(deployment, operator, site, address) for site in sites
+    }
+    for site in sites:  # Before the first one costs anything.
+        _check_kept(deployment, config, site, requests[site.name])
+    expected = {}
+    for site in sites:
+        node = roles.fill(deployment, requests[site.name], tell)
+        expected[site.name] = _machine(site, node.id)
+        enrolment_operator.invite_machine(
+            config,
+            site.name,
+            expected[site.name],
+            clock=deployment.clock,
+            address=address,
+            seconds=INVITED_SECONDS,
+        )
+    keys = {
+        each.name: identity.load(deployment.site(each.name) / "identity.pem").public.key
+        for each in deployment.plan.file.sites
+        if each.provider == LOCAL
+    }
+    for site in sites:
+        keys[site.name] = _await_key(
+            deployment, operator, site, expected[site.name], tell
+        )
+    signed = operator.sign(keys, accept=accept)
+    tell(f"roster {signed.serial} of {len(keys)} sites is signed")
+    return signed
+
+
+def _request(
+    deployment: Deployment, operator: Operator, site: SiteMachine, address: str
+) -> NodeRequest:
+    """The machine of a site, with all that it does when it starts."""
+    plan, machine = deployment.plan, site.machine
+    token = Token(
+        address=address, authority=operator.authority, site=site.name, secret=b""
+    )
+    settings = dict(plan.settings[site.name])
+    if machine.market == Market.SPOT.value:
+        settings["compute"] = {"notices": site.provider, **settings.get("compute", {})}
+    document = {
+        "name": site.name,
+        "certificate": "site.pem",
+        "roster_signer": operator.key.public.key.hex(),
+        "aggregator": {"address": address, "authority": "ca.crt"},
+        **settings,
+    }
+    invitation = MachineInvitation(
+        token=token.text,
+        organisation=site.organisation or plan.file.organisation or site.name,
+        platform=site.provider,
+        region=machine.region if site.provider == AWS else "",
+    )
+    spec = NodeSpec(
+        name=f"{SITE_PREFIX}{site.name}",
+        labels={},
+        max_seconds=deployment.max_seconds,
+        machine=machine.type,
+        zones=machine.zones,
+        market=Market(machine.market),
+        image=machine.image or _IMAGES[site.provider],
+        disk_gb=machine.disk_gb,
+        identity=machine.identity,
+        subnets=machine.subnets,
+        firewalls=machine.firewalls,
+    )
+    units = {name: (_UNITS / name).read_text(encoding="utf-8") for name in _UNIT_NAMES}
+    text = render(
+        spec, _release(plan, site), tomli_w.dumps(document), units, invitation
+    )
+    # Where it runs may differ; what it is and does may not.
+    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
+    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}".encode()
+    return NodeRequest(site.pool, replace(spec, user_data=text), read)
+
+
+def _check_kept(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    site: SiteMachine,
+    request: NodeRequest,
+) -> None:
+    """Refuse to replace the machine that holds a site's keys and ledgers."""
+    if site.home.url or roles.decide(deployment, request).node is not None:
+        return
+    if BookFile(folder=config.folder).read().member(site.name) is None:
+        return
+    raise ComputeError(
+        f"site {site.name!r} is enrolled, and its keys and privacy ledger were on a "
+        "machine that is gone or would be replaced, because its settings have "
+        "changed; sites.home would have kept them. To begin again with new keys and "
+        "an empty ledger, which forgets what its records have spent: crossfed "
+        "aggregator revoke "
+        f"{site.name} --config {config.folder / 'aggregator.toml'}, then crossfed up"
+    )
+
+
+def _await_key(
+    deployment: Deployment,
+    operator: Operator,
+    site: SiteMachine,
+    expected: PlatformIdentity,
+    tell: Tell,
+) -> bytes:
+    """Wait until a machine has enrolled; the key of its identity."""
+    clock, role = deployment.clock, f"{SITE_PREFIX}{site.name}"
+    end = clock.monotonic() + ENROL_SECONDS
+    kept = operator.remembered(site.name) if site.home.url else None
+    member = BookFile(folder=operator.aggregator).read().member(site.name)
+    if kept is not None and member is not None and member.identity == kept.hex():
+        tell(f"{role}: its keys are in {site.home.url}")
+        return kept
+    told, book = "it has not enrolled yet", BookFile(folder=operator.aggregator)
+    while True:
+        found = None
+        try:
+            # What is kept of a site that was revoked since is nobody's any more.
+            if book.read().member(site.name) is not None:
+                found = operator.checked(site.name, expected)
+        except (EnrolmentRefused, ProofRefused, PlatformUnavailable) as error:
+            if str(error) != told:
+                told = str(error)
+                tell(f"{role}: {told}")
+        if found is not None:
+            tell(f"{role}: {expected} is enrolled")
+            return found
+        node = _node(deployment, site, role)
+        if node is None or clock.monotonic() > end:
+            log = deployment.pools[site.pool].log(node.id) if node else ""
+            what = "has ended" if node is None else "is not ready in time"
+            raise ComputeError(
+                f"{role}: its machine {what}: {told}. Its console ends:\n"
+                f"{log[-_SHOWN_LOG:]}"
+            )
+        clock.sleep(_LOOK_SECONDS)
+
+
+def _node(deployment: Deployment, site: SiteMachine, role: str) -> Node | None:
+    """The machine of a role; None if it is gone."""
+    labels = {DEPLOYMENT: deployment.name}
+    nodes = deployment.pools[site.pool].nodes(labels)
+    alive = [
+        each for each in nodes if each.name == role and each.state is not NodeState.GONE
+    ]
+    return alive[-1] if alive else None
+
+
+def _machine(site: SiteMachine, instance: str = "") -> PlatformIdentity:
+    """Who a site's machine is to its cloud."""
+    machine = site.machine
+    if site.provider == AWS:
+        return platform_identity.of_role(
+            machine.role, region=machine.region, instance=instance
+        )
+    return platform_identity.of_service_account(
+        machine.identity, project=machine.project, instance=instance
+    )
+
+
+def _release(plan: DeploymentPlan, site: SiteMachine) -> Release:
+    given = plan.file.release
+    extras = dict.fromkeys((*given.extras, site.provider))
+    return Release(**{**asdict(given), "extras": tuple(extras)})
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_unspecified or found.is_link_local

@@ -1,0 +1,174 @@
+"""``crossfed up --keep``: replace nodes that have gone, until the run has ended.
+
+The same reconciliation as ``crossfed up``, repeated. It never works against another
+command: it does nothing while one holds the deployment's folder, and ends when
+``crossfed down`` was given. What bills is ended when the budget is spent or the hours
+are over, and when the run has ended.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from cloud_adapters.compute.pool import Node, NodeState
+from deploy.fleet import deployment as fleet, spending as costs, take_down
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.moves import Mover
+from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
+from federation import folder_lock
+from federation.errors import ComputeError
+from privacy.keystream import RandomBytes
+
+_HOUR = 3600.0
+# After a service has refused a machine: so long, then twice as long, up to the last.
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
+_WRITE_SECONDS = 60.0
+
+Tell = Callable[[str], None]
+# Starts what a deployment lacks, as ``bring_up`` does.
+Restore = Callable[[Deployment], object]
+
+
+class Keeper:
+    """Keeps the nodes of one deployment."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        restore: Restore,
+        *,
+        hourly: Mapping[str, float],
+        random_bytes: RandomBytes,
+        tell: Tell,
+        mover: Mover | None = None,
+    ) -> None:
+        """Begin with a deployment that has just been brought up.
+
+        Args:
+            deployment: What is wanted.
+            restore: Brings it up again.
+            hourly: Dollars of an hour of each role's machine; empty without a budget.
+            random_bytes: ``os.urandom``.
+            tell: Called with a word about every step.
+            mover: Decides which machines it should have, if there is a deadline.
+        """
+        self._mover = mover
+        self._plan, self._clock = deployment.plan, deployment.clock
+        self._restore, self._hourly = restore, hourly
+        self._random_bytes, self._tell = random_bytes, tell
+        self._spending = costs.read(self._plan.folder)
+        self._since: float | None = None
+        self._written = -_WRITE_SECONDS
+        self._told, self._is_moving = "", False
+        self._next_try, self._pause = 0.0, _RETRY_SECONDS
+
+    def look(self, nodes: Sequence[Node]) -> None:
+        """Do what has to be done about the nodes that there are.
+
+        Raises:
+            ComputeError: The budget is spent, the hours are over, or another command
+                has ended the deployment.
+        """
+        now = self._clock.now()
+        alive = [node for node in nodes if node.state is not NodeState.GONE]
+        if self._since is None and alive:
+            self._since = min(node.launched for node in alive)
+        self._count(nodes, now)
+        limit, spent = self._plan.file.max_dollars, self._spending.dollars
+        if limit is not None and spent >= limit:
+            self._end(
+                f"the budget is spent: ${spent:,.2f} of max_dollars = {limit:g}. Raise "
+                "it and give crossfed up again, which resumes the run"
+            )
+        elif self._is_over(now):
+            self._end(
+                f"max_hours = {self._plan.file.max_hours:g} are over: give crossfed up "
+                "again, which resumes the run"
+            )
+        else:
+            self._replace(nodes)
+
+    def end(self) -> None:
+        """End every machine, because the run has ended.
+
+        Raises:
+            ComputeError: A service failed.
+        """
+        with self._opened() as deployment:
+            deployment.note_ended()
+            take_down.take_down(deployment, any_owner=False, tell=self._tell)
+
+    def _opened(self) -> AbstractContextManager[Deployment]:
+        return fleet.opened(
+            self._plan, random_bytes=self._random_bytes, clock=self._clock
+        )
+
+    def _count(self, nodes: Sequence[Node], now: float) -> None:
+        before = len(self._spending.machines)
+        self._spending = costs.observed(self._spending, nodes, self._hourly, now)
+        is_due = self._clock.monotonic() - self._written >= _WRITE_SECONDS
+        if is_due or len(self._spending.machines) != before:
+            costs.write(self._plan.folder, self._spending)
+            self._written = self._clock.monotonic()
+
+    def _is_over(self, now: float) -> bool:
+        hours = self._plan.file.max_hours
+        return self._since is not None and now - self._since >= hours * _HOUR
+
+    def _end(self, why: str) -> None:
+        if folder_lock.is_held(self._plan.folder / "lock"):
+            return
+        costs.write(self._plan.folder, self._spending)
+        self.end()
+        raise ComputeError(f"all machines of {self._plan.file.name} were ended: {why}")
+
+    def _replace(self, nodes: Sequence[Node]) -> None:
+        """Bring the deployment up again if a node of it is gone."""
+        roles = {AGGREGATOR, *(f"{SITE_PREFIX}{s.name}" for s in self._plan.file.sites)}
+        works = {NodeState.STARTING, NodeState.RUNNING}
+        missing = roles - {n.labels.get(ROLE) for n in nodes if n.state in works}
+        is_early = self._clock.monotonic() < self._next_try
+        if self._mover is not None:
+            plan = self._mover.moved(self._plan, nodes, self._clock.now())
+            if plan != self._plan:
+                self._is_moving, self._plan = True, plan
+                # What comes costs something else.
+                self._hourly = costs.budget_prices(plan.file, now=self._clock.now())
+        if (
+            not (missing or self._is_moving)
+            or is_early
+            or folder_lock.is_held(self._plan.folder / "lock")
+        ):
+            return
+        names = ", ".join(sorted(missing))
+        try:
+            with self._opened() as deployment:
+                _check_wanted(deployment)
+                if missing:
+                    self._tell(f"{names}: gone, and replaced now")
+                self._restore(deployment)
+        except _TakenDown:
+            raise
+        except ComputeError as error:
+            self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
+        else:
+            self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
+            self._is_moving = False
+
+    def _retry(self, message: str) -> None:
+        """Report a refusal once, and try again later."""
+        if message != self._told:
+            self._tell(f"{message}; tried again until it succeeds")
+        self._told = message
+        self._next_try = self._clock.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _MOST_RETRY_SECONDS)
+
+
+def _check_wanted(deployment: Deployment) -> None:
+    if deployment.is_ended:
+        raise _TakenDown(
+            f"crossfed down has ended {deployment.name}: it is no longer kept"
+        )
+
+
+class _TakenDown(ComputeError):
+    """Another command has ended the deployment."""

@@ -1,0 +1,127 @@
+"""What is checked before a deployment is brought up, so that nothing is half done."""
+
+from collections.abc import Iterator
+
+from cloud_adapters.compute import containers, local_network
+from cloud_adapters.compute.pool import Market, NodeState
+from deploy.aggregator_host.parties import check_job
+from deploy.fleet import cloud_sites, spending
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import CONTAINERS, LOCAL, DeploymentPlan
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from federation.errors import ComputeError, CorruptObject, JobError
+from federation.job.spec import JobSpec
+
+_CONFIG = "aggregator.toml"
+# With so few, no threshold lets a sum open without one of them.
+_FEW_SECRET_SITES = 3
+
+
+def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
+    """Refuse what no deployment can do, before anything is made or started.
+
+    Raises:
+        JobError: The job cannot be run so, or names other sites.
+    """
+    known = {site.name for site in job.sites}
+    path = plan.path
+    for index, site in enumerate(plan.file.sites):
+        if site.name not in known:
+            raise JobError(
+                f"{path}: {site.name!r} is no site of {plan.job}, which has "
+                f"{', '.join(sorted(known))}",
+                key=f"sites[{index}].name",
+            )
+        if site.provider != LOCAL:
+            cloud_sites.check(plan, index)
+            _check_home(plan, index)
+        why = "" if site.line is None else local_network.refusal(site.line)
+        if site.pool == CONTAINERS:
+            why = why or containers.refusal()
+        if why:
+            raise JobError(f"{path}: {why}", key=f"sites[{index}].machine")
+    try:
+        check_job(job)
+    except JobError as error:
+        raise JobError(f"{plan.job}: {error}") from None
+
+
+def _check_home(plan: DeploymentPlan, index: int) -> None:
+    """Refuse a deadline for a spot machine that takes its keys and ledgers along."""
+    site = plan.file.sites[index]
+    is_spot = site.machine.market == Market.SPOT.value
+    if plan.file.deadline_hours is not None and is_spot and not site.home.url:
+        raise JobError(
+            f"{plan.path}: is missing: deadline_hours may move the site to another "
+            "machine, and without a home its keys and ledgers would be lost",
+            key=f"sites[{index}].home.url",
+        )
+
+
+def notices(job: JobSpec) -> Iterator[str]:
+    """Say what a person should know of a job before it is brought up."""
+    secure, sites = job.privacy.secure_aggregation, len(job.sites)
+    if secure.enabled and sites <= _FEW_SECRET_SITES:
+        yield (
+            f"with secure aggregation over {sites} sites, a site that leaves or fails "
+            "during a round may cost that round"
+        )
+
+
+def check_budget(deployment: Deployment) -> None:
+    """Refuse to start machines of a deployment that has spent its budget.
+
+    Raises:
+        JobError: It has.
+    """
+    limit = deployment.plan.file.max_dollars
+    spent = spending.read(deployment.plan.folder).dollars
+    if limit is not None and spent >= limit:
+        raise JobError(
+            f"{deployment.plan.path}: its machines have cost ${spent:,.2f} so far, and "
+            f"may cost {limit:g}: raise it, or use another folder for a new budget",
+            key="max_dollars",
+        )
+
+
+def check_aggregator_kept(deployment: Deployment) -> None:
+    """Refuse to make a second aggregator for sites that trust the first one.
+
+    Raises:
+        CorruptObject: Its folder is gone, or has lost its configuration.
+    """
+    folder = deployment.aggregator
+    sites = [deployment.site(site.name) for site in deployment.plan.file.sites]
+    enrolled = [site for site in sites if (site / "site.pem").exists()]
+    if (folder / _CONFIG).exists() or not enrolled:
+        return
+    names = ", ".join(site.name for site in enrolled)
+    certificates = " ".join(str(site / "site.pem") for site in enrolled)
+    raise CorruptObject(
+        f"the aggregator that {names} enrolled with is lost: {folder} has no "
+        f"{_CONFIG}, and sites trust no other one. Restore the folder from a backup. "
+        f"If there is none: crossfed down, rm {certificates} (nothing else: ledgers "
+        "are beside them), and crossfed up, which makes a new aggregator and enrols "
+        "the sites again"
+    )
+
+
+def check_moved(deployment: Deployment) -> None:
+    """Refuse to start a site a second time because the file moves it elsewhere.
+
+    Raises:
+        ComputeError: Its machine in another place still runs, and costs.
+    """
+    plan = deployment.plan
+    pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in plan.file.sites}
+    for name, pool in deployment.pools.items():
+        if name in {LOCAL, CONTAINERS}:
+            continue
+        for node in pool.nodes({DEPLOYMENT: deployment.name}):
+            wanted = pools.get(node.labels.get(ROLE, ""), name)
+            if node.state is not NodeState.GONE and wanted != name:
+                raise ComputeError(
+                    f"{plan.path} has {node.name} in {wanted!r}, but {node.id} is in "
+                    f"{name!r}, has the site's keys and ledger, and costs: name "
+                    f"{name!r} again, or end it with crossfed down first"
+                )

@@ -1,0 +1,231 @@
+"""Launches on two clouds that fail half-way are completed, once, by who keeps them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support import fake_gce
+from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
+from support.fake_gce import FakeGce
+
+from cloud_adapters.compute.pool import Market, NodeSpec, NodeState
+from deploy.fleet import deployment as fleet, deployment_file
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.keep import Keeper
+from deploy.fleet.moves import Mover, WorkLeft
+from deploy.fleet.prices import MachinePrice, Prices
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE
+from deploy.fleet.roles import NodeRequest, fill
+from federation.clock import SystemClock, VirtualClock
+
+pytestmark = pytest.mark.slow
+SITES = ("aws-us-east-1", "gcp-us-central1")
+SPECS = (
+    {"machine": "m5.large", "zones": ZONES, "image": IMAGE},
+    {
+        "machine": fake_gce.TYPES[0],
+        "zones": fake_gce.ZONES,
+        "image": "projects/x/global/images/y",
+    },
+)
+NONE_THERE = ("ZONE_RESOURCE_POOL_EXHAUSTED", "told by a test")
+
+
+class Kept:
+    """A deployment of two clouds, its keeper, and the keeper's time."""
+
+    def __init__(self, path: Path, aws: Ec2Server, gcp: FakeGce) -> None:
+        self.aws, self.gcp = aws, gcp
+        self.clock = VirtualClock(SystemClock().now())
+        self.told: list[str] = []
+        self.plan = deployment_file.load(path)
+        with fleet.opened(
+            self.plan, random_bytes=os.urandom, clock=self.clock
+        ) as deployment:
+            self.pools = deployment.pools
+            self.keeper = Keeper(
+                deployment,
+                self.restore,
+                hourly={},
+                random_bytes=os.urandom,
+                tell=self.told.append,
+            )
+
+    def restore(self, deployment: Deployment) -> None:
+        """Start both sites, in the order of the file."""
+        for site, given in zip(deployment.plan.file.sites, SPECS, strict=True):
+            market = Market(site.machine.market)
+            spec = NodeSpec(
+                name=f"site-{site.name}",
+                labels={},
+                max_seconds=600,
+                market=market,
+                **given,
+            )
+            request = NodeRequest(site.pool, spec, market.value.encode())
+            fill(deployment, request, self.told.append)
+
+    def look(self) -> None:
+        """As the command that watches does, when it is time to try again."""
+        self.clock.sleep(301.0)
+        self.keeper.look(self.nodes())
+
+    def nodes(self):
+        return [
+            node
+            for pool in self.pools.values()
+            for node in pool.nodes({DEPLOYMENT: "fed"})
+        ]
+
+    def alive(self) -> list[str]:
+        return sorted(
+            node.labels[ROLE]
+            for node in self.nodes()
+            if node.state is not NodeState.GONE
+        )
+
+    def launches(self) -> int:
+        """Machines that were ever made, by the services' own count."""
+        return len([n for n in self.nodes() if n.id.startswith("i-")]) + len(
+            self.gcp.instances
+        )
+
+
+@pytest.fixture
+def kept(
+    ec2_server: Ec2Server,
+    gce_server: FakeGce,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Kept:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    path = tmp_path / "fed.toml"
+    path.write_text(f"""
+name = "fed"
+job = "job.toml"
+
+[[sites]]
+name = "{SITES[0]}"
+provider = "aws"
+[sites.machine]
+region = "{REGION}"
+type = "m5.large"
+endpoint = "{ec2_server.url}"
+
+[[sites]]
+name = "{SITES[1]}"
+provider = "gcp"
+[sites.machine]
+region = "europe-west4"
+project = "{fake_gce.PROJECT}"
+zones = ["europe-west4-a", "europe-west4-b"]
+type = "e2-standard-4"
+endpoint = "{gce_server.url}"
+""")
+    return Kept(path, ec2_server, gce_server)
+
+
+ROLES = sorted(f"site-{site}" for site in SITES)
+
+
+def test_second_choice_of_a_zone_is_taken(kept: Kept):
+    kept.gcp.refusal = lambda zone, _: NONE_THERE if zone == fake_gce.ZONES[0] else None
+    kept.look()
+    assert kept.alive() == ROLES
+    zones = {node.zone for node in kept.nodes()}
+    assert fake_gce.ZONES[1] in zones
+
+
+def test_half_of_a_launch_is_completed_when_there_is_capacity_again(kept: Kept):
+    """What was launched stays; what was refused is reported once and tried again."""
+    kept.gcp.refusal = lambda *_: NONE_THERE
+    kept.look()
+    kept.look()
+    assert kept.alive() == [f"site-{SITES[0]}"]
+    refused = [line for line in kept.told if "not replaced" in line]
+    assert len(refused) <= 2  # The roles that are missing have changed in between.
+    assert "europe-west4-b" in refused[-1]
+    kept.gcp.refusal = lambda *_: None
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
+
+
+@pytest.mark.parametrize("operation", ["RunInstances", "DescribeInstances"])
+def test_credentials_that_expire_in_a_launch_are_named(kept: Kept, operation: str):
+    """After a login, the same command continues: none is unseen, none there twice."""
+    real = kept.restore
+
+    def expire(deployment: Deployment) -> None:
+        kept.aws.refusal = lambda form: (
+            "RequestExpired" if form["Action"] == operation else None
+        )
+        real(deployment)
+
+    kept.keeper._restore = expire
+    kept.look()
+    (line,) = [line for line in kept.told if "not replaced" in line]
+    assert "credentials" in line
+    kept.aws.refusal = lambda _: None
+    kept.keeper._restore = real
+    kept.look()
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
+
+
+def test_a_launch_whose_answer_is_lost_is_not_made_twice(kept: Kept):
+    """Though the service does not list the machine for a while."""
+    kept.aws.loses = lambda form: form["Action"] == "RunInstances"
+    kept.aws.is_blind = True
+    kept.look()
+    assert any("not replaced" in line for line in kept.told)
+    kept.aws.mend()
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
+
+
+PRICES = Prices(
+    as_of="2026-11-01",
+    machines=(
+        MachinePrice(
+            provider="aws", region=REGION, machine="m5.large", on_demand=0.1, spot=0.04
+        ),
+    ),
+    egress=(),
+)
+
+
+def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept):
+    """Once: the first machine is ended before the second is started."""
+    text = kept.plan.path.read_text()
+    home = 'market = "spot"\n[sites.home]\nurl = "file:///mnt/home"\n\n[[sites]]'
+    at = text.index("[[sites]]", text.index("[sites.machine]"))
+    text = f"{text[:at]}{home}{text[at + 9 :]}"
+    kept.plan.path.write_text(
+        text.replace("[[sites]]", "deadline_hours = 12\n[[sites]]", 1)
+    )
+    kept.plan = deployment_file.load(kept.plan.path)
+    kept.keeper._plan = kept.plan
+    kept.look()
+    kept.keeper._mover = Mover(
+        kept.plan,
+        PRICES,
+        lambda: WorkLeft(
+            started=kept.clock.now() - 3.8 * 3600, rounds_left=8, round_seconds=3600.0
+        ),
+        kept.told.append,
+    )
+    kept.look()
+    kept.look()
+    mine = [node for node in kept.nodes() if node.labels[ROLE] == ROLES[0]]
+    # The service tells times to the second: both may be as old.
+    assert {(node.market, node.state) for node in mine} == {
+        (Market.SPOT, NodeState.GONE),
+        (Market.ON_DEMAND, NodeState.RUNNING),
+    }
+    assert len(mine) == 2
+    (moved,) = [line for line in kept.told if "leave no slack" in line]
+    assert moved.startswith(f"{ROLES[0]}: on-demand: aws {REGION} m5.large on-demand")

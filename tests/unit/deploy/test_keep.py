@@ -1,0 +1,250 @@
+"""Who keeps a deployment ends what bills, and never works against another command."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
+from deploy.fleet import deployment as fleet, deployment_file, spending
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.keep import Keeper, Restore
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
+from deploy.fleet.spending import MachineCost, Spending, observed
+from deploy.fleet.start_checks import check_budget
+from federation import folder_lock
+from federation.clock import SystemClock, VirtualClock
+from federation.errors import ComputeError, JobError, NoCapacity
+
+JOBS = Path(__file__).parents[3] / "jobs"
+FILE = """
+name = "kept"
+job = "{job}"
+{more}
+[[sites]]
+name = "aws-us-east-1"
+"""
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> deployment_file.DeploymentPlan:
+    return written(tmp_path, "max_dollars = 5.0")
+
+
+def written(folder: Path, more: str = "") -> deployment_file.DeploymentPlan:
+    path = folder / "kept.toml"
+    path.write_text(FILE.format(job=JOBS / "quickstart.toml", more=more))
+    return deployment_file.load(path)
+
+
+def opened(plan: deployment_file.DeploymentPlan) -> AbstractContextManager[Deployment]:
+    return fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock())
+
+
+def launched(deployment: Deployment) -> Node:
+    """A node that does nothing, in the role of the aggregator."""
+    role = NodeRole(name=AGGREGATOR, settings="0")
+    spec = NodeSpec(
+        name=AGGREGATOR,
+        command=["sleep", "60"],
+        labels=labels("kept", deployment.owner, role, 1),
+        max_seconds=60.0,
+    )
+    return deployment.pools["local"].launch(spec, "token")
+
+
+def refuse(_: Deployment) -> None:
+    raise NoCapacity("us-east-1a has no g5.xlarge now")
+
+
+def keeper(
+    deployment: Deployment,
+    told: list[str],
+    hourly: float = 0.0,
+    restore: Restore = refuse,
+) -> Keeper:
+    return Keeper(
+        deployment,
+        restore,
+        hourly={AGGREGATOR: hourly},
+        random_bytes=os.urandom,
+        tell=told.append,
+    )
+
+
+def states(deployment: Deployment) -> set[NodeState]:
+    found = deployment.pools["local"].nodes({DEPLOYMENT: "kept"})
+    return {node.state for node in found}
+
+
+def test_budget_that_is_spent_ends_all_machines(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """And none is started again until it is raised."""
+    with opened(plan) as deployment:
+        node = launched(deployment)
+    kept = keeper(deployment, told, hourly=1e9)
+    with pytest.raises(ComputeError, match=r"were ended: the budget is spent: \$"):
+        kept.look([node])
+    assert states(deployment) == {NodeState.GONE}
+    assert any("ended aggregator-" in line for line in told)
+    assert spending.read(plan.folder).dollars >= 5.0
+    with opened(plan) as deployment, pytest.raises(JobError, match="so far, and may"):
+        check_budget(deployment)
+
+
+def test_hours_that_are_over_end_all_machines(tmp_path: Path, told: list[str]):
+    """A replacement would otherwise run for as long again."""
+    plan = written(tmp_path, "max_hours = 1e-9")
+    with opened(plan) as deployment:
+        node = launched(deployment)
+    with pytest.raises(ComputeError, match="were ended: max_hours = 1e-09 are over"):
+        keeper(deployment, told).look([node])
+    assert states(deployment) == {NodeState.GONE}
+
+
+def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    with opened(plan) as deployment:
+        deployment.note_ended()
+    with pytest.raises(ComputeError, match="crossfed down has ended kept"):
+        keeper(deployment, told).look([])
+    assert states(deployment) == set()
+
+
+def test_nothing_is_done_while_another_command_works(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """Neither against `up` nor against `down`, which may be half done."""
+    with opened(plan) as deployment:
+        node = launched(deployment)
+        keeper(deployment, told, hourly=1e9).look([node])
+        keeper(deployment, told).look([])
+        assert states(deployment) == {NodeState.RUNNING}
+        deployment.pools["local"].terminate({node.id})
+    assert not told
+
+
+def test_a_service_that_refuses_is_reported_once_and_tried_again(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    with opened(plan) as deployment:
+        kept = keeper(deployment, told)
+    kept.look([])
+    kept.look([])
+    refused = [line for line in told if "not replaced" in line]
+    (line,) = refused
+    assert line.startswith("aggregator, site-aws-us-east-1: not replaced: us-east-1a")
+    assert line.endswith("tried again until it succeeds")
+    assert not folder_lock.is_held(plan.folder / "lock")
+
+
+def test_a_node_that_is_gone_is_replaced_once(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """At the next look both roles are filled, and nothing is done."""
+    calls: list[Deployment] = []
+    with opened(plan) as deployment:
+        kept = keeper(deployment, told, restore=calls.append)
+    gone = node(state=NodeState.GONE)
+    now = SystemClock().now()
+    role = {"crossfed-role": "site-aws-us-east-1"}
+    site = node(id="s", labels=role, launched=now)
+    kept.look([gone, site])
+    kept.look([node(id="b", launched=now), site])
+    assert len(calls) == 1
+    assert told == ["aggregator: gone, and replaced now"]
+
+
+def node(**changes: object) -> Node:
+    values = {
+        "id": "a",
+        "name": "aggregator",
+        "state": NodeState.RUNNING,
+        "labels": {"crossfed-role": AGGREGATOR},
+        "launched": 0.0,
+    }
+    return Node(**(values | changes))
+
+
+def test_machines_that_are_no_longer_listed_keep_what_they_have_cost():
+    """Compute Engine lists none that is gone."""
+    hourly = {AGGREGATOR: 2.0}
+    first = observed(Spending(), [node()], hourly, 3600.0)
+    assert first.dollars == 2.0
+    then = observed(first, [node(id="b", launched=3600.0)], hourly, 5400.0)
+    assert then.dollars == 3.0
+    assert [each.id for each in then.machines] == ["a", "b"]
+
+
+def test_a_machine_whose_end_is_unknown_costs_what_it_had_when_last_seen():
+    seen = MachineCost(id="a", role=AGGREGATOR, dollars_per_hour=1.0, seconds=3600.0)
+    gone = node(state=NodeState.GONE)
+    later = observed(Spending(machines=(seen,)), [gone], {}, 36000.0)
+    assert later.dollars == 1.0
+    known = observed(later, [node(state=NodeState.GONE, ended=7200.0)], {}, 36000.0)
+    assert known.dollars == 2.0
+
+
+def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
+    """Unless all are stated."""
+    more = 'max_dollars = 5.0\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
+    machine = '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
+    file = written(tmp_path, more + machine).file
+    with pytest.raises(JobError, match="a budget needs new prices, but the prices in"):
+        spending.budget_prices(file, now=4e9)
+    new = spending.budget_prices(file, now=1.782e9)
+    assert new["site-gcp-us-central1"] == 1.006
+    stated = more + "dollars_per_hour = 3.0\n" + machine
+    found = spending.budget_prices(written(tmp_path, stated).file, now=4e9)
+    assert found["site-gcp-us-central1"] == 3.0
+
+
+class OnDemand:
+    """Moves every site, as a deadline does."""
+
+    def moved(
+        self, plan: deployment_file.DeploymentPlan, *_: object
+    ) -> deployment_file.DeploymentPlan:
+        sites = tuple(
+            replace(site, machine=replace(site.machine, market="on-demand"))
+            for site in plan.file.sites
+        )
+        return replace(plan, file=replace(plan.file, sites=sites))
+
+
+def test_a_machine_that_was_moved_is_counted_at_its_own_price(
+    tmp_path: Path, told: list[str]
+):
+    """Otherwise a budget would last three times as long as its dollars."""
+    cloud = (
+        'max_dollars = 900.0\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
+    )
+    machine = '[sites.machine]\nregion = "us-east-1"\ntype = "p5.48xlarge"\n'
+    plan = written(tmp_path, f'{cloud}{machine}market = "spot"\n')
+    role, clock = "site-gcp-us-central1", VirtualClock(1.782e9)
+    now = clock.now()
+    with opened(written(tmp_path)):
+        pass  # Makes the folder: without one, the cloud is asked for nodes.
+    kept = Keeper(
+        Deployment(plan=plan, pools={}, clock=clock, owner=""),
+        lambda _: None,
+        hourly=spending.budget_prices(plan.file, now=now),
+        random_bytes=os.urandom,
+        tell=told.append,
+        mover=OnDemand(),
+    )
+    spot = node(id="a", labels={"crossfed-role": role}, launched=now - 3600)
+    kept.look([spot])
+    moved = node(id="b", labels={"crossfed-role": role}, launched=now - 3600)
+    kept.look([moved])
+    costs = {each.id: each.dollars_per_hour for each in kept._spending.machines}
+    assert costs["b"] > 2 * costs["a"] > 0

@@ -1,0 +1,79 @@
+"""Hours in which machines may be started."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from deploy.fleet.choosing import start_window
+from federation.errors import JobError
+
+
+def seconds(text: str) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+def opens(window: str, now: str) -> str:
+    found = start_window.parse(window, key="start.window")
+    assert found is not None
+    at = datetime.fromtimestamp(found.opens(seconds(now)), UTC)
+    return f"{at:%m-%d %H:%M}"
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ("2026-11-23 12:00", "11-23 21:00"),
+        ("2026-11-23 21:00", "11-23 21:00"),
+        ("2026-11-23 23:30", "11-23 23:30"),
+        ("2026-11-24 04:59", "11-24 04:59"),
+        ("2026-11-24 05:00", "11-24 21:00"),
+    ],
+)
+def test_a_window_over_midnight_opens_in_the_evening(now: str, expected: str):
+    """Berlin is an hour ahead of UTC in winter."""
+    assert opens("22:00-06:00 Europe/Berlin", now) == expected
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ("2026-11-23 00:59", "11-23 01:00"),
+        ("2026-11-23 03:00", "11-23 03:00"),
+        ("2026-11-23 05:00", "11-24 01:00"),
+    ],
+)
+def test_a_window_within_a_day_opens_once_a_day(now: str, expected: str):
+    assert opens("01:00-05:00 UTC", now) == expected
+
+
+def test_the_night_in_which_clocks_change_is_as_long_as_it_is():
+    """Two in the morning of 25 October comes an hour later in Berlin."""
+    assert opens("04:00-06:00 Europe/Berlin", "2026-10-24 12:00") == "10-25 03:00"
+
+
+def test_times_are_shown_as_people_of_the_place_write_them():
+    window = start_window.parse("22:00-06:00 Europe/Berlin", key="start.window")
+    assert window is not None
+    text = window.text(seconds("2026-11-23 21:00"))
+    assert text == "2026-11-23 22:00 Europe/Berlin"
+
+
+def test_no_window_is_none():
+    assert start_window.parse("", key="start.window") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("at night", "is no window: write it as '22:00-06:00 Europe/Berlin'"),
+        ("25:00-06:00 UTC", "is no window"),
+        ("22:00-06:00", "is no window"),
+        ("22:00-22:00 UTC", "is empty"),
+        ("22:00-06:00 Europe/Atlantis", "is no time zone that this machine knows"),
+        ("22:00-06:00 ../etc/passwd", "is no window"),
+        ("22:00-06:00 /etc/passwd", "is no time zone"),
+    ],
+)
+def test_what_is_no_window_is_refused(text: str, message: str):
+    with pytest.raises(JobError, match=message):
+        start_window.parse(text, key="start.window")
