@@ -101,6 +101,7 @@ test-lowest: ## Run the fast tests with the oldest versions that we promise
 
 test-newest: ## Run the fast tests with the newest versions there are (NEWEST names the Python)
 	$(NEWEST) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,parquet]' --group test
 	$(VENV)-newest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 

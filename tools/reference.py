@@ -417,7 +417,7 @@ def _type(hint: Any) -> str:
     is_word = isinstance(hint, type) and issubclass(hint, enum.Enum)
     if is_word or isinstance(hint, typing.NewType):
         return "text"
-    return _WORDS.get(hint, "array" if "ndarray" in str(hint) else "table")
+    return _WORDS.get(hint, "array" if "ndarray" in str(hint).lower() else "table")
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

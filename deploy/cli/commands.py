@@ -19,6 +19,7 @@ from deploy.cli import (
     fleet_verbs,
     model_verbs,
     new_verb,
+    plan_verb,
     run_verbs,
     service_verbs,
     simulate_verb,
@@ -34,6 +35,7 @@ from privacy import own_folder
 
 if TYPE_CHECKING:
     from federation.events import DataDistributed
+    from monitoring.runs.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,10 +130,29 @@ def _report(options: argparse.Namespace) -> int:
     else:
         path = leave_comparison(runs, options.out)
     if options.json:
-        say_json({"report": str(path)})
+        say_json({"report": str(path), "plans": [*map(_compared, runs)]})
     else:
         say(str(path))
     return DONE
+
+
+def _compared(run: "RunFolder") -> dict[str, Any]:
+    """What was predicted of a run, and what it took."""
+    from monitoring.views import run_plan  # noqa: PLC0415 -- keeps `--help` fast
+
+    rows = run_plan.rows(run_plan.read(run.path), run.view())
+    return {
+        "folder": str(run.path),
+        "rows": [
+            {
+                "unit": row.unit,
+                "what": row.what,
+                "predicted": list(row.predicted),
+                "actual": row.actual,
+            }
+            for row in rows
+        ],
+    }
 
 
 def _runs(options: argparse.Namespace) -> int:
@@ -171,6 +192,7 @@ _MODULES = (
     fleet_verbs,
     model_verbs,
     new_verb,
+    plan_verb,
     run_verbs,
     service_verbs,
     simulate_verb,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views import run_plan
 
 DEFAULT_PATH = Path("comparison.html")
 
@@ -23,7 +24,12 @@ def leave_comparison(runs: Sequence[RunFolder], path: Path | None = None) -> Pat
 
     path = path or DEFAULT_PATH
     compared = [
-        ComparedRun(folder=str(run.path), view=run.view(), job_toml=run.read_job())
+        ComparedRun(
+            folder=str(run.path),
+            view=run.view(),
+            job_toml=run.read_job(),
+            plan=run_plan.read(run.path),
+        )
         for run in runs
     ]
     write_comparison(compared, path)

@@ -18,6 +18,8 @@ from federation.errors import JobError
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
     from deploy.site_host.enrol import SiteEnrolled
+    from federation.platform_identity import PlatformIdentity
+    from privacy.membership.token import Token
 
 _STANDARD_INPUT = "-"
 # What the time of a row of ``crossfed aggregator sites`` means.
@@ -43,6 +45,8 @@ def _enroll(options: argparse.Namespace) -> int:
     # A token on the command line can be read by others on this machine while we run.
     text = sys.stdin.readline() if options.token == _STANDARD_INPUT else options.token
     token = Token.parse(text)
+    if options.platform is not None:
+        return _enroll_machine(token, options)
     found = enrolment_site.enroll(
         token,
         options.folder,
@@ -50,6 +54,34 @@ def _enroll(options: argparse.Namespace) -> int:
         clock=options.clock,
     )
     _print_enrolled(found, options)
+    return DONE
+
+
+def _enroll_machine(token: "Token", options: argparse.Namespace) -> int:
+    from cloud_adapters.identity import platforms  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.site_host import enrol, enrolment_machine  # noqa: PLC0415
+    from federation.platform_identity import AWS  # noqa: PLC0415
+
+    region = options.region or os.environ.get("AWS_REGION", "")
+    if options.platform == AWS and not region:
+        raise JobError("is missing, and AWS_REGION is not set", key="--region")
+    found = enrolment_machine.enroll_machine(
+        token,
+        options.folder,
+        organisation=options.organisation or token.site,
+        platform=options.platform,
+        prove=platforms.prover(options.platform, region),
+        clock=options.clock,
+        listener=tell,
+    )
+    signed = bool(enrol.config_of(options.folder).file.roster_signer)
+    if found is not None and not signed:
+        _print_enrolled(found, options)
+    elif options.json:
+        say_json({"site": token.site, "folder": str(options.folder)})
+    else:
+        what = ", and its operator has signed whom it trusts" if signed else ""
+        say(f"site {token.site} is enrolled{what}")
     return DONE
 
 
@@ -122,25 +154,58 @@ def _invite(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
 
     clock = options.clock
-    token = enrolment_operator.invite(
-        aggregator_file.load(options.config),
-        options.site,
-        random_bytes=os.urandom,
-        clock=clock,
-        address=options.address,
-        seconds=60.0 * options.minutes,
-    )
-    expires = clock.now() + 60.0 * options.minutes
+    config, machine = aggregator_file.load(options.config), _machine(options)
+    about = {"clock": clock, "address": options.address}
+    seconds = 60.0 * options.minutes
+    if machine is None:
+        token = enrolment_operator.invite(
+            config, options.site, random_bytes=os.urandom, seconds=seconds, **about
+        )
+    else:
+        token = enrolment_operator.invite_machine(
+            config, options.site, machine, seconds=seconds, **about
+        )
+    expires = clock.now() + seconds
     if options.json:
         facts = {"site": token.site, "token": token.text, "expires": _minute(expires)}
         say_json(facts)
         return DONE
     say(token.text)
+    if machine is not None:
+        where = f" --region {machine.region}" if machine.region else ""
+        tell(
+            f"for the machine {machine} as {token.site}, until {_minute(expires)}; the "
+            "token is no secret. On the machine: crossfed enroll TOKEN --platform "
+            f"{machine.platform}{where} --folder DIR"
+        )
+        return DONE
     tell(
         f"for {token.site}, once, until {_minute(expires)}; send it over a private "
         "channel. On the site's machine: crossfed enroll TOKEN --folder DIR"
     )
     return DONE
+
+
+def _machine(options: argparse.Namespace) -> "PlatformIdentity | None":
+    """The machine that may enrol without a secret; None if a secret admits the site."""
+    from federation import platform_identity  # noqa: PLC0415 -- keeps `--help` fast
+
+    role, account = options.aws_role, options.gcp_service_account
+    if role and account:
+        raise JobError("excludes --aws-role", key="--gcp-service-account")
+    try:
+        if role:
+            return platform_identity.of_role(
+                role, region=options.region, instance=options.instance
+            )
+        if account:
+            return platform_identity.of_service_account(
+                account, project=options.project, instance=options.instance
+            )
+    except ValueError as error:
+        option = "--aws-role" if role else "--gcp-service-account"
+        raise JobError(str(error), key=option) from None
+    return None
 
 
 def _revoke(options: argparse.Namespace) -> int:

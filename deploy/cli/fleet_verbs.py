@@ -1,212 +1,385 @@
-"""Verbs of whole deployments: ``plan``, ``up``, ``nodes`` and ``down``."""
+"""Verbs of whole deployments: ``up``, ``nodes`` and ``down``."""
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cloud_adapters.compute.pool import NodeState, all_gone
-from deploy.cli.run_verbs import follow
+from cloud_adapters.compute.pool import Node, NodeState, all_gone
+from deploy.cli import plan_verb
+from deploy.cli.run_verbs import follow, is_over
 from deploy.cli.terminal import say, say_json, say_table, tell
-from deploy.exit_codes import DONE
+from deploy.exit_codes import DONE, FAILED
 from federation.errors import ComputeError
 
 if TYPE_CHECKING:
-    from cloud_adapters.compute.pool import Node
     from deploy.fleet.deployment import Deployment
     from deploy.fleet.deployment_file import DeploymentPlan
-    from federation.rounds.cost import Speeds
-    from federation.rounds.traffic import Traffic
+    from deploy.fleet.keep import Keeper
+    from deploy.fleet.moves import Mover
+    from deploy.fleet.remains import Remains
+    from federation.job.spec import JobSpec
+    from federation.protocols import Clock
+    from monitoring.runs.run_folder import RunFolder
 
 NODES_LOOK_SECONDS = 2.0
 _HOUR = 3600.0
+# A clock that is set must not make a start late.
+_WINDOW_LOOK_SECONDS = 30.0
 _MIB = 1 << 20
 
 
-@contextmanager
-def _opened(options: argparse.Namespace) -> "Iterator[Deployment]":
-    from deploy.fleet import deployment, deployment_file  # noqa: PLC0415 -- --help
-
-    plan = deployment_file.load(options.deployment)
-    with deployment.opened(
-        plan,
-        random_bytes=os.urandom,
-        clock=options.clock,
-        any_owner=getattr(options, "any_owner", False),
-    ) as opened:
-        yield opened
-
-
 def _up(options: argparse.Namespace) -> int:
-    from deploy.fleet import deployment_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
+        deployment as fleet,
+        deployment_file,
+        offers,
+        spending,
+    )
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.start_checks import check_before, check_budget  # noqa: PLC0415
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
-    with _opened(options) as deployment:
-        job = deployment_file.load_job(deployment.plan)
-        run = bring_up(deployment, job, random_bytes=os.urandom, tell=tell)
+    if options.keep and options.detach:
+        raise JobError("keeps nothing without watching: remove one", key="--keep")
+    plan = deployment_file.load(options.deployment)
+    job = deployment_file.load_job(plan)
+    check_before(plan, job)
+    plan = offers.with_types(plan, clock=options.clock, tell=tell)
+    hourly = spending.budget_prices(plan.file, now=options.clock.now())
+    _await_window(plan, options.clock)
+    with fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment:
+        watch = _Watch(deployment)
+        check_budget(deployment)
+        deployment.note_wanted()
+        start = partial(
+            bring_up,
+            job=job,
+            random_bytes=os.urandom,
+            tell=tell,
+            accept=options.accept,
+        )
+        run = start(deployment)
         options.aggregator = deployment.aggregator / "aggregator.toml"
     if run is None:
         return DONE
+    plan_verb.keep_plan(options, plan, job, run)
     if options.detach:
         if options.json:
             say_json({"run_id": run.path.name, "folder": str(run.path)})
         else:
             say(run.path.name)
         return DONE
-    return follow(options, run, _Watch(deployment).look)
+    if options.keep:
+        watch.keeper = Keeper(
+            deployment,
+            start,
+            hourly=hourly,
+            random_bytes=os.urandom,
+            tell=tell,
+            mover=_mover(deployment, run, job.rounds),
+        )
+    try:
+        code = follow(options, run, watch.look)
+    finally:
+        watch.read_logs()
+    if watch.keeper is not None:
+        if is_over(run):
+            watch.keeper.end()
+        else:
+            tell("its machines are no longer kept: give the command again to keep them")
+    return code
+
+
+def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | None":
+    """Who moves sites of clouds before a deadline; None if there is none."""
+    from deploy.fleet import moves, prices  # noqa: PLC0415 -- keeps `--help` fast
+
+    plan = deployment.plan
+    if plan.file.deadline_hours is None:
+        return None
+    today = prices.day_of(deployment.clock.now())
+    table = prices.load(None, today=today, warn=tell)
+
+    return moves.Mover(plan, table, moves.ReadProgress(run, rounds), tell)
+
+
+def _await_window(plan: "DeploymentPlan", clock: "Clock") -> None:
+    """Wait until machines may be started."""
+    from deploy.fleet.choosing import start_window  # noqa: PLC0415 -- keeps `--help` fast
+
+    window = start_window.parse(plan.file.start.window, key="start.window")
+    if window is None:
+        return
+    opens, told = window.opens(clock.now()), False
+    while (left := opens - clock.now()) > 0:
+        if not told:
+            tell(f"waits until {window.text(opens)} (start.window)")
+        told = True
+        clock.sleep(min(left, _WINDOW_LOOK_SECONDS))
 
 
 class _Watch:
     """Reports what keeps nodes from working, each once, while a run is shown."""
 
     def __init__(self, deployment: "Deployment") -> None:
+        self.keeper: Keeper | None = None
         self._deployment = deployment
+        self._worked: set[str] = set()
         self._told: set[tuple[str, str]] = set()
+        self._awaited: set[str] = set()
         self._next_look = 0.0
+        self._lines: Counter[tuple[str, str]] = Counter()
+        self.read_logs(is_new=False)
 
     def look(self) -> None:
         """Report what is new, if the last look is some time ago.
 
         Raises:
-            ComputeError: The aggregator's machine has ended: nothing more will happen.
+            ComputeError: The machine of the aggregator, or those of all sites, have
+                ended, and nothing more will happen; or the keeper ends.
         """
-        from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE  # noqa: PLC0415
-
-        deployment = self._deployment
-        now = deployment.clock.monotonic()
+        now = self._deployment.clock.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + NODES_LOOK_SECONDS
-        nodes = [
-            node
-            for pool in deployment.pools.values()
-            for node in pool.nodes({DEPLOYMENT: deployment.name})
-        ]
+        nodes = self._nodes()
+        if nodes is None:
+            return
+        self._report(nodes)
+        self.read_logs()
+        if self.keeper is None:
+            self._check_ended(nodes)
+        else:
+            self.keeper.look(nodes)
+
+    def _nodes(self) -> Sequence[Node] | None:
+        """All nodes; None if a service fails now and the keeper waits for it."""
+        from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
+
+        try:
+            return [
+                node
+                for pool in self._deployment.pools.values()
+                for node in pool.nodes({DEPLOYMENT: self._deployment.name})
+            ]
+        except ComputeError as error:
+            if self.keeper is None:
+                raise
+            self._tell_once("", f"{error}; looked at again until it succeeds")
+            return None
+
+    def _report(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            new = (node.id, node.trouble)
             if node.trouble and node.state is not NodeState.GONE:
-                if new not in self._told:
-                    tell(f"{node.name}: {node.trouble}")
-                self._told.add(new)
-        ours = [node for node in nodes if node.labels.get(ROLE) == AGGREGATOR]
-        if all_gone(ours):
-            why = f" ({ours[-1].trouble})" if ours and ours[-1].trouble else ""
-            raise ComputeError(
-                f"the aggregator's machine has ended{why}: give crossfed up again, "
-                "which resumes the run"
-            )
+                self._tell_once(node.id, f"{node.name}: {node.trouble}")
+            if node.ready and node.id in self._awaited:
+                self._awaited.remove(node.id)
+                tell(f"{node.name}: ready")
+            elif node.ready is False:
+                self._awaited.add(node.id)
+
+    def _check_ended(self, nodes: Sequence[Node]) -> None:
+        """Refuse to watch what has ended, for example because its time was over."""
+        from deploy.fleet.reconcile import AGGREGATOR, ROLE  # noqa: PLC0415 -- --help
+
+        for who, aggregators in (
+            ("the aggregator's machine has", True),
+            ("the machines of all sites have", False),
+        ):
+            ours = [
+                n for n in nodes if (n.labels.get(ROLE) == AGGREGATOR) == aggregators
+            ]
+            if not all_gone(ours):
+                self._worked.add(who)
+            # Services list a new machine late, and some none that is gone.
+            elif aggregators or who in self._worked:
+                why = f" ({ours[-1].trouble})" if ours and ours[-1].trouble else ""
+                raise ComputeError(
+                    f"{who} ended{why}: give crossfed up again, which resumes the run"
+                )
+
+    def _tell_once(self, node_id: str, message: str) -> None:
+        if (node_id, message) not in self._told:
+            tell(message)
+        self._told.add((node_id, message))
+
+    def read_logs(self, *, is_new: bool = True) -> None:
+        """Report why sites on this host cannot load their data.
+
+        Nobody else may know: the operator of these sites is who gave the command.
+
+        Args:
+            is_new: Whether lines that were not there before are reported.
+        """
+        from deploy.fleet.deployment_file import LOCAL  # noqa: PLC0415 -- --help
+        from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
+        from deploy.site_host.data import CANNOT_LOAD  # noqa: PLC0415 -- imports torch
+
+        pool = self._deployment.pools[LOCAL]
+        for node in pool.nodes({DEPLOYMENT: self._deployment.name}):
+            lines = pool.log(node.id).splitlines()
+            found = Counter(line for line in lines if line.startswith(CANNOT_LOAD))
+            for line, times in found.items():
+                if is_new and times > self._lines[node.id, line]:
+                    tell(f"{node.name}: {line}")
+                self._lines[node.id, line] = times
 
 
 def _down(options: argparse.Namespace) -> int:
-    from deploy.fleet import take_down  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
+        deployment as fleet,
+        deployment_file,
+        prices,
+        remains,
+        take_down,
+    )
 
-    with _opened(options) as deployment:
+    plan = deployment_file.load(options.deployment)
+    is_purged = _confirmed(options, plan)
+    job = _job_if_any(plan)
+    today = prices.day_of(options.clock.now())
+    table = prices.load(None, today=today, warn=lambda _: None)
+    deleted = 0
+    with fleet.opened(
+        plan,
+        random_bytes=os.urandom,
+        clock=options.clock,
+        any_owner=options.any_owner,
+        make=False,
+    ) as deployment:
+        deployment.note_ended()
         ended = take_down.take_down(deployment, any_owner=options.any_owner, tell=tell)
-        left = take_down.remains(deployment)
+        if is_purged:
+            deleted, kept = remains.purge(deployment, job)
+            for place in kept:
+                tell(f"{place}: kept, because privacy ledgers need it")
+        left = remains.remains(deployment, job, table)
     if options.json:
-        rows = [
-            {"what": each.what, "place": each.place, "bytes": each.num_bytes}
-            for each in left
-        ]
-        say_json({"ended": ended, "left": rows})
+        found: dict[str, Any] = {"ended": ended, "left": [*map(_left, left)]}
+        say_json(found | ({"deleted_bytes": deleted} if is_purged else {}))
         return DONE
-    say(f"{ended} nodes ended; nothing of deployment {deployment.name} runs")
+    say(f"{ended} nodes ended; nothing of deployment {plan.file.name} runs")
+    if is_purged:
+        say(f"{deleted / _MIB:.1f} MiB of runs and results deleted")
     if left:
-        say("what stays:")
-        names = ("what", "MiB", "where")
-        say_table(names, ((e.what, f"{e.num_bytes / _MIB:.1f}", e.place) for e in left))
+        say(f"what stays, at prices of {table.as_of}:")
+        names = ("what", "MiB", "dollars a month", "where")
+        say_table(names, ([str(cell) for cell in _left_cells(e)] for e in left))
     return DONE
 
 
-def _found(options: argparse.Namespace) -> "Iterator[tuple[str, Node]]":
-    """Nodes of a deployment, with their providers.
+def _confirmed(options: argparse.Namespace, plan: "DeploymentPlan") -> bool:
+    """Whether runs are to be deleted, as a person has confirmed by the name.
 
-    Without the folder's lock: a person may look while another command works.
+    Raises:
+        JobError: They have given another name, or nobody can be asked.
     """
-    from deploy.fleet import deployment as fleet, deployment_file  # noqa: PLC0415
-    from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
-    plan = deployment_file.load(options.deployment)
-    for provider, pool in fleet.pools_of(plan, options.clock).items():
-        for node in pool.nodes({DEPLOYMENT: plan.file.name}):
-            yield provider, node
+    name, given = plan.file.name, options.yes_purge
+    if not (options.purge or given):
+        return False
+    if not given:
+        if not sys.stdin.isatty():
+            raise JobError(
+                f"asks on a terminal; in a script, give --yes-purge {name}",
+                key="--purge",
+            )
+        tell(f"all runs and results of {name} in {plan.folder} will be deleted")
+        tell("type the deployment's name to confirm:")
+        given = sys.stdin.readline().strip()
+    if given != name:
+        raise JobError(
+            f"{given!r} is not the name of this deployment, {name!r}: nothing was "
+            "ended or deleted",
+            key="--yes-purge" if options.yes_purge else "--purge",
+        )
+    return True
+
+
+def _job_if_any(plan: "DeploymentPlan") -> "JobSpec | None":
+    """The job, which may name buckets; what runs is ended without it, too."""
+    from deploy.fleet import deployment_file  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+
+    try:
+        return deployment_file.load_job(plan)
+    except JobError as error:
+        tell(f"{error}: buckets and keys that the job names are not looked at")
+        return None
+
+
+def _left(each: "Remains") -> dict[str, Any]:
+    return {
+        "what": each.what,
+        "place": each.place,
+        "bytes": each.num_bytes,
+        "dollars_per_month": each.dollars,
+        "trouble": each.trouble,
+    }
+
+
+def _left_cells(each: "Remains") -> "Iterator[str]":
+    yield each.what
+    if each.trouble:
+        yield from ("unknown", "unknown", f"{each.place}: {each.trouble}")
+        return
+    yield "-" if each.num_bytes is None else f"{each.num_bytes / _MIB:.1f}"
+    yield "unknown" if each.dollars is None else f"{each.dollars:,.2f}"
+    yield each.place
 
 
 def _nodes(options: argparse.Namespace) -> int:
-    now = options.clock.now()
-    rows = [
-        {
-            "node": node.name,
-            "provider": provider,
-            "state": node.state.value,
-            "hours": node.seconds(now) / _HOUR,
-            "trouble": node.trouble,
-            "id": node.id,
-        }
-        for provider, node in _found(options)
-    ]
+    """List nodes, without the folder's lock: a person may look at any time.
+
+    A service that fails is reported, and hides no node of the others.
+    """
+    from deploy.fleet import deployment as fleet, deployment_file  # noqa: PLC0415
+    from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
+
+    plan = deployment_file.load(options.deployment)
+    now, code = options.clock.now(), DONE
+    rows: list[dict[str, Any]] = []
+    for provider, pool in fleet.pools_of(plan, options.clock).items():
+        try:
+            found = pool.nodes({DEPLOYMENT: plan.file.name})
+        except ComputeError as error:
+            tell(f"{provider}: {error}")
+            code = FAILED
+            continue
+        rows += [
+            {
+                "node": node.name,
+                "provider": provider,
+                "state": _state(node),
+                "hours": node.seconds(now) / _HOUR,
+                "trouble": node.trouble,
+                "id": node.id,
+            }
+            for node in found
+            if options.all or node.state is not NodeState.GONE
+        ]
     if options.json:
         say_json(rows)
-        return DONE
+        return code
     names = ("node", "provider", "state", "hours", "trouble", "id")
     say_table(names, ([_cell(row[name]) for name in names] for row in rows))
-    return DONE
+    return code
+
+
+def _state(node: Node) -> str:
+    """What a node does: one that runs is starting until its program is ready."""
+    is_starting = node.state is NodeState.RUNNING and node.ready is False
+    return NodeState.STARTING if is_starting else node.state.value
 
 
 def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _plan(options: argparse.Namespace) -> int:
-    from clients.user_code import unable_to_exit  # noqa: PLC0415 -- imports torch
-    from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet import deployment_file, plan as planning, prices  # noqa: PLC0415
-    from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
-
-    wanted = deployment_file.load(options.deployment)
-    job = deployment_file.load_job(wanted)
-    with unable_to_exit(), wiring.torch_threads(job):
-        federation = wiring.build_federation(job)
-        sizes_of = partial(job_check.sizes_of, clock=options.clock)
-        known = _speeds(options, wanted, sizes_of(federation))
-        speeds = None
-        if known is not None:
-            today = prices.day_of(options.clock.now())
-            table = prices.load(options.prices, today=today, warn=tell)
-            speeds = planning.with_prices(known, wanted.file, table)
-        found = [*planning.alternatives(federation, speeds, sizes_of)]
-        if known is not None:
-            found += planning.markets(found[0], known, wanted.file, table)
-    if options.json:
-        say_json([planning.document(one) for one in found])
-        return DONE
-    for line in planning.lines(wanted.file.name, found, speeds):
-        say(line)
-    names, rows = planning.table(found)
-    say_table(names, rows)
-    return DONE
-
-
-def _speeds(
-    options: argparse.Namespace, wanted: "DeploymentPlan", traffic: "Traffic | None"
-) -> "Speeds | None":
-    """Speeds that are stated, or those of an earlier run; None if neither is given."""
-    from deploy.fleet import plan as planning  # noqa: PLC0415 -- imports torch
-    from federation.errors import JobError  # noqa: PLC0415
-    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.rounds.cost import Speeds  # noqa: PLC0415 -- imports numpy
-    from monitoring.runs.find import find_run  # noqa: PLC0415
-
-    if options.speeds and options.like:
-        raise JobError("speeds come from a file or from a run, not both", key="--like")
-    if options.speeds:
-        return job_file.load_table(options.speeds, Speeds, lambda _: None)
-    if options.like is None or traffic is None:
-        return None
-    run = find_run(options.like, wanted.folder / "aggregator" / "runs")
-    return planning.measured_speeds(run.view(), traffic)
-
-
-VERBS = {"plan": _plan, "up": _up, "down": _down, "nodes": _nodes}
+VERBS = {"up": _up, "down": _down, "nodes": _nodes}

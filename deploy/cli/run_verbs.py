@@ -89,7 +89,7 @@ def follow(
                 pauses.look()
                 look()
 
-            over = partial(_is_over, run)
+            over = partial(is_over, run)
             for line in _lines(run, over, options.clock, idle=idle):
                 event = from_line(line)
                 if event is not None:
@@ -107,7 +107,7 @@ def _await_start(
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     told = ""
-    while not run.exists() and not _is_over(run):
+    while not run.exists() and not is_over(run):
         queue = run_queue.handed_over(run.path.parents[1])
         text = _waits_for(run, queue)
         if text != told:
@@ -164,7 +164,8 @@ def _say_run(options: argparse.Namespace, run: "RunFolder", status: str) -> None
         say(name)
 
 
-def _is_over(run: "RunFolder") -> bool:
+def is_over(run: "RunFolder") -> bool:
+    """Whether a run has ended, in whatever way."""
     from deploy.aggregator_host.run_queue import OUTCOME  # noqa: PLC0415
 
     return (run.path / OUTCOME).exists()
@@ -182,7 +183,7 @@ class _Pauses:
         now = self._clock.monotonic()
         if self._run.is_locked():
             self._since, self._told = now, ""
-        elif now - self._since > PAUSE_SECONDS and not _is_over(self._run):
+        elif now - self._since > PAUSE_SECONDS and not is_over(self._run):
             text = self._reason()
             if text != self._told:
                 tell(text)
@@ -226,7 +227,7 @@ def _lines(
             yield from whole
             if over and not whole:
                 return
-            # Not kept: it goes when its writer was killed and another goes on.
+            # Not kept: it goes when its writer was killed and another continues.
             events.seek(-len(torn), os.SEEK_CUR)
             if events.tell() == begin:
                 idle()
@@ -270,7 +271,7 @@ def _watch(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     run = _find(options)
     with contextlib.suppress(KeyboardInterrupt):
-        for line in _lines(run, partial(_is_over, run), options.clock):
+        for line in _lines(run, partial(is_over, run), options.clock):
             print(line.decode(errors="replace"), flush=True)  # noqa: T201
     return DONE
 
@@ -279,7 +280,7 @@ def _stop(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     run = _find(options)
-    if _is_over(run):
+    if is_over(run):
         raise FederationError(f"run {run.path.name} has ended already")
     run_queue.ask_to_stop(run)
     if options.json:

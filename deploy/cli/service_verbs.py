@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
 from deploy.cli.terminal import interrupts, say_json, tell
-from deploy.exit_codes import DONE
+from deploy.exit_codes import DONE, FAILED
 from deploy.service_manager import Notify
+from federation.errors import FederationError
 
 if TYPE_CHECKING:
     from cloud_adapters.flower.node import FlowerNode
@@ -56,6 +58,26 @@ def _aggregator_up(options: argparse.Namespace) -> int:
 
 
 def _site_up(options: argparse.Namespace) -> int:
+    if not options.config.is_dir():
+        return _agent(options)
+    from deploy.site_host import service, several  # noqa: F401, PLC0415 -- for all forks
+
+    stopped = threading.Event()
+
+    def run(config: Path) -> int:
+        try:
+            return _agent(argparse.Namespace(**{**vars(options), "config": config}))
+        except FederationError as error:
+            tell(str(error))
+            return FAILED
+
+    with interrupts(lambda _: stopped.set()):
+        agents = several.Agents(run, clock=options.clock, listener=tell)
+        agents.serve(several.configs_below(options.config), stopped)
+    return DONE
+
+
+def _agent(options: argparse.Namespace) -> int:
     from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.site_host.departure import Departure  # noqa: PLC0415 -- imports numpy
     from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
@@ -63,7 +85,11 @@ def _site_up(options: argparse.Namespace) -> int:
 
     notify = service_manager.notify_from_environment()
     departure = Departure()
-    end = prompt_end.PromptEnd(departure.stopped, tell)
+
+    def code() -> int:
+        return FAILED if departure.lost else DONE
+
+    end = prompt_end.PromptEnd(departure.stopped, tell, code)
 
     def stop(number: int) -> None:
         is_person = number == signal.SIGINT
@@ -82,6 +108,8 @@ def _site_up(options: argparse.Namespace) -> int:
             clock=options.clock,
             listener=_told_to(notify),
             begun=begun,
+            standby=lambda: notify(service_manager.READY),
+            take_over=options.take_over,
         )
         prompt_end.leave()
     return DONE

@@ -55,6 +55,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 stop_requested=stop,
                 clock=options.clock,
                 show_failure=show_failure(options),
+                report=not options.no_report,
             )
     except KeyboardInterrupt:
         _say_how_to_resume(options, folder, "stopped at once")
@@ -125,7 +126,9 @@ def _print_outcome(outcome: "RunResult") -> None:
         say(line)
     if outcome.folder is not None:
         say(f"run         {outcome.folder}")
-        say(f"report      {outcome.folder / 'report.html'}")
+        report = outcome.folder / "report.html"
+        if report.is_file():
+            say(f"report      {report}")
 
 
 def _has_begun(folder: Path) -> bool:
@@ -154,6 +157,8 @@ def _say_how_to_resume(
         words += ["--seed", str(options.seed)]
     if options.engine != "inproc":
         words += ["--engine", options.engine]
+    if options.no_report:
+        words.append("--no-report")
     go_on = ["--resume"] if options.extend is None else ["--extend", options.extend]
     words += ["--out", str(folder), *map(str, go_on)]
     tell(f"{why}; resume with\n  {shlex.join(words)}")

@@ -5,6 +5,7 @@ Arguments in and text out; the work is in the modules of the same names.
 
 import argparse
 import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def _recover(options: argparse.Namespace) -> int:
         )
     else:
         found = ledger_recovery.at_site(
-            options.config, options.run, clock=options.clock
+            options.config, options.run, clock=options.clock, listener=tell
         )
     if options.json:
         say_json({"recovered": [ledger_recovery.facts(each) for each in found]})
@@ -168,10 +169,13 @@ def _ledger(options: argparse.Namespace) -> int:
 
     if options.action == "recover":
         return _recover(options)
-    root, key = options.root, None
-    if options.config is not None:
-        root, key = ledger.of_site(options.config)
-    findings = [ledger.examine(path, key) for path in ledger.find(options.run, root)]
+    with ExitStack() as stack:
+        root, key = options.root, None
+        if options.config is not None:
+            site = ledger.of_site(options.config, tell)
+            root, key = stack.enter_context(site)
+        paths = ledger.find(options.run, root)
+        findings = [ledger.examine(path, key) for path in paths]
     damaged = sum(finding.contents is None for finding in findings)
     if options.json:
         known = [ledger.facts(finding) for finding in findings]

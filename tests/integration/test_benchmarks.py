@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import proxy_server
 from support.commands import ForkServer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -33,24 +34,33 @@ name = "two"
 
 # What makes each script short. JOB stands for a job file, of two sites and two rounds.
 SHORT = {
+    "agents_memory": "--sites 1 --ways shared",
     "checkpoints": "--megabytes 4",
     "combine": "--values 100000 --sites 2 --threads 1 --repetitions 1",
     "deployed": "--only tiny --tiny-rounds 2 --flower-rounds 0",
     "dp_sgd": "--repetitions 1 --kinds cnn",
+    "elasticity": "--rounds 10 --seeds 1",
     "group_sums": "--smoke --attacks flip",
     "noise": "--values 10000 --repetitions 1",
     "overhead": "--job JOB --rounds 1",
+    "plan_accuracy": "--smoke",
     "precision": "--values 10000 --sites 2",
     "privacy_utility": "--job JOB --runs 1 --epsilons inf --repetitions 0",
     "rounds": "--sites 2 --ours-only",
     "secure_aggregation": "--values 100000 --sites 2 --bits 32 --repetitions 1"
     " --memory-values 100000",
+    "spot_policy": "--traces 5 --processes 1",
     "storage": "--megabytes 1 --turns 1",
     "storage_cloud": "--store s3 --large ours --gigabytes 0",
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
     "turns": "--pairs 1 --cases encrypted-read-small",
 }
-FLOWER = {"combine", "deployed", "secure_aggregation"}
+LONG = {"agents_memory"}
+DEPLOYED = [
+    pytest.mark.long,
+    pytest.mark.skipif(not proxy_server.installed(), reason="nginx is not installed"),
+]
+FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # `test_audit.py` runs the first; the cases of the second are tried below.
 ELSEWHERE = {"audit", "turn_cases"}
 LONG_CASES = {"secure-16-threshold-12", "secure-64-threshold-43", "private", "deployed"}
@@ -90,7 +100,15 @@ def test_no_script_is_left_out():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.flower] if name in FLOWER else [])
+        pytest.param(
+            name,
+            marks=[pytest.mark.flower] * (name in FLOWER)
+            + [
+                pytest.mark.long,
+                pytest.mark.skipif(not proxy_server.installed(), reason="needs nginx"),
+            ]
+            * (name in LONG),
+        )
         for name in SHORT
     ],
 )

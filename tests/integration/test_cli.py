@@ -38,12 +38,23 @@ def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return place
 
 
+def test_report_can_wait(server: ForkServer, place: Path) -> None:
+    """It is not drawn with --no-report, and afterwards by a command of its own."""
+    arguments = ("simulate", "job.toml", *FAST, "--no-report", "--out", "run")
+    done = server.run(*arguments, folder=place)
+    assert done.code == 0, done.stderr
+    assert "report" not in done.stdout
+    assert not (place / "run/report.html").exists()
+    assert server.run("report", "run", folder=place).code == 0
+    assert "</html>" in (place / "run/report.html").read_text()
+
+
 def test_verbs_and_options_are_frozen() -> None:
     """Adding one is a decision, not an accident."""
     common = {"-h", "--help", "-v", "--verbose", "--json"}
     job = {"job", "--set", "--seed"}
     passphrase = {"--passphrase-file"}
-    run = {"--out", "--resume", "--extend", "--engine", "--transcript"}
+    run = {"--out", "--resume", "--extend", "--engine", "--transcript", "--no-report"}
     key = {"--encryption-key", "--encryption-endpoint"}
     service = key | {"--endpoint", "--region", "--bucket-owner"}
     place = service | {"place", "--root"}
@@ -85,23 +96,28 @@ def test_verbs_and_options_are_frozen() -> None:
         "aggregator init": common
         | {"folder", "--host", "--listen", "--no-proxy", "--organisation"},
         "aggregator up": common | {"--config"},
-        "aggregator invite": common | {"site", "--address", "--minutes", "--config"},
+        "aggregator invite": common
+        | {"site", "--address", "--minutes", "--config", "--instance", "--region"}
+        | {"--aws-role", "--gcp-service-account", "--project"},
         "aggregator revoke": common | {"site", "--config"},
         "aggregator sites": common | {"--config"},
         "enroll": common
-        | {"token", "--renew", "--roster", "--folder", "--organisation", "--accept"},
+        | {"token", "--renew", "--roster", "--folder", "--organisation", "--accept"}
+        | {"--platform", "--region"},
         "site": {"-h", "--help"},
-        "site up": common | {"--config"},
+        "site up": common | {"--config", "--take-over"},
         "site relay": common | {"--config", "--port"},
         "run": common | job | {"--aggregator", "--detach", "--resume", "--extend"},
         "ps": common | {"--aggregator"},
         "watch": common | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},
         "logs": common | {"run", "--aggregator"},
-        "plan": common | {"deployment", "--speeds", "--like", "--prices"},
-        "up": common | {"deployment", "--detach"},
-        "nodes": common | {"deployment"},
-        "down": common | {"deployment", "--any-owner"},
+        "plan": common
+        | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
+        | {"--budget", "--deadline", "--plot", "--refresh-prices"},
+        "up": common | {"deployment", "--accept", "--detach", "--keep", "--speeds"},
+        "nodes": common | {"deployment", "--all"},
+        "down": common | {"deployment", "--any-owner", "--purge", "--yes-purge"},
     }
 
 
@@ -271,7 +287,7 @@ def test_memory_storage_leaves_nothing(server: ForkServer, place: Path) -> None:
 def test_resume_continues_the_newest_run_of_the_job(
     server: ForkServer, place: Path
 ) -> None:
-    """Without --out; a run that was killed goes on under its own name."""
+    """Without --out; a run that was killed continues under its own name."""
     server.run("simulate", "job.toml", folder=place, misfortune="round has ended")
     time.sleep(1.1)  # Run ids sort by their second.
     server.run("simulate", "job.toml", folder=place, misfortune="run has begun")
@@ -349,7 +365,7 @@ def test_report_is_written_again(
     done = server.run(
         "report", "small", "--out", str(target), "--json", folder=finished
     )
-    assert json.loads(done.stdout) == {"report": str(target)}
+    assert json.loads(done.stdout)["report"] == str(target)
 
 
 def test_runs_are_held_against_each_other(
@@ -367,7 +383,7 @@ def test_runs_are_held_against_each_other(
     assert "<h1>2 runs</h1>" in (place / "comparison.html").read_text()
     target = tmp_path / "page.html"
     done = server.run("report", *names, "--out", str(target), "--json", folder=place)
-    assert json.loads(done.stdout) == {"report": str(target)}
+    assert json.loads(done.stdout)["report"] == str(target)
     assert "<h1>2 runs</h1>" in target.read_text()
     done = server.run("report", names[0], f"./{names[0]}", folder=place)
     assert done.stdout == f"{names[0]}/report.html\n"
@@ -731,7 +747,7 @@ def reference(server: ForkServer, place: Path, *more: str) -> bytes:
 def test_disk_full_at_a_checkpoint_loses_no_state(
     server: ForkServer, place: Path
 ) -> None:
-    """With more space the run goes on and ends as if there always had been."""
+    """With more space the run continues and ends as if there always had been."""
     larger = ("--set", "model.options.hidden=400")
     expected = reference(server, place, *larger)
     with small_disk(place / "disk") as disk:

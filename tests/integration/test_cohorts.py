@@ -79,6 +79,7 @@ class World:
             self.members.parties,
             clock=SystemClock(),
             listeners=[self.seen.append],
+            report=False,
         )
         try:
             return made.run(self._connect).weights
@@ -504,7 +505,7 @@ def test_dropout_with_consent_completes_the_round(tmp_path: Path):
 def test_survivors_without_consent_are_not_signed(
     tmp_path: Path, silent: int, status: str
 ):
-    """Of seven, two may be absent together and one may not; the next round goes on."""
+    """Of seven, two may be absent together one may not; the next round runs."""
     world = World(tmp_path, {"min_group": 2})
     world.silent = SITES[-silent:]
     world.run(tolerant(7, threshold=5))

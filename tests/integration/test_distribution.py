@@ -10,6 +10,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from deploy.fleet import cloud_sites
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,12 @@ def test_its_description_has_no_link_into_the_repository(wheel: Path):
     assert links
     assert all(link.startswith("https://") for link in links)
     assert "crossfed new my-federation" in text
+
+
+def test_it_has_the_units_that_machines_of_clouds_are_given(wheel: Path):
+    with ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if n.startswith("deploy/systemd/")}
+    assert {f"deploy/systemd/{name}" for name in cloud_sites._UNIT_NAMES} <= names
 
 
 def test_it_trains_where_it_is_installed(wheel: Path, tmp_path: Path):

@@ -9,13 +9,13 @@ import pytest
 from support.buckets import storage_table
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.urls import open_store
 from deploy import exit_codes
 from deploy.cli import commands as cli
 from deploy.wiring import run_store
-from deploy.wiring.simulation import simulate
 from federation.errors import CorruptObject, JobError, KeyRefused
 from federation.events import CheckpointSaved, Event
 from federation.job.spec import JobSpec
@@ -135,7 +135,7 @@ def test_checkpoints_of_two_runs_cannot_be_exchanged(key: Path, tmp_path: Path):
 
 
 def test_run_in_a_bucket(key: Path, tmp_path: Path, bucket: dict[str, str]):
-    """Everything there is encrypted, and another machine goes on with the key."""
+    """Everything there is encrypted, and another machine continues with the key."""
     job = tables(key, **bucket)
     kill_in_round_2(job, tmp_path / "here")
     add_key(tmp_path / "other.toml")

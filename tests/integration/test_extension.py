@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, pinned
 from deploy.wiring import extension, run as wiring_run
-from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.errors import CheckpointMismatch, QuorumNotMet, RunNotFound
 from federation.events import (
@@ -24,7 +24,7 @@ from federation.events import (
 )
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_folder import RunFolder, leave_report
 
 ADAM = {"training": {"local_steps": 2, "optimizer": {"name": "adam", "lr": 0.1}}}
 KEPT = {
@@ -90,7 +90,9 @@ def test_an_extension_is_on_record(tmp_path: Path) -> None:
     simulate(job_of(2), folder=run.path)
     for _ in range(2):
         simulate(job_of(3), folder=run.path, extend=True)
-    simulate(job_of(3), folder=run.path, resume=True)  # It is the run's job by now.
+    # It is the run's job by now.
+    simulate(job_of(3), folder=run.path, resume=True)
+    leave_report(run)
     (event,) = extensions(run)
     assert (event.last_round, event.first_round) == (2, 3)
     assert (event.rounds_before, event.rounds) == (2, 3)
@@ -248,8 +250,8 @@ def test_a_run_starts_from_the_model_of_another(tmp_path: Path) -> None:
     assert start.pooled == last.pooled
     weights = second.view().started.weights
     assert weights.startswith("first@")
-    assert weights in second.report.read_text()
-    # Once it has begun, it goes on without the file.
+    assert weights in leave_report(second).read_text()
+    # Once it has begun, it continues without the file.
     first.model.unlink()
     resumed = simulate(job, folder=second.path, resume=True)
     assert resumed.status == "completed"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from support.killed_runs import kill_at
 from support.small_jobs import small_job
+from support.without_report import simulate
 from torch.nn import functional
 
 from clients.data.batches import stepwise
 from clients.models.model_pool import ModelPool
 from deploy.wiring import parts
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.ids import SiteId
 from monitoring.runs.run_result import RunResult

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
-from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
 from federation.events import (
     Event,
@@ -60,7 +60,7 @@ def asked(seen: list[Event]) -> list[tuple[str, ...]]:
 
 
 def left_out(seen: list[Event]) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """What events say of those without whom rounds go on."""
+    """What events say of those without whom rounds continue."""
     found = only(seen, SitesLeftOut)
     return [(event.round_index, event.sites, event.standings) for event in found]
 
@@ -127,7 +127,7 @@ def test_quorum_is_no_smaller_for_those_who_leave():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_under_secure_aggregation_it_is_a_dropout(engine: str):
-    """Rounds go on above the threshold; it has keys again with a new setup."""
+    """Rounds continue above the threshold; it has keys again with a new setup."""
     everybody, secret = (*SITES, "site-3", "site-4"), {"enabled": True, "threshold": 4}
     job = job_of(
         *(2, 3),

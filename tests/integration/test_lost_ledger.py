@@ -16,11 +16,11 @@ import pytest
 from support import agents
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from deploy.cli import commands as cli
 from deploy.site_host.agent import SiteAgent
-from deploy.wiring.simulation import simulate
 from federation.events import SiteAnswered
 from federation.ids import SiteId
 from federation.job.spec import JobSpec

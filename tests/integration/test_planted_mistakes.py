@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tomli_w
 from support import planted_mistakes
+from support.without_report import simulate
 
 from deploy.cli import commands
-from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
 from federation.job import job_file
 

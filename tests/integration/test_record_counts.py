@@ -134,7 +134,11 @@ def overheard(
     run_folder.write_job(job)
     seen: list[events.Event] = []
     coordinator = DeployedRun(
-        run_folder, members.parties, clock=SystemClock(), listeners=[seen.append]
+        run_folder,
+        members.parties,
+        clock=SystemClock(),
+        listeners=[seen.append],
+        report=False,
     )
     with grid.connected():
         assert coordinator.run(grid.connect).status == "completed"

@@ -67,7 +67,7 @@ class Federation:
             folder,
             self.members.parties,
             clock=SystemClock(),
-            stop_requested=lambda: False,
+            report=False,
         )
         return coordinator.run(self.connect)
 

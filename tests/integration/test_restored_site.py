@@ -88,6 +88,7 @@ class Place:
             self.members.parties,
             clock=SystemClock(),
             listeners=[self.seen.append, listen],
+            report=False,
         )
         return coordinator.run(self.grid.connect)
 
@@ -185,7 +186,7 @@ def test_only_the_restored_site_refuses_and_nobody_is_charged(
     is_last: Callable[[events.Event, int], bool],
     index: int,
 ):
-    """By name, when the run is proposed; after its recovery the run goes on."""
+    """By name, when the run is proposed; after its recovery the run continues."""
     place.begin(job)
     with pytest.raises(Killed):
         place.run(killing(place, copied, lambda event: is_last(event, index)))

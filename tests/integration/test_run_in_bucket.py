@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.store import S3Store
 from deploy.wiring import run_store
-from deploy.wiring.simulation import simulate
 from federation.errors import (
     JobError,
     RunConflict,
@@ -55,7 +55,7 @@ def check_same(one: RunResult, other: RunResult) -> None:
 def test_checkpoints_are_in_the_bucket_and_files_in_both(tables: Any, tmp_path: Path):
     """And the model is that of a run on this machine."""
     job = small_job(**tables)
-    done = simulate(job, folder=tmp_path / "run")
+    done = simulate(job, folder=tmp_path / "run", report=True)
     files = {"events.jsonl", "job.toml", "model.safetensors", "report.html"}
     files |= {"result.json"}
     assert {p.name for p in (tmp_path / "run").iterdir()} == files | {".lock"}

@@ -291,19 +291,32 @@ def test_a_damaged_file_ends_a_command_with_one_line(
     assert "start.safetensors is not a safetensors file" in line
 
 
-@pytest.fixture
-def bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """One that the environment leads to, with an exported model."""
+@pytest.fixture(params=["s3", "gcs"])
+def bucket(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> ObjectStore:
+    """One that the environment leads to."""
+    server = request.getfixturevalue(f"{request.param}_server")
+    if request.param == "gcs":
+        from support import gcs_stores  # noqa: PLC0415 (slow to import)
+
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        return gcs_stores.store(server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.url)
-    store: ObjectStore = s3_server.store()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    store: ObjectStore = server.store()
     return store
 
 
-def test_weights_come_from_a_bucket(bucket: ObjectStore, tmp_path: Path) -> None:
+def test_weights_come_from_a_bucket(
+    bucket: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the object's URL, or that of the export which it is in; nothing is left."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     file = tmp_path / "start.safetensors"
     save_file(tensors(), file)
     upload(bucket, "exports/moons/model.safetensors", file)
@@ -318,13 +331,13 @@ def test_weights_come_from_a_bucket(bucket: ObjectStore, tmp_path: Path) -> None
     save_file({**tensors(), LAST: tensors()[LAST] + 1}, file)
     upload(bucket, "exports/moons/model.safetensors", file)
     with pytest.raises(
-        JobError, match=r"s3://.*holds different weights than the job gives"
+        JobError, match=r"(s3|gs)://.*holds different weights than the job gives"
     ):
         started(job)
     bucket.delete("exports/moons/model.safetensors")
-    with pytest.raises(JobError, match=r"no object s3://.*moons/model\.safetensors or"):
+    with pytest.raises(JobError, match=r"no object (s3|gs)://.*/model\.safetensors or"):
         started(job)
-    assert not [*Path(tempfile.gettempdir()).glob("crossfed-weights-*")]
+    assert not [*scratch.iterdir()]
 
 
 def test_a_file_in_a_bucket_has_a_largest_size(
