@@ -42,7 +42,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	$(call install,.)
 
 $(READY): pyproject.toml constraints.txt
-	$(call install,'.[aws$(,)flower$(,)gcp$(,)parquet]' --group dev)
+	$(call install,'.[aws$(,)flower$(,)gcp$(,)kubernetes$(,)parquet]' --group dev)
 
 demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY)) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
@@ -96,13 +96,13 @@ test-cloud: $(READY) ## Run the suite of stores on the buckets of CROSSFED_TEST_
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints.txt pip
-	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[aws,gcp,parquet]' --group test
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[aws,gcp,kubernetes,parquet]' --group test
 	$(VENV)-lowest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 
 test-newest: ## Run the fast tests with the newest versions there are (NEWEST names the Python)
 	$(NEWEST) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,parquet]' --group test
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,kubernetes,parquet]' --group test
 	$(VENV)-newest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 
 # In one process: with sysmon, which would cost less, branches need Python 3.14.

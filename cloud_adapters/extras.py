@@ -11,6 +11,7 @@ _EXTRAS = {
     "flwr": "flower",
     "google": "gcp",
     "httpx": "flower",
+    "kubernetes": "kubernetes",
     "mlflow": "mlflow",
     "pyarrow": "parquet",
     "ray": "flower",

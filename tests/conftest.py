@@ -31,6 +31,7 @@ _SERVERS = {
     "kms_server",
     "ec2_server",
     "gce_server",
+    "kube_server",
 }
 _SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce"}
 
@@ -151,6 +152,21 @@ def gce_server(_gce: Any) -> Any:
     """One for all tests of a worker, without instances when a test begins."""
     _gce.clear()
     return _gce
+
+
+@pytest.fixture(scope="session")
+def _kube() -> Iterator[Any]:
+    from support.fake_kube import FakeKube  # noqa: PLC0415 (its library is large)
+
+    with FakeKube() as server:
+        yield server
+
+
+@pytest.fixture
+def kube_server(_kube: Any) -> Any:
+    """One for all tests of a worker, without jobs when a test begins."""
+    _kube.clear()
+    return _kube
 
 
 @pytest.fixture

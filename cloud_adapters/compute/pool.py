@@ -1,10 +1,10 @@
 """The seam to machines: what a cloud's compute service is asked for.
 
-A node is one machine, or on this host one process. Nothing here remembers a node: its
-labels do: if all else is lost, it is found by them and ended.
+A node is one machine, on this host one process, and in a cluster one job. Nothing here
+remembers a node: its labels do: if all else is lost, it is found by them and ended.
 
-Implementations: ``local``, ``ec2`` and ``gce``, beside this module. The contract suite
-is ``tests/contract/test_compute_pool.py``.
+Implementations: ``local``, ``containers``, ``ec2``, ``gce`` and ``kube_jobs``, beside
+this module. The contract suite is ``tests/contract/test_compute_pool.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,18 +51,34 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLimits:
+    """What a node that shares a machine may use, and is sure to get.
+
+    Attributes:
+        cpus: Number of CPUs.
+        memory_gb: Memory, in GiB.
+        gpus: Number of GPUs.
+    """
+
+    cpus: int
+    memory_gb: float
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """A machine to launch.
 
     Attributes:
         name: What people call it; letters, digits and hyphens.
-        command: Program and arguments that a node of this host runs until it ends. No
-            secrets: other users of the machine can read them.
+        command: Program and arguments that a node of this host or of a cluster runs
+            until it ends. No secrets: other users of the machine can read them.
         environment: Variables of the command, in addition to those of the machine. No
             secrets, either.
         user_data: What a machine of a cloud does when it starts, for cloud-init; see
-            ``deploy.fleet.user_data``. No secrets: anyone who may describe the machine
-            can read it, and so can every program on it.
+            ``deploy.fleet.starting.user_data``. In a cluster, the text of the file
+            ``kube_manifest.USER_DATA``. No secrets: anyone who may describe the
+            machine can read it, and so can every program on it.
         labels: By what it is found again; a few, each short.
         max_seconds: After so long the node ends by itself, with nobody's help.
         machine: Type of machine, for example ``g5.xlarge``; empty on this host.
@@ -79,6 +95,7 @@ class NodeSpec:
             this host's.
         folder: The only folder of this host that a container has, in which it may
             write; empty for none.
+        limits: What a node of a cluster may use; None for all of its machine.
     """
 
     name: str
@@ -97,6 +114,7 @@ class NodeSpec:
     firewalls: Sequence[str] = ()
     line: Line | None = None
     folder: str = ""
+    limits: NodeLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
 from deploy.fleet.operator import Operator, open_operator
 from deploy.fleet.reconcile import DEPLOYMENT, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
-from deploy.fleet.user_data import MachineInvitation, Release, render
+from deploy.fleet.starting.user_data import MachineInvitation, Release, render
 from federation import platform_identity
 from federation.addresses import parse_address
 from federation.errors import (

@@ -27,6 +27,7 @@ from cloud_adapters.compute.pool import (
     Line,
     Market,
     Node,
+    NodeLimits,
     NodeSpec,
     NodeState,
     all_gone,
@@ -58,6 +59,12 @@ MACHINES: Mapping[str, Mapping[str, object]] = {
         "zones": ("europe-west4-b", "europe-west4-a"),
         "image": "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
     },
+    "kube": {
+        "machine": "e2-standard-4",
+        "zones": ("europe-west4-b", "europe-west4-a"),
+        "image": f"registry.example.org/crossfed-site@sha256:{'ab' * 32}",
+        "limits": NodeLimits(cpus=2, memory_gb=4.0, gpus=1),
+    },
 }
 
 
@@ -68,7 +75,12 @@ REMEMBERED: Mapping[str, int] = {
     "containers": 1,
     "ec2": 1,
     "gce": 0,
+    "kube": 1,
 }
+
+
+# Requests of a launch, at least.
+LAUNCH_REQUESTS = {"ec2": 4, "gce": 4, "kube": 3}
 
 
 class Spec:
@@ -256,7 +268,7 @@ def test_log_of_no_node_is_empty(pool: ComputePool):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["ec2", "gce"], indirect=True)
+@pytest.mark.parametrize("kind", ["ec2", "gce", "kube"], indirect=True)
 def test_a_command_that_dies_at_any_request_can_be_repeated(
     kind: str, when: str, spec: Spec, request: pytest.FixtureRequest
 ):
@@ -268,6 +280,8 @@ def test_a_command_that_dies_at_any_request_can_be_repeated(
         pool = server.pool()
         if kind == "gce":
             pool = dataclasses.replace(pool, retry=Retry(predicate=lambda _: False))
+        if kind == "kube":
+            pool = dataclasses.replace(pool, tries=1)
         was_cut = server.cut(number, when)
         with contextlib.suppress(ComputeError):
             work(pool)
@@ -289,5 +303,5 @@ def test_a_command_that_dies_at_any_request_can_be_repeated(
         ends += more
         assert alive() == []
         server.clear()
-    assert launches >= 4
+    assert launches >= LAUNCH_REQUESTS[kind]
     assert ends >= 2

@@ -16,7 +16,7 @@ OUT_OF_REACH = (
     *("boto3", "botocore", "s3transfer", "jmespath"),
     *("google", "grpc", "proto", "requests"),
     *("flwr", "ray", "fastapi", "httpx", "sqlalchemy", "typer"),
-    *("pyarrow", "mlflow", "tensorboard"),
+    *("kubernetes", "pyarrow", "mlflow", "tensorboard"),
 )
 
 

@@ -14,7 +14,12 @@ import pytest
 import yaml
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.user_data import MAX_BYTES, MachineInvitation, Release, render
+from deploy.fleet.starting.user_data import (
+    MAX_BYTES,
+    MachineInvitation,
+    Release,
+    render,
+)
 from privacy.membership.token import Token
 
 UNITS = {

@@ -1,0 +1,1 @@
+"""What machines do when they start."""
