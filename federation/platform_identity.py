@@ -1,10 +1,15 @@
-"""Who a machine is to its cloud: what operators expect, and what clouds confirm."""
+"""Who a machine is to its cloud: what operators expect, and what clouds confirm.
+
+A pod of a Kubernetes cluster has no cloud to ask. It says in its log which keys it has
+made, and its operator, who launched it, reads that through the cluster's API server and
+expects these keys.
+"""
 
 import re
 from dataclasses import dataclass
 
-AWS, GCP = "aws", "gcp"
-PLATFORMS = (AWS, GCP)
+AWS, GCP, KUBERNETES = "aws", "gcp", "kubernetes"
+PLATFORMS = (AWS, GCP, KUBERNETES)
 
 _ROLE = re.compile(
     r"arn:aws(-us-gov)?:iam::(?P<account>\d{12}):role/([\w+=,.@/-]{1,512}/)?"
@@ -15,7 +20,16 @@ _REGION = re.compile(r"[a-z]{2}(-[a-z]{1,12}){1,3}-\d{1,2}")
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}")
 _ACCOUNT = re.compile(r"[a-z0-9.-]{1,100}@[a-z0-9.-]{1,100}\.gserviceaccount\.com")
 _PROJECT = re.compile(r"([a-z0-9.-]{1,60}:)?[a-z][a-z0-9-]{1,60}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_CLUSTER_CHARS = 300
 _PLACE = re.compile(r"[a-z0-9-]{1,30}/[a-z0-9-]{1,63}")
+# What account and principal are, in words.
+_WORDS = {
+    AWS: ("account", "role"),
+    GCP: ("project", "service account"),
+    KUBERNETES: ("namespace", "keys"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +37,14 @@ class PlatformIdentity:
     """A machine's identity at its cloud.
 
     Attributes:
-        platform: ``aws`` or ``gcp``.
-        account: Number of the AWS account, or id of the Google Cloud project.
-        principal: Name of the role, or address of the service account.
-        region: On AWS, the region whose STS confirms it; empty on Google Cloud.
-        instance: Id of the instance on AWS, ``ZONE/NAME`` on Google Cloud; empty for
-            any machine of the principal.
+        platform: ``aws``, ``gcp`` or ``kubernetes``.
+        account: Number of the AWS account, id of the Google Cloud project, or cluster
+            and namespace.
+        principal: Name of the role, address of the service account, or in a cluster
+            the digest of the keys that the pod has made.
+        region: On AWS, the region whose STS confirms it; elsewhere empty.
+        instance: Id of the instance on AWS, ``ZONE/NAME`` on Google Cloud, name of the
+            job in a cluster; empty for any machine of the principal.
     """
 
     platform: str
@@ -46,8 +62,7 @@ class PlatformIdentity:
         Returns:
             Empty if it is the one.
         """
-        account = "account" if self.platform == AWS else "project"
-        principal = "role" if self.platform == AWS else "service account"
+        account, principal = _WORDS[self.platform]
         for word, expected, found in (
             ("cloud", self.platform, shown.platform),
             (account, self.account, shown.account),
@@ -113,4 +128,26 @@ def of_service_account(
         raise ValueError(f"{instance!r:.100} is not ZONE/NAME")
     return PlatformIdentity(
         platform=GCP, account=project, principal=email, instance=instance
+    )
+
+
+def of_pod(keys: str, *, cluster: str, job: str) -> PlatformIdentity:
+    """Expect the pod of a job that has said which keys it has.
+
+    Args:
+        keys: Digest of them, as ``privacy.membership.messages.binding`` has it.
+        cluster: Cluster and namespace, in the operator's words.
+        job: Name of the job.
+
+    Raises:
+        ValueError: One of them is not of this form.
+    """
+    if not _DIGEST.fullmatch(keys):
+        raise ValueError(f"{keys!r:.100} is no digest of keys")
+    if not (0 < len(cluster) <= _CLUSTER_CHARS and cluster.isprintable()):
+        raise ValueError(f"{cluster!r:.100} is no name of a cluster")
+    if not _JOB.fullmatch(job):
+        raise ValueError(f"{job!r:.100} is no name of a job")
+    return PlatformIdentity(
+        platform=KUBERNETES, account=cluster, principal=keys, instance=job
     )

@@ -70,7 +70,7 @@ def _enroll_machine(token: "Token", options: argparse.Namespace) -> int:
         options.folder,
         organisation=options.organisation or token.site,
         platform=options.platform,
-        prove=platforms.prover(options.platform, region),
+        prove=platforms.prover(options.platform, region, tell),
         clock=options.clock,
         listener=tell,
     )

@@ -1,4 +1,4 @@
-"""Sites on machines of clouds: launched, invited, checked, and given a roster.
+"""Sites on machines of clouds and in clusters: launched, invited, checked, trusted.
 
 A machine enrols by itself, from what its user data says. It is invited when it is
 known which one it is, so no other machine of the same role can come before it. When all
@@ -7,8 +7,10 @@ operator signs the roster: then the machines begin to work.
 """
 
 import ipaddress
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import tomli_w
@@ -18,9 +20,15 @@ from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.fleet import roles
+from deploy.fleet import pod_sites, roles
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import AWS, LOCAL, DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import (
+    AWS,
+    KUBERNETES,
+    LOCAL,
+    DeploymentPlan,
+    SiteMachine,
+)
 from deploy.fleet.operator import Operator, open_operator
 from deploy.fleet.reconcile import DEPLOYMENT, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
@@ -55,6 +63,8 @@ _IMAGES = {
     "gcp": "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
 }
 
+_Found = TypeVar("_Found")
+
 
 def check(plan: DeploymentPlan, index: int) -> None:
     """Refuse a site of a cloud whose machine could not enrol, before it costs anything.
@@ -63,7 +73,25 @@ def check(plan: DeploymentPlan, index: int) -> None:
         JobError: A key is missing or wrong.
     """
     site, file = plan.file.sites[index], plan.file
-    table = f"sites[{index}].machine"
+    if site.provider == KUBERNETES:
+        pod_sites.check(plan, index)
+    else:
+        _check_machine(plan, site, f"sites[{index}].machine")
+    address = file.aggregator.address
+    # A service on this host has its machines on this host, too.
+    is_far = not _is_loopback(urlsplit(site.machine.endpoint).hostname or "")
+    if is_far and (
+        not address or _is_loopback(parse_address(address, key="aggregator.address")[0])
+    ):
+        raise JobError(
+            f"{plan.path}: {address or 'it is missing'}: machines of {site.provider} "
+            "cannot reach this host's loopback interface: give HOST:PORT that they can",
+            key="aggregator.address",
+        )
+
+
+def _check_machine(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
+    """Refuse a machine of a cloud that cannot install or prove who it is."""
     try:
         _release(plan, site)
     except ValueError as error:
@@ -83,17 +111,6 @@ def check(plan: DeploymentPlan, index: int) -> None:
     except ValueError as error:
         key = "role" if site.provider == AWS else "identity"
         raise JobError(f"{plan.path}: {error}", key=f"{table}.{key}") from None
-    address = file.aggregator.address
-    # A service on this host has its machines on this host, too.
-    is_far = not _is_loopback(urlsplit(site.machine.endpoint).hostname or "")
-    if is_far and (
-        not address or _is_loopback(parse_address(address, key="aggregator.address")[0])
-    ):
-        raise JobError(
-            f"{plan.path}: {address or 'it is missing'}: machines of {site.provider} "
-            "cannot reach this host's loopback interface: give HOST:PORT that they can",
-            key="aggregator.address",
-        )
 
 
 def bring_up(
@@ -147,10 +164,18 @@ def bring_up(
     }
     for site in sites:  # Before the first one costs anything.
         _check_kept(deployment, config, site, requests[site.name])
+    nodes = {
+        site.name: roles.fill(deployment, requests[site.name], tell) for site in sites
+    }
     expected = {}
     for site in sites:
-        node = roles.fill(deployment, requests[site.name], tell)
-        expected[site.name] = _machine(site, node.id)
+        node = nodes[site.name]
+        if site.provider != KUBERNETES:
+            expected[site.name] = _machine(site, node.id)
+        elif _kept_key(operator, site) is None:
+            expected[site.name] = _await_pod(deployment, operator, site, node, tell)
+        else:  # It enrols nothing, and shows nothing.
+            continue
         enrolment_operator.invite_machine(
             config,
             site.name,
@@ -166,7 +191,7 @@ def bring_up(
     }
     for site in sites:
         keys[site.name] = _await_key(
-            deployment, operator, site, expected[site.name], tell
+            deployment, operator, site, expected.get(site.name), tell
         )
     signed = operator.sign(keys, accept=accept)
     tell(f"roster {signed.serial} of {len(keys)} sites is signed")
@@ -182,7 +207,8 @@ def _request(
         address=address, authority=operator.authority, site=site.name, secret=b""
     )
     settings = dict(plan.settings[site.name])
-    if machine.market == Market.SPOT.value:
+    is_pod = site.provider == KUBERNETES
+    if machine.market == Market.SPOT.value and not is_pod:
         settings["compute"] = {"notices": site.provider, **settings.get("compute", {})}
     document = {
         "name": site.name,
@@ -197,6 +223,8 @@ def _request(
         platform=site.provider,
         region=machine.region if site.provider == AWS else "",
     )
+    if is_pod:
+        return pod_sites.request(deployment, site, document, invitation)
     spec = NodeSpec(
         name=f"{SITE_PREFIX}{site.name}",
         labels={},
@@ -241,36 +269,88 @@ def _check_kept(
     )
 
 
+def _await_pod(
+    deployment: Deployment,
+    operator: Operator,
+    site: SiteMachine,
+    node: Node,
+    tell: Tell,
+) -> PlatformIdentity:
+    """Wait until a pod has shown which keys it has."""
+
+    def look() -> tuple[PlatformIdentity | None, str]:
+        return pod_sites.expected(deployment, operator, site, node), ""
+
+    return _await(deployment, site, look, "it has not shown its keys yet", tell)
+
+
 def _await_key(
     deployment: Deployment,
     operator: Operator,
     site: SiteMachine,
-    expected: PlatformIdentity,
+    expected: PlatformIdentity | None,
     tell: Tell,
 ) -> bytes:
     """Wait until a machine has enrolled; the key of its identity."""
-    clock, role = deployment.clock, f"{SITE_PREFIX}{site.name}"
-    end = clock.monotonic() + ENROL_SECONDS
-    kept = operator.remembered(site.name) if site.home.url else None
-    member = BookFile(folder=operator.aggregator).read().member(site.name)
-    if kept is not None and member is not None and member.identity == kept.hex():
+    role = f"{SITE_PREFIX}{site.name}"
+    kept = _kept_key(operator, site)
+    if kept is not None:
         tell(f"{role}: its keys are in {site.home.url}")
         return kept
-    told, book = "it has not enrolled yet", BookFile(folder=operator.aggregator)
-    while True:
-        found = None
+    if expected is None:
+        raise AssertionError(site.name)
+    book = BookFile(folder=operator.aggregator)
+
+    def look() -> tuple[bytes | None, str]:
+        # What is kept of a site that was revoked since is nobody's any more.
+        if book.read().member(site.name) is None:
+            return None, ""
         try:
-            # What is kept of a site that was revoked since is nobody's any more.
-            if book.read().member(site.name) is not None:
-                found = operator.checked(site.name, expected)
+            return operator.checked(site.name, expected), ""
         except (EnrolmentRefused, ProofRefused, PlatformUnavailable) as error:
-            if str(error) != told:
-                told = str(error)
-                tell(f"{role}: {told}")
+            return None, str(error)
+
+    found = _await(deployment, site, look, "it has not enrolled yet", tell)
+    tell(f"{role}: {expected} is enrolled")
+    return found
+
+
+def _kept_key(operator: Operator, site: SiteMachine) -> bytes | None:
+    """The key of an enrolled site that is in its home; None if there is none."""
+    kept = operator.remembered(site.name) if site.home.url else None
+    member = BookFile(folder=operator.aggregator).read().member(site.name)
+    if kept is None or member is None or member.identity != kept.hex():
+        return None
+    return kept
+
+
+def _await(
+    deployment: Deployment,
+    site: SiteMachine,
+    look: Callable[[], tuple[_Found | None, str]],
+    expected: str,
+    tell: Tell,
+) -> _Found:
+    """Look for something of a machine until it is there, or the machine is gone.
+
+    Args:
+        deployment: The deployment.
+        site: Whose machine it is.
+        look: Finds it, or says why it is not there; empty if nothing is wrong.
+        expected: Why it is not there while nothing is wrong.
+        tell: Called with a word whenever the reason is another one.
+    """
+    clock, role = deployment.clock, f"{SITE_PREFIX}{site.name}"
+    end, told = clock.monotonic() + ENROL_SECONDS, expected
+    while True:
+        found, why = look()
         if found is not None:
-            tell(f"{role}: {expected} is enrolled")
             return found
         node = _node(deployment, site, role)
+        why = why or (node.trouble if node is not None else "") or expected
+        if why != told:
+            tell(f"{role}: {why}")
+        told = why
         if node is None or clock.monotonic() > end:
             log = deployment.pools[site.pool].log(node.id) if node else ""
             what = "has ended" if node is None else "is not ready in time"

@@ -25,6 +25,7 @@ from deploy.fleet.container_site import ContainerSite
 from deploy.fleet.deployment_file import (
     AWS,
     CONTAINERS,
+    KUBERNETES,
     LOCAL,
     DeploymentPlan,
     SiteMachine,
@@ -58,6 +59,8 @@ class _PoolPlace:
     region: str
     project: str
     endpoint: str
+    context: str = ""
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +211,7 @@ def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
     for site in plan.file.sites:
         if site.pool == CONTAINERS:
             pools[CONTAINERS] = ContainerPool(folder=_nodes(plan))
-    pools.update((name, _cloud(place)) for name, place in _places(plan).items())
+    pools.update((name, _cloud(place, clock)) for name, place in _places(plan).items())
     return pools
 
 
@@ -231,6 +234,8 @@ def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
             region=site.machine.region,
             project=site.machine.project,
             endpoint=site.machine.endpoint,
+            context=site.machine.cluster.context,
+            namespace=site.machine.cluster.namespace,
         )
         for site in plan.file.sites
         if site.pool not in {LOCAL, CONTAINERS}
@@ -241,8 +246,14 @@ def _nodes(plan: DeploymentPlan) -> Path:
     return plan.folder / "nodes"
 
 
-def _cloud(place: _PoolPlace) -> ComputePool:
+def _cloud(place: _PoolPlace, clock: Clock) -> ComputePool:
     with naming_extras():
+        if place.provider == KUBERNETES:
+            from cloud_adapters.compute import kube_jobs  # noqa: PLC0415 -- the extra
+
+            return kube_jobs.connect(
+                place.context, place.namespace, clock=clock, endpoint=place.endpoint
+            )
         if place.provider == AWS:
             from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
 

@@ -15,6 +15,8 @@ from cloud_adapters.compute.machine_types import RequiresSpec
 from cloud_adapters.compute.pool import Line, Market
 from deploy.aggregator_host.config import PlatformsSpec
 from deploy.fleet.choosing import start_window
+from deploy.fleet.starting import cluster_spec
+from deploy.fleet.starting.cluster_spec import ClusterSpec
 from deploy.site_host import config as site_file
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
@@ -27,8 +29,10 @@ from federation.job import job_file
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec
 
-LOCAL, AWS, GCP = "local", "aws", "gcp"
-PROVIDERS = (LOCAL, AWS, GCP)
+LOCAL, AWS, GCP, KUBERNETES = "local", "aws", "gcp", "kubernetes"
+PROVIDERS = (LOCAL, AWS, GCP, KUBERNETES)
+# Their machines have prices in the table, and a cloud to vouch for them.
+CLOUDS = (AWS, GCP)
 PROCESS, NAMESPACE, CONTAINER = "process", "namespace", "container"
 ISOLATIONS = (PROCESS, NAMESPACE, CONTAINER)
 MARKETS = tuple(market.value for market in Market)
@@ -78,7 +82,10 @@ class LineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudMachine:
-    """The machine of a site. Providers `aws` and `gcp` take all but the first two.
+    """The machine of a site. Providers `aws` and `gcp` take most keys.
+
+    They take none of `isolation`, `line` and `cluster`. Provider `kubernetes` takes
+    `cluster`, `zones`, `type`, `market`, `disk_gb`, `identity` and `endpoint`.
 
     Attributes:
         isolation: What a `local` machine is: a `process` in this host's network; a
@@ -107,7 +114,11 @@ class CloudMachine:
             name of one subnet on Google Cloud. By default, those of the account.
         firewalls: What filters its traffic: ids of security groups on AWS, network
             tags on Google Cloud. It has no public address in any case.
-        endpoint: URL of the compute service, if it is not the cloud's own.
+        endpoint: URL of the compute service or API server, if it is not the cloud's or
+            the context's own.
+        cluster: The cluster, and what the site gets of it; for provider `kubernetes`
+            alone. There, `type` is a label of the nodes to use and `identity` a service
+            account of the namespace, both optional.
     """
 
     isolation: str = key(default=PROCESS, choices=ISOLATIONS)
@@ -125,6 +136,7 @@ class CloudMachine:
     subnets: tuple[str, ...] = ()
     firewalls: tuple[str, ...] = ()
     endpoint: str = ""
+    cluster: ClusterSpec = ClusterSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +146,12 @@ class SiteMachine:
     Attributes:
         name: Name of the site, as in the job.
         provider: Who runs the machine: `local` is a process on this host, `aws` an
-            instance of EC2, `gcp` one of Compute Engine.
+            instance of EC2, `gcp` one of Compute Engine, `kubernetes` a job of a
+            cluster.
         organisation: Who answers for the site; by default the deployment's.
         dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
-            in its price table, and nothing on this host.
+            in its price table, and nothing on this host. In a cluster it must be
+            stated.
         dollars_per_gigabyte: The same of traffic that leaves it.
         machine: The machine.
         data: As `[data]` in `site.toml`.
@@ -160,8 +174,12 @@ class SiteMachine:
 
     @property
     def pool(self) -> str:
-        """Name of the compute service, which is one account and region or project."""
-        where = {AWS: self.machine.region, GCP: self.machine.project}
+        """Name of the compute service: one account and region, project or namespace."""
+        where = {
+            AWS: self.machine.region,
+            GCP: self.machine.project,
+            KUBERNETES: self.machine.cluster.place,
+        }
         if self.machine.isolation == CONTAINER:
             return CONTAINERS
         return " ".join(filter(None, (self.provider, where.get(self.provider))))
@@ -382,6 +400,12 @@ def _check_settings(site: SiteMachine, table: str) -> None:
 def _check_machine(site: SiteMachine, table: str) -> None:
     if site.provider == LOCAL:
         _check_local(site.machine, table)
+    elif site.provider == KUBERNETES:
+        _check_cluster(site, table)
+    elif site.machine.cluster != ClusterSpec():
+        raise JobError(
+            f"is for provider {KUBERNETES}: remove it", key=f"{table}.cluster"
+        )
     else:
         _check_cloud(site, table)
 
@@ -400,8 +424,8 @@ def _check_local(machine: CloudMachine, table: str) -> None:
         )
     if machine != own:
         raise JobError(
-            f"has keys for the providers {AWS} and {GCP}: remove them, or name one of "
-            "these as provider",
+            f"has keys for the providers {AWS}, {GCP} and {KUBERNETES}: remove them, "
+            "or name one of these as provider",
             key=table,
         )
     if machine.isolation == PROCESS and machine.line != LineSpec():
@@ -434,3 +458,41 @@ def _check_cloud(site: SiteMachine, table: str) -> None:
             )
     if site.provider == GCP and len(machine.subnets) > 1:
         raise JobError("names more than one for a region", key=f"{table}.subnets")
+
+
+# Why a key is nothing for a pod, by its name.
+_NOT_IN_CLUSTERS = {
+    "isolation": "it is a container in any case",
+    "line": "it has the network of its cluster",
+    "region": "the cluster is in cluster.context",
+    "project": "the cluster is in cluster.context",
+    "requires": "state what the pod gets in cluster, and type if it matters",
+    "image": "it runs release.image",
+    "role": "its service account may have one, and identity names that",
+    "subnets": "it has the network of its cluster",
+    "firewalls": "the namespace's network policies filter its traffic",
+}
+
+
+def _check_cluster(site: SiteMachine, table: str) -> None:
+    for name, why in _NOT_IN_CLUSTERS.items():
+        if getattr(site.machine, name) != getattr(CloudMachine(), name):
+            raise JobError(
+                f"is not for provider {KUBERNETES}: {why}", key=f"{table}.{name}"
+            )
+    cluster_spec.check(
+        site.machine.cluster, identity=site.machine.identity, table=table
+    )
+    site_table = table.rpartition(".")[0]
+    if site.dollars_per_hour is None:
+        raise JobError(
+            f"is missing for provider {KUBERNETES}: no table knows what a cluster's "
+            "machines cost; 0 if nothing",
+            key=f"{site_table}.dollars_per_hour",
+        )
+    if site.compute.notices != ComputeSpec().notices:
+        raise JobError(
+            f"is not for provider {KUBERNETES}: a pod that has to go gets SIGTERM, "
+            "which is its notice",
+            key=f"{site_table}.compute.notices",
+        )

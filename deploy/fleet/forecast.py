@@ -15,8 +15,8 @@ from cloud_adapters.urls import parse_url
 from deploy.fleet import prices as price_table
 from deploy.fleet.deployment_file import (
     AWS,
+    CLOUDS,
     GCP,
-    LOCAL,
     DeploymentFile,
     DeploymentPlan,
     SiteMachine,
@@ -104,7 +104,9 @@ def with_prices(
 
 def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
     spot = terms.spot
-    if site.provider == LOCAL or (site.dollars_per_hour is not None and spot is None):
+    if site.provider not in CLOUDS or (
+        site.dollars_per_hour is not None and spot is None
+    ):
         return site.dollars_per_hour or 0.0
     machine = site.machine
     is_spot = machine.market == Market.SPOT.value if spot is None else spot
@@ -113,7 +115,9 @@ def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
 
 def place_of(site: SiteMachine) -> Place:
     """Cloud and region of a site; both empty outside of clouds."""
-    return ("", "") if site.provider == LOCAL else (site.provider, site.machine.region)
+    if site.provider not in CLOUDS:
+        return "", ""
+    return site.provider, site.machine.region
 
 
 def _from_site(
@@ -322,7 +326,7 @@ def forecast(
 
 def has_clouds(file: DeploymentFile) -> bool:
     """Whether a cloud runs one of a deployment's machines, so that prices matter."""
-    return any(site.provider != LOCAL for site in file.sites)
+    return any(site.provider in CLOUDS for site in file.sites)
 
 
 def _ignore(_text: str) -> None:

@@ -19,7 +19,7 @@ from cloud_adapters.compute.pool import Market, Node, NodeState
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet.choosing.choice import Choice, MachineOffer, Situation, decide
 from deploy.fleet.choosing.outlook import Left, MarketHistory, foresee
-from deploy.fleet.deployment_file import LOCAL, DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan, SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
 from monitoring.runs.run_folder import RunFolder
@@ -233,6 +233,9 @@ _WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
 
 
 def is_movable(site: SiteMachine) -> bool:
-    """Whether a deadline may move a site: its file says spot, and it has a home."""
+    """Whether a deadline may move a site: its file says spot, and it has a home.
+
+    What a cluster's machines cost is not known well enough to choose between them.
+    """
     is_spot = site.machine.market == Market.SPOT.value
-    return site.provider != LOCAL and is_spot and bool(site.home.url)
+    return site.provider in CLOUDS and is_spot and bool(site.home.url)

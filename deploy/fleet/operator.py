@@ -116,6 +116,11 @@ class Operator:
             self._write(replace(self._record, machines=(*others, found)))
         return bytes.fromhex(asked.identity)
 
+    def machine(self, site: str) -> PlatformIdentity | None:
+        """Which machine of a site was checked last; None if none was."""
+        found = [each for each in self._record.machines if each.site == site]
+        return found[0].machine if found else None
+
     def remembered(self, site: str) -> bytes | None:
         """The key of a site whose machine was checked at some time; None if none was.
 

@@ -7,7 +7,7 @@ from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import cloud_sites, spending
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import CONTAINERS, LOCAL, DeploymentPlan
+from deploy.fleet.deployment_file import CLOUDS, CONTAINERS, LOCAL, DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from federation.errors import ComputeError, CorruptObject, JobError
 from federation.job.spec import JobSpec
@@ -49,7 +49,7 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
 def _check_home(plan: DeploymentPlan, index: int) -> None:
     """Refuse a deadline for a spot machine that takes its keys and ledgers along."""
     site = plan.file.sites[index]
-    is_spot = site.machine.market == Market.SPOT.value
+    is_spot = site.machine.market == Market.SPOT.value and site.provider in CLOUDS
     if plan.file.deadline_hours is not None and is_spot and not site.home.url:
         raise JobError(
             f"{plan.path}: is missing: deadline_hours may move the site to another "

@@ -55,7 +55,7 @@ class MachineProof:
     """How this machine's cloud vouches for it.
 
     Attributes:
-        platform: ``aws`` or ``gcp``.
+        platform: ``aws``, ``gcp`` or ``kubernetes``.
         prove: Makes a proof of a binding.
         signer: Public key of the operator who signs rosters, hexadecimal; empty if
             people compare them.
@@ -117,8 +117,8 @@ def enroll(
     """
     if bool(token.secret) is (vouched is not None):
         raise EnrolmentRefused(
-            "a token with a secret is used alone, and one without needs --platform aws "
-            "or gcp"
+            "a token with a secret is used alone, and one without needs --platform "
+            "aws, gcp or kubernetes"
         )
     if vouched is None and holds_certificate(folder, clock=clock):
         raise EnrolmentRefused(

@@ -53,7 +53,7 @@ def enroll_machine(
         folder: Of the site. Its ``site.toml`` may name ``roster_signer``; if there is
             none, or no signer, people compare the roster.
         organisation: Who answers for the site, in words.
-        platform: ``aws`` or ``gcp``.
+        platform: ``aws``, ``gcp`` or ``kubernetes``.
         prove: Makes the cloud's proof of a binding.
         clock: Tells time.
         connect: Opens the connection.

@@ -9,7 +9,8 @@ certificate to get the next one.
 A machine of a cloud needs no secret. What all its keys sign names the aggregator by the
 fingerprint of its authority instead, and the digest of that, the *binding*, is in the
 proof by which its cloud vouches for it: the proof is worth nothing with other keys or
-at another aggregator.
+at another aggregator. The binding of a pod of a cluster is of its lasting keys alone,
+so that it is known before the request.
 
 Here are the messages and the proofs, and no I/O; the token is in ``enrolment_token``.
 The aggregator's side is in ``enrolment_service``, the site's in ``enrolment_site``.
@@ -27,7 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from federation.ids import check_name
-from federation.platform_identity import PLATFORMS
+from federation.platform_identity import KUBERNETES, PLATFORMS
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.membership.certificates import PrivateKey, signing_request
 from privacy.membership.token import EnrolmentRefused, Token
@@ -50,6 +51,7 @@ MAX_PROOF_CHARS = 8192
 
 _ENROLMENT, _RENEWAL = b"crossfed-1 enrolment", b"crossfed-1 renewal"
 _PLATFORM = b"crossfed-1 enrolment by platform"
+_KEYS = b"crossfed-1 keys of a pod"
 
 Message = TypeVar("Message")
 
@@ -73,8 +75,8 @@ class Enrolment:
         identity: Public key of its identity, 64 hexadecimal digits.
         node_proof: Signature of all of this by the node's key, hexadecimal.
         identity_proof: The same by the identity.
-        platform: Cloud that vouches for the machine, ``aws`` or ``gcp``; empty if the
-            secret admits it.
+        platform: Cloud that vouches for the machine, ``aws`` or ``gcp``, or
+            ``kubernetes``; empty if the secret admits it.
         proof: What the cloud has signed, or can check; see ``cloud_adapters.identity``.
     """
 
@@ -322,10 +324,18 @@ def keys_digest(asked: Enrolment) -> str:
 def binding(asked: Enrolment, authority: str) -> str:
     """What a cloud's proof must name: SHA-256 of what all keys sign, hexadecimal.
 
+    Of a pod, it is of aggregator, site and the two keys that stay the same in all its
+    requests; what else they ask for, these keys sign.
+
     Args:
         asked: The request of a machine that a platform vouches for.
         authority: Fingerprint of the aggregator's authority.
     """
+    if asked.platform == KUBERNETES:
+        words = (asked.site, asked.node_key, asked.identity)
+        said = [text.encode() for text in words]
+        keys = fields(_KEYS, unhex(authority, "authority"), *said)
+        return hashlib.sha256(keys).hexdigest()
     return hashlib.sha256(_enrolment_statement(asked, authority)).hexdigest()
 
 

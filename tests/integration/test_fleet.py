@@ -310,7 +310,7 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(tmp_path: Path, file: 
         (
             "[sites.policy]",
             '[sites.machine]\nregion = "us-east-1"\n[sites.policy]',
-            "sites[0].machine: has keys for the providers aws and gcp",
+            "sites[0].machine: has keys for the providers aws, gcp and",
         ),
     ],
 )

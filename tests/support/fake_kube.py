@@ -73,6 +73,8 @@ class FakeKube(GoogleServer):
         refusal: Given a request, what it is refused with; None lets it pass.
         loses: Given a request, whether to carry it out and answer with a failure.
         zone: Where pods run; a cluster before Kubernetes 1.35 does not say it.
+        log_of: Given a job, what its program has written.
+        ends: Called with a job whose pod gets SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -93,6 +95,8 @@ class FakeKube(GoogleServer):
         self.pods: dict[str, Resource] = {}
         self.events: list[Resource] = []
         self.logs: dict[str, str] = {}
+        self.log_of: Callable[[str], str] = lambda name: self.logs.get(name, "")
+        self.ends: Callable[[str], None] = lambda _: None
         self._numbers = itertools.count(1)
 
     def mend(self) -> None:
@@ -207,6 +211,7 @@ class FakeKube(GoogleServer):
         self.jobs[name] = after
         is_over = after["status"].get("conditions")
         if after["spec"].get("activeDeadlineSeconds") == 1 and not is_over:
+            self.ends(name)
             if self.slow_end and name in self.pods:
                 self.pods[name]["metadata"]["deletionTimestamp"] = _now()
                 after["status"]["conditions"] = [_condition("FailureTarget")]
@@ -288,7 +293,7 @@ class FakeKube(GoogleServer):
         if found[0]["status"]["phase"] == "Pending":
             words = f'container in pod "{pod}" is waiting to start: ContainerCreating'
             raise KubeError(400, "BadRequest", words)
-        lines = self.logs.get(pod.removesuffix("-abcde"), "").splitlines(keepends=True)
+        lines = self.log_of(pod.removesuffix("-abcde")).splitlines(keepends=True)
         text = "".join(lines[-int(query.get("tailLines", len(lines) or 1)) :])
         return Answer(200, {"Content-Type": "text/plain"}, text.encode())
 
