@@ -27,7 +27,7 @@ from deploy.aggregator_host.enrolment_book import (
     open_authority,
 )
 from federation.errors import CorruptObject, FederationError, ProofRefused
-from federation.platform_identity import PlatformIdentity
+from federation.platform_identity import KUBERNETES, PlatformIdentity
 from federation.protocols import Clock
 from privacy.membership import (
     messages as enrolment,
@@ -157,8 +157,12 @@ class EnrolmentService:
         try:
             return self.verifier.verify(asked.proof, binding, found.machine)
         except ProofRefused as error:
+            # A pod may ask before its operator has read which keys it has shown, while
+            # those of a pod before it are invited.
+            is_early = asked.platform == KUBERNETES
             raise EnrolmentRefused(
-                f"site {asked.site!r} is not enrolled: {error}"
+                f"site {asked.site!r} is not enrolled: {error}",
+                status=enrolment.TOO_EARLY if is_early else 403,
             ) from None
 
     def _bind(
