@@ -104,7 +104,7 @@ _STATUSES: Mapping[int, Refusal] = {
     429: _THROTTLED,
 }
 _OVER_QUOTA, _SERVER_ERRORS = "exceeded quota", 500
-# Of a container that waits; the nodes try again what may be mended by waiting.
+# Of a container that waits; what time alone may cure is not among them.
 NO_IMAGE = frozenset(
     {"ErrImageNeverPull", "ImageInspectError", "ImagePullBackOff", "InvalidImageName"}
 )

@@ -16,10 +16,15 @@ from support.containers import podman
 from support.deploy_tools import tool
 from support.deployment import wait_for
 
+from cloud_adapters.compute import kube_errors, kube_manifest
+from cloud_adapters.compute.pool import Market, NodeLimits, NodeSpec
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("aggregator", "site")
 COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
+# A namespace for sites that `crossfed up` launches.
+JOBS = "jobs"
 SITES = ("gcp-us-central1", "aws-us-east-1")  # The first is that of the overlay.
 CONFIG = f"{containers.STATE}/fed/aggregator.toml"
 SITE = f"{containers.STATE}/site"
@@ -65,7 +70,7 @@ def with_everything(tmp_path: Path) -> str:
     return manifest(place)
 
 
-@each_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS])
 def test_kubernetes_accepts_them(overlay: str, tmp_path: Path):
     """By its own schema, where an unknown key is an error."""
     file = tmp_path / "manifest.yaml"
@@ -84,13 +89,75 @@ def test_kubernetes_accepts_all_components(with_everything: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@each_overlay
+@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS])
 def test_checkov_finds_nothing(overlay: str, tmp_path: Path):
     """Or the manifest says at that place why it is so."""
     file = tmp_path / "manifest.yaml"
     file.write_text(manifest(FOLDER / "overlays" / overlay))
     options = ("--skip-download", "--quiet", "--compact", "--framework", "kubernetes")
     passes(tool("checkov"), *options, "--file", file)
+
+
+def launched(**changed: Any) -> str:
+    """The job of a site as `crossfed up` asks for it."""
+    given: dict[str, Any] = {
+        "name": "site-a",
+        "command": ["/bin/sh", "-c", "exit 0"],
+        "labels": {"crossfed-deployment": "fed"},
+        "max_seconds": 600.0,
+        "image": f"registry.example.org/crossfed-site@sha256:{'ab' * 32}",
+        "user_data": "name = 'a'\n",
+        "limits": NodeLimits(cpus=2, memory_gb=4.5, gpus=1),
+        **changed,
+    }
+    made = kube_manifest.job(NodeSpec(**given), "0" * 40)
+    made["metadata"]["namespace"] = "crossfed"
+    return yaml.safe_dump(made)
+
+
+@pytest.mark.parametrize("market", list(Market))
+def test_kubernetes_accepts_jobs_that_are_launched(market: Market, tmp_path: Path):
+    file = tmp_path / "manifest.yaml"
+    file.write_text(launched(market=market, zones=("a", "b"), machine="c"))
+    passes(tool("kubernetes-validate"), "--strict", file)
+
+
+@pytest.mark.slow
+def test_checkov_finds_nothing_in_jobs_that_are_launched(tmp_path: Path):
+    """Without an exception, in the namespace that is made for them."""
+    file = tmp_path / "manifest.yaml"
+    file.write_text(f"{manifest(FOLDER / 'overlays' / JOBS)}---\n{launched()}")
+    options = ("--skip-download", "--quiet", "--compact", "--framework", "kubernetes")
+    passes(tool("checkov"), *options, "--file", file)
+
+
+def test_jobs_are_launched_into_a_namespace_that_is_closed():
+    """Their labels are those of its network policy; it admits restricted pods alone."""
+    text = manifest(FOLDER / "overlays" / JOBS)
+    labels = yaml.safe_load(launched())["spec"]["template"]["metadata"]["labels"]
+    selector = of_kind(text, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+    assert selector.items() <= labels.items()
+    namespace = of_kind(text, "Namespace")["metadata"]
+    assert namespace["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_operators_may_do_what_a_pool_asks_for_and_no_more():
+    """As the message says that an operator sees who may not."""
+    rules = of_kind(manifest(FOLDER / "overlays" / JOBS), "Role")["rules"]
+    granted = {
+        (f"{resource}.{group}".rstrip("."), verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    asked = {
+        (resource, verb)
+        for line in kube_errors.PERMISSIONS
+        for resource, _, verbs in [line.partition(": ")]
+        for verb in verbs.split(", ")
+    }
+    assert granted == asked
 
 
 def _pod(text: str) -> Document:

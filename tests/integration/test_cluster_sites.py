@@ -122,7 +122,8 @@ address = "127.0.0.1:{free_port()}"
 {"".join(tables)}""")
 
     def up(self, *words: str) -> Forked:
-        out, err = self.folder / "up.out", self.folder / "up.err"
+        number = len(self.ups)
+        out, err = (self.folder / f"up-{number}.{each}" for each in ("out", "err"))
         made = shared().start(
             "up", str(self.path), *words, out=out, err=err, environment=os.environ
         )
@@ -131,7 +132,7 @@ address = "127.0.0.1:{free_port()}"
 
     @property
     def told(self) -> str:
-        return (self.folder / "up.err").read_text()
+        return (self.folder / f"up-{len(self.ups) - 1}.err").read_text()
 
     def boot(self, number: int) -> list[Pod]:
         """Boot the pods of all jobs, of which there are so many at the end."""

@@ -10,6 +10,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 JOBS = TESTS.parent / "jobs"
 QUICKSTART = str(JOBS / "quickstart.toml")
+CLUSTER = str(TESTS.parent / "deploy" / "examples" / "cluster.toml")
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,7 @@ NEEDS = {
     "gcp-key": ("gcp", [*SHARD, "file://b", KEY, f"gcp-kms:{GOOGLE_KEY}"]),
     "s3-doctor": ("aws", ["doctor", "--store", "s3://bucket"]),
     "gcs-doctor": ("gcp", ["doctor", "--store", "gs://bucket"]),
+    "cluster": ("kubernetes", ["down", CLUSTER]),
     "parquet": ("parquet", [*SHARD, "file://parquet", "--format", "parquet"]),
     "mlflow": ("mlflow", ["export-metrics", "run", "--to", "mlflow"]),
     "tensorboard": (
