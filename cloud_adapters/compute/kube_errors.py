@@ -91,7 +91,7 @@ _NO_IMAGE = Refusal(
 _NO_NODE = Refusal(
     NoCapacity,
     "no node fits now, and none was added in time: name more zones, another type, or "
-    "fewer cpus, memory_gb or gpus; or try later",
+    "less of cpus, memory_gb, gpus or disk_gb; or try later",
 )
 
 _STATUSES: Mapping[int, Refusal] = {

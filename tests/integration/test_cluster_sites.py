@@ -39,6 +39,9 @@ class Pod:
         template = job["spec"]["template"]
         (container,) = template["spec"]["containers"]
         folder.mkdir()
+        # As the volume of a pod with fsGroup.
+        self.site.parent.mkdir()
+        self.site.parent.chmod(0o2777)
         settings = folder / "user-data"
         settings.write_text(template["metadata"]["annotations"]["crossfed/user-data"])
         program = folder / "crossfed"
@@ -238,13 +241,18 @@ def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
 
 
 def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
-    """Though the folder that launched them is lost; not without being told to."""
+    """Though the folder that launched them is lost; not without being told to.
+
+    A command that is killed is given again, and launches no third one.
+    """
     cluster.write()
-    cluster.kube.log_of = lambda _: ""
-    up = cluster.up("--detach")
-    wait_for(lambda: len(cluster.kube.jobs) == 2, "the cluster has two jobs", 60)
-    up.kill()
-    up.wait(60)
+    cluster.kube.fate = lambda _: "pulling"
+    for number in (1, 2):
+        up = cluster.up("--detach")
+        wait_for(lambda n=number: len(cluster.kube.jobs) == n, "there is a job", 90)
+        up.kill()
+        up.wait(60)
+    assert len(cluster.kube.created) == 2
     folder = cluster.folder / "deployments"
     # What a lost folder does not end here, this test does.
     crossfed_nodes = {node["node"] for node in cluster.nodes()}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.fleet import deployment_file
+from deploy.fleet import deployment_file, forecast, moves, spending
 from federation.errors import JobError
 
 TEXT = """
@@ -19,6 +19,24 @@ privacy = "none"
 source = "x:y"
 [sites.compute]
 ranks = 2
+"""
+
+CLUSTER = """
+name = "fed"
+job = "job.toml"
+max_dollars = 10.0
+deadline_hours = 1.0
+
+[[sites]]
+name = "site-a"
+provider = "kubernetes"
+dollars_per_hour = 1.5
+[sites.machine]
+market = "spot"
+cluster = { context = "c", namespace = "n" }
+[sites.home]
+url = "s3://bucket/home"
+encryption = { key = "aws-kms:alias/key" }
 """
 
 
@@ -66,3 +84,26 @@ def test_a_wrong_job_is_named_by_its_file(tmp_path: Path):
     plan.job.write_text(TEXT)
     with pytest.raises(JobError, match=r"/job\.toml: job: unknown key"):
         deployment_file.load_job(plan)
+
+
+def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
+    """No price table is read for it, not even for a budget; and nothing moves it."""
+    path = tmp_path / "fed.toml"
+    path.write_text(CLUSTER)
+    file = deployment_file.load(path).file
+    (site,) = file.sites
+    assert site.pool == "kubernetes c/n"
+    assert forecast.place_of(site) == ("", "")
+    a_century_later = 4e9
+    prices = spending.budget_prices(file, now=a_century_later)
+    assert prices["site-site-a"] == 1.5
+    assert not moves.is_movable(site)
+
+
+def test_another_namespace_is_another_service(tmp_path: Path):
+    """So what runs in the one before is found, and no second site is started."""
+    path = tmp_path / "fed.toml"
+    path.write_text(CLUSTER)
+    before = deployment_file.load(path).file.sites[0].pool
+    path.write_text(CLUSTER.replace('namespace = "n"', 'namespace = "m"'))
+    assert deployment_file.load(path).file.sites[0].pool != before
