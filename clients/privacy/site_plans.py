@@ -273,6 +273,7 @@ class PrivateSites:
                 held_out=held_out,
                 private=plan.training,
                 seed=federation.order_seed,
+                ends_early=federation.ends_early,
             )
         return plan.budgeted(trainer, ledger)
 

@@ -9,7 +9,7 @@ from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import check_first
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
-from clients.training.trainer import TorchTrainer
+from clients.training.trainer import TorchTrainer, never
 from federation.ids import SiteId
 from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
@@ -29,12 +29,15 @@ class Federation:
         site_data: Training and held-out data of each site, in the job's order.
         order_seed: Of the order of examples and of what models draw in training, in
             place of the job's seed; secret. None for the job's.
+        ends_early: Whether a site takes no more steps of its round; see
+            ``TorchTrainer``.
     """
 
     job: JobSpec
     pool: ModelPool
     site_data: Mapping[SiteId, SiteData]
     order_seed: int | None = field(default=None, repr=False)
+    ends_early: Callable[[], bool] = never
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
@@ -46,6 +49,7 @@ class Federation:
             train=train,
             held_out=held_out,
             seed=self.order_seed,
+            ends_early=self.ends_early,
         )
 
     def site(

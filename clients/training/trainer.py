@@ -52,6 +52,11 @@ from federation.vectors import (
 )
 
 
+def never() -> bool:
+    """Take all steps of a round."""
+    return False
+
+
 @dataclass(eq=False)
 class TorchTrainer:
     """Trains a job's model on the data of one site.
@@ -66,6 +71,8 @@ class TorchTrainer:
         peers: The site's other ranks; each of them calls what this one calls.
         seed: Of the order of examples and of what a model draws in training; the
             job's by default.
+        ends_early: Asked after every local step: whether to take no more, since the
+            machine is about to go. What the steps have led to is the round's result.
 
     Raises:
         SiteError: The site has nothing to train on, or nothing to evaluate on and the
@@ -85,6 +92,7 @@ class TorchTrainer:
     private: PrivateTraining | None = None
     peers: Peers = NO_PEERS
     seed: int | None = None
+    ends_early: Callable[[], bool] = never
 
     def __post_init__(self) -> None:
         """Check that job and data fit each other."""
@@ -223,6 +231,8 @@ class TorchTrainer:
                     self._add_gradient(wrapped, chosen, num_examples, sums)
             optimizer.step(step)
             step += 1
+            if self.ends_early():
+                break
         return sums.metrics(), step - first_step
 
     def _check_finite(self, local_d: Vector, round_index: int) -> None:
@@ -278,13 +288,17 @@ class TorchTrainer:
         )
         num_steps = num_private_steps(self.job, size)
         first_step = (round_index - 1) * num_steps
-        for step in range(first_step, first_step + num_steps):
+        step = first_step
+        while step < first_step + num_steps:
             for chosen in gradient.draw():
                 loss = self._private_loss(model, chosen)
                 gradient.add_(loss, len(chosen))
             gradient.release_()
             optimizer.step(step)
-        return num_steps
+            step += 1
+            if self.ends_early():  # All steps were charged: fewer cost no more.
+                break
+        return step - first_step
 
     def _one_step(
         self,

@@ -17,6 +17,7 @@ from clients.models.model_pool import ModelPool
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.site_policy import check_job
 from clients.training.local_federation import Federation
+from clients.training.trainer import never
 from clients.user_code import unable_to_exit
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import (
@@ -80,6 +81,7 @@ class SiteAgent:
         listener: Called with a word about every run that is proposed.
         refresh: Called before the roster is read for a proposal: an operator's
             signature may make a newer one acceptable.
+        ends_early: Whether training is to end after its current step.
     """
 
     config: SiteConfig
@@ -88,6 +90,7 @@ class SiteAgent:
     clock: Clock
     listener: Callable[[str], None] = _LOG.info
     refresh: Callable[[], None] = lambda: None
+    ends_early: Callable[[], bool] = never
     _meters: StoreMeters = field(init=False)
     _met: ProposedRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
@@ -338,6 +341,7 @@ class SiteAgent:
             pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
             site_data={self.name: site_data.load(self.config.file, job, watch)},
             order_seed=order_seed(self.config, job, sealed),
+            ends_early=self.ends_early,
         )
         return ProposedRun(
             run_id=run_id,

@@ -11,6 +11,9 @@ from federation.protocols import Clock
 LOOK_SECONDS = 2.0
 # What the farewell, the disk and a busy machine need before the machine goes.
 MARGIN_SECONDS = 20.0
+# What is left of that for an answer, once training has ended: its update has to be
+# prepared and sent.
+ANSWER_SECONDS = 5.0
 
 
 @dataclass(kw_only=True)
@@ -20,12 +23,15 @@ class Departure:
     Attributes:
         stopped: Set when it is to leave at once.
         last: Set when it is to take no further task.
+        hurry: Set when training is to end after its current step, so that its answer
+            leaves in time.
         lost: Why it must not go on here; empty if it may.
         is_replaced: Whether another machine may be the site by now.
     """
 
     stopped: threading.Event = field(default_factory=threading.Event)
     last: threading.Event = field(default_factory=threading.Event)
+    hurry: threading.Event = field(default_factory=threading.Event)
     lost: str = ""
     is_replaced: Callable[[], bool] = lambda: False
     _reason: LeaveReason | None = None
@@ -63,7 +69,8 @@ def watch(
     The cloud is asked now, so that a machine that is about to go takes no task, and
     then again and again by a thread. The task at work may be finished if it ends
     before the machine goes: its answer then says that the site leaves, and nothing is
-    lost.
+    lost. A task that would take longer ends after the local step that it is at: the
+    steps that were taken are its result.
 
     Args:
         look: Asks the cloud.
@@ -89,6 +96,9 @@ def watch(
             f"task, within {room:.0f} s"
         )
         departure.soon(LeaveReason.SPOT)
+        early = end - min(ANSWER_SECONDS, room / 2)
+        departure.stopped.wait(max(0.0, early - clock.monotonic()))
+        departure.hurry.set()
         departure.stopped.wait(max(0.0, end - clock.monotonic()))
         departure.now(LeaveReason.SPOT)
 

@@ -112,7 +112,12 @@ def _serve(
     me, members = check_keys(config)
     authority = site_folder.authority(config)
     agent = SiteAgent(
-        config=config, identity=me, roster=members, clock=clock, listener=listener
+        config=config,
+        identity=me,
+        roster=members,
+        clock=clock,
+        listener=listener,
+        ends_early=departure.hurry.is_set,
     )
     if config.file.roster_signer:
         agent.refresh = partial(

@@ -21,6 +21,7 @@ from clients.training.trainer import TorchTrainer
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec, LearningRateSpec
+from federation.protocols import LocalWeights
 from federation.vectors import Arrays
 
 SITE = SiteId("site-0")
@@ -484,3 +485,27 @@ def test_seed_of_its_own_takes_the_place_of_the_jobs():
     assert not np.array_equal(fitted(job, None), fitted(job, secret))
     expected = fitted(dataclasses.replace(job, seed=secret), None)
     assert np.array_equal(fitted(job, secret), expected)
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_training_that_ends_early_is_the_steps_that_were_taken(taken: int):
+    """At least one; the examples are those that the round begins with."""
+    job = job_of({"local_steps": 4, "batch_size": 20})
+    asked: list[None] = []
+
+    def ends_early() -> bool:
+        asked.append(None)
+        return len(asked) == taken
+
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, ends_early=ends_early
+    )
+    result = trainer.fit(*pool.initial_weights(), round_index=1)
+    expected = fit(job_of({"local_steps": taken, "batch_size": 20}))
+    assert isinstance(result, LocalWeights)
+    assert isinstance(expected, LocalWeights)
+    np.testing.assert_array_equal(result.weights_d, expected.weights_d)
+    assert result.num_steps == taken
+    assert result.training is not None
+    assert result.training.count == 20 * taken
