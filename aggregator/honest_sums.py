@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from aggregator.weighting import ROUNDING, most_trained_on
+from federation.compression.rotation import padded
 from federation.job.metrics import (
     MAX_PREDICTIONS,
     evaluated_of,
@@ -67,7 +68,13 @@ def check_totals(totals: _Totals, asked: SumTerms) -> None:
             probability below 2^-102 where the clip norm adapts, by the tail of the
             noise on their bits, and never otherwise.
     """
-    for rule in (_weight_faults, _training_faults, _evaluation_faults, _clip_faults):
+    for rule in (
+        _weight_faults,
+        _training_faults,
+        _evaluation_faults,
+        _clip_faults,
+        _level_faults,
+    ):
         for fault in rule(totals, asked):
             raise SumOutOfRange(f"{fault}: {A_LIE}")
 
@@ -160,6 +167,18 @@ def _clip_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     most = _most_bits(asked) if asked.training else 0.0
     if abs(bits) > most:
         yield f"the clipping bits of {n} sites come to {bits:.4g}, at most {most:.4g}"
+
+
+def _level_faults(totals: _Totals, asked: SumTerms) -> _Faults:
+    """Of few levels: values that were clipped, and the squares of what was rounded."""
+    if train.CLIPPED not in totals:
+        return
+    clipped, energy = totals[train.CLIPPED], totals[train.ENERGY]
+    most = asked.num_updates * padded(asked.contract.num_values)
+    if clipped > (most if asked.training else 0):
+        yield f"{clipped:g} values were clipped, of {most if asked.training else 0:g}"
+    if energy < 0 or (energy and not asked.training):
+        yield f"squares of {asked.num_updates} updates sum to {energy:.4g}"
 
 
 def _most_bits(asked: SumTerms) -> float:

@@ -22,6 +22,8 @@ from privacy.keystream import apply_masks_
 from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.header import decode_header
+from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
 from privacy.secagg.protocol.messages import MaskedAnswer
@@ -37,11 +39,13 @@ class OpenedSum:
         opened: The round, for the certificate of the next.
         mean_d: Mean of the updates, shape ``(d,)``; None if sites only evaluated.
         totals: Sums of the header, by slot.
+        levels: The sum itself, where it is in few levels.
     """
 
     opened: OpenedRound
     mean_d: Vector | None
     totals: Mapping[str, float]
+    levels: LevelSum | None = None
 
 
 class MaskedRound:
@@ -52,16 +56,39 @@ class MaskedRound:
     """
 
     def __init__(
-        self, setup: SetupRecord, facts: RoundFacts, *, size: int | None
+        self,
+        setup: SetupRecord,
+        facts: RoundFacts,
+        *,
+        size: int | None,
+        plan: LevelPlan | None = None,
     ) -> None:
-        """Begin with nothing; ``size`` is that of the model, None for evaluations."""
+        """Begin with nothing.
+
+        Args:
+            setup: What the round rests on.
+            facts: The round.
+            size: That of the model; None for evaluations.
+            plan: Of a sum in few levels.
+        """
         self.protocol = AggregatorRound(setup=setup, facts=facts)
         self._contract = contract = setup.contract
         self._ring = contract.ring()
         self._header = train.header_spec(contract.num_sites, contract.header_slots)
         self._header_h: HeaderVector = np.zeros(len(self._header.slots), np.uint64)
-        self._total = None if size is None else MaskedSum(size, self._ring)
-        self._num_bytes = 0 if size is None else size * self._ring.word_bytes
+        self._total: MaskedSum | LevelSum | None = None
+        self._num_bytes = 0
+        if size is not None and plan is not None:
+            self._total = LevelSum(
+                size,
+                plan,
+                num_sites=contract.num_sites,
+                rotation=rotation_of(contract.run_id),
+            )
+            self._num_bytes = self._total.num_bytes
+        elif size is not None:
+            self._total = MaskedSum(size, self._ring)
+            self._num_bytes = size * self._ring.word_bytes
 
     def fold(self, update: MaskedUpdate) -> None:
         """Add a site's masked update.
@@ -79,7 +106,9 @@ class MaskedRound:
             header_digest=hashlib.sha256(update.header_h.data).digest(),
         )
         self._header_h += update.header_h
-        if self._total is not None:
+        if isinstance(self._total, LevelSum):
+            self._total.fold_(update.words)
+        elif self._total is not None:
             self._total.fold_(update.words.view(self._ring.wire_dtype))
 
     def open(self, job: JobSpec, *, evaluation: bool, update_clip: float) -> OpenedSum:
@@ -122,7 +151,12 @@ class MaskedRound:
             # Updates of a smaller clip norm were scaled up to the contract's.
             scale = self._contract.clip_norm / update_clip
             mean_d = total.decode(divisor=weight * scale, weight=weight)
-        return OpenedSum(opened=opened, mean_d=mean_d, totals=totals)
+        return OpenedSum(
+            opened=opened,
+            mean_d=mean_d,
+            totals=totals,
+            levels=total if isinstance(total, LevelSum) else None,
+        )
 
     def _check_sizes(self, update: MaskedUpdate) -> None:
         if update.words.size != self._num_bytes:

@@ -26,6 +26,7 @@ from aggregator.secure_exchange import (
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
+from federation.compression.rotation import padded
 from federation.errors import QuorumNotMet
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
@@ -44,6 +45,7 @@ from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.levels import LevelPlan, first_plan, next_plan
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
@@ -83,6 +85,7 @@ class SecureGather:
             run_setup_of=lambda _: self._run_setup,
         )
         self._opened: OpenedRound | None = None  # The newest round with a sum.
+        self._next_plan: LevelPlan | None = None
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -107,6 +110,7 @@ class SecureGather:
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
         record.sums.update_clip = self._clip(state)
         record.sums.next_clip = self._next_clip(state, one.totals)
+        self._follow_levels(one)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
         return (), lambda _updates, _out_d: mean_d
@@ -132,16 +136,17 @@ class SecureGather:
         record.change_members(record.members.leave_out(blame.left_out()))
         setup = self._set_up(record, record.members.away())
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
-        tasks = self._tasks(state, record, kind, setup, model)
         trains, clip = kind is TaskKind.TRAIN, self._clip(state)
+        plan = self._plan() if trains and self.contract.levels else None
+        tasks = self._tasks(state, record, kind, setup=setup, model=model, plan=plan)
         facts = RoundFacts(
             round_index=record.round_index,
             cohort=setup.cohort,
             model_digest=model,
-            task_digest=train.task_digest(tasks[0], clip),
+            task_digest=train.task_digest(tasks[0], clip, plan),
         )
         size = self.layout.size if trains else None
-        current = MaskedRound(setup, facts, size=size)
+        current = MaskedRound(setup, facts, size=size, plan=plan)
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
         try:
@@ -209,8 +214,10 @@ class SecureGather:
         state: RunState,
         record: RoundRecord,
         kind: TaskKind,
+        *,
         setup: SetupRecord,
         model: bytes,
+        plan: LevelPlan | None,
     ) -> list[RoundTask]:
         """Write every site's task; a new site also gets the confirms."""
         opened = self._opened or before_rounds(setup.setup_hash)
@@ -228,9 +235,30 @@ class SecureGather:
                     confirms=self._run_setup.confirms_for(site),
                     certificate=certificate,
                     update_clip=self._clip(state),
+                    plan=plan,
                 )
             ),
         )
+
+    def _plan(self) -> LevelPlan:
+        """Levels and steps of the next round."""
+        contract = self.contract
+        return self._next_plan or first_plan(
+            self.layout.size, num_sites=contract.num_sites, clip_norm=contract.clip_norm
+        )
+
+    def _follow_levels(self, one: OpenedSum) -> None:
+        """Plan the next round's levels by a sum that was opened."""
+        if one.levels is None:
+            return
+        squares = one.totals[train.ENERGY] * self.contract.clip_norm**2
+        values = len(one.opened.survivors) * padded(self.layout.size)
+        found = next_plan(
+            self.contract.levels,
+            energies_b=one.levels.energies_b,
+            variance=squares / values,
+        )
+        self._next_plan = found or self._next_plan
 
     def _clip(self, state: RunState) -> float:
         """The clip norm of updates in the next round."""

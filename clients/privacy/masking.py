@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from clients.privacy.residual import Residual
+from federation.compression.rotation import num_blocks
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights
@@ -20,7 +22,10 @@ from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
 from privacy.dp.ring_noise import RingNoise
 from privacy.keystream import KEY_BYTES, RandomBytes, apply_masks_
 from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.digits import Digits, finest_levels
 from privacy.secagg.arithmetic.header import encode_header
+from privacy.secagg.arithmetic.level_sum import rotation_of
+from privacy.secagg.arithmetic.levels import FIRST_BITS, LevelPlan, LevelSite
 from privacy.secagg.arithmetic.measure import (
     Measurement,
     measure,
@@ -57,11 +62,29 @@ class SealedUpdate:
         words: Masked words, as bytes.
         weight: What the update was multiplied by.
         is_within: Whether its norm was within the round's clip norm; private.
+        clipped: Values beyond the outermost of few levels; only their sum leaves.
+        energy: Squares of what was rounded to few levels, in squares of the clip norm;
+            only their sum leaves.
     """
 
     words: ByteVector
     weight: float
     is_within: bool
+    clipped: int = 0
+    energy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelRound:
+    """A round of few levels at one site.
+
+    Attributes:
+        round_index: The round.
+        residual_d: What earlier rounds left out; overwritten.
+    """
+
+    round_index: int
+    residual_d: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +146,60 @@ class Masking:
             is_within=sealed.clip_factor == 1,
         )
 
+    def few_levels(
+        self,
+        weights_d: Vector,
+        result: LocalWeights | LocalUpdate,
+        *,
+        plan: LevelPlan,
+        round_: LevelRound,
+    ) -> tuple[SealedUpdate, Residual]:
+        """Turn local weights into masked digits, and find what these leave out.
+
+        Args:
+            weights_d: The global weights, shape ``(d,)``.
+            result: What training gave; its memory is used.
+            plan: Levels and steps of the round.
+            round_: What earlier rounds left out, and which round this is.
+
+        Raises:
+            UpdateNotFinite: The update is not finite.
+            UpdateOutOfRange: The site has more examples than the contract allows.
+        """
+        contract = self.contract
+        weight = _weight(contract, result.num_examples)
+        if isinstance(result, LocalUpdate):
+            update_d, subtrahend_d = result.update_d, None
+        else:
+            update_d, subtrahend_d = result.weights_d, weights_d
+        measured = self._measure_finite(update_d, subtrahend_d)
+        site = LevelSite(
+            plan=plan,
+            digits=Digits(levels=plan.levels, num_sites=contract.num_sites),
+            rotation=rotation_of(contract.run_id),
+            clip_norm=contract.clip_norm,
+        )
+        sealed = site.seal_(
+            update_d,
+            weight=weight,
+            residual_d=round_.residual_d,
+            masks=train.masks(self.masks.vector),
+            measured=measured,
+        )
+        found = SealedUpdate(
+            words=sealed.masked_w.view(np.uint8),
+            weight=weight,
+            is_within=sealed.is_within,
+            clipped=sealed.num_clipped,
+            energy=sealed.energy / contract.clip_norm**2,
+        )
+        return found, Residual(
+            left_d=round_.residual_d,
+            words_w=sealed.words_w,
+            plan=plan,
+            round_index=round_.round_index,
+        )
+
     def header(
         self,
         sealed: SealedUpdate | None,
@@ -139,6 +216,9 @@ class Masking:
             **train.write_sums(train.TRAINING, training, names),
             **train.write_sums(train.EVALUATION, evaluation, names),
         }
+        if train.CLIPPED in names:
+            values[train.CLIPPED] = 0 if sealed is None else sealed.clipped
+            values[train.ENERGY] = 0.0 if sealed is None else sealed.energy
         if train.WITHIN_CLIP in names:
             values[train.WITHIN_CLIP] = (
                 0.0 if sealed is None else self._within_clip(is_within=sealed.is_within)
@@ -210,6 +290,31 @@ def check_clip(contract: Contract, update_clip: float) -> None:
         raise ProtocolError(
             f"was asked to clip to {update_clip}, and the contract says {first}: they "
             f"differ{far}"
+        )
+
+
+def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> None:
+    """Check that a round's levels are those of the contract.
+
+    Steps are free: they say how finely each site rounds, the same at all.
+
+    Raises:
+        ProtocolError: They are others.
+    """
+    if plan is None:
+        if trains and contract.levels:
+            raise ProtocolError("was sent no levels to round to")
+        return
+    first = finest_levels(contract.num_sites, FIRST_BITS)
+    if not (trains and contract.levels) or plan.levels not in {contract.levels, first}:
+        raise ProtocolError(
+            f"was asked to round to {plan.levels} levels, and the contract says "
+            f"{contract.levels or 'none'}"
+        )
+    if plan.steps_b.size != num_blocks(contract.num_values):
+        raise ProtocolError(
+            f"was sent {plan.steps_b.size} steps for {num_blocks(contract.num_values)} "
+            "blocks"
         )
 
 

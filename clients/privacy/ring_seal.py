@@ -14,8 +14,17 @@ import numpy as np
 
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
-from clients.privacy.masking import Masking, SumNoise, check_clip
+from clients.privacy.masking import (
+    LevelRound,
+    Masking,
+    SealedUpdate,
+    SumNoise,
+    check_clip,
+    check_plan,
+)
+from clients.privacy.residual import stored
 from clients.training.site import Work
+from federation.compression.rotation import padded
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.job.metrics import MAX_PREDICTIONS
@@ -27,11 +36,14 @@ from federation.messages import (
     SecureTask,
     SiteMessage,
     Task,
+    TaskKind,
 )
-from federation.vectors import ByteVector, HeaderVector, Layout
+from federation.protocols import LocalUpdate, LocalWeights
+from federation.vectors import ByteVector, HeaderVector, Layout, Vector
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import Group, LocalPolicy
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.errors import NotSetUp
 from privacy.secagg.protocol import train
@@ -242,6 +254,7 @@ class RingSeal:
         session = self._session_of(body)
         contract = session.contract
         check_clip(contract, body.update_clip)
+        check_plan(contract, body.plan, trains=task.kind is TaskKind.TRAIN)
         work.check_model()
         model = train.model_digest(task.weights_d, task.integers_m)
         session.check_model(
@@ -253,7 +266,7 @@ class RingSeal:
                 round_index=task.round_index,
                 cohort=session.cohort,
                 model_digest=model,
-                task_digest=train.task_digest(task, body.update_clip),
+                task_digest=train.task_digest(task, body.update_clip, body.plan),
             )
         )
         protection = self._protection
@@ -266,7 +279,7 @@ class RingSeal:
             threads=protection.threads,
         )
         try:
-            words, header_h = self._work(work, masking)
+            words, header_h = self._work(work, masking, session, body.plan)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -290,9 +303,26 @@ class RingSeal:
             fragment=task.fragment,
         )
 
-    def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
+    def _work(
+        self,
+        work: Work,
+        masking: Masking,
+        session: SiteSession,
+        plan: LevelPlan | None,
+    ) -> tuple[ByteVector, HeaderVector]:
         """Do the work; mask the update and its report."""
-        done = work.do(masking.update)
+
+        def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
+            if plan is None:
+                return masking.update(weights_d, result)
+            round_ = _level_round(work, session)
+            sealed, left = masking.few_levels(
+                weights_d, result, plan=plan, round_=round_
+            )
+            work.leaves, work.facts = left.arrays(), left.facts()
+            return sealed
+
+        done = work.do(seal)
         evaluation, trained = done.evaluation, done.trained
         if evaluation is not None:
             evaluation = train.bounded(evaluation, self._protection.most_evaluated)
@@ -303,6 +333,17 @@ class RingSeal:
         )
         words = np.empty(0, np.uint8) if trained is None else trained.sealed.words
         return words, header_h
+
+
+def _level_round(work: Work, session: SiteSession) -> LevelRound:
+    """Settle what the last round of this site left out."""
+    before = stored(work.kept, session.contract)
+    if before is None:
+        residual_d = np.zeros(padded(session.contract.num_values), np.float32)
+    else:
+        left_out = session.left_out(before.round_index)
+        residual_d = before.settled(session.contract, left_out=left_out)
+    return LevelRound(round_index=work.task.round_index, residual_d=residual_d)
 
 
 def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:

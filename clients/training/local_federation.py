@@ -75,6 +75,7 @@ class Federation:
                 store,
                 rounds=self.job.storage.keep_checkpoints + 1,
                 carries=optimizer.name if optimizer.state == "keep" else "",
+                leaves_out=self.job.privacy.secure_aggregation.levels is not None,
             ),
             clock=clock,
             meter=meter,

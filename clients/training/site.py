@@ -6,14 +6,14 @@ how it leaves: as it is here, as masked words in ``clients.privacy.ring_seal``.
 """
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, InitVar, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
 from clients.training.held_model import HeldModel
-from clients.training.site_state import SiteState
+from clients.training.site_state import NOTHING, Fact, KeptState, SiteState
 from clients.user_code import sentence
 from federation.compression.codec import BeyondCodec, Codec, Links
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
@@ -36,7 +36,13 @@ from federation.messages import (
 from federation.protocols import Clock, LocalUpdate, LocalWeights, Trainer
 from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.failures import failure
-from federation.vectors import IntegerVector, Layout, Vector, layout_differs
+from federation.vectors import (
+    Arrays,
+    IntegerVector,
+    Layout,
+    Vector,
+    layout_differs,
+)
 from privacy.secagg.errors import NotSetUp
 
 _LOG = logging.getLogger(__name__)
@@ -228,6 +234,9 @@ class Work:
         meter: Measures what else it takes.
         withheld: Fields of the result that the site does not send.
         report: Takes what is wrong with the work, if the seal says less of it.
+        kept: What an earlier round left, once the work has begun.
+        leaves: What the seal has the site keep of this one.
+        facts: Plain values that belong to ``leaves``.
     """
 
     task: RoundTask
@@ -239,6 +248,9 @@ class Work:
     meter: UsageMeter
     withheld: Collection[str]
     report: Report
+    kept: KeptState = NOTHING
+    leaves: Arrays = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict)
 
     def check_model(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -272,6 +284,7 @@ class Work:
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
         kept = state.before(task.run_id, task.round_index, trains=trains)
+        self.kept = kept
         integers_m = state.restore_integers(task.integers_m, kept)
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
@@ -300,7 +313,8 @@ class Work:
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
                 own = state.own_integers(result.integers_m)
-                state.keep(task.run_id, task.round_index, {**own, **result.kept})
+                arrays = {**own, **result.kept, **self.leaves}
+                state.keep(task.run_id, task.round_index, arrays, self.facts)
             trained = TrainResult(
                 sealed=sealed,
                 integers_m=state.conceal(result.integers_m),

@@ -69,6 +69,8 @@ class SiteState:
             coordinator may go back.
         carries: The optimiser whose state continues to the next round, by its name
             in the job; empty for none.
+        leaves_out: Whether encoding leaves something out of an update, which the next
+            one makes up for.
     """
 
     site: SiteId
@@ -77,14 +79,16 @@ class SiteState:
     _: KW_ONLY
     rounds: int = 4
     carries: InitVar[str] = ""
+    leaves_out: InitVar[bool] = False
 
-    def __post_init__(self, layout: Layout, carries: str) -> None:
+    def __post_init__(self, layout: Layout, carries: str, leaves_out: bool) -> None:
         """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
         self._of = {"model": layout.digest, "optimizer": carries}
         self._folder = f"sites/{self.site}/"
         self._prefix = f"{self._folder}state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
+        self._after_training = bool(carries) or leaves_out
 
     def before(
         self, run_id: RunId, round_index: int, *, trains: bool = True
@@ -100,7 +104,7 @@ class SiteState:
         Raises:
             CorruptObject: The stored state is not what was stored.
         """
-        if not (self._any or (trains and self._of["optimizer"])):
+        if not (self._any or (trains and self._after_training)):
             return NOTHING
         earlier = self._before(round_index)
         if earlier:

@@ -100,7 +100,7 @@ class DeployedRun:
             pool = ModelPool(self._job)
         self._federation = Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
-            check_layout(self._federation.pool.layout)
+            check_layout(self._job, self._federation.pool.layout)
         if begun is None:
             initial_weights(self._job, pool)  # Before a site is asked.
         run_id = begun or run.new_run_id(clock.now())

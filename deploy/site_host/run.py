@@ -201,7 +201,7 @@ def _ring_seal(
     in_sum: SumPrivacy | None,
 ) -> RingSeal:
     name = SiteId(config.file.name)
-    check_layout(met.federation.pool.layout)
+    check_layout(met.job, met.federation.pool.layout)
     cohorts = _cohort_rule(met, config, promise)
     groups = group_rule(
         met.job,

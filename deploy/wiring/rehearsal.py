@@ -163,7 +163,7 @@ def rehearse(
         JobError: The model has tensors that masked sums cannot aggregate.
     """
     job, layout = federation.job, federation.pool.layout
-    check_layout(layout)
+    check_layout(job, layout)
     aggregator = generate(os.urandom)
     identities = {SiteId(site.name): generate(os.urandom) for site in job.sites}
     roster = Roster(

@@ -5,7 +5,7 @@ nothing.
 """
 
 from federation.errors import JobError
-from federation.job.privacy_job import DifferentialPrivacySpec
+from federation.job.privacy_job import LEVELS, DifferentialPrivacySpec
 from federation.job.spec import JobSpec
 
 
@@ -62,6 +62,7 @@ def check_secure_aggregation(job: JobSpec) -> None:
         f"{table}.ring_bits",
         f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
     )
+    _check_levels(job)
     _refuse(
         secure.element_bound is not None
         and secure.element_bound > job.update_clip_norm,
@@ -94,6 +95,44 @@ def check_secure_aggregation(job: JobSpec) -> None:
     )
     _check_threshold(job)
     _check_groups(job)
+
+
+def _check_levels(job: JobSpec) -> None:
+    """Refuse what updates in few levels cannot be combined with."""
+    secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
+    private, key = job.privacy.differential_privacy, f"{table}.levels"
+    if secure.levels is None:
+        return
+    _refuse(
+        secure.levels not in LEVELS,
+        key,
+        f"{secure.levels} levels are not supported: choose one of "
+        f"{', '.join(map(str, LEVELS))}",
+    )
+    _refuse(
+        private.unit == "joint",
+        key,
+        "joint noise is calibrated for one plain step a round, and what earlier rounds "
+        "left out would change its sensitivity: remove this key, or protect records "
+        'alone (unit = "record")',
+    )
+    _refuse(
+        private.unit == "site",
+        key,
+        "what earlier rounds left out is added to an update after clipping, and few "
+        'levels have no room for noise: remove this key, or use unit = "record"',
+    )
+    _refuse(
+        secure.element_bound is not None,
+        f"{table}.element_bound",
+        "levels have a bound of their own, and what lies beyond it is sent later: "
+        "remove this key",
+    )
+    _refuse(
+        secure.groups is not None,
+        key,
+        "groups have sums of their own, with no common steps: remove one of the two",
+    )
 
 
 def _check_groups(job: JobSpec) -> None:

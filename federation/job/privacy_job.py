@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from federation.job.job_keys import key
 
+LEVELS = (3, 4, 8, 16, 256)  # Of updates in secure sums.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecureAggregationSpec:
@@ -23,6 +25,10 @@ class SecureAggregationSpec:
             set, there is a single sum, and `mean`.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
+        levels: Round updates to this many levels, 3, 4, 8, 16 or 256, and pack them:
+            with 4 sites, 3.8 bits a value at 4 levels. Rounding errors stay at the site
+            and are added to its next update. The first round takes 16 bits. If not set,
+            each value takes `ring_bits`.
         clip_norm: Largest Euclidean norm of an update, in weight units; larger ones are
             scaled down. It sets the grid of the encoding: the tighter the bound, the
             finer the grid. Default: 10; with `unit = "joint"` twice the largest change
@@ -48,6 +54,7 @@ class SecureAggregationSpec:
     threshold: int | None = key(default=None, low=2)
     groups: int | None = key(default=None, low=3)
     ring_bits: int = key(default=32, low=16, high=32)
+    levels: int | None = key(default=None, low=3, high=256)
     clip_norm: float | None = key(default=None, above=0.0)
     element_bound: float | None = key(default=None, above=0.0)
     clip_elements: bool = False

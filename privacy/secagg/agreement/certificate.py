@@ -149,6 +149,17 @@ class ModelTrail:
             )
         self._newest = certificate
 
+    def left_out(self, round_index: int) -> bool:
+        """Whether this site's update of a round is known not to be in its sum.
+
+        Of a round whose sum was not opened, and of one before the newest, no one has
+        signed who is in it.
+        """
+        newest = self._newest
+        if newest is None or newest.opened.round_index != round_index:
+            return False
+        return self._number not in newest.opened.survivors
+
     def _check_order(self, certificate: Certificate, round_index: int) -> None:
         certified = certificate.opened.round_index
         if certified >= round_index:

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Annotated, ClassVar
 
 from federation.ids import RunId, SiteId, check_name
+from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.canonical import (
     MAX_U64,
     Reader,
@@ -177,6 +178,9 @@ class Contract(Message):
             other's update from the sum. Not needed with record-level privacy.
         partition: ``groups.Outcome.digest`` where ``members`` are one of several
             groups of a job's sites, each of which has its own sum; else empty.
+        levels: L, where updates are rounded to few levels and packed as digits
+            (``arithmetic.levels``); 0 where each value is a word of the ring. Clip
+            norm, scale and amplitude say the same in both.
 
     Raises:
         ContractRefused: The fields contradict one another; ``key`` names the first.
@@ -211,6 +215,7 @@ class Contract(Message):
     hybrid: Annotated[bool, FLAG] = True
     two_site_waiver: Annotated[bool, FLAG] = False
     partition: Annotated[bytes, octets(limit=DIGEST_BYTES)] = b""
+    levels: Annotated[int, whole()] = 0
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -371,6 +376,21 @@ def _arithmetic_faults(q: Contract) -> _Faults:
     for key, fault in q.differential_privacy.faults():
         yield f"differential_privacy.{key}", fault
     yield from _ring_faults(q)
+    yield from _level_faults(q)
+
+
+def _level_faults(q: Contract) -> _Faults:
+    """Whether few levels are summed soundly."""
+    if not q.levels:
+        return
+    if q.levels not in LEVELS:
+        yield "levels", f"{q.levels} is not in {LEVELS}"
+    if q.differential_privacy.ring_noise_std:
+        yield "levels", "few levels leave no room for noise inside the sum"
+    if q.element_bound is not None:
+        yield "element_bound", "levels have a bound of their own"
+    if q.partition:
+        yield "levels", "sums of groups have no steps to share"
 
 
 def _ring_faults(q: Contract) -> _Faults:

@@ -180,6 +180,10 @@ class SiteSession:
             certificate, round_index=round_index, model_digest=model_digest
         )
 
+    def left_out(self, round_index: int) -> bool:
+        """Whether this site's update of a round is known not to be in its sum."""
+        return self._trail.left_out(round_index)
+
     def expire(self, round_index: int) -> None:
         """Erase an unfinished round when a message names another one.
 

@@ -81,6 +81,7 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
     secure = job.privacy.secure_aggregation
     return {
         "ring_bits": secure.ring_bits,
+        "levels": secure.levels or 0,
         "clip_norm": job.update_clip_norm,
         "element_bound": secure.element_bound,
         "clip_elements": secure.clip_elements,
@@ -111,7 +112,10 @@ def header_slots(job: JobSpec) -> tuple[str, ...]:
     """Slots of the header that a site of this job sends."""
     adapts = job.privacy.differential_privacy.adaptive_clip
     training = job.training
-    return slots_of(metrics_of(training), confusion_of(training), adapts=adapts)
+    levels = job.privacy.secure_aggregation.levels is not None
+    return slots_of(
+        metrics_of(training), confusion_of(training), adapts=adapts, levels=levels
+    )
 
 
 def _privacy_terms(
@@ -160,16 +164,24 @@ def max_examples_of(job: JobSpec, largest: int | None) -> int:
     return coarse(allowed)
 
 
-def check_layout(layout: Layout) -> None:
-    """Refuse a model with tensors that masked sums cannot aggregate.
+def check_layout(job: JobSpec, layout: Layout) -> None:
+    """Refuse a model with tensors that masked sums of a job cannot aggregate.
 
     Raises:
         JobError: It has.
     """
+    levels = job.privacy.secure_aggregation.levels
     for spec in layout.tensors:
         if spec.role is Role.MAX:
             raise JobError(
                 f"the maximum of {spec.name!r} cannot be computed without seeing each "
                 "site's value; give it the role keep or from_server",
                 key="model.integer_buffers",
+            )
+        if spec.role is Role.BUFFER and levels is not None:
+            raise JobError(
+                f"{spec.name!r} is a running statistic, which {levels} levels would "
+                "round too coarsely: use a model without such buffers (GroupNorm or "
+                "LayerNorm in place of BatchNorm), or remove this key",
+                key="privacy.secure_aggregation.levels",
             )

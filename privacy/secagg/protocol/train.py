@@ -28,11 +28,12 @@ from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Words
 from privacy.counts import coarse
 from privacy.keystream import Mask
-from privacy.secagg.agreement.canonical import Reader, fields, float64, u64
+from privacy.secagg.agreement.canonical import Reader, fields, float64, lp, u64
 from privacy.secagg.agreement.certificate import MAX_CERTIFICATE_BYTES
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
 from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.protocol.key_schedule import Stream
@@ -43,16 +44,27 @@ _LARGEST_COUNT = 1 << 56
 _LARGEST_NOISE = 1 << 16
 _LARGEST_METRIC = 1 << 24  # of an objective of a user's, summed over a site's records
 _MICRO = 1e6
+_MOST_LEVELS = 1 << 16
+_STEP_BYTES = 4
+_MOST_STEPS_BYTES = 16 << 20  # Of a model of 17 billion values.
 
 WEIGHT = "weight"
 TRAINING, EVALUATION = "training", "evaluation"
 _COUNTS = ("count", "loss", *CORRECT)
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"
+# Of updates in few levels: values beyond the outermost one; and the sum of the squares
+# of what was rounded, in squares of the clip norm.
+CLIPPED, ENERGY = "clipped", "energy"
+_OF_LEVELS = (CLIPPED, ENERGY)
 
 
 def slots_of(
-    metrics: Iterable[str], matrix: Iterable[str] = (), *, adapts: bool = False
+    metrics: Iterable[str],
+    matrix: Iterable[str] = (),
+    *,
+    adapts: bool = False,
+    levels: bool = False,
 ) -> tuple[str, ...]:
     """Name the slots of a header.
 
@@ -60,11 +72,13 @@ def slots_of(
         metrics: Names of the job's metrics.
         matrix: Names of further sums, only over held-out data.
         adapts: Whether the clip norm follows the updates.
+        levels: Whether updates are rounded to few levels.
     """
     sums = ("count", "loss", *metrics)
     kinds = (TRAINING, EVALUATION)
     slots = (WEIGHT, *(f"{kind}_{name}" for kind in kinds for name in sums))
     slots = (*slots, *(f"{EVALUATION}_{name}" for name in matrix))
+    slots = (*slots, *_OF_LEVELS) if levels else slots
     return (*slots, WITHIN_CLIP) if adapts else slots
 
 
@@ -82,12 +96,17 @@ class TrainBody:
         certificate: Of the newest round with a sum.
         update_clip: What updates are clipped to in this round, in weight units: the
             contract's clip norm, unless clipping adapts.
+        plan: Levels and steps of the updates; None where they are words of the ring.
+        divisor: If the task has the words of the newest sum in place of a model, what
+            the sum is divided by; otherwise 0.
     """
 
     setup_hash: bytes
     confirms: bytes
     certificate: bytes
     update_clip: float
+    plan: LevelPlan | None = None
+    divisor: float = 0.0
 
 
 def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
@@ -100,17 +119,21 @@ def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
     return digest.digest()
 
 
-def task_digest(task: RoundTask, update_clip: float) -> bytes:
+def task_digest(
+    task: RoundTask, update_clip: float, plan: LevelPlan | None = None
+) -> bytes:
     """task_r: SHA-256 of the work to do with the model; it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
     others evaluate, and read that site's numbers off the sum of the headers. Were
     the clip norm not in it, sites could be made to bring too little noise for each
-    other's updates.
+    other's updates. Were levels and steps not in it, sites would round to different
+    grids, and the sum would show whose.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
     parts = fields(b"xsa-v2/task", asked.encode())
-    return hashlib.sha256(parts + float64(update_clip)).digest()
+    levels = b"" if plan is None else plan.digest()
+    return hashlib.sha256(parts + float64(update_clip) + levels).digest()
 
 
 def masks(streams: Iterable[Stream]) -> list[Mask]:
@@ -127,6 +150,7 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
     """
     fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
     counts = [f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _COUNTS]
+    counts.append(CLIPPED)
     slots = [
         Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
         if name in counts or name.startswith(f"{EVALUATION}_{CONFUSION}_")
@@ -232,7 +256,12 @@ def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
 def write_train(body: TrainBody) -> bytes:
     """Encode a round's ``TrainBody``."""
     head = fields(_TAG, body.setup_hash, body.confirms, body.certificate)
-    return head + float64(body.update_clip)
+    levels, steps = 0, b""
+    if body.plan is not None:
+        levels = body.plan.levels
+        steps = body.plan.steps_b.astype("<f4", copy=False).tobytes()
+    plan = u64(levels) + lp(steps)
+    return head + float64(body.update_clip) + plan + float64(body.divisor)
 
 
 def read_train(data: bytes) -> TrainBody:
@@ -247,8 +276,26 @@ def read_train(data: bytes) -> TrainBody:
         confirms=reader.field("confirms", limit=MAX_CONFIRMS_BYTES),
         certificate=reader.field("certificate", limit=MAX_CERTIFICATE_BYTES),
         update_clip=reader.float64("update_clip"),
+        plan=_read_plan(reader),
+        divisor=reader.float64("divisor"),
     )
     reader.end()
     if body.update_clip <= 0:
         raise MalformedMessage(f"a clip norm of {body.update_clip} is not positive")
+    if body.divisor < 0:
+        raise MalformedMessage(f"a divisor of {body.divisor} is not positive")
     return body
+
+
+def _read_plan(reader: Reader) -> LevelPlan | None:
+    levels = reader.u64("levels", high=_MOST_LEVELS)
+    steps = reader.field("steps", limit=_MOST_STEPS_BYTES)
+    if not levels and not steps:
+        return None
+    if not levels or not steps or len(steps) % _STEP_BYTES:
+        raise MalformedMessage(f"{len(steps)} bytes are no steps of {levels} levels")
+    try:
+        steps_b = np.frombuffer(steps, "<f4").astype(np.float32)
+        return LevelPlan(levels=levels, steps_b=steps_b)
+    except ValueError as error:
+        raise MalformedMessage(str(error)) from None

@@ -1,0 +1,98 @@
+"""What few levels have left out of a site's updates, from round to round.
+
+A site adds to its next update what rounding left out of the last one. It also stores
+the words that it sent: if the sum of that round is opened without them, the whole
+update comes back, so nothing is lost by being late. The signed survivors decide. A
+round whose outcome the site does not know counts as spent: no update is counted twice.
+
+The residual is as private as the update. It stays in the site's own store, next to the
+state of its optimiser, and is rotated as updates are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from clients.training.site_state import KeptState
+from federation.compression.rotation import padded
+from federation.errors import CorruptObject
+from federation.vectors import Arrays, Vector
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.digits import Digits, Lanes
+from privacy.secagg.arithmetic.levels import LevelPlan, return_
+
+_LEFT, _WORDS, _STEPS = "residual/left", "residual/words", "residual/steps"
+_ROUND, _LEVELS = "residual_round", "residual_levels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """A site's residual after a round.
+
+    Attributes:
+        left_d: What the round's words left out: rotated, of padded length.
+        words_w: The words, without masks.
+        plan: What they were rounded by.
+        round_index: The round.
+    """
+
+    left_d: Vector
+    words_w: Lanes
+    plan: LevelPlan
+    round_index: int
+
+    def arrays(self) -> Arrays:
+        """Arrays to store."""
+        return {_LEFT: self.left_d, _WORDS: self.words_w, _STEPS: self.plan.steps_b}
+
+    def facts(self) -> dict[str, int]:
+        """Plain values to store beside them."""
+        return {_ROUND: self.round_index, _LEVELS: self.plan.levels}
+
+    def settled(self, contract: Contract, *, left_out: bool) -> Vector:
+        """Return what to add to the next update; the residual itself is used up.
+
+        Args:
+            contract: Of the run.
+            left_out: Whether the round's sum was opened without this site.
+        """
+        if left_out:
+            digits = Digits(levels=self.plan.levels, num_sites=contract.num_sites)
+            return_(self.left_d, self.words_w, plan=self.plan, digits=digits)
+        return self.left_d
+
+
+def stored(kept: KeptState, contract: Contract) -> Residual | None:
+    """Read the residual out of a site's state; None if there is none.
+
+    Raises:
+        CorruptObject: It is not of this model or contract.
+    """
+    arrays, facts = kept.arrays, kept.facts
+    if _LEFT not in arrays:
+        return None
+    left_d = arrays[_LEFT]
+    try:
+        plan = LevelPlan(levels=int(facts[_LEVELS]), steps_b=arrays[_STEPS])
+        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
+        words_w, round_index = arrays[_WORDS], int(facts[_ROUND])
+        is_whole = (
+            (left_d.dtype, left_d.shape) == (np.float32, (padded(contract.num_values),))
+            and words_w.dtype == np.uint64
+            and words_w.shape == (digits.num_words(contract.num_values),)
+            and np.isfinite(left_d).all()
+        )
+    except (KeyError, ValueError) as error:
+        raise _damaged(str(error)) from error
+    if not is_whole:
+        raise _damaged("it has another size")
+    return Residual(
+        left_d=np.array(left_d), words_w=words_w, plan=plan, round_index=round_index
+    )
+
+
+def _damaged(fault: str) -> CorruptObject:
+    return CorruptObject(
+        f"the stored residual of this site does not belong to this run: {fault}. "
+        "Delete the site's state-* of the run to start without it"
+    )

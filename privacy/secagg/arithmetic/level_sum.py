@@ -1,0 +1,104 @@
+"""The aggregator's sum of updates in few levels: as ``accumulator``, of packed digits.
+
+Shape suffixes: w words, b blocks of 4,096 values.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federation.compression.rotation import Rotation
+from federation.vectors import Vector
+from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
+from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits, Lanes
+from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
+
+
+class LevelSum:
+    """The sum of masked words of one round, modulo 2^64.
+
+    Costs a word for each k values; opening it, the mean besides.
+
+    Args:
+        size: Values in an update, d.
+        plan: The round's.
+        num_sites: N.
+        rotation: The run's.
+    """
+
+    def __init__(
+        self, size: int, plan: LevelPlan, *, num_sites: int, rotation: Rotation
+    ) -> None:
+        """Begin with zero."""
+        self._size, self._plan, self._rotation = size, plan, rotation
+        self._digits = Digits(levels=plan.levels, num_sites=num_sites)
+        self._sum_w: Lanes = np.zeros(self._digits.num_words(size), np.uint64)
+        self._num_folded = 0
+        self._energies_b: NDArray[np.float64] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an update's words."""
+        return WORD_BYTES * self._sum_w.size
+
+    @property
+    def words_w(self) -> Lanes:
+        """The sum, once its masks are off: what a site can compute the mean from."""
+        return self._sum_w
+
+    @property
+    def energies_b(self) -> NDArray[np.float64]:
+        """Sum of the squares of each block of the opened sum, in weight units."""
+        if self._energies_b is None:
+            raise ValueError("the sum has not been opened")
+        return self._energies_b
+
+    def fold_(self, words: NDArray[np.uint8]) -> None:
+        """Add the bytes of a masked update, which is not kept.
+
+        Raises:
+            ValueError: They have another length, or the sum is full.
+        """
+        if words.size != self.num_bytes:
+            raise ValueError(f"{words.size} bytes are not {self._sum_w.size} words")
+        if self._num_folded == self._digits.num_sites:
+            raise ValueError(f"the sum already holds all {self._num_folded} updates")
+        self._num_folded += 1
+        for begin in range(0, self._sum_w.size, CHUNK_WORDS):
+            part_w = self._sum_w[begin : begin + CHUNK_WORDS]
+            first = WORD_BYTES * begin
+            part_w += words[first : first + WORD_BYTES * part_w.size].view("<u8")
+
+    def apply_masks_(self, masks: Sequence[Mask]) -> None:
+        """Add or remove masks; see ``MaskedSum.apply_masks_``."""
+        apply_masks_(self._sum_w, masks)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the words, little-endian."""
+        return sum_digest(self._sum_w)
+
+    def decode(self, *, divisor: float, weight: float) -> Vector:  # noqa: ARG002 -- as ``MaskedSum``
+        """Read the unmasked sum; see ``levels.open_levels``."""
+        opened = open_levels(
+            self._sum_w,
+            plan=self._plan,
+            digits=self._digits,
+            rotation=self._rotation,
+            size=self._size,
+            num_updates=self._num_folded,
+            divisor=divisor,
+        )
+        self._energies_b = opened.energies_b
+        return opened.mean_d
+
+
+def sum_digest(words_w: Lanes) -> bytes:
+    """SHA-256 of a sum's words, as a certificate names it."""
+    return hashlib.sha256(words_w.astype("<u8", copy=False).data).digest()
+
+
+def rotation_of(run_id: str) -> Rotation:
+    """The rotation that all parties of a run share."""
+    return Rotation(run_id.encode())
