@@ -45,12 +45,14 @@ class SecureExchange:
         grid: The way to the sites.
         deadline_seconds: How long a step may take.
         run_setup_of: Where to note which keys a site has.
+        held: Of each site the round of the newest model that it is known to have.
     """
 
     run_id: RunId
     grid: Grid
     deadline_seconds: float
     run_setup_of: Callable[[SiteId], RunSetup | None]
+    held: dict[SiteId, int] = field(default_factory=dict, init=False)
     _left: set[SiteId] = field(default_factory=set, init=False)
 
     def note_returns(self, record: RoundRecord) -> None:
@@ -116,6 +118,7 @@ class SecureExchange:
         """
         away = record.members.away()
         asked = [task for task in tasks if task.site not in away]
+        based_on = {task.site: task.based_on for task in asked}
         replies = exchange(self.grid, asked, deadline_seconds=self.deadline_seconds)
         heard = self._heard(replies, round_of)
         for update, reply in record.sound(heard, MaskedUpdate):
@@ -125,6 +128,7 @@ class SecureExchange:
                 record.revoke(reply, str(error))
             else:
                 self._note_answer(update.site)
+                self.held[update.site] = based_on[update.site]
                 record.count_masked(update, reply)
             del update, reply  # One at a time: the next is about to land.
 

@@ -37,7 +37,13 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState
-from federation.rounds.gather import Gathered, evaluates, present_cohort, round_tasks
+from federation.rounds.gather import (
+    Gathered,
+    evaluates,
+    has_before,
+    present_cohort,
+    round_tasks,
+)
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
 from federation.vectors import Layout
@@ -86,6 +92,7 @@ class SecureGather:
         )
         self._opened: OpenedRound | None = None  # The newest round with a sum.
         self._next_plan: LevelPlan | None = None
+        self._divisor = 0.0  # Of that sum.
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -110,7 +117,7 @@ class SecureGather:
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
         record.sums.update_clip = self._clip(state)
         record.sums.next_clip = self._next_clip(state, one.totals)
-        self._follow_levels(one)
+        self._follow_levels(one, record)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
         return (), lambda _updates, _out_d: mean_d
@@ -222,6 +229,7 @@ class SecureGather:
         """Write every site's task; a new site also gets the confirms."""
         opened = self._opened or before_rounds(setup.setup_hash)
         certificate = certify(opened, model, self.identity)
+        held = self._exchange.held
         return round_tasks(
             state,
             record,
@@ -229,6 +237,7 @@ class SecureGather:
             run_id=self._run_id,
             layout=self.layout,
             kind=kind,
+            held=held,
             secure=lambda site: train.write_train(
                 train.TrainBody(
                     setup_hash=setup.setup_hash,
@@ -236,6 +245,7 @@ class SecureGather:
                     certificate=certificate,
                     update_clip=self._clip(state),
                     plan=plan,
+                    divisor=self._divisor if has_before(state, held, site) else 0.0,
                 )
             ),
         )
@@ -247,10 +257,12 @@ class SecureGather:
             self.layout.size, num_sites=contract.num_sites, clip_norm=contract.clip_norm
         )
 
-    def _follow_levels(self, one: OpenedSum) -> None:
+    def _follow_levels(self, one: OpenedSum, record: RoundRecord) -> None:
         """Plan the next round's levels by a sum that was opened."""
         if one.levels is None:
             return
+        record.sums.opened_w = one.levels.words_w
+        self._divisor = one.totals[train.WEIGHT]
         squares = one.totals[train.ENERGY] * self.contract.clip_norm**2
         values = len(one.opened.survivors) * padded(self.layout.size)
         found = next_plan(

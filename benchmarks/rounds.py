@@ -29,7 +29,6 @@ import numpy as np
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
 from aggregator.sampling import draw_cohort
-from aggregator.server_optimizer import average
 from aggregator.weighting import weight_of
 from clients.training.site import Site
 from clients.training.site_state import SiteState
@@ -44,6 +43,7 @@ from federation.messages import MetricSums
 from federation.protocols import LocalWeights, RunState
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
+from federation.rounds.server_optimizer import average
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 NOTHING = MetricSums(count=1, loss_sum=0.0, metrics={"correct": 0})

@@ -292,7 +292,7 @@ OptimizerState = Mapping[str, Vector]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptimizer:
-    """A server optimiser as a pair of functions: ``aggregator.server_optimizer``.
+    """A server optimiser as two functions: ``federation.rounds.server_optimizer``.
 
     Attributes:
         init: From the length d to a fresh state: named vectors of shape ``(d,)``.

@@ -32,6 +32,7 @@ from privacy.secagg.arithmetic.measure import (
     measure_exactly,
     subtract_,
 )
+from privacy.secagg.arithmetic.ring import WEIGHT_ERROR
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.arithmetic.seal import seal_
 from privacy.secagg.protocol import train
@@ -315,6 +316,22 @@ def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> N
         raise ProtocolError(
             f"was sent {plan.steps_b.size} steps for {num_blocks(contract.num_values)} "
             "blocks"
+        )
+
+
+def check_divisor(contract: Contract, num_updates: int, divisor: float) -> None:
+    """Check the sum of the weights in a sum of so many updates.
+
+    Raises:
+        ProtocolError: Honest weights do not sum to it.
+    """
+    error = num_updates * WEIGHT_ERROR
+    least = num_updates / contract.max_examples - error
+    if contract.weight_rule == "uniform":
+        least = num_updates
+    if not (divisor > 0 and least <= divisor <= num_updates + error):
+        raise ProtocolError(
+            f"was told that the weights of {num_updates} updates sum to {divisor}"
         )
 
 

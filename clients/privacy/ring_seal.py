@@ -20,6 +20,7 @@ from clients.privacy.masking import (
     SealedUpdate,
     SumNoise,
     check_clip,
+    check_divisor,
     check_plan,
 )
 from clients.privacy.residual import stored
@@ -39,11 +40,13 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import ByteVector, HeaderVector, Layout, Vector
+from federation.vectors import ByteVector, HeaderVector, Layout, Vector, Words
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import Group, LocalPolicy
-from privacy.secagg.arithmetic.levels import LevelPlan
+from privacy.secagg.arithmetic.digits import Digits
+from privacy.secagg.arithmetic.level_sum import rotation_of, sum_digest
+from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.errors import NotSetUp
 from privacy.secagg.protocol import train
@@ -96,6 +99,8 @@ class RingSeal:
         self._protection = protection
         self._setup: SiteSetup | None = None
         self._session: SiteSession | None = None
+        # Round and levels of the newest update of this site.
+        self._last_plan: tuple[int, LevelPlan] | None = None
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
@@ -256,7 +261,8 @@ class RingSeal:
         check_clip(contract, body.update_clip)
         check_plan(contract, body.plan, trains=task.kind is TaskKind.TRAIN)
         work.check_model()
-        model = train.model_digest(task.weights_d, task.integers_m)
+        weights_d = self._model(task, body, session, work)
+        model = train.model_digest(weights_d, task.integers_m)
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model
         )
@@ -303,6 +309,51 @@ class RingSeal:
             fragment=task.fragment,
         )
 
+    def _model(
+        self, task: RoundTask, body: train.TrainBody, session: SiteSession, work: Work
+    ) -> Words:
+        """Return the model as the certificate names it, computed here from a sum."""
+        if not work.held.takes_sums:
+            return task.weights_d
+        if task.changed_to:
+            work.held.follow(task, self._mean(task, body, session))
+        return work.held.receive(task)
+
+    def _mean(
+        self, task: RoundTask, body: train.TrainBody, session: SiteSession
+    ) -> Vector:
+        """Open the sum that a task carries, once it is the one that was certified.
+
+        Raises:
+            NotSetUp: The round of the sum is not the last one of this site.
+            ProtocolError: The words are others than those that were certified.
+        """
+        contract, opened = session.contract, session.opened(body.certificate)
+        if self._last_plan is None or self._last_plan[0] != opened.round_index:
+            raise NotSetUp(_RESTARTED)
+        plan = self._last_plan[1]
+        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
+        words_w = task.weights_d
+        if (
+            words_w.dtype != np.uint64
+            or words_w.shape != (digits.num_words(contract.num_values),)
+            or sum_digest(words_w) != opened.sum_digest
+        ):
+            raise ProtocolError(
+                f"was sent a sum of round {opened.round_index} that is not the "
+                "certified one"
+            )
+        check_divisor(contract, len(opened.survivors), body.divisor)
+        return open_levels(
+            words_w,
+            plan=plan,
+            digits=digits,
+            rotation=rotation_of(contract.run_id),
+            size=contract.num_values,
+            num_updates=len(opened.survivors),
+            divisor=body.divisor,
+        ).mean_d
+
     def _work(
         self,
         work: Work,
@@ -320,6 +371,7 @@ class RingSeal:
                 weights_d, result, plan=plan, round_=round_
             )
             work.leaves, work.facts = left.arrays(), left.facts()
+            self._last_plan = work.task.round_index, plan
             return sealed
 
         done = work.do(seal)

@@ -1,7 +1,9 @@
-"""The global model as a site receives it: whole, or as a change.
+"""The global model as a site receives it: whole, as a change, or as a sum.
 
 Shape suffixes: d float values of the model.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,21 +11,44 @@ from federation.compression import change
 from federation.compression.codec import Codec, Links, decoded
 from federation.errors import ProtocolError
 from federation.messages import RoundTask
-from federation.vectors import Vector
+from federation.protocols import OptimizerState, ServerOptimizer
+from federation.rounds.server_optimizer import take_step
+from federation.vectors import Layout, Vector
 from privacy.secagg.errors import NotSetUp
+
+_RESTARTED = (
+    "no longer has the model that the change applies to, because it was restarted"
+)
 
 
 class HeldModel:
     """Decodes a task's model; keeps it if the next task sends only changes.
 
     It is only in memory: a restarted site receives the whole model again.
+
+    Args:
+        links: The job's codecs.
+        optimizer: The server's, for sites that take its steps themselves.
+        layout: Finds the layout of the model.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(
+        self,
+        links: Links,
+        *,
+        optimizer: ServerOptimizer,
+        layout: Callable[[], Layout],
+    ) -> None:
         """Hold nothing yet."""
-        self._links = links
+        self._links, self._optimizer, self._layout = links, optimizer, layout
         self._held_d: Vector | None = None
         self._digest = ""  # Of what is held, if it was made of changes.
+        self._moments: OptimizerState = {}
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether tasks may carry a sum in place of a model."""
+        return self._links.sums
 
     def receive(self, task: RoundTask) -> Vector:
         """Return the float values of the task's model.
@@ -32,6 +57,8 @@ class HeldModel:
             ProtocolError: They come in words of another codec.
             NotSetUp: The model that changed is not here.
         """
+        if self._links.sums:
+            return self._of_sums(task)
         weights_d = self._changed(task) if task.changed_to else self.whole(task)
         if self._links.changes:
             if not task.changed_to:  # Its memory is its sender's after the round.
@@ -49,15 +76,68 @@ class HeldModel:
             raise ProtocolError("was sent what changed in a model, and not a whole one")
         codec = self._links.whole
         _check_type(task, codec)
+        if self._links.sums:
+            return task.weights_d[: self._layout().size]
         return decoded(codec, task.weights_d, seed=task.round_index)
+
+    def follow(self, task: RoundTask, mean_d: Vector) -> Vector:
+        """Take the server's step from the model that is held.
+
+        Args:
+            task: Names the model that follows.
+            mean_d: Mean of the updates, shape ``(d,)``; overwritten.
+
+        Returns:
+            The model that follows.
+
+        Raises:
+            NotSetUp: The model that the step begins with is not here.
+        """
+        if self._held_d is None:
+            raise NotSetUp(_RESTARTED)
+        weights_d = take_step(
+            self._optimizer,
+            self._layout(),
+            weights_d=self._held_d,
+            moments=self._moments,
+            delta_d=mean_d,
+        )
+        if change.digest(weights_d) != task.changed_to:
+            self._held_d, self._digest = None, ""
+            raise NotSetUp(
+                "found a different model than the aggregator did from the same sum"
+            )
+        self._held_d, self._digest = weights_d, task.changed_to
+        return weights_d
+
+    def _of_sums(self, task: RoundTask) -> Vector:
+        """Return the model that ``follow`` has found, or take a whole one.
+
+        A whole one after the first round comes with the optimiser's state, vector by
+        vector in the order of their names: later steps begin with it.
+        """
+        if task.changed_to:
+            if self._held_d is None or self._digest != task.changed_to:
+                raise NotSetUp(_RESTARTED)
+            return self._held_d
+        weights_d, size = self.whole(task), self._layout().size
+        moments = self._optimizer.init(size)
+        given = (task.weights_d.size - size) // size
+        if task.weights_d.size != size * (1 + given) or given not in {0, len(moments)}:
+            raise ProtocolError(
+                f"was sent {task.weights_d.size} values for a model of {size}"
+            )
+        for number, name in enumerate(sorted(moments) if given else (), start=1):
+            part = slice(number * size, (number + 1) * size)
+            moments[name][:] = task.weights_d[part]
+        self._held_d, self._digest = weights_d.copy(), ""
+        self._moments = moments
+        return self._held_d
 
     def _changed(self, task: RoundTask) -> Vector:
         held_d, codec, words = self._held_d, self._links.down, task.weights_d
         if held_d is None:
-            raise NotSetUp(
-                "no longer has the model that the change applies to, because it was "
-                "restarted"
-            )
+            raise NotSetUp(_RESTARTED)
         if self._digest == task.changed_to:  # The same task once more.
             return held_d
         _check_type(task, codec)

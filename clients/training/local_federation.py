@@ -15,6 +15,7 @@ from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
+from federation.rounds.server_optimizer import server_optimizer
 
 SiteData = tuple[Dataset, Dataset]
 
@@ -82,6 +83,7 @@ class Federation:
             withheld=withheld(self.job),
             seal=seal,
             links=self.job.communication.links,
+            optimizer=server_optimizer(self.job.aggregation.server_optimizer),
             check_first=partial(check_first, self.job, self.pool),
             tells_all=tells_all,
             report=report,

@@ -33,9 +33,16 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import Clock, LocalUpdate, LocalWeights, Trainer
+from federation.protocols import (
+    Clock,
+    LocalUpdate,
+    LocalWeights,
+    ServerOptimizer,
+    Trainer,
+)
 from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.failures import failure
+from federation.rounds.server_optimizer import average
 from federation.vectors import (
     Arrays,
     IntegerVector,
@@ -152,6 +159,7 @@ class Site:
             ``federation.job.disclosure``.
         seal: How answers leave the site; unmasked by default.
         links: The job's codecs.
+        optimizer: The job's server optimiser, where sites take its steps themselves.
         check_first: Checks float and integer values of the model before the first
             round, and raises a ``ProtocolError`` if they are not the job's.
         tells_all: Whether the text of any error leaves the site, as is good in a
@@ -169,13 +177,20 @@ class Site:
     withheld: Collection[str] = ()
     seal: InitVar[Seal | None] = None
     links: InitVar[Links] = Links()  # noqa: RUF009 -- immutable
+    optimizer: InitVar[ServerOptimizer] = average(lr=1.0)  # noqa: RUF009 -- as well
     check_first: CheckFirst = _any_model
     tells_all: bool = True
     report: Report = log
 
-    def __post_init__(self, seal: Seal | None, links: Links) -> None:
+    def __post_init__(
+        self, seal: Seal | None, links: Links, optimizer: ServerOptimizer
+    ) -> None:
         """Make a site."""
-        self._held = HeldModel(links)
+        self._held = HeldModel(
+            links,
+            optimizer=optimizer,
+            layout=lambda: self._current_trainer().layout(),
+        )
         self._seal: Seal = PlainSeal(links.up) if seal is None else seal
         self._trainer: Trainer | None = None
 

@@ -16,7 +16,6 @@ from aggregator.checkpoint import RunCheckpoints
 from aggregator.group_sums import GroupGather
 from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
-from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import SignedCounts
 from clients.models.starting_weights import initial_weights
 from clients.training.local_federation import Federation
@@ -33,6 +32,7 @@ from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
+from federation.rounds.server_optimizer import server_optimizer
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.identity import Identity
 

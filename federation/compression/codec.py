@@ -279,11 +279,14 @@ class Links:
         down: Codec of the model, or of what changed in it.
         changes: Whether sites that have the model before are sent what changed;
             the others are then sent the whole of it in float32.
+        sums: Whether sites that have the model before are sent the words of the opened
+            sum, and take the server's step themselves.
     """
 
     up: Codec = IDENTITY
     down: Codec = IDENTITY
     changes: bool = False
+    sums: bool = False
 
     @property
     def whole(self) -> Codec:

@@ -29,6 +29,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "max_tokens"), 1 << 16),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
+    (("privacy", "secure_aggregation", "levels"), None),
 )
 
 

@@ -4,6 +4,7 @@ Each refusal names the key and says why: most of these would train happily and p
 nothing.
 """
 
+from federation.compression import codec
 from federation.errors import JobError
 from federation.job.privacy_job import LEVELS, DifferentialPrivacySpec
 from federation.job.spec import JobSpec
@@ -16,7 +17,17 @@ def check_secure_aggregation(job: JobSpec) -> None:
         JobError: The first such thing.
     """
     secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
+    _refuse(
+        not secure.enabled and secure.levels is not None,
+        f"{table}.levels",
+        f"levels are of masked sums: set {table}.enabled, or communication.codec",
+    )
     if not secure.enabled:
+        _refuse(
+            job.communication.links.sums,
+            "communication.down_content",
+            "only secure aggregation opens a sum to send: use model or change",
+        )
         return
     rule, num_sites = job.aggregation.combine, len(job.sites)
     _refuse(
@@ -101,6 +112,11 @@ def _check_levels(job: JobSpec) -> None:
     """Refuse what updates in few levels cannot be combined with."""
     secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
     private, key = job.privacy.differential_privacy, f"{table}.levels"
+    _refuse(
+        job.communication.links.sums and secure.levels is None,
+        "communication.down_content",
+        f"only sums in few levels are smaller than the model: set {key}, or use model",
+    )
     if secure.levels is None:
         return
     _refuse(
@@ -108,6 +124,12 @@ def _check_levels(job: JobSpec) -> None:
         key,
         f"{secure.levels} levels are not supported: choose one of "
         f"{', '.join(map(str, LEVELS))}",
+    )
+    _refuse(
+        job.communication.links.sums
+        and job.communication.links.down is not codec.IDENTITY,
+        "communication.down_codec.name",
+        "sites that compute the model from sums need it whole at first: use identity",
     )
     _refuse(
         private.unit == "joint",

@@ -289,18 +289,23 @@ class CommunicationSpec:
         down_content: `model`, or `change`: a site that has the previous round's model
             receives the encoded difference and checks the digest of the result; other
             sites receive the whole model in float32. Needs memory for one more model at
-            each site. Not available with secure aggregation.
+            each site. Not available with secure aggregation. Or `sum`, with
+            `privacy.secure_aggregation.levels`: such a site receives the opened sum of
+            the updates, in as few bits as these, and takes the server's step itself.
     """
 
     codec: CodecSpec = CodecSpec()
     down_codec: CodecSpec = CodecSpec()
-    down_content: str = key(default="model", choices=("model", "change"))
+    down_content: str = key(default="model", choices=("model", "change", "sum"))
 
     @property
     def links(self) -> codecs.Links:
         """The codecs of both directions."""
         up, down = (codecs.codec_of(s.name) for s in (self.codec, self.down_codec))
-        return codecs.Links(up=up, down=down, changes=self.down_content == "change")
+        content = self.down_content
+        return codecs.Links(
+            up=up, down=down, changes=content == "change", sums=content == "sum"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

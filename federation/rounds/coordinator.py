@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from federation import events
-from federation.compression.change import settle
+from federation.compression.change import digest, settle
 from federation.compression.codec import BeyondCodec
 from federation.errors import (
     BudgetExceeded,
@@ -35,13 +35,20 @@ from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
-from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
+from federation.protocols import (
+    Checkpoints,
+    Clock,
+    ModelChange,
+    RunState,
+    ServerOptimizer,
+)
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
-from federation.vectors import Layout, Role, Vector, chunks, is_finite, norm
+from federation.rounds.server_optimizer import take_step
+from federation.vectors import Layout, Vector, is_finite, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +212,13 @@ def _run_round(
             new_state, status, unused_d = _without_result(state), "lost", spare_d
         else:
             record.sums.update_norm = norm(delta_d)
-            weights_d = _step(parts, state, delta_d)
+            weights_d = take_step(
+                parts.optimizer,
+                parts.layout,
+                weights_d=state.weights_d,
+                moments=state.optimizer,
+                delta_d=delta_d,
+            )
             new_state, status = _next_state(parts, state, weights_d, record)
             # Memory that was not touched takes none: it is kept before any other.
             is_taken = status == "completed" and delta_d is spare_d
@@ -229,31 +242,6 @@ def _cohort(
     gone = state.members.standing(Standing.GONE)
     back = parts.returned(gone.keys(), state.round_index + 1) if gone else ()
     return parts.gather.cohort(state.members.replaced(back), drawn)
-
-
-def _step(parts: ServerParts, state: RunState, delta_d: Vector) -> Vector:
-    """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_d``.
-
-    The optimiser's state is overwritten as well; theta does not change. Running
-    statistics are combined and never stepped: a step could make a variance negative.
-    """
-    averaged = [
-        (spec.offset, (theta + delta).reshape(-1))
-        for (spec, theta), (_, delta) in zip(
-            parts.layout.float_views(state.weights_d),
-            parts.layout.float_views(delta_d),
-            strict=True,
-        )
-        if spec.role is Role.BUFFER
-    ]
-    for piece in chunks(delta_d.size):
-        moments = {name: values_d[piece] for name, values_d in state.optimizer.items()}
-        step_c = delta_d[piece]
-        parts.optimizer.step(moments, step_c)  # Delta becomes the step.
-        step_c += state.weights_d[piece]
-    for start, values in averaged:
-        delta_d[start : start + values.size] = values
-    return delta_d
 
 
 def _out_of_budget(verdicts: RoundVerdicts) -> BudgetExceeded:
@@ -285,6 +273,9 @@ def _next_state(
     try:
         if record.links.changes:
             change = settle(record.links.down, state.weights_d, weights_d)
+        elif record.links.sums and record.sums.opened_w is not None:
+            after = digest(weights_d)
+            change = ModelChange(words=record.sums.opened_w, after=after)
         else:
             record.links.down.check(weights_d)
     except BeyondCodec as error:

@@ -8,8 +8,11 @@ Shape suffixes: d float values of the model.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Protocol
+
+import numpy as np
 
 from federation.errors import InvalidUpdate, QuorumNotMet
 from federation.exchange import exchange
@@ -267,14 +270,23 @@ def round_tasks(
     ``secure`` gives what secure aggregation says to a site beside the model, ``held``
     the round of the model that it has.
     """
-    whole_d, integers_m = record.sent(state.weights_d), state.integers_m.view()
+    integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
-    last, change = state.round_index - 1, state.change
+    change = state.change
 
     def model(site: SiteId) -> tuple[Words, str]:
-        if change is None or held.get(site) != last:
-            return whole_d, ""
+        if change is None or not has_before(state, held, site):
+            return whole(), ""
         return change.words, change.after
+
+    @cache
+    def whole() -> Words:
+        words = record.sent(state.weights_d)
+        if not (record.links.sums and state.round_index and state.optimizer):
+            return words
+        # A site that takes the steps itself goes on from the optimiser's state.
+        moments = [state.optimizer[name] for name in sorted(state.optimizer)]
+        return np.concatenate([words, *moments])
 
     return [
         RoundTask(
@@ -295,6 +307,11 @@ def round_tasks(
         for site in (record.cohort if sites is None else sites)
         for sent in (model(site),)
     ]
+
+
+def has_before(state: RunState, held: Mapping[SiteId, int], site: SiteId) -> bool:
+    """Whether a site has the model from which the state's last change began."""
+    return state.change is not None and held.get(site) == state.round_index - 1
 
 
 def evaluates(job: JobSpec, state: RunState) -> bool:

@@ -20,7 +20,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock
 from federation.resources import CLOCK, Usage, UsageMeter
-from federation.vectors import IntegerVector, Layout, Role
+from federation.vectors import IntegerVector, Layout, Role, Words
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,6 +42,7 @@ class RoundSums:
         update_clip: What each site's update was clipped to, in weight units, where
             that is agreed upon.
         next_clip: What they are clipped to in the next round, where that adapts.
+        opened_w: Words of the opened sum, where sites compute the model from them.
         phases: Where the aggregator's time went.
     """
 
@@ -58,6 +59,7 @@ class RoundSums:
     update_norm: float | None = None
     update_clip: float | None = None
     next_clip: float | None = None
+    opened_w: Words | None = None
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -86,19 +86,33 @@ class SecureSizes:
         setup: Of each step before the first round.
         opening: Of each step after the updates of a round.
         first_task: What goes with the model in the first round.
-        next_task: The same in every later round.
+        next_task: The same in every later round that trains.
+        last_task: The same in the evaluation of the final model.
         answer: What comes with the masked words.
         header_words: Words of the masked header.
-        word_bytes: Bytes of one masked value.
+        first_update: Bytes of the masked words in the first round.
+        next_update: The same in every later round.
     """
 
     setup: StepSizes
     opening: StepSizes
     first_task: int
     next_task: int
+    last_task: int
     answer: int
     header_words: int
-    word_bytes: int
+    first_update: int
+    next_update: int
+
+    def task(self, round_index: int, kind: TaskKind) -> int:
+        """Bytes that go with the model."""
+        if kind is TaskKind.EVALUATE:
+            return self.last_task
+        return self.first_task if round_index == 1 else self.next_task
+
+    def update(self, round_index: int) -> int:
+        """Bytes of the masked words of a round."""
+        return self.first_update if round_index == 1 else self.next_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +195,7 @@ class Traffic:
         for index in range(1, job.rounds + 1 + (job.evaluation.every > 0)):
             likeness = (
                 index == 1,
+                index == 2 and job.communication.links.sums,  # noqa: PLR2004
                 index > job.rounds,
                 self._evaluates(index),
                 len(str(index)),
@@ -200,7 +215,8 @@ class Traffic:
 
     def _tasks(self, site: SiteId, index: int, kind: TaskKind) -> Iterator[RoundTask]:
         """Every form of a task: a site that missed a round gets the whole model."""
-        changes = self.job.communication.links.changes and index > 1
+        links = self.job.communication.links
+        changes = (links.changes or links.sums) and index > 1
         asks_all = self.job.cohort_size == len(self.job.sites)
         for changed in (True, False) if changes and not asks_all else (changes,):
             for end in (0, 1):
@@ -209,19 +225,15 @@ class Traffic:
     def _task(
         self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
     ) -> RoundTask:
-        links = self.job.communication.links
         charges = end * self._is_private * (index - 1)
-        secure = 0
-        if self.secure is not None:
-            first = index == 1
-            secure = self.secure.first_task if first else self.secure.next_task
+        secure = 0 if self.secure is None else self.secure.task(index, kind)
         return RoundTask(
             run_id=_RUN,
             round_index=index,
             site=site,
             kind=kind,
             layout_digest=self.layout.digest,
-            weights_d=_words(links.down if changed else links.whole, self.layout),
+            weights_d=self._model(index, changed=changed),
             changed_to=self.layout.digest if changed else "",  # A digest is as long.
             integers_m=_nothing(self.layout.num_integers, "i8"),
             evaluate=self._evaluates(index),
@@ -231,6 +243,14 @@ class Traffic:
             based_on=index - 1,
         )
 
+    def _model(self, index: int, *, changed: bool) -> np.ndarray:
+        """The words of a model, or of what a site computes it from."""
+        links = self.job.communication.links
+        if changed and links.sums:
+            assert self.secure is not None  # noqa: S101 -- as the job was checked
+            return _nothing(self.secure.update(index - 1) // 8, "u8")
+        return _words(links.down if changed else links.whole, self.layout)
+
     def _answer(
         self, site: SiteId, index: int, kind: TaskKind, end: int
     ) -> SiteMessage:
@@ -238,13 +258,13 @@ class Traffic:
         spent = self._spent(index, end)
         held_out = _sums(evaluated_of(training), facts.held_out, end)
         if secure is not None:
-            values = self.layout.size if kind is TaskKind.TRAIN else 0
+            num_bytes = secure.update(index) if kind is TaskKind.TRAIN else 0
             return MaskedUpdate(
                 run_id=_RUN,
                 round_index=index,
                 site=site,
                 layout_digest=self.layout.digest,
-                words=_nothing(values * secure.word_bytes, "u1"),
+                words=_nothing(num_bytes, "u1"),
                 header_h=_nothing(secure.header_words, "u8"),
                 body=bytes(secure.answer),
                 spent=spent,

@@ -215,6 +215,8 @@ def _floats(field: str) -> _Section:
         others=(
             _Section(field, "num_fp16", np.dtype("<f2"), MAX_FLOAT_VALUES),
             _Section(field, "num_bf16", np.dtype("<u2"), MAX_FLOAT_VALUES),
+            # Packed digits of a sum, from which a site computes the model.
+            _Section(field, "num_words64", np.dtype("<u8"), MAX_FLOAT_VALUES),
         ),
     )
 

@@ -12,7 +12,6 @@ import numpy as np
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
-from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import weight_of
 from clients.training.site import Site
 from clients.training.site_state import SiteState
@@ -42,6 +41,7 @@ from federation.messages import (
 from federation.protocols import Clock, Grid, LocalWeights, RunState, SiteHandler
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
+from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 RUN = RunId("run-1")

@@ -4,9 +4,11 @@ A certificate says: in this round, of this context, the updates of these sites c
 to a sum with this digest, and the model that follows has this digest. It travels
 with the next round's task. Before a coordinator has opened a round, the certificate
 is of round 0: the model that the setup begins with. A site checks that it fits the
-model it was sent and the rounds it took part in. It does *not* compute the model
-from the sum, which it does not get: that would double what is sent down. Whoever
-holds a transcript of the run can, and the signature proves whose word it was.
+model it was sent and the rounds it took part in. Where sums are in few levels, a site
+may be sent the sum in place of the model: it then compares the sum's digest with the
+certificate's and computes the model itself. Otherwise it does *not*, as the sum would
+double what is sent down. Anyone with a transcript of the run can, and the signature
+proves whose word it was.
 """
 
 import hashlib
@@ -148,6 +150,17 @@ class ModelTrail:
                 f"certificate of round {certificate.opened.round_index} names"
             )
         self._newest = certificate
+
+    def opened(self, data: bytes) -> OpenedRound:
+        """Read what a certificate says of a round, after its signature.
+
+        Raises:
+            BadSignature: The pinned aggregator did not sign it.
+            MalformedMessage: The bytes are no certificate.
+        """
+        certificate = Certificate.from_bytes(data)
+        certificate.verify(self._contract.aggregator_key, who="the aggregator")
+        return certificate.opened
 
     def left_out(self, round_index: int) -> bool:
         """Whether this site's update of a round is known not to be in its sum.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from privacy.keystream import RandomBytes
-from privacy.secagg.agreement.certificate import ModelTrail
+from privacy.secagg.agreement.certificate import ModelTrail, OpenedRound
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.message import DIGEST_BYTES
@@ -179,6 +179,10 @@ class SiteSession:
         self._trail.check(
             certificate, round_index=round_index, model_digest=model_digest
         )
+
+    def opened(self, certificate: bytes) -> OpenedRound:
+        """Read what a signed certificate says of a round."""
+        return self._trail.opened(certificate)
 
     def left_out(self, round_index: int) -> bool:
         """Whether this site's update of a round is known not to be in its sum."""

@@ -18,6 +18,8 @@ from privacy.secagg.agreement.certificate import (
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import SIGNATURE_BYTES
 from privacy.secagg.agreement.message import DIGEST_BYTES
+from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
+from privacy.secagg.arithmetic.levels import LevelPlan, first_plan
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import (
@@ -68,16 +70,33 @@ def sizes(contract: Contract) -> SecureSizes:
         sealed=others if dropouts else {},
         rows=dict.fromkeys((0, *cohort), row) if dropouts else {},
     )
+    first = later = None
+    if contract.levels:
+        first = first_plan(
+            contract.num_values,
+            num_sites=contract.num_sites,
+            clip_norm=contract.clip_norm,
+        )
+        later = replace(first, levels=contract.levels)
     all_confirms = Confirms(confirms=confirms).to_bytes()
     return SecureSizes(
         setup=_setup(contract, confirms),
         opening=_opening(contract, head, bundle, row) if dropouts else {},
-        first_task=len(_train_body(before_rounds(_DIGEST), all_confirms)),
-        next_task=len(_train_body(_opened(cohort), b"")),
+        first_task=len(_train_body(before_rounds(_DIGEST), all_confirms, first)),
+        next_task=len(_train_body(_opened(cohort), b"", later)),
+        last_task=len(_train_body(_opened(cohort), b"", None)),
         answer=len(masked.to_bytes()),
         header_words=len(contract.header_slots),
-        word_bytes=contract.ring().word_bytes,
+        first_update=_update_bytes(contract, first),
+        next_update=_update_bytes(contract, later),
     )
+
+
+def _update_bytes(contract: Contract, plan: LevelPlan | None) -> int:
+    if plan is None:
+        return contract.num_values * contract.ring().word_bytes
+    digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
+    return WORD_BYTES * digits.num_words(contract.num_values)
 
 
 def _setup(contract: Contract, confirms: dict[int, bytes]) -> StepSizes:
@@ -142,7 +161,7 @@ def _opened(cohort: tuple[int, ...]) -> OpenedRound:
     return replace(before_rounds(_DIGEST), round_index=1, survivors=cohort)
 
 
-def _train_body(opened: OpenedRound, confirms: bytes) -> bytes:
+def _train_body(opened: OpenedRound, confirms: bytes, plan: LevelPlan | None) -> bytes:
     certificate = Certificate(
         opened=opened, model_digest=_DIGEST, signature=_SIGNATURE
     ).to_bytes()
@@ -152,5 +171,6 @@ def _train_body(opened: OpenedRound, confirms: bytes) -> bytes:
             confirms=confirms,
             certificate=certificate,
             update_clip=1.0,
+            plan=plan,
         )
     )

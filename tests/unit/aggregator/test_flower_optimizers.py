@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.server_optimizer import server_optimizer
 from cloud_adapters.flower import simulation as flower_simulation
 from federation.job.spec import ServerOptimizerSpec
+from federation.rounds.server_optimizer import server_optimizer
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)

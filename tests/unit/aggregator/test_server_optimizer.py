@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from support import oracles
 
-from aggregator.server_optimizer import server_optimizer
 from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
+from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import CHUNK_VALUES, Vector, chunks
 
 NAMES = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]

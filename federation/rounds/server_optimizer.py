@@ -14,7 +14,7 @@ import numpy as np
 
 from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
-from federation.vectors import Vector, chunks
+from federation.vectors import Layout, Role, Vector, chunks
 
 # So little memory is used again, where more would be new pages for every chunk.
 _SIGN_VALUES = 1 << 14
@@ -38,6 +38,44 @@ def server_optimizer(spec: ServerOptimizerSpec) -> ServerOptimizer:
         ),
     }
     return makers[spec.name]()
+
+
+def take_step(
+    optimizer: ServerOptimizer,
+    layout: Layout,
+    *,
+    weights_d: Vector,
+    moments: OptimizerState,
+    delta_d: Vector,
+) -> Vector:
+    """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_d``.
+
+    Value by value, in NumPy: from the same bits follow the same bits on all machines.
+    Running statistics are combined and never stepped: a step could make a variance
+    negative.
+
+    Args:
+        optimizer: The server optimiser.
+        layout: Of the model.
+        weights_d: theta; not changed.
+        moments: The optimiser's state; overwritten.
+        delta_d: Delta; overwritten by what is returned.
+    """
+    averaged = [
+        (spec.offset, (theta + delta).reshape(-1))
+        for (spec, theta), (_, delta) in zip(
+            layout.float_views(weights_d), layout.float_views(delta_d), strict=True
+        )
+        if spec.role is Role.BUFFER
+    ]
+    for piece in chunks(delta_d.size):
+        state = {name: values_d[piece] for name, values_d in moments.items()}
+        step_c = delta_d[piece]
+        optimizer.step(state, step_c)  # Delta becomes the step.
+        step_c += weights_d[piece]
+    for start, values in averaged:
+        delta_d[start : start + values.size] = values
+    return delta_d
 
 
 def average(*, lr: float) -> ServerOptimizer:
