@@ -77,7 +77,8 @@ def stored(kept: KeptState, contract: Contract) -> Residual | None:
         digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
         words_w, round_index = arrays[_WORDS], int(facts[_ROUND])
         is_whole = (
-            (left_d.dtype, left_d.shape) == (np.float32, (padded(contract.num_values),))
+            left_d.dtype == np.float32
+            and left_d.shape == (padded(contract.num_values),)
             and words_w.dtype == np.uint64
             and words_w.shape == (digits.num_words(contract.num_values),)
             and np.isfinite(left_d).all()

@@ -17,6 +17,7 @@ Shape suffixes: d values of a vector, b its blocks of 4,096 values.
 
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,9 @@ class Rotation:
         bits = hashlib.shake_256(b"crossfed/rotation" + seed).digest(BLOCK_VALUES // 8)
         ones = np.unpackbits(np.frombuffer(bits, np.uint8)).reshape(SIDE, SIDE)
         self._signs = (1 - 2 * ones.astype(np.float32)).astype(np.float32)
-        self._hadamard: dict[type, NDArray[np.floating]] = {
-            kind: _hadamard(SIDE).astype(kind) for kind in (np.float32, np.float64)
+        self._hadamard = {
+            np.dtype(kind): _hadamard(SIDE).astype(kind)
+            for kind in (np.float32, np.float64)
         }
 
     def forward(self, blocks_b: Vector, *, out: Vector, factor: float = 1.0) -> Vector:
@@ -83,7 +85,7 @@ class Rotation:
         Returns:
             Values in new memory, float32, each rounded once from an exact product.
         """
-        kind = np.float32 if exact else np.float64
+        kind: np.dtype[Any] = np.dtype(np.float32 if exact else np.float64)
         square = blocks_b.reshape(-1, SIDE, SIDE).astype(kind, copy=False)
         whole = np.empty(blocks_b.size, kind)
         self._product(square, out=whole)
@@ -92,11 +94,9 @@ class Rotation:
         wide *= self._signs
         return wide.reshape(-1).astype(np.float32)
 
-    def _product(
-        self, square: NDArray[np.floating], *, out: NDArray[np.floating]
-    ) -> None:
+    def _product(self, square: NDArray[Any], *, out: NDArray[Any]) -> None:
         """``(X H)^T H`` of each block."""
-        hadamard = self._hadamard[square.dtype.type]
+        hadamard = self._hadamard[square.dtype]
         # One small product a block: BLAS then works on one thread, as on busy cores it
         # should, and the result stays in the cache.
         first = np.matmul(square, hadamard)

@@ -47,15 +47,17 @@ class Lies:
         """Have a site of this seal tell them."""
         honest = seal._work
 
-        def lie(work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-            words, header_h = honest(work, masking)
+        def lie(
+            work: Work, masking: Masking, *of_levels: Any
+        ) -> tuple[ByteVector, HeaderVector]:
+            words, header_h = honest(work, masking, *of_levels)
             if work.task.round_index != self.round_index:
                 return words, header_h
             slots = masking.contract.header_slots
             for name, steps in self.header.items():
                 at = slots.index(name)
                 header_h[at] = (int(header_h[at]) + steps) % (1 << 64)
-            bits = masking.contract.ring_bits
+            bits = 64 if masking.contract.levels else masking.contract.ring_bits
             self.vector(words.view(f"u{bits // 8}"))
             return words, header_h
 
