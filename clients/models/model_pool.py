@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from clients.factories import call_factory, import_factory
 from clients.models import weights
+from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
@@ -131,6 +132,8 @@ class ModelPool:
         self._sends_frozen = any(site.flower_app is not None for site in job.sites)
         self._integer_buffers = job.model.integer_buffers
         self.layout: Layout = self._layout_of(first)
+        if job.training.optimizer.name == "muon":
+            hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.trained_spans = weights.trained_spans(first, self.layout)
         initial = weights.read(first, self.layout)

@@ -1,4 +1,4 @@
-"""Parts of a local step: optimiser, learning rate, gradient of the proximal term."""
+"""Parts of a local step: optimisers, learning rate, gradient of the proximal term."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from clients.data.datasets import Indices
+from clients.models.hidden_matrices import hidden_matrices
 from federation.job.spec import JobSpec, LearningRateSpec, OptimizerSpec
 from federation.vectors import NO_ARRAYS, Arrays
 
@@ -38,31 +39,60 @@ def learning_rate(spec: LearningRateSpec, lr: float, step: int, steps: int) -> f
     return lr * (spec.final_fraction + (1 - spec.final_fraction) * max(left, 0.0))
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, job: JobSpec, step: int
-) -> None:
-    """Give the optimiser the learning rate of a step, counted over the run."""
+def rate_of(job: JobSpec, step: int) -> float:
+    """Learning rate of a job at a step, counted over the run from 0.
+
+    Every step of a site reads as many examples, so the schedule follows tokens, too.
+    """
     training = job.training
     steps = job.rounds * (training.local_steps or 0)
-    rate = learning_rate(training.learning_rate, training.optimizer.lr, step, steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    return learning_rate(training.learning_rate, training.optimizer.lr, step, steps)
 
 
-def make_optimizer(
+def make_optimizers(
+    model: torch.nn.Module, spec: OptimizerSpec
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Make optimisers without state, as the job's ``training.optimizer`` says.
+
+    Each trained parameter is in exactly one of them.
+
+    Raises:
+        JobError: ``muon`` finds no hidden matrix; see ``clients.models``.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if spec.name == "sgd":
+        return (
+            torch.optim.SGD(
+                trained,
+                lr=spec.lr,
+                momentum=spec.momentum,
+                nesterov=spec.nesterov,
+                weight_decay=spec.weight_decay,
+            ),
+        )
+    if spec.name != "muon":
+        return (_adam(trained, spec),)
+    hidden = list(hidden_matrices(model, spec).values())
+    found = {id(p) for p in hidden}
+    muon = torch.optim.Muon(
+        hidden,
+        lr=spec.lr,
+        momentum=spec.momentum,
+        nesterov=True,
+        weight_decay=spec.weight_decay,
+        # Scaled to the size of AdamW's steps, arXiv:2502.16982, equation 4: one
+        # learning rate suits both.
+        adjust_lr_fn="match_rms_adamw",
+    )
+    rest = [p for p in trained if id(p) not in found]
+    return (muon, _adam(rest, spec)) if rest else (muon,)
+
+
+def _adam(
     parameters: Sequence[torch.nn.Parameter], spec: OptimizerSpec
 ) -> torch.optim.Optimizer:
-    """Make an optimiser without state, as the job's ``training.optimizer`` says."""
-    if spec.name == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=spec.lr,
-            momentum=spec.momentum,
-            nesterov=spec.nesterov,
-            weight_decay=spec.weight_decay,
-        )
     algorithm: type[torch.optim.Adam]
-    algorithm = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    algorithm = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
     first, second = spec.betas
     return algorithm(
         parameters, lr=spec.lr, betas=(first, second), weight_decay=spec.weight_decay
@@ -70,7 +100,7 @@ def make_optimizer(
 
 
 class LocalOptimizer:
-    """The optimiser of one round at a site, and what it hands on to the next."""
+    """The optimisers of one round at a site, and what they hand on to the next."""
 
     def __init__(
         self, model: torch.nn.Module, job: JobSpec, kept: Arrays = NO_ARRAYS
@@ -90,7 +120,13 @@ class LocalOptimizer:
             if job.training.proximal_mu
             else []
         )
-        self._optimizer = make_optimizer(self._parameters, job.training.optimizer)
+        self._optimizers = make_optimizers(model, job.training.optimizer)
+        self._state_of: dict[torch.nn.Parameter, dict[str, Any]] = {
+            parameter: optimizer.state[parameter]  # An empty one begins to be used.
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
             self._restore(kept)
@@ -106,9 +142,12 @@ class LocalOptimizer:
             add_proximal(self._parameters, self._anchor, training.proximal_mu)
         if training.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
-        set_learning_rate(self._optimizer, self._job, number)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        rate = rate_of(self._job, number)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def kept(self) -> Arrays:
         """Return copies of the optimiser's state, if the job keeps it.
@@ -120,7 +159,7 @@ class LocalOptimizer:
         return {
             f"{_KEPT}{name}/{kind}": _array(value)
             for name, parameter in self._named.items()
-            for kind, value in self._optimizer.state.get(parameter, {}).items()
+            for kind, value in self._state_of[parameter].items()
             if value is not None
         }
 
@@ -132,7 +171,7 @@ class LocalOptimizer:
             parameter, value = self._named[name], torch.tensor(array)
             if kind != _STEP:
                 value = value.to(dtype=parameter.dtype, device=parameter.device)
-            self._optimizer.state[parameter][kind] = value
+            self._state_of[parameter][kind] = value
 
 
 def _array(value: torch.Tensor) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
 )
-from federation.job.spec import JobSpec, PartitionSpec
+from federation.job.spec import JobSpec, OptimizerSpec, PartitionSpec
 
 
 def check(job: JobSpec) -> JobSpec:
@@ -122,26 +122,50 @@ def _check_training(job: JobSpec) -> None:
 def _check_optimizer(job: JobSpec) -> None:
     optimizer = job.training.optimizer
     table = "training.optimizer"
-    if optimizer.name != "sgd":
-        if optimizer.momentum:
-            raise JobError(
-                f"{optimizer.name!r} has no momentum: use betas",
-                key=f"{table}.momentum",
-            )
-        if optimizer.nesterov:
-            raise JobError(
-                f"{optimizer.name!r} has no Nesterov form", key=f"{table}.nesterov"
-            )
-    elif optimizer.nesterov and not optimizer.momentum:
-        raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
-    elif optimizer.state == "keep" and not optimizer.momentum:
+    if optimizer.name == "sgd":
+        _check_sgd(optimizer, table)
+    elif optimizer.name == "muon":
+        _check_muon(optimizer, table)
+    elif optimizer.momentum:
         raise JobError(
-            "plain sgd has no state to keep: set a momentum, or remove this key",
-            key=f"{table}.state",
+            f"{optimizer.name!r} has no momentum: use betas", key=f"{table}.momentum"
+        )
+    elif optimizer.nesterov:
+        raise JobError(
+            f"{optimizer.name!r} has no Nesterov form", key=f"{table}.nesterov"
+        )
+    if optimizer.adamw_parameters and optimizer.name != "muon":
+        raise JobError(
+            f"has no effect with {optimizer.name!r}, which steps all parameters: "
+            "remove this key",
+            key=f"{table}.adamw_parameters",
         )
     if len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas):  # noqa: PLR2004
         raise JobError(
             "give two numbers, each at least 0 and below 1", key=f"{table}.betas"
+        )
+
+
+def _check_sgd(optimizer: OptimizerSpec, table: str) -> None:
+    if optimizer.nesterov and not optimizer.momentum:
+        raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
+    if optimizer.state == "keep" and not optimizer.momentum:
+        raise JobError(
+            "plain sgd has no state to keep: set a momentum, or remove this key",
+            key=f"{table}.state",
+        )
+
+
+def _check_muon(optimizer: OptimizerSpec, table: str) -> None:
+    if not optimizer.momentum:
+        raise JobError(
+            "'muon' orthogonalises a momentum: set one above 0; 0.95 is usual",
+            key=f"{table}.momentum",
+        )
+    if optimizer.nesterov:
+        raise JobError(
+            "'muon' always takes Nesterov's form: remove this key",
+            key=f"{table}.nesterov",
         )
 
 

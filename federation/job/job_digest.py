@@ -24,6 +24,7 @@ EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 # did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "optimizer", "state"), "fresh"),
+    (("training", "optimizer", "adamw_parameters"), []),
     (("training", "metrics"), {}),
     (("training", "classes"), []),
     (("training", "max_tokens"), 1 << 16),

@@ -347,8 +347,8 @@ def _check_joint(job: JobSpec) -> None:
     _refuse(
         optimizer.name != "sgd" or bool(optimizer.momentum),
         "training.optimizer",
-        "joint noise is calibrated to one plain step, without adam or momentum: use "
-        "sgd here, and aggregation.server_optimizer for the rest",
+        "joint noise is calibrated to one plain step, without adam, muon or momentum: "
+        "use sgd here, and aggregation.server_optimizer for the rest",
     )
     _refuse(
         bool(optimizer.weight_decay),

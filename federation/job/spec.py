@@ -103,22 +103,29 @@ class OptimizerSpec:
     """The optimiser of local training.
 
     Attributes:
-        name: Algorithm.
-        lr: Learning rate.
-        momentum: Momentum; `sgd` only.
-        nesterov: Nesterov momentum; `sgd` only.
-        betas: The two decay rates of `adam` and `adamw`.
+        name: Algorithm. `muon`: Muon for the hidden weight matrices, AdamW for all
+            other parameters: embeddings, the output head, convolutions, biases, gains.
+        lr: Learning rate. With `muon` it is that of both: a matrix's step is scaled to
+            the size of a step of AdamW.
+        momentum: Momentum; `sgd` and `muon`, which needs one (0.95 is usual).
+        nesterov: Nesterov momentum; `sgd` only (`muon` always has it).
+        betas: The two decay rates of `adam` and `adamw`, also for the parameters that
+            `muon` leaves to AdamW.
+        adamw_parameters: With `muon`, name patterns of further weight matrices for
+            AdamW, for example an output head that the model registers before other
+            layers.
         weight_decay: Weight decay.
         state: `fresh`: momentum, moments and step count start at 0 in every round.
             `keep`: each site continues with its own state from the last round in which
             it trained.
     """
 
-    name: str = key(default="sgd", choices=("sgd", "adam", "adamw"))
+    name: str = key(default="sgd", choices=("sgd", "adam", "adamw", "muon"))
     lr: float = key(default=0.01, above=0.0)
     momentum: float = key(default=0.0, low=0.0, below=1.0)
     nesterov: bool = False
     betas: tuple[float, ...] = (0.9, 0.999)
+    adamw_parameters: tuple[str, ...] = ()
     weight_decay: float = key(default=0.0, low=0.0)
     state: str = key(default="fresh", choices=("fresh", "keep"))
 

@@ -25,6 +25,11 @@ pytestmark = pytest.mark.slow
 ROUNDS, STEPS, BATCH = 4, 3, 8
 ADAM = {"name": "adam", "lr": 0.05}
 MOMENTUM = {"lr": 0.2, "momentum": 0.9}
+MUON = {"name": "muon", "lr": 0.02, "momentum": 0.95}
+MLP = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [16, 8]},
+}
 
 
 def tables(optimizer: Mapping[str, Any], state: str = "keep", **more: Any):
@@ -114,6 +119,18 @@ def test_a_killed_run_ends_with_the_same_model(
     found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
     assert found.rounds_now < ROUNDS or round_index == 1
     assert values(found).tobytes() == values(expected).tobytes()
+
+
+def test_a_killed_run_of_muon_ends_with_the_same_model(tmp_path: Path):
+    """Momenta of matrices and moments of the rest come back bit by bit."""
+    job = tables(MUON, model=MLP)
+    expected = simulate(small_job(**job))
+    kill_at(job, tmp_path / "run", "SiteAnswered", 3)
+    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+    assert found.rounds_now < ROUNDS
+    assert values(found).tobytes() == values(expected).tobytes()
+    fresh = simulate(small_job(**tables(MUON, "fresh", model=MLP)))
+    assert np.abs(values(found) - values(fresh)).max() > 1e-3
 
 
 def test_a_run_that_goes_back_to_an_older_checkpoint_ends_alike(tmp_path: Path):
@@ -206,15 +223,20 @@ def test_flowers_engine_gives_the_same_model(tmp_path: Path):
         simulate(job, engine="flower")
 
 
-@pytest.mark.parametrize("unit", ["record", "site"])
-def test_private_and_secure_runs_keep_optimisers(unit: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("unit", "optimizer"), [("record", MOMENTUM), ("site", MOMENTUM), ("record", MUON)]
+)
+def test_private_and_secure_runs_keep_optimisers(
+    unit: str, optimizer: dict[str, Any], tmp_path: Path
+):
     """What noise or a clip norm bounds stays bounded whatever a site remembers."""
     private: dict[str, Any] = {"unit": unit, "target_epsilon": 8.0, "clip_norm": 0.5}
     more: dict[str, Any] = {"aggregation": {"weights": "uniform"}}
     if unit == "site":
         private |= {"delta": 1e-5, "held_out": "public", "accept_low_signal": True}
     job = tables(
-        MOMENTUM,
+        optimizer,
+        model=MLP,
         **more,
         privacy={
             "differential_privacy": private,

@@ -99,6 +99,26 @@ def test_parts_of_a_model_train_like_the_whole(job: JobSpec, source: str):
         assert_like_one(trainer, alone(job, pool, source), pool, atol=3e-6)
 
 
+MUON = {"name": "muon", "lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize(
+    ("job", "source"),
+    [(mlp_job(optimizer=MUON), BLOBS), (gpt_job(optimizer=MUON), TOKENS)],
+    ids=["mlp", "gpt"],
+)
+def test_muon_over_ranks_is_like_one(job: JobSpec, source: str, sharding: str):
+    """Also where each rank holds some rows of a matrix: it orthogonalises the whole.
+
+    A round moves weights by 2e-3 and more. Products of bfloat16 are summed in parts;
+    if ranks orthogonalised their own rows, weights would differ by 1e-3.
+    """
+    pool = ModelPool(job)
+    with ranked(job, pool, source, sharding=sharding) as trainer:
+        assert_like_one(trainer, alone(job, pool, source), pool, atol=3e-4, rtol=1e-3)
+
+
 def test_parts_take_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Parameters, gradients and the optimiser's state are shared out in equal parts."""
     job = gpt_job()

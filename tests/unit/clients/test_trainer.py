@@ -157,6 +157,72 @@ def test_a_kept_optimiser_goes_on_in_the_next_round(name: str, state: str):
         np.testing.assert_array_equal(whole.weights_d, weights_d)
 
 
+MUON = {"name": "muon", "lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+MLP = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [16, 8]},
+}
+
+
+def stepped_by_muon(
+    job: JobSpec, steps: list[np.ndarray], rates: list[float], restart: int = 0
+):
+    """Plain PyTorch: Muon for the first two matrices of an MLP, AdamW for the rest."""
+    with ModelPool(job).borrow() as instance:
+        model, lr = instance.module, rates[0]
+        matrices = [model[1].weight, model[3].weight]
+        rest = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        for number, (step, rate) in enumerate(zip(steps, rates, strict=True)):
+            if number in {0, restart}:
+                muon = torch.optim.Muon(
+                    matrices, lr=lr, adjust_lr_fn="match_rms_adamw", weight_decay=0.1
+                )
+                adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=0.1)
+            inputs, labels = TRAIN.batch(step)
+            model.zero_grad()
+            functional.cross_entropy(model(inputs), labels).backward()
+            for optimizer in (muon, adamw):
+                optimizer.param_groups[0]["lr"] = rate
+                optimizer.step()
+        return flat(model)
+
+
+@pytest.mark.parametrize("state", ["keep", "fresh"])
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(state: str):
+    """Over two rounds, with one schedule for both, and the state of both kept."""
+    job = job_of(
+        {
+            "local_steps": 3,
+            "batch_size": 20,
+            "optimizer": MUON | {"state": state},
+            "learning_rate": {"name": "linear", "warmup_steps": 2},
+        },
+        model=MLP,
+        rounds=2,
+    )
+    kept: Arrays = {}
+    weights_d, integers_m = ModelPool(job).initial_weights()
+    for round_index in (1, 2):
+        result = trainer_of(job)[0].fit(
+            weights_d, integers_m, round_index=round_index, kept=kept
+        )
+        weights_d, kept = result.weights_d, result.kept
+    walk = [epoch_order(60, seed=0, site=SITE, epoch=epoch) for epoch in range(2)]
+    expected_d = stepped_by_muon(
+        job,
+        [order[i : i + 20] for order in walk for i in (0, 20, 40)],
+        [learning_rate(job.training.learning_rate, 0.02, n, 6) for n in range(6)],
+        restart=3 if state == "fresh" else 0,
+    )
+    np.testing.assert_array_equal(expected_d, weights_d)
+    kinds = sorted(name.removeprefix("optimizer/") for name in kept)
+    rest = ["1.bias", "3.bias", "5.bias", "5.weight"]
+    moments = ("exp_avg", "exp_avg_sq", "step")
+    expected = [f"{name}/{kind}" for name in rest for kind in moments]
+    expected += ["1.weight/momentum_buffer", "3.weight/momentum_buffer"]
+    assert kinds == (sorted(expected) if state == "keep" else [])
+
+
 def test_a_bfloat16_optimiser_is_kept_bit_by_bit():
     """NumPy has no such type; what comes back is what was kept."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)

@@ -205,6 +205,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.optimizer.nesterov",
         "Nesterov needs a momentum above 0",
     ),
+    "Muon without momentum": (
+        {"training": {"optimizer": {"name": "muon"}}},
+        "training.optimizer.momentum",
+        "'muon' orthogonalises a momentum: set one above 0; 0.95 is usual",
+    ),
+    "Nesterov's Muon": (
+        {
+            "training": {
+                "optimizer": {"name": "muon", "momentum": 0.9, "nesterov": True}
+            }
+        },
+        "training.optimizer.nesterov",
+        "'muon' always takes Nesterov's form: remove this key",
+    ),
+    "matrices for AdamW without Muon": (
+        {"training": {"optimizer": {"name": "adam", "adamw_parameters": ["head.*"]}}},
+        "training.optimizer.adamw_parameters",
+        "has no effect with 'adam', which steps all parameters: remove this key",
+    ),
     "one beta": (
         {"training": {"optimizer": {"betas": [0.9]}}},
         "training.optimizer.betas",
