@@ -100,7 +100,7 @@ def test_a_pool_refuses_before_the_first_round():
 def test_each_trained_parameter_has_one_optimiser():
     """Muon's and AdamW's parts are apart, and nothing is left."""
     model = gpt(vocabulary=16, context=4, layers=1, heads=1, width=8)
-    model.positions.requires_grad_(requires_grad=False)
+    model.get_submodule("positions").requires_grad_(requires_grad=False)
     muon, adamw = make_optimizers(model, MUON)
     assert isinstance(muon, torch.optim.Muon)
     assert isinstance(adamw, torch.optim.AdamW)
