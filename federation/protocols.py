@@ -21,7 +21,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, fields
-from typing import Any, NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
 
 from federation.ids import SiteId, TaskId
 from federation.members import EVERYBODY, Members
@@ -243,6 +243,20 @@ class Trainer(Protocol):
 
     def spent(self) -> PrivacySpent | None:
         """The current spending in the site's privacy ledger; None without one."""
+        ...
+
+
+@runtime_checkable
+class WorksAhead(Protocol):
+    """A trainer that can take a round's first steps before the model has come."""
+
+    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+        """Begin with the first steps of a round; it returns at once.
+
+        Args:
+            round_index: The round that is expected next.
+            kept: What the site keeps of the round before.
+        """
         ...
 
 

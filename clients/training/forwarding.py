@@ -9,8 +9,9 @@ from federation.protocols import (
     LocalWeights,
     RoundCharges,
     Trainer,
+    WorksAhead,
 )
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import Arrays, IntegerVector, Layout, Vector
 
 
 class ForwardingTrainer:
@@ -36,6 +37,11 @@ class ForwardingTrainer:
     ) -> LocalWeights | LocalUpdate:
         """Train."""
         return self._trainer.fit(weights_d, integers_m, **arguments)
+
+    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+        """Begin with a round's first steps, if the other trainer can."""
+        if isinstance(self._trainer, WorksAhead):
+            self._trainer.work_ahead(round_index, kept)
 
     def evaluate(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int

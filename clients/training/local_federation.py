@@ -64,6 +64,7 @@ class Federation:
         seal: Seal | None = None,
         tells_all: bool = True,
         report: Report = log,
+        works_ahead: bool = False,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
         optimizer = self.job.training.optimizer
@@ -76,7 +77,8 @@ class Federation:
                 store,
                 rounds=self.job.storage.keep_checkpoints + 1,
                 carries=optimizer.name if optimizer.state == "keep" else "",
-                leaves_out=self.job.privacy.secure_aggregation.levels is not None,
+                leaves_out=self.job.privacy.secure_aggregation.levels is not None
+                or self.job.training.overlap_steps > 0,
             ),
             clock=clock,
             meter=meter,
@@ -87,4 +89,5 @@ class Federation:
             check_first=partial(check_first, self.job, self.pool),
             tells_all=tells_all,
             report=report,
+            works_ahead=works_ahead and self.job.training.overlap_steps > 0,
         )

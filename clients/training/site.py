@@ -39,6 +39,7 @@ from federation.protocols import (
     LocalWeights,
     ServerOptimizer,
     Trainer,
+    WorksAhead,
 )
 from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.failures import failure
@@ -166,6 +167,8 @@ class Site:
             simulation. If not, of errors that are not ours only their kind does,
             since they may quote a record.
         report: Takes every error whole, here at the site; by default its log does.
+        works_ahead: Whether the site begins with the next round while its answer is on
+            its way. In one process with all others that would gain nothing.
     """
 
     name: SiteId
@@ -181,6 +184,7 @@ class Site:
     check_first: CheckFirst = _any_model
     tells_all: bool = True
     report: Report = log
+    works_ahead: bool = False
 
     def __post_init__(
         self, seal: Seal | None, links: Links, optimizer: ServerOptimizer
@@ -199,7 +203,7 @@ class Site:
         try:
             if isinstance(task, SecureTask):
                 return self._seal.step(task, lambda: self._current_trainer().layout())
-            return self._seal.answer(task, self._work(task))
+            return self._answer(task)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             self.report(task, error)
             return failure(task, _kind_of(error), self._text(error))
@@ -221,6 +225,15 @@ class Site:
             withheld=self.withheld,
             report=self.report,
         )
+
+    def _answer(self, task: RoundTask) -> SiteMessage:
+        """Do a round's work, and begin with that of the round that is expected next."""
+        work = self._work(task)
+        answer = self._seal.answer(task, work)
+        trainer = self._current_trainer()
+        if self.works_ahead and work.kept_now and isinstance(trainer, WorksAhead):
+            trainer.work_ahead(task.round_index + 1, work.kept_now)
+        return answer
 
     def _text(self, error: Exception) -> str:
         if self.tells_all:
@@ -250,6 +263,7 @@ class Work:
         withheld: Fields of the result that the site does not send.
         report: Takes what is wrong with the work, if the seal says less of it.
         kept: What an earlier round left, once the work has begun.
+        kept_now: What training has the site keep of this one.
         leaves: What the seal has the site keep of this one.
         facts: Plain values that belong to ``leaves``.
     """
@@ -264,6 +278,7 @@ class Work:
     withheld: Collection[str]
     report: Report
     kept: KeptState = NOTHING
+    kept_now: Arrays = field(default_factory=dict)
     leaves: Arrays = field(default_factory=dict)
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
@@ -328,6 +343,7 @@ class Work:
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
                 own = state.own_integers(result.integers_m)
+                self.kept_now = result.kept
                 arrays = {**own, **result.kept, **self.leaves}
                 state.keep(task.run_id, task.round_index, arrays, self.facts)
             trained = TrainResult(

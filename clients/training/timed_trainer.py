@@ -3,11 +3,12 @@
 from typing import Unpack
 
 from clients.training.forwarding import ForwardingTrainer
+from clients.training.overlap import own_weights
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
 from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
 from federation.rounds.cost import WorkSeconds
-from federation.vectors import IntegerVector, Vector
+from federation.vectors import NO_ARRAYS, IntegerVector, Vector
 
 
 class TimedTrainer(ForwardingTrainer):
@@ -30,6 +31,7 @@ class TimedTrainer(ForwardingTrainer):
         super().__init__(trainer)
         self._clock = clock
         self._work = work
+        self._waits_since: float | None = None  # Without what evaluations took since.
 
     def fit(
         self,
@@ -39,7 +41,14 @@ class TimedTrainer(ForwardingTrainer):
     ) -> LocalWeights | LocalUpdate:
         """Train, and let virtual time pass."""
         result = super().fit(weights_d, integers_m, **arguments)
-        self._clock.sleep(self._work.train)
+        ahead = 0.0
+        if self._waits_since is not None and own_weights(
+            arguments.get("kept", NO_ARRAYS)
+        ):
+            waited = self._clock.monotonic() - self._waits_since
+            ahead = min(self._work.ahead, waited)
+        self._clock.sleep(self._work.train - ahead)
+        self._waits_since = self._clock.monotonic()
         return result
 
     def evaluate(
@@ -48,4 +57,6 @@ class TimedTrainer(ForwardingTrainer):
         """Evaluate, and let virtual time pass."""
         sums = super().evaluate(weights_d, integers_m, round_index=round_index)
         self._clock.sleep(self._work.evaluate)
+        if self._waits_since is not None:
+            self._waits_since += self._work.evaluate
         return sums

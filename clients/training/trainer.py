@@ -9,8 +9,9 @@ between rounds: optimiser state comes and goes with each of them, if the job kee
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Unpack
 
 import numpy as np
@@ -27,6 +28,13 @@ from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.training.local_steps import LocalOptimizer, groups
+from clients.training.overlap import (
+    AheadSteps,
+    OwnWeights,
+    WorkAhead,
+    mixed,
+    own_weights,
+)
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -114,6 +122,7 @@ class TorchTrainer:
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective
+        self._ahead = WorkAhead(self._first_steps)
         if private is None:
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
@@ -144,6 +153,8 @@ class TorchTrainer:
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
         seed = torch_seed(self._seed, "training", self.site, round_index, *mine)
+        if self.job.training.overlap_steps and own_weights(kept) is not None:
+            return self._fit_overlapped(weights_d, round_index, kept, seed)
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
@@ -151,6 +162,59 @@ class TorchTrainer:
                 if self.private is not None and self.private.in_sum:
                     return self._one_step(model.module, self.private, integers_m)
                 return self._train(model.module, round_index, weights_d, kept)
+
+            return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
+
+    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+        """Begin with a round's first steps; see ``federation.protocols.WorksAhead``."""
+        if own_weights(kept) is not None and round_index <= self.job.rounds:
+            self._ahead.begin(round_index, kept)
+
+    def _fit_overlapped(
+        self, weights_d: Vector, round_index: int, kept: Arrays, seed: int
+    ) -> LocalWeights:
+        """Train on from steps that were taken ahead, mixed with the global weights."""
+        training = self.job.training
+        first = self._ahead.take(round_index, kept)
+        start_d = mixed(first.weights_d, weights_d, mix=training.overlap_mix)
+        with self.pool.borrow() as model:
+
+            def train() -> LocalWeights:
+                model.load(start_d, first.integers_m)
+                return self._train(
+                    model.module,
+                    round_index,
+                    weights_d,
+                    first.kept,
+                    is_overlapped=True,
+                )
+
+            result = self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
+        both = result.training
+        if both is not None:
+            both = both + first.training
+        num_steps = result.num_steps + training.overlap_steps
+        return replace(result, training=both, num_steps=num_steps)
+
+    def _first_steps(self, round_index: int, kept: Arrays) -> AheadSteps:
+        """Take a round's first steps from the site's own weights."""
+        own = own_weights(kept)
+        assert own is not None  # noqa: S101 -- as both callers have seen
+        seed = torch_seed(self._seed, "training ahead", self.site, round_index)
+        with self.pool.borrow() as model:
+
+            def train() -> AheadSteps:
+                model.load(own.weights_d, own.integers_m)
+                optimizer = LocalOptimizer(model.module, self.job, kept)
+                stop = self.job.training.overlap_steps
+                sums, _ = self._steps(model.module, round_index, optimizer, stop=stop)
+                weights_d, integers_m = weights.read(model.module, self.pool.layout)
+                return AheadSteps(
+                    weights_d=weights_d,
+                    integers_m=integers_m,
+                    kept=optimizer.kept(),
+                    training=sums,
+                )
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
@@ -183,8 +247,18 @@ class TorchTrainer:
         round_index: int,
         weights_d: Vector,
         kept: Arrays,
+        *,
+        is_overlapped: bool = False,
     ) -> LocalWeights:
-        """Train a model that holds the global weights."""
+        """Train a model that holds the weights to begin with.
+
+        Args:
+            model: The model.
+            round_index: The round.
+            weights_d: The global weights.
+            kept: What an earlier round has kept, or the first steps of this one.
+            is_overlapped: Whether the first steps were taken ahead.
+        """
         layout = self.pool.layout
         lost_d = None
         if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
@@ -192,8 +266,12 @@ class TorchTrainer:
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
         optimizer = LocalOptimizer(model, self.job, kept)
+        overlap = self.job.training.overlap_steps
+        begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
-            training, num_steps = self._steps(model, round_index, optimizer)
+            training, num_steps = self._steps(
+                model, round_index, optimizer, begin=begin
+            )
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
         local_d, local_m = weights.read(model, layout)
@@ -212,19 +290,35 @@ class TorchTrainer:
             num_examples=len(self.train),
             num_steps=num_steps,
             training=training,
-            kept=optimizer.kept(),
+            kept=self._kept(optimizer, local_d, local_m),
         )
 
+    def _kept(
+        self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector
+    ) -> Arrays:
+        """What the next round begins with, besides the global model."""
+        if not self.job.training.overlap_steps:
+            return optimizer.kept()
+        own = OwnWeights(weights_d=local_d, integers_m=local_m)
+        return {**optimizer.kept(), **own.arrays()}
+
     def _steps(
-        self, model: torch.nn.Module, round_index: int, optimizer: LocalOptimizer
+        self,
+        model: torch.nn.Module,
+        round_index: int,
+        optimizer: LocalOptimizer,
+        *,
+        begin: int = 0,
+        stop: int | None = None,
     ) -> tuple[MetricSums, int]:
-        """Take this round's local steps."""
+        """Take this round's local steps from number ``begin`` until ``stop``."""
         training = self.job.training
         model.train()
         sums = Sums(self.pool.device, self.peers, metrics_of(training))
         wrapped = self.peers.wrap(model)
-        step = first_step = (round_index - 1) * self._steps_per_round()
-        for group in groups(self._indices(round_index), training.accumulate):
+        step = first_step = (round_index - 1) * self._steps_per_round() + begin
+        walk = groups(self._indices(round_index), training.accumulate)
+        for group in islice(walk, begin, stop):
             num_examples = self.peers.total(sum(map(len, group)))
             for number, chosen in enumerate(group, start=1):
                 with self.peers.adding(wrapped, last=number == len(group)):

@@ -79,6 +79,12 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             '"fresh"',
             key="training.optimizer.state",
         )
+    if job.training.overlap_steps:
+        raise JobError(
+            f"{site}, but ranks do not work ahead: ask its operator for compute.ranks "
+            "= 1 without compute.compile, or remove this key",
+            key="training.overlap_steps",
+        )
     if job.training.device.startswith("cuda:"):
         raise JobError(
             f"{site}, but {job.training.device!r} is a single device: use cuda or auto",

@@ -161,6 +161,7 @@ def open_run(
         meter=PROCESS if config.file.compute.ranks == 1 else CLOCK,
         seal=seal,
         tells_all=False,
+        works_ahead=True,
     )
     stack.callback(handler.close)
     return OpenRun(met=met, handler=handler, promise=promise, stack=stack)

@@ -116,7 +116,10 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
                 key=f"simulation.faults[{index}].kind",
             )
     keeps = (
-        layout.integer_mask(Role.KEEP).any() or job.training.optimizer.state == "keep"
+        layout.integer_mask(Role.KEEP).any()
+        or job.training.optimizer.state == "keep"
+        or job.training.overlap_steps > 0
+        or job.privacy.secure_aggregation.levels is not None
     )
     if job.storage.encryption is not None and keeps:
         raise JobError(

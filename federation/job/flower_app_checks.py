@@ -122,6 +122,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "training.proximal_mu",
         ),
         (
+            job.training.overlap_steps != 0,
+            "nothing there works ahead; remove this key",
+            "training.overlap_steps",
+        ),
+        (
             job.training.optimizer.state != "fresh",
             "nothing there keeps its optimiser state; if the app does, remove this key",
             "training.optimizer.state",

@@ -108,6 +108,7 @@ def _check_training(job: JobSpec) -> None:
             "takes: use local_steps instead of local_epochs",
             key="training.learning_rate.name",
         )
+    _check_overlap(job)
     device = training.device
     known = device in {"auto", "cpu", "cuda"} or (
         device.startswith("cuda:") and device[5:].isdecimal()
@@ -116,6 +117,31 @@ def _check_training(job: JobSpec) -> None:
         raise JobError(
             f"{device!r} is not a device: use auto, cpu, cuda or cuda:N",
             key="training.device",
+        )
+
+
+def _check_overlap(job: JobSpec) -> None:
+    """Refuse steps ahead of their round where they would do something else."""
+    training, key = job.training, "training.overlap_steps"
+    if not training.overlap_steps:
+        return
+    if training.local_steps is None or training.overlap_steps >= training.local_steps:
+        raise JobError(
+            "some steps of a round must follow the model: use fewer than local_steps, "
+            "which this needs",
+            key=key,
+        )
+    if training.proximal_mu:
+        raise JobError(
+            "the proximal term pulls towards a model that has not arrived yet: remove "
+            "one of the two keys",
+            key=key,
+        )
+    if job.privacy.differential_privacy.enabled:
+        raise JobError(
+            "private steps are charged with their round, and these would be taken "
+            "before it: remove this key",
+            key=key,
         )
 
 

@@ -28,6 +28,8 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "metrics"), {}),
     (("training", "classes"), []),
     (("training", "max_tokens"), 1 << 16),
+    (("training", "overlap_steps"), 0),
+    (("training", "overlap_mix"), 0.5),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
     (("privacy", "secure_aggregation", "levels"), None),

@@ -172,6 +172,12 @@ class TrainingSpec:
         accumulate: Batches whose gradients are averaged into one optimiser step.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
+        overlap_steps: Local steps of a round that a site takes while updates and model
+            are on their way: they begin with its own weights of the round before. Fewer
+            than `local_steps`; 0 for none. Needs memory for one more model at each
+            site.
+        overlap_mix: How much of a site's own weights it keeps when the model arrives:
+            it continues from `overlap_mix` times these plus the rest of the model.
         clip_grad_norm: Largest Euclidean norm of a step's gradient; larger ones are
             scaled down.
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
@@ -193,6 +199,8 @@ class TrainingSpec:
     accumulate: int = key(default=1, low=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     learning_rate: LearningRateSpec = LearningRateSpec()
+    overlap_steps: int = key(default=0, low=0)
+    overlap_mix: float = key(default=0.5, low=0.0, high=1.0)
     clip_grad_norm: float | None = key(default=None, above=0.0)
     proximal_mu: float = key(default=0.0, low=0.0)
     precision: str = key(default="fp32", choices=("fp32", "bf16"), planned=("fp16",))

@@ -94,10 +94,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
-    """Seconds of a round's training, and of one evaluation."""
+    """Seconds of a round's training, and of one evaluation.
+
+    Attributes:
+        train: All local steps.
+        evaluate: One evaluation.
+        ahead: Those local steps that may be taken while messages are on their way.
+    """
 
     train: float
     evaluate: float
+    ahead: float = 0.0
 
 
 def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
@@ -133,26 +140,39 @@ def work_seconds(
     training: TrainingSpec, facts: SiteFacts, speed: SiteSpeed
 ) -> WorkSeconds:
     """Seconds of a site's work: as predicted, and as virtual time passes."""
+    train = examples_trained(training, facts) / speed.train_examples_per_second
     return WorkSeconds(
-        train=examples_trained(training, facts) / speed.train_examples_per_second,
+        train=train,
         evaluate=facts.held_out / speed.evaluate_examples_per_second,
+        ahead=train * training.overlap_steps / (training.local_steps or 1),
     )
 
 
 def site_seconds(
     traffic: Traffic, site: SiteId, round_index: int, speed: SiteSpeed
 ) -> Mapping[str, float]:
-    """Seconds of a site in a round: ``send``, ``evaluate``, ``train``, ``return``."""
+    """Seconds of a site in a round: ``send``, ``evaluate``, ``train``, ``return``.
+
+    Steps that overlap with messages, of this round down and of the last one up, take
+    none. A site that waits for others has more time for them, but is not the slowest.
+    """
     legs, facts = traffic.legs(site, round_index), traffic.facts[site]
     latency = len(legs) * speed.latency_seconds
     down = sum((leg.down for leg in legs), Span()).high
     up = sum((leg.up for leg in legs), Span()).high
     trains = round_index <= traffic.job.rounds
     work = work_seconds(traffic.job.training, facts, speed)
+    send = latency + down / speed.down_bytes_per_second
+    hidden = 0.0
+    if work.ahead and trains and round_index > 1:
+        before = traffic.legs(site, round_index - 1)
+        sent = sum((leg.up for leg in before), Span()).high
+        gap = latency + sent / speed.up_bytes_per_second + send
+        hidden = min(work.ahead, gap)
     return {
-        "send": latency + down / speed.down_bytes_per_second,
+        "send": send,
         "evaluate": traffic.evaluations(round_index) * work.evaluate,
-        "train": trains * work.train,
+        "train": trains * work.train - hidden,
         "return": latency + up / speed.up_bytes_per_second,
     }
 
