@@ -25,6 +25,7 @@ from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
 from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.levels import most_energy
 from privacy.secagg.arithmetic.noise_shares import honest_shares
 from privacy.secagg.arithmetic.ring import NOISE_TAIL, WEIGHT_ERROR
 from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
@@ -177,8 +178,12 @@ def _level_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     most = asked.num_updates * padded(asked.contract.num_values)
     if clipped > (most if asked.training else 0):
         yield f"{clipped:g} values were clipped, of {most if asked.training else 0:g}"
-    if energy < 0 or (energy and not asked.training):
-        yield f"squares of {asked.num_updates} updates sum to {energy:.4g}"
+    largest = most_energy(asked.num_updates) if asked.training else 0.0
+    if not 0 <= energy <= largest:
+        yield (
+            f"squares of {asked.num_updates} updates sum to {energy:.4g} of the "
+            f"clip norm's, at most {largest:.4g}"
+        )
 
 
 def _most_bits(asked: SumTerms) -> float:

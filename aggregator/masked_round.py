@@ -84,6 +84,7 @@ class MaskedRound:
                 plan,
                 num_sites=contract.num_sites,
                 rotation=rotation_of(contract.run_id),
+                clip_norm=contract.clip_norm,
             )
             self._num_bytes = self._total.num_bytes
         elif size is not None:

@@ -25,7 +25,12 @@ from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.digits import Digits, finest_levels
 from privacy.secagg.arithmetic.header import encode_header
 from privacy.secagg.arithmetic.level_sum import rotation_of
-from privacy.secagg.arithmetic.levels import FIRST_BITS, LevelPlan, LevelSite
+from privacy.secagg.arithmetic.levels import (
+    FIRST_BITS,
+    LevelPlan,
+    LevelSite,
+    largest_step,
+)
 from privacy.secagg.arithmetic.measure import (
     Measurement,
     measure,
@@ -297,7 +302,8 @@ def check_clip(contract: Contract, update_clip: float) -> None:
 def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> None:
     """Check that a round's levels are those of the contract.
 
-    Steps are free: they say how finely each site rounds, the same at all.
+    Steps are free up to what honest sums give: they say how finely each site rounds,
+    the same at all.
 
     Raises:
         ProtocolError: They are others.
@@ -316,6 +322,14 @@ def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> N
         raise ProtocolError(
             f"was sent {plan.steps_b.size} steps for {num_blocks(contract.num_values)} "
             "blocks"
+        )
+    largest, most = (
+        float(plan.steps_b.max()),
+        largest_step(plan.levels, clip_norm=contract.clip_norm),
+    )
+    if largest > most:
+        raise ProtocolError(
+            f"was sent a step of {largest:.4g}, and honest sums give at most {most:.4g}"
         )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from federation.job.job_keys import key
+from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
 
@@ -49,6 +50,9 @@ class PolicySpec:
             more precise, but reveals more about a site that declines because of it.
         ring_bits: Accepted ring widths of secure sums: 16, 24 and 32. Fewer bits are
             less precise, but just as secret.
+        levels: Accepted numbers of levels, where a job rounds updates to few: 3, 4, 8,
+            16 and 256. `[]` accepts only words of `ring_bits`: where all sites are at
+            an outermost level, a sum of few levels says so of each.
         weight_rules: Accepted weights in secure sums: `examples` reveals the total
             number of examples of all sites to the aggregator, `uniform` reveals
             nothing.
@@ -79,6 +83,7 @@ class PolicySpec:
     max_clip_norm: float = key(default=10.0, above=0.0)
     max_element_bound: float | None = key(default=None, above=0.0)
     ring_bits: tuple[int, ...] = RING_BITS
+    levels: tuple[int, ...] = LEVELS
     weight_rules: tuple[str, ...] = WEIGHT_RULES
     require_hybrid: bool = True
     accept_two_sites: bool = False

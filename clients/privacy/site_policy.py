@@ -32,6 +32,7 @@ _THRESHOLD = "privacy.secure_aggregation.threshold"
 _HYBRID = "privacy.secure_aggregation.hybrid"
 _ELEMENT = "privacy.secure_aggregation.element_bound"
 _RING = "privacy.secure_aggregation.ring_bits"
+_LEVELS = "privacy.secure_aggregation.levels"
 _WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
@@ -89,6 +90,7 @@ def contract_policy(
         min_sites=policy.fewest_in_sum(_sum_size(job)),
         colluding=policy.colluding_sites,
         ring_bits=frozenset(policy.ring_bits),
+        levels=frozenset(policy.levels),
         max_clip_norm=policy.max_clip_norm,
         max_element_bound=policy.max_element_bound,
         weight_rules=frozenset(policy.weight_rules),
@@ -220,6 +222,10 @@ def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if secure.ring_bits not in policy.ring_bits:
         accepted = ", ".join(map(str, policy.ring_bits))
         yield _RING, f"accepts rings of {accepted} bits (policy.ring_bits)"
+    if secure.levels is not None and secure.levels not in policy.levels:
+        accepted = ", ".join(map(str, policy.levels))
+        rule = f"accepts sums in {accepted} levels" if accepted else "accepts no levels"
+        yield _LEVELS, f"{rule} (policy.levels)"
     if weights not in policy.weight_rules:
         accepted = ", ".join(map(repr, policy.weight_rules))
         yield _WEIGHTS, f"accepts the weights {accepted} (policy.weight_rules)"

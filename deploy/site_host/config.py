@@ -17,6 +17,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job import code_files, job_file
 from federation.job.job_keys import key
+from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
 
@@ -205,6 +206,7 @@ def check(file: SiteFile) -> None:
     exchange.check(file.exchange)
     home_spec.check(file.home, file.identity)
     _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
+    _check_choices("policy.levels", file.policy.levels, LEVELS, fewest=0)
     _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)
     if file.compute.sharding == "full" and file.compute.ranks == 1:
         raise JobError(
@@ -214,8 +216,9 @@ def check(file: SiteFile) -> None:
 
 
 def _check_choices(
-    name: str, given: tuple[object, ...], known: tuple[object, ...]
+    name: str, given: tuple[object, ...], known: tuple[object, ...], *, fewest: int = 1
 ) -> None:
-    if not given or not set(given) <= set(known):
+    if len(given) < fewest or not set(given) <= set(known):
         listed = ", ".join(map(repr, known))
-        raise JobError(f"must be a list of one or more of {listed}", key=name)
+        some = "one or more of " if fewest else "some of "
+        raise JobError(f"must be a list of {some}{listed}", key=name)

@@ -37,6 +37,7 @@ def secure_job(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> Job
     """A small job under secure aggregation; ``ring_bits`` and so on may be given."""
     names = (
         "ring_bits",
+        "levels",
         "clip_norm",
         "element_bound",
         "clip_elements",

@@ -1,7 +1,9 @@
 """What the frozen runs of secure aggregation begin with: terms, entropy, numbers.
 
 ``coefficients`` are what a site draws for sharing: for b_i, then for each k_ij in
-the order of j, 48 bytes for each of t - 1 coefficients, highest degree first.
+the order of j, 48 bytes for each of t - 1 coefficients, highest degree first. Where
+updates are in few levels, ``vectors`` are their digits as text, one for each value of
+the padded vector, and ``task`` has what the digest of the task is made of.
 """
 
 import hashlib
@@ -12,6 +14,7 @@ import numpy as np
 Json = dict[str, Any]
 
 NUM_VALUES = 7  # 14, 21 and 28 bytes: no multiple of the cipher's block
+PADDED = 4096  # Digits of as many values, in few levels.
 SLOTS = ("weight", "loss", "hits")
 
 _NO_PRIVACY = {
@@ -64,18 +67,31 @@ def _round_inputs(name: str, terms: Json, index: int, drops: Json) -> Json:
     numbers = range(1, len(terms["members"]) + 1)
     pool = 48 * (terms["threshold"] - 1) * len(numbers)
     amplitude = ((1 << (terms["ring_bits"] - 1)) - 1) // len(numbers)
-    updates, headers = {}, {}
+    levels = terms["levels"]
+    updates: Json = {}
+    headers = {}
     for i in numbers:
         seed = int.from_bytes(draw(f"values {i}", 8), "big")
         rng = np.random.Generator(np.random.PCG64(seed))
         drawn = rng.integers(-amplitude, amplitude, NUM_VALUES, endpoint=True)
         # The corners: as large as the contract allows, and so for their sum.
         updates[str(i)] = [amplitude, -amplitude, 0, *map(int, drawn[3:])]
+        if levels:
+            digits = rng.integers(0, levels, PADDED)
+            digits[:20], digits[20:40] = levels - 1, 0
+            updates[str(i)] = "".join(map(str, digits))
         headers[str(i)] = [int(v) for v in rng.integers(-(2**32), 2**56, len(SLOTS))]
+    step = np.frombuffer(draw("step", 4), "<u4")[0] / 2**40
+    task: Json = {"task_digest": draw("task", 32).hex()}
+    if levels:
+        asked = {"asked": "train 1 0", "update_clip": terms["clip_norm"]}
+        steps = np.array([step], "<f4").tobytes().hex()
+        more = {"levels": levels, "steps": steps, "divisor": 2.75}
+        task = {"task": asked | more}
     return {
         "index": index,
         "model_digest": draw("model", 32).hex(),
-        "task_digest": draw("task", 32).hex(),
+        **task,
         "next_model_digest": draw("next model", 32).hex(),
         "declines": drops.get("declines", []),
         "silent": drops.get("silent", []),
@@ -100,6 +116,7 @@ def _inputs(
     rounds: dict[int, Json],
     element_bound: float | None = None,
     privacy: Json | None = None,
+    levels: int = 0,
 ) -> Json:
     terms = {
         "run_id": f"vectors-{name.lower()}",
@@ -123,6 +140,7 @@ def _inputs(
         "hybrid": hybrid,
         "two_site_waiver": num_sites == 2,
         "differential_privacy": privacy or _NO_PRIVACY,
+        "levels": levels,
     }
     return {
         "contract": terms,
@@ -133,7 +151,7 @@ def _inputs(
 
 
 def xsa_inputs() -> dict[str, Json]:
-    """The runs, by name: both settings, three rings, with and without the hybrid."""
+    """The runs, by name: both settings, three rings, few levels, also the hybrid."""
     return {
         "P1-32": _inputs(
             "P1-32",
@@ -174,5 +192,24 @@ def xsa_inputs() -> dict[str, Json]:
             bits=16,
             hybrid=False,
             rounds={1: {"silent": [3], "no_consent": [7]}},
+        ),
+        "P1-L4": _inputs(
+            "P1-L4",
+            num_sites=4,
+            threshold=4,
+            bits=32,
+            hybrid=False,
+            rounds={1: {}},
+            levels=4,
+        ),
+        "P2-L4": _inputs(
+            "P2-L4",
+            num_sites=4,
+            threshold=3,
+            bits=32,
+            hybrid=True,
+            rounds={2: {"silent": [3]}},
+            privacy=_RECORD_PRIVACY,
+            levels=4,
         ),
     }

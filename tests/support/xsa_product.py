@@ -6,10 +6,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from support import plain_mlkem
-from support.xsa_inputs import NUM_VALUES, SLOTS
+from support import plain_mlkem, toy
+from support.xsa_inputs import NUM_VALUES, PADDED, SLOTS
 
 from federation.ids import RunId, SiteId
+from federation.messages import TaskKind
 from privacy import keystream as prg
 from privacy.keystream import Mask
 from privacy.secagg.agreement import identity
@@ -20,8 +21,11 @@ from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.agreement.terms import PrivacyTerms
 from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.digits import Digits
+from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.arithmetic.ring import RingSpec
-from privacy.secagg.protocol import key_schedule as keys, setup
+from privacy.secagg.protocol import key_schedule as keys, setup, train
 from privacy.secagg.protocol.client import SiteSession
 from privacy.secagg.protocol.key_schedule import RoundFacts, RoundMasks, RunSecrets
 from privacy.secagg.protocol.messages import Book
@@ -32,6 +36,7 @@ from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord, SiteSetu
 Json = dict[str, Any]
 
 _DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32}
+_Sum = MaskedSum | LevelSum
 
 
 def _hexed(entries: dict[int, bytes]) -> dict[str, str]:
@@ -84,7 +89,7 @@ class _Product:
     def _contract(self) -> Contract:
         same = ("num_values", "roster_serial", "threshold", "min_sites", "ring_bits")
         same += ("clip_norm", "element_bound", "clip_elements", "weight_rule")
-        same += ("max_examples", "max_rounds", "hybrid", "two_site_waiver")
+        same += ("max_examples", "max_rounds", "hybrid", "two_site_waiver", "levels")
         ring = RingSpec(
             bits=self.terms["ring_bits"],
             num_sites=len(self.names),
@@ -202,21 +207,78 @@ def _words(values: list[int], bits: int) -> np.ndarray:
     return np.frombuffer(bytearray(data), _DTYPES[bits])
 
 
+def _plan(given: Json) -> LevelPlan:
+    steps_b = np.frombuffer(bytes.fromhex(given["task"]["steps"]), "<f4")
+    return LevelPlan(levels=given["task"]["levels"], steps_b=steps_b)
+
+
+def _task_digest(given: Json) -> bytes:
+    """Digest of a round's task, which only a plan is given in parts for."""
+    if "task" not in given:
+        return bytes.fromhex(given["task_digest"])
+    kind, evaluate, after = given["task"]["asked"].split()
+    task = toy.task(
+        kind=TaskKind(kind), evaluate=evaluate == "1", evaluate_after=after == "1"
+    )
+    return train.task_digest(task, given["task"]["update_clip"], _plan(given))
+
+
+def _empty_sum(product: _Product, given: Json) -> _Sum:
+    contract = product.contract
+    if not contract.levels:
+        return MaskedSum(NUM_VALUES, contract.ring())
+    return LevelSum(
+        NUM_VALUES,
+        _plan(given),
+        num_sites=contract.num_sites,
+        rotation=rotation_of(contract.run_id),
+        clip_norm=contract.clip_norm,
+    )
+
+
+def _vector(product: _Product, values: Any) -> np.ndarray:
+    """A site's words before masks."""
+    contract = product.contract
+    if not contract.levels:
+        return _words(values, contract.ring_bits)
+    digits = Digits(levels=contract.levels, num_sites=contract.num_sites)
+    words = np.empty(digits.num_words(NUM_VALUES), np.uint64)
+    (group,) = digits.groups(NUM_VALUES)
+    digits.pack(np.array([int(d) for d in values], np.float32), words)
+    assert (group.end, group.last) == (PADDED, words.size)
+    return words
+
+
+def _vector_sum(product: _Product, total: _Sum) -> Any:
+    contract = product.contract
+    if isinstance(total, LevelSum):
+        digits = Digits(levels=contract.levels, num_sites=contract.num_sites)
+        found = np.empty(PADDED, np.float32)
+        digits.unpack(total.words_w, found)
+        return found.astype(np.uint8).tobytes().hex()
+    half = 1 << (contract.ring_bits - 1)
+    sums = [int(word) % (2 * half) for word in total._sum_d]
+    return [s - 2 * half if s >= half else s for s in sums]
+
+
+def _facts(product: _Product, given: Json) -> RoundFacts:
+    return RoundFacts(
+        round_index=given["index"],
+        cohort=product.contract.cohort,
+        model_digest=bytes.fromhex(given["model_digest"]),
+        task_digest=_task_digest(given),
+    )
+
+
 def _play_round(
     product: _Product,
     sessions: dict[int, SiteSession],
     record: SetupRecord,
     given: Json,
 ) -> Json:
-    facts = RoundFacts(
-        round_index=given["index"],
-        cohort=product.contract.cohort,
-        model_digest=bytes.fromhex(given["model_digest"]),
-        task_digest=bytes.fromhex(given["task_digest"]),
-    )
+    facts = _facts(product, given)
     server = AggregatorRound(setup=record, facts=facts)
-    ring = product.contract.ring()
-    total, header = MaskedSum(NUM_VALUES, ring), np.zeros(len(SLOTS), np.uint64)
+    total, header = _empty_sum(product, given), np.zeros(len(SLOTS), np.uint64)
     vectors, headers, answers, declines = {}, {}, {}, {}
     for i, session in sessions.items():
         masks = session.begin_round(facts)
@@ -224,7 +286,7 @@ def _play_round(
             declines[i] = session.decline()
             server.on_decline(declines[i])
             continue
-        vector = _apply_(_words(given["vectors"][str(i)], ring.bits), masks, "vector")
+        vector = _apply_(_vector(product, given["vectors"][str(i)]), masks, "vector")
         head = _apply_(_words(given["headers"][str(i)], 64), masks, "header")
         vectors[i], headers[i] = vector.tobytes(), head.tobytes()
         digests = {
@@ -234,7 +296,7 @@ def _play_round(
         answers[i] = session.finish_masked(**digests)
         if i not in given["silent"]:
             server.on_masked(answers[i], **digests)
-            total.fold_(vector)
+            total.fold_(vector.view(np.uint8) if product.contract.levels else vector)
             header += head
     server.close_masked()
     trace = {
@@ -247,18 +309,28 @@ def _play_round(
         trace |= _reveal(server, sessions, product.names, given)
     corrections = server.corrections()
     total.apply_masks_([Mask(key=s.key, sign=s.sign) for s in corrections.vector])
-    half = 1 << (ring.bits - 1)
-    sums = [int(word) % (1 << ring.bits) for word in total._sum_d]
     header = _apply_(header, corrections, "header")
     opened = server.opened(
         sum_digest=total.digest(),
         header_digest=hashlib.sha256(header.astype("<u8")).digest(),
     )
     following = bytes.fromhex(given["next_model_digest"])
+    certificate = certify(opened, following, product.aggregator)
+    if product.contract.levels:
+        body = train.TrainBody(
+            setup_hash=record.setup_hash,
+            confirms=b"",
+            certificate=certificate,
+            update_clip=given["task"]["update_clip"],
+            plan=_plan(given),
+            divisor=given["task"]["divisor"],
+        )
+        trace["task_digest"] = facts.task_digest.hex()
+        trace["next_body"] = train.write_train(body).hex()
     return trace | {
-        "vector_sum": [s - 2 * half if s >= half else s for s in sums],
+        "vector_sum": _vector_sum(product, total),
         "header_sum": header.view(np.int64).tolist(),
-        "certificate": certify(opened, following, product.aggregator).hex(),
+        "certificate": certificate.hex(),
     }
 
 
@@ -291,12 +363,7 @@ def _reveal(
 def _pair_secrets(product: _Product, given: Json) -> Json:
     """ctx_r and every k_ij: of a second setup, since a session gives them to nobody."""
     record, secrets, _ = product.set_up()
-    facts = RoundFacts(
-        round_index=given["index"],
-        cohort=product.contract.cohort,
-        model_digest=bytes.fromhex(given["model_digest"]),
-        task_digest=bytes.fromhex(given["task_digest"]),
-    )
+    facts = _facts(product, given)
     context = keys.round_context(
         facts,
         contract_hash=product.contract.digest,

@@ -172,6 +172,7 @@ def contract(run: Run) -> bytes:
             u64(terms["hybrid"]),
             u64(terms["two_site_waiver"]),
             lp(b""),  # All sites are in one sum.
+            u64(terms["levels"]),
         ]
     )
 
@@ -268,6 +269,53 @@ def on_wire(words: list[int], bits: int) -> bytes:
     return b"".join(word.to_bytes(bits // 8, "little") for word in words)
 
 
+# --- Few levels ----------------------------------------------------------------
+
+BLOCK = 4096
+
+
+def digits_of_a_word(base: int) -> int:
+    """k: as many digits as stay below 2^64."""
+    return max(k for k in range(1, 65) if base**k <= 1 << 64)
+
+
+def places(num_values: int, base: int) -> list[list[list[int]]]:
+    """For each group and each of its words: the values of its digits, lowest first."""
+    k, padded = digits_of_a_word(base), -(-num_values // BLOCK) * BLOCK
+    groups = []
+    for begin in range(0, padded, k * BLOCK):
+        size = min(k * BLOCK, padded - begin)
+        width = -(-size // k)
+        words = [list(range(j, size, width)) for j in range(width)]
+        groups.append([[begin + value for value in word] for word in words])
+    return groups
+
+
+def packed(digits: Sequence[int], num_values: int, base: int) -> list[int]:
+    return [
+        sum(digits[value] * base**p for p, value in enumerate(word))
+        for group in places(num_values, base)
+        for word in group
+    ]
+
+
+def unpacked(words: Sequence[int], num_values: int, base: int) -> bytes:
+    """Digits of a sum, one byte each."""
+    groups = places(num_values, base)
+    found = {}
+    for word, values in zip(words, [w for g in groups for w in g], strict=True):
+        for p, value in enumerate(values):
+            found[value] = word // base**p % base
+    return bytes(found[value] for value in sorted(found))
+
+
+def task_digest(task: Json) -> bytes:
+    """task_r, with levels and steps."""
+    plan = b"xsa-v2/levels" + u64(task["levels"]) + bytes.fromhex(task["steps"])
+    asked = lp("xsa-v2/task", task["asked"])
+    return sha256(asked + real(task["update_clip"]) + sha256(plan))
+
+
 class Round:
     """One round, played by all parties."""
 
@@ -278,10 +326,17 @@ class Round:
         given: Json,
     ) -> None:
         self.run, self.given, self.index = run, given, given["index"]
-        self.widths = {"vector": run.terms["ring_bits"], "header": 64}
+        self.levels = run.terms["levels"]
+        self.base = len(run.sites) * (self.levels - 1) + 1
+        bits = 64 if self.levels else run.terms["ring_bits"]
+        self.widths = {"vector": bits, "header": 64}
         facts = (bytes.fromhex(given["model_digest"]), numbers(run.cohort))
         hashes = (run.contract_hash, run.setup_hash, u64(self.index))
-        about = (bytes.fromhex(given["task_digest"]), run.job_digest)
+        if self.levels:
+            self.task_digest = task_digest(given["task"])
+        else:
+            self.task_digest = bytes.fromhex(given["task_digest"])
+        about = (self.task_digest, run.job_digest)
         self.context = sha256(lp("xsa-v2", *hashes, *facts, *about))
         self.pair_secrets, self.channels = {}, {}
         for (i, j), (mask, channel) in roots.items():
@@ -300,8 +355,7 @@ class Round:
 
     def masked(self, i: int, part: str) -> list[int]:
         """y_i, or the masked header."""
-        bits, words = self.widths[part], self.given[f"{part}s"][str(i)]
-        words = [word % (1 << bits) for word in words]
+        bits, words = self.widths[part], self.words(i, part)
         secrets = [
             (1 if j > i else -1, self.pair_secrets[i, j]) for j in self.others(i)
         ]
@@ -311,6 +365,14 @@ class Round:
             more = stream(secret, part, self.context, len(words), bits)
             words = combined(words, sign_, more, bits)
         return words
+
+    def words(self, i: int, part: str) -> list[int]:
+        """Those that are masked."""
+        given = self.given[f"{part}s"][str(i)]
+        if self.levels and part == "vector":
+            digits = [int(digit) for digit in given]
+            return packed(digits, self.run.terms["num_values"], self.base)
+        return [word % (1 << self.widths[part]) for word in given]
 
     def bundles(self, i: int) -> dict[int, bytes]:
         """For each site, its shares of b_i and of every k_ij, one after another."""
@@ -398,18 +460,33 @@ class Round:
         opened: Json = {}
         if self.run.dropouts_allowed:
             opened = self.reveal(alive, heads, sealed)
-        sums = {f"{part}_sum": self.sum(part, alive) for part in self.widths}
+        sums: Json = {f"{part}_sum": self.sum(part, alive) for part in self.widths}
         certificate = self.certificate(alive, sums)
+        if self.levels:
+            words = [word % (1 << 64) for word in sums["vector_sum"]]
+            found = unpacked(words, self.run.terms["num_values"], self.base)
+            sums["vector_sum"] = found.hex()
+            sums |= {
+                "task_digest": self.task_digest.hex(),
+                "next_body": self.body(certificate).hex(),
+            }
         return trace | opened | sums | {"certificate": certificate.hex()}
+
+    def body(self, certificate: bytes) -> bytes:
+        """What goes with the model, or with a sum, to a site that has the confirms."""
+        task = self.given["task"]
+        head = lp("xsa-v2/train", self.run.setup_hash, b"", certificate)
+        plan = u64(task["levels"]) + lp(bytes.fromhex(task["steps"]))
+        return head + real(task["update_clip"]) + plan + real(task["divisor"])
 
     def decline(self, i: int) -> bytes:
         body = u64(i) + lp(self.context)
         return signed("decline", "decline", body, self.run.sites[i].identity)
 
     def certificate(self, alive: list[int], sums: Json) -> bytes:
-        """End of the round; words of the sum have 2 bytes at 16 bits, otherwise 4."""
+        """End of the round; a sum's words have 2 bytes at 16 bits, 8 at 64, else 4."""
         modulus = 1 << self.widths["vector"]
-        width = 16 if self.widths["vector"] == 16 else 32
+        width = {16: 16, 64: 64}.get(self.widths["vector"], 32)
         words = [value % modulus for value in sums["vector_sum"]]
         header = [value % (1 << 64) for value in sums["header_sum"]]
         digests = [sha256(on_wire(words, width)), sha256(on_wire(header, 64))]
@@ -467,7 +544,7 @@ class Round:
 
     def sum(self, part: str, alive: list[int]) -> list[int]:
         """The survivors' sum, out of masked words and restored secrets alone."""
-        bits, size = self.widths[part], len(self.given[f"{part}s"]["1"])
+        bits, size = self.widths[part], len(self.words(1, part))
         total = [0] * size
         for i in alive:
             total = combined(total, 1, self.masked(i, part), bits)

@@ -111,6 +111,7 @@ class ModelTrail:
         self._start = before_rounds(setup_hash)
         self._contexts: dict[int, bytes] = {}
         self._consents: dict[int, tuple[int, ...]] = {}
+        self._survivors: dict[int, tuple[int, ...]] = {}
         self._newest: Certificate | None = None
 
     def note_context(self, round_index: int, context: bytes) -> None:
@@ -150,6 +151,7 @@ class ModelTrail:
                 f"certificate of round {certificate.opened.round_index} names"
             )
         self._newest = certificate
+        self._survivors[certificate.opened.round_index] = certificate.opened.survivors
 
     def opened(self, data: bytes) -> OpenedRound:
         """Read what a certificate says of a round, after its signature.
@@ -165,13 +167,11 @@ class ModelTrail:
     def left_out(self, round_index: int) -> bool:
         """Whether this site's update of a round is known not to be in its sum.
 
-        Of a round whose sum was not opened, and of one before the newest, no one has
-        signed who is in it.
+        Of a round whose sum was not opened, no one has signed who is in it. Nor does
+        this site know it of a round whose certificate it was not sent.
         """
-        newest = self._newest
-        if newest is None or newest.opened.round_index != round_index:
-            return False
-        return self._number not in newest.opened.survivors
+        survivors = self._survivors.get(round_index)
+        return survivors is not None and self._number not in survivors
 
     def _check_order(self, certificate: Certificate, round_index: int) -> None:
         certified = certificate.opened.round_index

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from federation.ids import RunId, SiteId
+from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.contract import WEIGHT_RULES, Contract, members_of
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import PROFILES
@@ -53,6 +54,7 @@ class LocalPolicy:
         min_sites: Fewest updates in a sum, in a run of two as in any other.
         colluding: Other sites that may collude with the aggregator, n_C.
         ring_bits: Rings that are accepted.
+        levels: Numbers of levels that are accepted, where updates are rounded to few.
         max_clip_norm: Largest clip norm, in weight units.
         max_element_bound: Largest bound of an element, in weight units; None for
             whatever the clip norm allows.
@@ -86,6 +88,7 @@ class LocalPolicy:
     min_sites: int = 3
     colluding: int = 0
     ring_bits: frozenset[int] = frozenset(RING_BITS)
+    levels: frozenset[int] = frozenset(LEVELS)
     max_clip_norm: float
     max_element_bound: float | None = None
     weight_rules: frozenset[str] = frozenset(WEIGHT_RULES)
@@ -297,6 +300,8 @@ def _exposure_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """How much is summed, and how often."""
     if q.ring_bits not in policy.ring_bits:
         yield _Fault("ring_bits", f"this site does not accept {q.ring_bits}")
+    if q.levels and q.levels not in policy.levels:
+        yield _Fault("levels", f"this site does not accept {q.levels}")
     yield from _above("clip_norm", q.clip_norm, policy.max_clip_norm)
     if policy.max_element_bound is not None:
         yield from _above("element_bound", q.ring().bound, policy.max_element_bound)

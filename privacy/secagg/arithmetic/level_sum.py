@@ -4,6 +4,7 @@ Shape suffixes: w words, b blocks of 4,096 values.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,8 @@ from federation.compression.rotation import Rotation
 from federation.vectors import Vector
 from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits, Lanes
-from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
+from privacy.secagg.arithmetic.levels import LevelPlan, largest_sum_norm, open_levels
+from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
 
 
 class LevelSum:
@@ -26,13 +28,21 @@ class LevelSum:
         plan: The round's.
         num_sites: N.
         rotation: The run's.
+        clip_norm: C, the largest norm of an update, in weight units.
     """
 
     def __init__(
-        self, size: int, plan: LevelPlan, *, num_sites: int, rotation: Rotation
+        self,
+        size: int,
+        plan: LevelPlan,
+        *,
+        num_sites: int,
+        rotation: Rotation,
+        clip_norm: float,
     ) -> None:
         """Begin with zero."""
         self._size, self._plan, self._rotation = size, plan, rotation
+        self._clip_norm = clip_norm
         self._digits = Digits(levels=plan.levels, num_sites=num_sites)
         self._sum_w: Lanes = np.zeros(self._digits.num_words(size), np.uint64)
         self._num_folded = 0
@@ -79,8 +89,12 @@ class LevelSum:
         """SHA-256 of the words, little-endian."""
         return sum_digest(self._sum_w)
 
-    def decode(self, *, divisor: float, weight: float) -> Vector:  # noqa: ARG002 -- as ``MaskedSum``
-        """Read the unmasked sum; see ``levels.open_levels``."""
+    def decode(self, *, divisor: float, weight: float) -> Vector:
+        """Read the unmasked sum; see ``levels.open_levels``.
+
+        Raises:
+            SumOutOfRange: Honest sites of these weights do not make such a sum.
+        """
         opened = open_levels(
             self._sum_w,
             plan=self._plan,
@@ -90,6 +104,18 @@ class LevelSum:
             num_updates=self._num_folded,
             divisor=divisor,
         )
+        norm = math.sqrt(float(opened.energies_b.sum()))
+        most = largest_sum_norm(
+            self._plan,
+            num_updates=self._num_folded,
+            weight=weight,
+            clip_norm=self._clip_norm,
+        )
+        if not norm <= most:
+            raise SumOutOfRange(
+                f"the sum of {self._num_folded} updates has a norm of {norm:.4g}, but "
+                f"honest sites reach at most {most:.4g}: {A_LIE}"
+            )
         self._energies_b = opened.energies_b
         return opened.mean_d
 

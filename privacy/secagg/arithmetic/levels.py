@@ -20,6 +20,10 @@ table II). Steps follow from sums that were opened before, so they reveal nothin
 The first round has no such sum: it uses as many levels as 16 bits a value have room
 for, and a step that follows from the contract's clip norm.
 
+A site keeps at most ``KEPT`` clip norms C of residual: what it rounds then has a norm
+of at most ``(1 + KEPT) C``, so steps, squares and sums have bounds that honest sites
+never exceed, however long others lie. What is beyond is given up.
+
 Shape suffixes: d values of the update, b blocks of 4,096, w words, v values of a group.
 """
 
@@ -33,11 +37,12 @@ from numpy.typing import NDArray
 
 from federation.compression.rotation import (
     BLOCK_VALUES,
+    SIDE,
     Rotation,
     num_blocks,
     padded,
 )
-from federation.vectors import Vector
+from federation.vectors import Vector, chunks
 from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import Digits, Lanes, finest_levels
 from privacy.secagg.arithmetic.measure import NORM_ERROR, Measurement, measure
@@ -47,9 +52,12 @@ from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
 CLIP = {3: 1.20, 4: 1.50, 8: 2.05, 16: 2.50, 256: 3.90}
 ERROR = {3: 0.190, 4: 0.119, 8: 0.037, 16: 0.011, 256: 9e-5}
 FIRST_BITS = 16
+KEPT = 3.0  # Largest norm of a residual, in clip norms.
+REACH = 1 + KEPT  # The same of what is rounded.
 # Of the first round: how far its levels reach, in standard deviations of an update
 # whose norm is the clip norm and that is spread evenly. What is beyond stays behind.
 _FIRST_REACH = 16.0
+_SLACK = 1e-2  # Of norms that are added up in float32.
 _LEAST_SHARE = 2.0**-6  # of the mean variance, that of a block whose sum is smaller
 _LEAST_STEP = float(np.finfo(np.float32).tiny)
 _EXACT = 1 << 24
@@ -114,6 +122,40 @@ def next_plan(
     return LevelPlan(levels=levels, steps_b=np.maximum(steps_b, _LEAST_STEP))
 
 
+def largest_step(levels: int, *, clip_norm: float) -> float:
+    """Largest step that follows from sums of honest sites.
+
+    All of what was rounded is then in one block. Larger steps would send nothing and
+    fill the residuals with what no site has computed.
+    """
+    reach = REACH * CLIP[levels] if levels in CLIP else _FIRST_REACH
+    return 2 * reach * clip_norm / SIDE / (levels - 1) * (1 + _SLACK)
+
+
+def most_energy(num_updates: int) -> float:
+    """Most that the squares of so many sites come to, in squares of the clip norm."""
+    return num_updates * (REACH * (1 + _SLACK)) ** 2
+
+
+def largest_sum_norm(
+    plan: LevelPlan, *, num_updates: int, weight: float, clip_norm: float
+) -> float:
+    """Largest norm of a sum of honest sites.
+
+    A value q differs from u by half a step at most, or is smaller, so that the norm of
+    a site's q is at most that of its u and half of all steps.
+
+    Args:
+        plan: Of the round.
+        num_updates: n.
+        weight: Sum of the weights.
+        clip_norm: C.
+    """
+    half_steps = SIDE / 2 * float(np.linalg.norm(plan.steps_b.astype(np.float64)))
+    sent = weight * clip_norm + num_updates * (KEPT * clip_norm + half_steps)
+    return (1 + _SLACK) * sent
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedLevels:
     """An update as masked words.
@@ -164,7 +206,8 @@ class LevelSite:
         Args:
             update_d: The update, shape ``(d,)``, float32, in weight units; unchanged.
             weight: In (0, 1].
-            residual_d: Rotated, of padded length; holds the new residual afterwards.
+            residual_d: Rotated, of padded length; holds the new residual afterwards. Of
+                a norm beyond ``KEPT`` clip norms, the excess is given up.
             masks: Streams of 64-bit words; empty to pack only.
             measured: Of this very update, if it is known already.
 
@@ -175,6 +218,7 @@ class LevelSite:
         largest = measured.norm * (1 + NORM_ERROR)
         clip = 1.0 if largest <= self.clip_norm else self.clip_norm / largest
         words_w = np.empty(self.digits.num_words(update_d.size), np.uint64)
+        _limit_(residual_d, KEPT * self.clip_norm)
         worker = _Rounder(self, factor=weight * clip)
         with np.errstate(over="ignore", under="ignore"):
             for group in self.digits.groups(update_d.size):
@@ -232,6 +276,18 @@ class _Rounder:
         np.multiply(values, steps, out=values)
         residual_v -= found_v
         return digits_v
+
+
+def _limit_(residual_d: Vector, most: float) -> None:
+    """Scale a residual down to a norm."""
+    with np.errstate(over="ignore", under="ignore"):
+        squares = (
+            float(np.einsum("c,c", residual_d[piece], residual_d[piece]))
+            for piece in chunks(residual_d.size)
+        )
+        norm = math.sqrt(sum(squares))
+        if norm > most:
+            residual_d *= np.float32(most / norm)
 
 
 def return_(

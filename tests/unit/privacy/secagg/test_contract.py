@@ -62,7 +62,7 @@ def test_encoding_round_trip():
 
 def test_hash_is_frozen():
     """h_Q of a known contract: a change breaks every run under way."""
-    expected = "81952ae24e21161c551912c8a091177ffcf7ce9d52ee0ddf0c2844579aca8398"
+    expected = "bc3801ebec1d0835a594ab284d22385100c1eefbd0d04df2f7238c928acbc3dc"
     assert expected == CONTRACT.digest.hex()
 
 
@@ -92,6 +92,7 @@ def test_hash_depends_on_every_field():
         "hybrid": False,
         "two_site_waiver": True,
         "partition": bytes(32),
+        "levels": 4,
     }
     together: dict[str, dict[str, Any]] = {
         "weight_rule": {"max_examples": 1},
@@ -159,6 +160,10 @@ def altered_member(**changes: Any) -> contracts.Member:
         ("max_rounds", {"max_rounds": contracts.MAX_ROUNDS + 1}),
         ("num_values", {"num_values": 0}),
         ("ring_bits", {"ring_bits": 31}),
+        ("levels", {"levels": 2}),
+        ("levels", {"levels": 5}),
+        ("levels", {"levels": 257}),
+        ("levels", {"levels": 4, "partition": bytes(32)}),
         ("clip_norm", {"clip_norm": 0.0}),
         ("clip_norm", {"clip_norm": float("nan")}),
         ("scale", {"scale": float("inf")}),
@@ -193,6 +198,20 @@ def test_contradictions_are_refused(key: str, changes: dict[str, Any]):
     with pytest.raises(ContractRefused, match=rf"contract\.{key}: ") as caught:
         dataclasses.replace(CONTRACT, **changes)
     assert key == caught.value.key
+
+
+def test_few_levels_have_neither_noise_inside_the_sum_nor_a_bound_of_elements():
+    """There is no room for the one, and the other is not needed."""
+    joint = dataclasses.replace(
+        RECORD, profile="joint", steps_per_round=1, ring_noise_std=4.0
+    )
+    PARTIES.contract(levels=4, differential_privacy=RECORD)
+    with pytest.raises(
+        ContractRefused, match=r"contract\.levels: .* no room for noise"
+    ):
+        PARTIES.contract(levels=4, differential_privacy=joint)
+    with pytest.raises(ContractRefused, match=r"contract\.element_bound: levels have"):
+        PARTIES.contract(levels=4, element_bound=0.5)
 
 
 def test_two_sites_need_a_waiver():

@@ -41,6 +41,8 @@ def test_good_contract_passes():
         ("min_sites", {}, {"min_sites": 4}),
         ("hybrid", {"hybrid": False}, {}),
         ("ring_bits", {"ring_bits": 16}, {"ring_bits": {32}}),
+        ("levels", {"levels": 3}, {"levels": {4, 8}}),
+        ("levels", {"levels": 3}, {"levels": set()}),
         ("clip_norm", {"clip_norm": 1.01}, {}),
         ("element_bound", {"element_bound": 0.2}, {"max_element_bound": 0.1}),
         ("element_bound", {}, {"max_element_bound": 0.1}),
