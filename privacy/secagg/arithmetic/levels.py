@@ -50,7 +50,7 @@ from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
 
 # Outermost level in standard deviations, where the error is least; and the error.
 CLIP = {3: 1.20, 4: 1.50, 8: 2.05, 16: 2.50, 256: 3.90}
-ERROR = {3: 0.190, 4: 0.119, 8: 0.037, 16: 0.011, 256: 9e-5}
+ERROR = {3: 0.1904, 4: 0.1189, 8: 0.03744, 16: 0.01155, 256: 8.77e-5}
 FIRST_BITS = 16
 KEPT = 3.0  # Largest norm of a residual, in clip norms.
 REACH = 1 + KEPT  # The same of what is rounded.

@@ -344,3 +344,45 @@ def test_metric_of_a_job_stays_within_its_bounds(total: float, is_lie: bool):  #
         refused(totals, "30 predictions in evaluation have error of", terms)
     else:
         check_totals(totals, terms)
+
+
+LEVELS: Mapping[str, float] = {**HONEST, "clipped": 0, "energy": 1.5}
+
+
+def few_levels(**changes: Any) -> SumTerms:
+    """Four sites whose updates are in four levels."""
+    names = train.slots_of(("correct",), levels=True)
+    contract = Parties(4).contract(levels=4, header_slots=names, threshold=4)
+    return asked(contract=contract, **changes)
+
+
+def test_honest_sums_of_few_levels_pass():
+    """Each site clips what values it has, and rounds four clip norms at most."""
+    check_totals(LEVELS, few_levels())
+    check_totals({**LEVELS, "clipped": 4 * 4096, "energy": 4 * 4.0**2}, few_levels())
+    none = {**dict.fromkeys(LEVELS, 0.0), "evaluation_count": 4}
+    check_totals(none, few_levels(training=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"clipped": 4 * 4096 + 1}, "16385 values were clipped, of 16384"),
+        ({"energy": -1e-9}, "squares of 4 updates sum to -1e-09"),
+        ({"energy": 4 * 4.1**2}, "squares of 4 updates sum to 67.24 of the clip norm"),
+    ],
+)
+def test_sums_of_few_levels_of_no_honest_sites(changes: Mapping[str, float], said: str):
+    """Steps of the next round follow from them."""
+    refused({**LEVELS, **changes}, said, few_levels())
+
+
+@pytest.mark.parametrize("name", ["clipped", "energy"])
+def test_evaluations_round_nothing(name: str):
+    """There is no update."""
+    none = {**dict.fromkeys(LEVELS, 0.0), "evaluation_count": 4, name: 1.0}
+    refused(
+        none,
+        "clipped" if name == "clipped" else "squares of",
+        few_levels(training=False),
+    )
