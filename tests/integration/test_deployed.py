@@ -180,6 +180,48 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         assert found[name].tobytes() == values.tobytes(), name
 
 
+LEVELS = (
+    "privacy.secure_aggregation.levels=4",
+    'communication.down_content="sum"',
+)
+
+
+def test_few_levels_give_the_model_and_the_bytes_of_a_simulation(
+    federation: Deployment,
+):
+    """Secure sums without random rounding, which sites follow: bit for bit."""
+    job, settings = JOBS / "quickstart.toml", ("rounds=3", "name=few", *LEVELS)
+    result = finish(federation.run(job, *settings))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 3)
+    run = max((federation.folder / "aggregator" / "runs" / "few").iterdir())
+    expected = simulate(job_file.load(job, list(settings)), folder=None)
+    for told, row in zip(result["rounds"], expected.view.rounds, strict=True):  # type: ignore[call-overload]
+        assert told["bytes_up"] == row.bytes_up
+        assert told["bytes_down"] == row.bytes_down
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def test_site_that_is_killed_goes_on_with_few_levels(federation: Deployment):
+    """It has lost its keys and the model, and finds its residual on its disk."""
+    earlier = federation.num_runs()
+    settings = ("rounds=12", "name=few-killed", *LEVELS)
+    process = federation.run(JOBS / "quickstart.toml", *settings)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 2, "rounds continue")
+    federation.kill_any(SITES[1])
+    assert federation.rounds() < 12
+    federation.start_site(SITES[1])
+    result = finish(process)
+    assert result["status"] == "completed"
+    completed = result["rounds_completed"]
+    assert isinstance(completed, int)
+    assert 9 <= completed < 12
+    log = (federation.folder / f"{SITES[1]}.log").read_text()
+    assert "has no state of a round" not in log
+
+
 CONSTANT = 'training.learning_rate.name="constant"'
 
 

@@ -67,10 +67,18 @@ def counted(job: JobSpec, folder: Path) -> list[tuple[int, int]]:
         job_of(P2, evaluation={"every": 0}),
         job_of(P2, evaluation={"every": 2}),
         job_of(P2, communication={"down_codec": {"name": "bf16"}}),
+        job_of({**P1, "levels": 4}),
+        job_of({**P2, "levels": 256}, communication={"down_content": "sum"}),
+        job_of(
+            {**P1, "levels": 3},
+            communication={"down_content": "sum"},
+            aggregation={"server_optimizer": {"name": "adam"}},
+            evaluation={"every": 2},
+        ),
     ],
     ids=[
         *("p1", "p1 without hybrid", "p2", "p2, no evaluation", "p2, every other"),
-        "p2, bf16 down",
+        *("p2, bf16 down", "p1, 4 levels", "p2, sums of 256", "p1, sums of 3, adam"),
     ],
 )
 def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> None:

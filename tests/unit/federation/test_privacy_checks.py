@@ -383,3 +383,90 @@ def test_two_sites_still_need_a_waiver():
         _job("joint", sites=2)
     assert caught.value.key == f"{SECURE}.two_sites_waiver"
     assert _job("joint", _secure(two_sites_waiver=True), sites=2).minimum_sites == 2
+
+
+DOWN = "communication.down_content"
+SUMS = {"communication": {"down_content": "sum"}}
+
+
+def _level_job(*changes: Mapping[str, Any], sites: int = 4) -> JobSpec:
+    """A job of four levels whose sites are sent the sum, but for the changes."""
+    secure = {"secure_aggregation": {"enabled": True, "levels": 4}}
+    document: dict[str, Any] = {"privacy": secure, **SUMS}
+    for change in changes:
+        document = toy.merged(document, change)
+    return job_file.parse(_pruned(toy.document(document, sites=NINE[:sites])))
+
+
+@pytest.mark.parametrize("levels", [3, 4, 8, 16, 256])
+def test_few_levels_are_accepted(levels: int):
+    """With the model or the sum on the way down, and with record-level privacy."""
+    job = _level_job(_secure(levels=levels))
+    assert job.communication.links.sums
+    assert not _level_job({"communication": None}).communication.links.sums
+    private = _private(unit="record", target_epsilon=8.0)
+    _level_job(private, {"aggregation": {"weights": "uniform"}})
+
+
+UNIFORM = {"aggregation": {"weights": "uniform"}, "evaluation": {"every": 0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "text"),
+    [
+        (_secure(levels=5), f"{SECURE}.levels", "choose one of 3, 4, 8, 16, 256"),
+        (_secure(levels=2), f"{SECURE}.levels", "must be at least 3"),
+        (_secure(levels=257), f"{SECURE}.levels", "must be at most 256"),
+        (
+            _secure(enabled=False) | {"communication": None},
+            f"{SECURE}.levels",
+            "levels are of masked sums",
+        ),
+        (
+            _secure(enabled=False, levels=None),
+            DOWN,
+            "only secure aggregation opens a sum",
+        ),
+        (_secure(levels=None), DOWN, "only sums in few levels are smaller"),
+        (
+            {"communication": {"down_content": "change"}},
+            DOWN,
+            "sites sign the digest of the whole model",
+        ),
+        (
+            {"communication": {"down_codec": {"name": "bf16"}}},
+            "communication.down_codec.name",
+            "need it whole at first: use identity",
+        ),
+        (_secure(element_bound=0.1), f"{SECURE}.element_bound", "bound of their own"),
+        (
+            _private(unit="joint", target_epsilon=8.0) | UNIFORM,
+            f"{SECURE}.levels",
+            "would change its sensitivity",
+        ),
+        (
+            _private(unit="site", target_epsilon=8.0) | UNIFORM,
+            f"{SECURE}.levels",
+            "few levels have no room for noise",
+        ),
+        (
+            _secure(groups=3) | {"aggregation": {"combine": "median"}},
+            f"{SECURE}.levels",
+            "groups have sums of their own",
+        ),
+    ],
+)
+def test_few_levels_that_cannot_work_name_their_key(
+    change: dict[str, Any], key: str, text: str
+):
+    """And say why."""
+    with pytest.raises(JobError, match=text) as caught:
+        _level_job(change, sites=9)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_few_levels_may_come_down_in_16_bits(name: str):
+    """Where sites are sent the model."""
+    change = {"communication": {"down_content": "model", "down_codec": {"name": name}}}
+    assert _level_job(change).communication.links.down.name == name
