@@ -345,7 +345,8 @@ def check_divisor(contract: Contract, num_updates: int, divisor: float) -> None:
         least = num_updates
     if not (divisor > 0 and least <= divisor <= num_updates + error):
         raise ProtocolError(
-            f"was told that the weights of {num_updates} updates sum to {divisor}"
+            f"was sent a task in which the weights of {num_updates} updates sum to "
+            f"{divisor}"
         )
 
 

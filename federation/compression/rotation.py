@@ -89,10 +89,16 @@ class Rotation:
         square = blocks_b.reshape(-1, SIDE, SIDE).astype(kind, copy=False)
         whole = np.empty(blocks_b.size, kind)
         self._product(square, out=whole)
-        wide = whole.reshape(-1, SIDE, SIDE).astype(np.float64)
-        wide *= (steps_b / SIDE)[:, None, None]
-        wide *= self._signs
-        return wide.reshape(-1).astype(np.float32)
+        # A sign changes no bit but one: each value is multiplied once, in float64.
+        factors = self._signs.astype(np.float64) * (steps_b / SIDE)[:, None, None]
+        found = np.empty(blocks_b.size, np.float32)
+        np.multiply(
+            whole.reshape(factors.shape),
+            factors,
+            out=found.reshape(factors.shape),
+            casting="same_kind",
+        )
+        return found
 
     def _product(self, square: NDArray[Any], *, out: NDArray[Any]) -> None:
         """``(X H)^T H`` of each block."""

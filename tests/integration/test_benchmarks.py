@@ -40,6 +40,7 @@ SHORT = {
     "deployed": "--only tiny --tiny-rounds 2 --flower-rounds 0",
     "dp_sgd": "--repetitions 1 --kinds cnn",
     "elasticity": "--rounds 10 --seeds 1",
+    "few_levels": "--smoke",
     "group_sums": "--smoke --attacks flip",
     "noise": "--values 10000 --repetitions 1",
     "overhead": "--job JOB --rounds 1",

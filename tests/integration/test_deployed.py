@@ -186,10 +186,12 @@ LEVELS = (
 )
 
 
-def test_few_levels_give_the_model_and_the_bytes_of_a_simulation(
-    federation: Deployment,
-):
-    """Secure sums without random rounding, which sites follow: bit for bit."""
+def test_few_levels_take_the_bytes_of_a_simulation(federation: Deployment):
+    """Both ways, so sites take the server's steps themselves after the first round.
+
+    A deployed site draws its batches by a secret of its own: bits are not those of a
+    simulation. That all have the same model, the certificates say.
+    """
     job, settings = JOBS / "quickstart.toml", ("rounds=3", "name=few", *LEVELS)
     result = finish(federation.run(job, *settings))
     assert (result["status"], result["rounds_completed"]) == ("completed", 3)
@@ -198,9 +200,12 @@ def test_few_levels_give_the_model_and_the_bytes_of_a_simulation(
     for told, row in zip(result["rounds"], expected.view.rounds, strict=True):  # type: ignore[call-overload]
         assert told["bytes_up"] == row.bytes_up
         assert told["bytes_down"] == row.bytes_down
+    first, _, last = (row["bytes_down"] for row in result["rounds"])  # type: ignore[attr-defined]
+    assert last < first / 4
     found = load_file(run / "model.safetensors")
     for name, values in expected.weights.items():
-        assert found[name].tobytes() == values.tobytes(), name
+        assert found[name].shape == values.shape
+        assert abs(found[name] - values).max() < 0.5
 
 
 def test_site_that_is_killed_goes_on_with_few_levels(federation: Deployment):

@@ -36,7 +36,7 @@ _EXACT = 1 << 24  # Whole numbers up to here are exact in float32.
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WordGroup:
     """Where a group is: values ``[begin, end)``, words ``[first, last)``."""
 
     begin: int
@@ -101,14 +101,14 @@ class Digits:
         groups, rest = divmod(padded(size), self.per_word * BLOCK_VALUES)
         return groups * _WORDS_OF_A_GROUP + math.ceil(rest / self.per_word)
 
-    def groups(self, size: int) -> Iterator[Group]:
+    def groups(self, size: int) -> Iterator[WordGroup]:
         """Places of all groups of a vector of ``size`` values."""
         step, total = self.per_word * BLOCK_VALUES, padded(size)
         first = 0
         for begin in range(0, total, step):
             end = min(begin + step, total)
             last = first + math.ceil((end - begin) / self.per_word)
-            yield Group(begin, end, first, last)
+            yield WordGroup(begin, end, first, last)
             first = last
 
     def pack(self, digits_v: Vector, out_w: Lanes) -> None:

@@ -364,8 +364,10 @@ def open_levels(
         numbers_v *= 2
         numbers_v -= most
         blocks = slice(group.begin // BLOCK_VALUES, group.end // BLOCK_VALUES)
-        wide = numbers_v.reshape(-1, BLOCK_VALUES).astype(np.float64)
-        energies_b[blocks] = np.einsum("bv,bv->b", wide, wide) * half_b[blocks] ** 2
+        whole = numbers_v.reshape(-1, BLOCK_VALUES)
+        if BLOCK_VALUES * most**2 >= _EXACT:
+            whole = whole.astype(np.float64)
+        energies_b[blocks] = np.einsum("bv,bv->b", whole, whole) * half_b[blocks] ** 2
         values_v = rotation.backward(
             numbers_v, half_b[blocks] / divisor, exact=is_exact
         )
