@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
+import numpy as np
+
 from federation.errors import ProtocolError
 from privacy.secagg.agreement.certificate import Certificate
 from privacy.secagg.agreement.contract import SUITE, Contract
@@ -80,6 +82,8 @@ def _read(body: bytes) -> object:
 
 
 def _walk(name: str, value: object, *, depth: int) -> Iterator[tuple[str, Value]]:
+    if isinstance(value, np.ndarray):  # Steps of few levels: shown as they travel.
+        value = value.astype("<f4").tobytes()
     parts = list(_parts(name, value))
     for inner, part in parts:
         yield from _walk(inner, part, depth=depth)

@@ -40,6 +40,7 @@ _COLUMNS = frozenset(
 
 _PROTOCOL = "protocol bytes: public keys, signatures, sealed shares"
 _UPDATE = "this site's own model, UNMASKED"
+_SUM = "the last opened sum, from which the site computes the model"
 
 # What a section holds, and whether it can be read.
 _SECTIONS: Mapping[tuple[type[WireMessage], str], tuple[str, bool]] = {
@@ -223,6 +224,8 @@ def _sections(message: WireMessage) -> list[dict[str, Any]]:
         holds, in_clear = _SECTIONS[type(message), field.name]
         array = value if isinstance(value, np.ndarray) else np.frombuffer(value, "u1")
         body: dict[str, Any] = {"message": None, "fields": {}}
+        if isinstance(message, RoundTask) and array.dtype == np.uint64:
+            holds = _SUM
         if isinstance(value, bytes):
             holds = holds if value else "empty"
             body = _body(value)

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from support.lying_sites import Lies
 from support.secure_runs import MASK, Answer, Run, Spoilt, run, secure_job, step_of
 
 from clients.privacy.residual import Residual, stored
 from cloud_adapters.storage.memory import MemoryStore
+from deploy.tools import transcript_reader
+from deploy.wiring.simulation import simulate
 from federation import events
 from federation.compression.change import digest
 from federation.compression.rotation import padded
@@ -372,7 +374,12 @@ drops = st.dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=12,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],  # A run takes seconds: nothing is shrunk.
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(drops=drops)
 def test_whoever_drops_out_nothing_is_counted_twice(
     drops: Mapping[int, tuple[str, str]],
@@ -796,3 +803,19 @@ def test_epsilon_of_records_is_that_without_levels():
     few, many = played(), played(levels=None)
     assert few == many
     assert all(value is not None and value > 0 for value in few)
+
+
+def test_transcript_shows_levels_and_sums(tmp_path: Path):
+    """What travels down in place of a model, and with which steps it was made."""
+    simulate(level_job(**SUMS), transcript=tmp_path / "seen")
+    tasks = [
+        {part["name"]: part for part in row["sections"]}
+        for row in transcript_reader.read(tmp_path / "seen")
+        if row["kind"] == "task" and row["round"] == 3
+    ]
+    assert len(tasks) == 4
+    for task in tasks:
+        assert task["weights_d"]["holds"].startswith("the last opened sum")
+        assert task["secure"]["fields"]["plan.levels"] == 4
+        assert len(task["secure"]["fields"]["plan.steps_b"]) == 2 * 4
+        assert task["secure"]["fields"]["divisor"] > 0

@@ -1,11 +1,13 @@
 """What the reader of a transcript shows of the protocol's messages."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from deploy.tools.transcript_bodies import decode, kind_of
 from federation.errors import ProtocolError
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.protocol.train import TrainBody, read_train, write_train
 
 BODY = TrainBody(
@@ -22,23 +24,45 @@ def test_every_field_of_a_task_is_shown():
         "confirms": "",
         "certificate": b"c".hex(),
         "update_clip": 0.125,
+        "plan": "none",
+        "divisor": 0.0,
     }
     assert {field.name for field in fields(TrainBody)} == set(decode(data))
     assert read_train(data) == BODY
 
 
+def with_clip(data: bytes, head: bytes) -> bytes:
+    """Another clip norm: levels, steps and divisor follow it."""
+    return data[:-32] + head + bytes(6) + data[-24:]
+
+
+def test_levels_and_steps_of_a_task_are_shown():
+    """The steps as the bytes that travel."""
+    steps_b = np.array([0.5, 2.0], np.float32)
+    plan = LevelPlan(levels=4, steps_b=steps_b)
+    found = decode(write_train(replace(BODY, plan=plan, divisor=2.5)))
+    assert found["plan.levels"] == 4
+    assert found["plan.steps_b"] == "0000003f00000040"
+    assert found["divisor"] == 2.5
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda data: data[:-8], "update_clip"),
-        (lambda data: data[:-8] + b"\x7f\xf0" + bytes(6), "update_clip"),
-        (lambda data: data[:-8] + b"\x7f\xf8" + bytes(6), "update_clip"),
-        (lambda data: data[:-8] + b"\xbf\xf0" + bytes(6), "clip norm of -1.0"),
-        (lambda data: data[:-8] + bytes(8), "clip norm of 0.0 is not positive"),
+        (lambda data: data[:-32], "update_clip"),
+        (lambda data: with_clip(data, b"\x7f\xf0"), "update_clip"),
+        (lambda data: with_clip(data, b"\x7f\xf8"), "update_clip"),
+        (lambda data: with_clip(data, b"\xbf\xf0"), "clip norm of -1.0"),
+        (lambda data: with_clip(data, bytes(2)), "clip norm of 0.0 is not positive"),
+        (lambda data: data[:-8], "divisor"),
+        (lambda data: data[:-8] + b"\xbf\xf0" + bytes(6), "divisor of -1.0"),
+        (lambda data: data[:-8] + b"\x7f\xf8" + bytes(6), "divisor"),
+        (lambda data: data[:-17] + b"\x04" + data[-16:], "0 bytes are no steps of 4"),
+        (lambda data: data[:-9] + b"\x04" + bytes(4) + data[-8:], "no steps of 0"),
         (lambda data: data + b"\x00", "follow its end"),
     ],
 )
-def test_task_without_a_sound_clip_norm_is_no_message(change, text: str):  # noqa: ANN001
+def test_task_without_sound_numbers_is_no_message(change, text: str):  # noqa: ANN001
     """Missing, infinite, no number, negative, zero, and one byte too many."""
     with pytest.raises(ProtocolError, match=text):
         decode(change(write_train(BODY)))
