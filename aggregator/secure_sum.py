@@ -26,6 +26,7 @@ from aggregator.secure_exchange import (
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
+from federation.compression.fragments import Fragment, fragment_of
 from federation.compression.rotation import padded
 from federation.errors import QuorumNotMet
 from federation.ids import RunId, SiteId
@@ -91,7 +92,7 @@ class SecureGather:
             run_setup_of=lambda _: self._run_setup,
         )
         self._opened: OpenedRound | None = None  # The newest round with a sum.
-        self._next_plan: LevelPlan | None = None
+        self._next_plans: dict[Fragment, LevelPlan] = {}
         self._divisor = 0.0  # Of that sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -144,7 +145,7 @@ class SecureGather:
         setup = self._set_up(record, record.members.away())
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         trains, clip = kind is TaskKind.TRAIN, self._clip(state)
-        plan = self._plan() if trains and self.contract.levels else None
+        plan = self._plan(record) if trains and self.contract.levels else None
         tasks = self._tasks(state, record, kind, setup=setup, model=model, plan=plan)
         facts = RoundFacts(
             round_index=record.round_index,
@@ -152,7 +153,7 @@ class SecureGather:
             model_digest=model,
             task_digest=train.task_digest(tasks[0], clip, plan),
         )
-        size = self.layout.size if trains else None
+        size = self._fragment(record).size(self.layout.size) if trains else None
         current = MaskedRound(setup, facts, size=size, plan=plan)
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
@@ -250,27 +251,35 @@ class SecureGather:
             ),
         )
 
-    def _plan(self) -> LevelPlan:
-        """Levels and steps of the next round."""
-        contract = self.contract
-        return self._next_plan or first_plan(
-            self.layout.size, num_sites=contract.num_sites, clip_norm=contract.clip_norm
+    def _fragment(self, record: RoundRecord) -> Fragment:
+        """The part of the model that a round exchanges."""
+        return fragment_of(record.round_index, self.contract.fragments)
+
+    def _plan(self, record: RoundRecord) -> LevelPlan:
+        """Levels and steps of a round."""
+        contract, fragment = self.contract, self._fragment(record)
+        return self._next_plans.get(fragment) or first_plan(
+            fragment.size(self.layout.size),
+            num_sites=contract.num_sites,
+            clip_norm=contract.clip_norm,
         )
 
     def _follow_levels(self, one: OpenedSum, record: RoundRecord) -> None:
         """Plan the next round's levels by a sum that was opened."""
         if one.levels is None:
             return
-        record.sums.opened_w = one.levels.words_w
+        fragment = self._fragment(record)
+        record.sums.opened_w, record.sums.fragment = one.levels.words_w, fragment
         self._divisor = one.totals[train.WEIGHT]
         squares = one.totals[train.ENERGY] * self.contract.clip_norm**2
-        values = len(one.opened.survivors) * padded(self.layout.size)
+        size = padded(fragment.size(self.layout.size))
         found = next_plan(
             self.contract.levels,
             energies_b=one.levels.energies_b,
-            variance=squares / values,
+            variance=squares / (len(one.opened.survivors) * size),
         )
-        self._next_plan = found or self._next_plan
+        if found is not None:
+            self._next_plans[fragment] = found
 
     def _clip(self, state: RunState) -> float:
         """The clip norm of updates in the next round."""

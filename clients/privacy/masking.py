@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clients.privacy.residual import Residual
-from federation.compression.rotation import num_blocks
+from federation.compression.fragments import fragment_of
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights
@@ -185,13 +185,19 @@ class Masking:
             rotation=rotation_of(contract.run_id),
             clip_norm=contract.clip_norm,
         )
+        fragment = fragment_of(round_.round_index, contract.fragments)
+        is_whole = contract.fragments == 1
+        residual_f = fragment.take(round_.residual_d)
         sealed = site.seal_(
-            update_d,
+            fragment.take(update_d),
             weight=weight,
-            residual_d=round_.residual_d,
+            residual_d=residual_f,
             masks=train.masks(self.masks.vector),
-            measured=measured,
+            measured=measured if is_whole else None,
         )
+        fragment.put_(residual_f, round_.residual_d)
+        for span in () if is_whole else fragment.spans(update_d.size):
+            update_d[span] = 0  # What is left is the site's own until its turn.
         found = SealedUpdate(
             words=sealed.masked_w.view(np.uint8),
             weight=weight,
@@ -204,6 +210,7 @@ class Masking:
             words_w=sealed.words_w,
             plan=plan,
             round_index=round_.round_index,
+            drift_d=None if is_whole else update_d,
         )
 
     def header(
@@ -299,7 +306,9 @@ def check_clip(contract: Contract, update_clip: float) -> None:
         )
 
 
-def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> None:
+def check_plan(
+    contract: Contract, plan: LevelPlan | None, *, round_index: int, trains: bool
+) -> None:
     """Check that a round's levels are those of the contract.
 
     Steps are free up to what honest sums give: they say how finely each site rounds,
@@ -318,11 +327,10 @@ def check_plan(contract: Contract, plan: LevelPlan | None, *, trains: bool) -> N
             f"was asked to round to {plan.levels} levels, and the contract says "
             f"{contract.levels or 'none'}"
         )
-    if plan.steps_b.size != num_blocks(contract.num_values):
-        raise ProtocolError(
-            f"was sent {plan.steps_b.size} steps for {num_blocks(contract.num_values)} "
-            "blocks"
-        )
+    fragment = fragment_of(round_index, contract.fragments)
+    blocks = fragment.num_blocks(contract.num_values)
+    if plan.steps_b.size != blocks:
+        raise ProtocolError(f"was sent {plan.steps_b.size} steps for {blocks} blocks")
     largest, most = (
         float(plan.steps_b.max()),
         largest_step(plan.levels, clip_norm=contract.clip_norm),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clients.training.site_state import KeptState
+from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
 from federation.errors import CorruptObject
 from federation.vectors import Arrays, Vector
@@ -22,6 +23,7 @@ from privacy.secagg.arithmetic.digits import Digits, Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, return_
 
 _LEFT, _WORDS, _STEPS = "residual/left", "residual/words", "residual/steps"
+_DRIFT = "residual/drift"
 _ROUND, _LEVELS = "residual_round", "residual_levels"
 
 
@@ -34,16 +36,24 @@ class Residual:
         words_w: The words, without masks.
         plan: What they were rounded by.
         round_index: The round.
+        drift_d: Where rounds exchange one fragment of the model: how far the site's own
+            values of the others are from the model, shape ``(d,)``.
     """
 
     left_d: Vector
     words_w: Lanes
     plan: LevelPlan
     round_index: int
+    drift_d: Vector | None = None
 
     def arrays(self) -> Arrays:
         """Arrays to store."""
-        return {_LEFT: self.left_d, _WORDS: self.words_w, _STEPS: self.plan.steps_b}
+        found = {
+            _LEFT: self.left_d,
+            _WORDS: self.words_w,
+            _STEPS: self.plan.steps_b,
+        }
+        return found if self.drift_d is None else {**found, _DRIFT: self.drift_d}
 
     def facts(self) -> dict[str, int]:
         """Plain values to store beside them."""
@@ -58,7 +68,10 @@ class Residual:
         """
         if left_out:
             digits = Digits(levels=self.plan.levels, num_sites=contract.num_sites)
-            return_(self.left_d, self.words_w, plan=self.plan, digits=digits)
+            fragment = fragment_of(self.round_index, contract.fragments)
+            left_f = fragment.take(self.left_d)
+            return_(left_f, self.words_w, plan=self.plan, digits=digits)
+            fragment.put_(left_f, self.left_d)
         return self.left_d
 
 
@@ -71,24 +84,31 @@ def stored(kept: KeptState, contract: Contract) -> Residual | None:
     arrays, facts = kept.arrays, kept.facts
     if _LEFT not in arrays:
         return None
-    left_d = arrays[_LEFT]
+    left_d, drift_d = arrays[_LEFT], arrays.get(_DRIFT)
     try:
         plan = LevelPlan(levels=int(facts[_LEVELS]), steps_b=arrays[_STEPS])
         digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
         words_w, round_index = arrays[_WORDS], int(facts[_ROUND])
+        size = fragment_of(round_index, contract.fragments).size(contract.num_values)
         is_whole = (
             left_d.dtype == np.float32
             and left_d.shape == (padded(contract.num_values),)
             and words_w.dtype == np.uint64
-            and words_w.shape == (digits.num_words(contract.num_values),)
+            and words_w.shape == (digits.num_words(size),)
             and np.isfinite(left_d).all()
+            and (drift_d is None) == (contract.fragments == 1)
+            and (drift_d is None or drift_d.shape == (contract.num_values,))
         )
     except (KeyError, ValueError) as error:
         raise _damaged(str(error)) from error
     if not is_whole:
         raise _damaged("it has another size")
     return Residual(
-        left_d=np.array(left_d), words_w=words_w, plan=plan, round_index=round_index
+        left_d=np.array(left_d),
+        words_w=words_w,
+        plan=plan,
+        round_index=round_index,
+        drift_d=drift_d,
     )
 
 

@@ -25,6 +25,7 @@ from clients.privacy.masking import (
 )
 from clients.privacy.residual import stored
 from clients.training.site import Work
+from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
@@ -259,7 +260,12 @@ class RingSeal:
         session = self._session_of(body)
         contract = session.contract
         check_clip(contract, body.update_clip)
-        check_plan(contract, body.plan, trains=task.kind is TaskKind.TRAIN)
+        check_plan(
+            contract,
+            body.plan,
+            round_index=task.round_index,
+            trains=task.kind is TaskKind.TRAIN,
+        )
         work.check_model()
         weights_d = self._model(task, body, session, work)
         model = train.model_digest(weights_d, task.integers_m)
@@ -316,13 +322,13 @@ class RingSeal:
         if not work.held.takes_sums:
             return task.weights_d
         if task.changed_to:
-            work.held.follow(task, self._mean(task, body, session))
+            self._follow(task, body, session, work)
         return work.held.receive(task)
 
-    def _mean(
-        self, task: RoundTask, body: train.TrainBody, session: SiteSession
-    ) -> Vector:
-        """Open the sum that a task carries, once it is the one that was certified.
+    def _follow(
+        self, task: RoundTask, body: train.TrainBody, session: SiteSession, work: Work
+    ) -> None:
+        """Take the step of the sum that a task carries, if it is the certified one.
 
         Raises:
             NotSetUp: The round of the sum is not the last one of this site.
@@ -333,10 +339,11 @@ class RingSeal:
             raise NotSetUp(_RESTARTED)
         plan = self._last_plan[1]
         digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
-        words_w = task.weights_d
+        fragment = fragment_of(opened.round_index, contract.fragments)
+        size, words_w = fragment.size(contract.num_values), task.weights_d
         if (
             words_w.dtype != np.uint64
-            or words_w.shape != (digits.num_words(contract.num_values),)
+            or words_w.shape != (digits.num_words(size),)
             or sum_digest(words_w) != opened.sum_digest
         ):
             raise ProtocolError(
@@ -344,15 +351,16 @@ class RingSeal:
                 "certified one"
             )
         check_divisor(contract, len(opened.survivors), body.divisor)
-        return open_levels(
+        mean_f = open_levels(
             words_w,
             plan=plan,
             digits=digits,
             rotation=rotation_of(contract.run_id),
-            size=contract.num_values,
+            size=size,
             num_updates=len(opened.survivors),
             divisor=body.divisor,
         ).mean_d
+        work.held.follow(task, mean_f, fragment)
 
     def _work(
         self,
@@ -362,13 +370,21 @@ class RingSeal:
         plan: LevelPlan | None,
     ) -> tuple[ByteVector, HeaderVector]:
         """Do the work; mask the update and its report."""
+        rounds: list[LevelRound] = []
+
+        def begin(weights_d: Vector) -> Vector:
+            round_, start_d = _level_round(work, session, weights_d)
+            rounds.append(round_)
+            return start_d
+
+        if plan is not None:
+            work.begin = begin
 
         def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
             if plan is None:
                 return masking.update(weights_d, result)
-            round_ = _level_round(work, session)
             sealed, left = masking.few_levels(
-                weights_d, result, plan=plan, round_=round_
+                weights_d, result, plan=plan, round_=rounds.pop()
             )
             work.leaves, work.facts = left.arrays(), left.facts()
             self._last_plan = work.task.round_index, plan
@@ -387,15 +403,23 @@ class RingSeal:
         return words, header_h
 
 
-def _level_round(work: Work, session: SiteSession) -> LevelRound:
-    """Settle what the last round of this site left out."""
-    before = stored(work.kept, session.contract)
+def _level_round(
+    work: Work, session: SiteSession, weights_d: Vector
+) -> tuple[LevelRound, Vector]:
+    """Settle what the last round of this site left out; find where training begins.
+
+    Of fragments that were not exchanged, the site's own values go on.
+    """
+    before, start_d = stored(work.kept, session.contract), weights_d
     if before is None:
         residual_d = np.zeros(padded(session.contract.num_values), np.float32)
     else:
         left_out = session.left_out(before.round_index)
         residual_d = before.settled(session.contract, left_out=left_out)
-    return LevelRound(round_index=work.task.round_index, residual_d=residual_d)
+        if before.drift_d is not None:
+            start_d = weights_d + before.drift_d
+    round_ = LevelRound(round_index=work.task.round_index, residual_d=residual_d)
+    return round_, start_d
 
 
 def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:

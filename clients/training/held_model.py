@@ -9,6 +9,7 @@ import numpy as np
 
 from federation.compression import change
 from federation.compression.codec import Codec, Links, decoded
+from federation.compression.fragments import WHOLE, Fragment
 from federation.errors import ProtocolError
 from federation.messages import RoundTask
 from federation.protocols import OptimizerState, ServerOptimizer
@@ -80,12 +81,15 @@ class HeldModel:
             return task.weights_d[: self._layout().size]
         return decoded(codec, task.weights_d, seed=task.round_index)
 
-    def follow(self, task: RoundTask, mean_d: Vector) -> Vector:
+    def follow(
+        self, task: RoundTask, mean_f: Vector, fragment: Fragment = WHOLE
+    ) -> Vector:
         """Take the server's step from the model that is held.
 
         Args:
             task: Names the model that follows.
-            mean_d: Mean of the updates, shape ``(d,)``; overwritten.
+            mean_f: Mean of the updates of a fragment, shape ``(f,)``; overwritten.
+            fragment: Which one.
 
         Returns:
             The model that follows.
@@ -100,7 +104,8 @@ class HeldModel:
             self._layout(),
             weights_d=self._held_d,
             moments=self._moments,
-            delta_d=mean_d,
+            delta_f=mean_f,
+            fragment=fragment,
         )
         if change.digest(weights_d) != task.changed_to:
             self._held_d, self._digest = None, ""

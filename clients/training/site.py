@@ -265,6 +265,7 @@ class Work:
         kept: What an earlier round left, once the work has begun.
         kept_now: What training has the site keep of this one.
         leaves: What the seal has the site keep of this one.
+        begin: From the global weights to those that training begins with.
         facts: Plain values that belong to ``leaves``.
     """
 
@@ -280,6 +281,7 @@ class Work:
     kept: KeptState = NOTHING
     kept_now: Arrays = field(default_factory=dict)
     leaves: Arrays = field(default_factory=dict)
+    begin: Callable[[Vector], Vector] = lambda weights_d: weights_d
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     def check_model(self) -> None:
@@ -331,7 +333,7 @@ class Work:
         if trains:
             with watch.phase("train"):
                 result = trainer.fit(
-                    weights_d,
+                    self.begin(weights_d),
                     integers_m,
                     round_index=task.round_index,
                     kept=kept.arrays,

@@ -32,6 +32,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "overlap_mix"), 0.5),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
+    (("communication", "fragments"), 1),
     (("privacy", "secure_aggregation", "levels"), None),
 )
 

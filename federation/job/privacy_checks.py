@@ -28,6 +28,11 @@ def check_secure_aggregation(job: JobSpec) -> None:
             "communication.down_content",
             "only secure aggregation opens a sum to send: use model or change",
         )
+        _refuse(
+            job.communication.fragments > 1,
+            "communication.fragments",
+            f"only sums in few levels ({table}.levels) are exchanged in fragments",
+        )
         return
     rule, num_sites = job.aggregation.combine, len(job.sites)
     _refuse(
@@ -116,6 +121,11 @@ def _check_levels(job: JobSpec) -> None:
         job.communication.links.sums and secure.levels is None,
         "communication.down_content",
         f"only sums in few levels are smaller than the model: set {key}, or use model",
+    )
+    _refuse(
+        job.communication.fragments > 1 and secure.levels is None,
+        "communication.fragments",
+        f"only sums in few levels are exchanged in fragments: set {key}",
     )
     if secure.levels is None:
         return

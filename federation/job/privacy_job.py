@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from federation.job.job_keys import key
 
 LEVELS = (3, 4, 8, 16, 256)  # Of updates in secure sums.
+MAX_FRAGMENTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 from federation.compression import codec as codecs
 from federation.job.flower_app_job import FlowerAppSpec
 from federation.job.job_keys import key
-from federation.job.privacy_job import PrivacySpec
+from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
 from federation.job.storage_job import StorageSpec
 
 # Keys that other parts of the product will bring. Naming one is refused with this
@@ -301,6 +301,10 @@ class CommunicationSpec:
             aggregation, whose ring has words of its own.
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
+        fragments: Exchange a part of the model in each round, in turn; sites keep their
+            own values of the others meanwhile. Only with
+            `privacy.secure_aggregation.levels`. Rounds then take as many times fewer
+            bytes; set fewer local steps.
         down_content: `model`, or `change`: a site that has the previous round's model
             receives the encoded difference and checks the digest of the result; other
             sites receive the whole model in float32. Needs memory for one more model at
@@ -311,6 +315,7 @@ class CommunicationSpec:
 
     codec: CodecSpec = CodecSpec()
     down_codec: CodecSpec = CodecSpec()
+    fragments: int = key(default=1, low=1, high=MAX_FRAGMENTS)
     down_content: str = key(default="model", choices=("model", "change", "sum"))
 
     @property

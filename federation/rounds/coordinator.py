@@ -217,7 +217,8 @@ def _run_round(
                 parts.layout,
                 weights_d=state.weights_d,
                 moments=state.optimizer,
-                delta_d=delta_d,
+                delta_f=delta_d,
+                fragment=record.sums.fragment,
             )
             new_state, status = _next_state(parts, state, weights_d, record)
             # Memory that was not touched takes none: it is kept before any other.

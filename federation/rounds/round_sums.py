@@ -8,6 +8,7 @@ from functools import reduce
 
 import numpy as np
 
+from federation.compression.fragments import WHOLE, Fragment
 from federation.ids import SiteId
 from federation.messages import (
     NO_ANCHOR,
@@ -43,6 +44,7 @@ class RoundSums:
             that is agreed upon.
         next_clip: What they are clipped to in the next round, where that adapts.
         opened_w: Words of the opened sum, where sites compute the model from them.
+        fragment: The part of the model that the combined update is of.
         phases: Where the aggregator's time went.
     """
 
@@ -60,6 +62,7 @@ class RoundSums:
     update_clip: float | None = None
     next_clip: float | None = None
     opened_w: Words | None = None
+    fragment: Fragment = WHOLE
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from federation.compression.fragments import WHOLE, Fragment
 from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
 from federation.vectors import Layout, Role, Vector, chunks
@@ -46,9 +47,10 @@ def take_step(
     *,
     weights_d: Vector,
     moments: OptimizerState,
-    delta_d: Vector,
+    delta_f: Vector,
+    fragment: Fragment = WHOLE,
 ) -> Vector:
-    """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_d``.
+    """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_f`` if whole.
 
     Value by value, in NumPy: from the same bits follow the same bits on all machines.
     Running statistics are combined and never stepped: a step could make a variance
@@ -59,8 +61,18 @@ def take_step(
         layout: Of the model.
         weights_d: theta; not changed.
         moments: The optimiser's state; overwritten.
-        delta_d: Delta; overwritten by what is returned.
+        delta_f: Delta of a fragment, shape ``(f,)``; overwritten.
+        fragment: Which one; the rest of the model does not change, nor does the
+            optimiser's state for it.
+
+    Returns:
+        The next model, shape ``(d,)``.
     """
+    if fragment != WHOLE:
+        return _step_of_fragment(
+            optimizer, fragment, weights_d=weights_d, moments=moments, delta_f=delta_f
+        )
+    delta_d = delta_f
     averaged = [
         (spec.offset, (theta + delta).reshape(-1))
         for (spec, theta), (_, delta) in zip(
@@ -76,6 +88,24 @@ def take_step(
     for start, values in averaged:
         delta_d[start : start + values.size] = values
     return delta_d
+
+
+def _step_of_fragment(
+    optimizer: ServerOptimizer,
+    fragment: Fragment,
+    *,
+    weights_d: Vector,
+    moments: OptimizerState,
+    delta_f: Vector,
+) -> Vector:
+    """Step the values of one fragment; a model in fragments has no statistics."""
+    taken = {name: fragment.take(values_d) for name, values_d in moments.items()}
+    for piece in chunks(delta_f.size):
+        optimizer.step({name: t[piece] for name, t in taken.items()}, delta_f[piece])
+    delta_f += fragment.take(weights_d)
+    for name, values_f in taken.items():
+        fragment.put_(values_f, moments[name])
+    return fragment.put_(delta_f, weights_d.copy())
 
 
 def average(*, lr: float) -> ServerOptimizer:

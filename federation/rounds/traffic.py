@@ -86,33 +86,36 @@ class SecureSizes:
         setup: Of each step before the first round.
         opening: Of each step after the updates of a round.
         first_task: What goes with the model in the first round.
-        next_task: The same in every later round that trains.
+        next_tasks: The same in every later round that trains, by fragment.
         last_task: The same in the evaluation of the final model.
         answer: What comes with the masked words.
         header_words: Words of the masked header.
-        first_update: Bytes of the masked words in the first round.
-        next_update: The same in every later round.
+        first_updates: Bytes of the masked words in the first round of each fragment.
+        next_updates: The same in every later one.
     """
 
     setup: StepSizes
     opening: StepSizes
     first_task: int
-    next_task: int
+    next_tasks: tuple[int, ...]
     last_task: int
     answer: int
     header_words: int
-    first_update: int
-    next_update: int
+    first_updates: tuple[int, ...]
+    next_updates: tuple[int, ...]
 
     def task(self, round_index: int, kind: TaskKind) -> int:
         """Bytes that go with the model."""
         if kind is TaskKind.EVALUATE:
             return self.last_task
-        return self.first_task if round_index == 1 else self.next_task
+        if round_index == 1:
+            return self.first_task
+        return self.next_tasks[(round_index - 1) % len(self.next_tasks)]
 
     def update(self, round_index: int) -> int:
         """Bytes of the masked words of a round."""
-        return self.first_update if round_index == 1 else self.next_update
+        lap, fragment = divmod(round_index - 1, len(self.next_updates))
+        return (self.next_updates if lap else self.first_updates)[fragment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,7 @@ class Traffic:
         for index in range(1, job.rounds + 1 + (job.evaluation.every > 0)):
             likeness = (
                 index == 1,
-                index == 2 and job.communication.links.sums,  # noqa: PLR2004
+                self._exchanged(index),
                 index > job.rounds,
                 self._evaluates(index),
                 len(str(index)),
@@ -204,6 +207,19 @@ class Traffic:
             first = first_like.setdefault(likeness, index)
             times[first] = times.get(first, 0) + 1
         return times
+
+    def _exchanged(self, round_index: int) -> int:
+        """A number that is equal for rounds which exchange the same bits up and down.
+
+        With few levels, the first round of a fragment sends more up, and the round
+        after it more down.
+        """
+        count = self.job.communication.fragments
+        if self.job.privacy.secure_aggregation.levels is None:
+            return 0
+        if round_index <= count + 1:
+            return -round_index
+        return (round_index - 1) % count
 
     def _evaluates(self, round_index: int) -> bool:
         every = self.job.evaluation.every

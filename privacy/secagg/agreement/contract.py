@@ -24,8 +24,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, ClassVar
 
+from federation.compression.rotation import num_blocks
 from federation.ids import RunId, SiteId, check_name
-from federation.job.privacy_job import LEVELS
+from federation.job.privacy_job import LEVELS, MAX_FRAGMENTS
 from privacy.secagg.agreement.canonical import (
     MAX_U64,
     Reader,
@@ -181,6 +182,7 @@ class Contract(Message):
         levels: L, where updates are rounded to few levels and packed as digits
             (``arithmetic.levels``); 0 where each value is a word of the ring. Clip
             norm, scale and amplitude say the same in both.
+        fragments: Fragments of the model, which rounds take in turn; 1 for the whole.
 
     Raises:
         ContractRefused: The fields contradict one another; ``key`` names the first.
@@ -216,6 +218,7 @@ class Contract(Message):
     two_site_waiver: Annotated[bool, FLAG] = False
     partition: Annotated[bytes, octets(limit=DIGEST_BYTES)] = b""
     levels: Annotated[int, whole()] = 0
+    fragments: Annotated[int, whole()] = 1
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -381,6 +384,9 @@ def _arithmetic_faults(q: Contract) -> _Faults:
 
 def _level_faults(q: Contract) -> _Faults:
     """Whether few levels are summed soundly."""
+    most = min(MAX_FRAGMENTS, num_blocks(q.num_values)) if q.levels else 1
+    if not 1 <= q.fragments <= most:
+        yield "fragments", f"{q.fragments} is not in 1..{most}"
     if not q.levels:
         return
     if q.levels not in LEVELS:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from federation.compression.rotation import BLOCK_VALUES, num_blocks
 from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -82,6 +83,7 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
     return {
         "ring_bits": secure.ring_bits,
         "levels": secure.levels or 0,
+        "fragments": job.communication.fragments,
         "clip_norm": job.update_clip_norm,
         "element_bound": secure.element_bound,
         "clip_elements": secure.clip_elements,
@@ -170,7 +172,13 @@ def check_layout(job: JobSpec, layout: Layout) -> None:
     Raises:
         JobError: It has.
     """
-    levels = job.privacy.secure_aggregation.levels
+    levels, blocks = job.privacy.secure_aggregation.levels, num_blocks(layout.size)
+    if job.communication.fragments > blocks:
+        raise JobError(
+            f"a model of {layout.size} values has {blocks} blocks of {BLOCK_VALUES}, "
+            f"so at most as many fragments, not {job.communication.fragments}",
+            key="communication.fragments",
+        )
     for spec in layout.tensors:
         if spec.role is Role.MAX:
             raise JobError(

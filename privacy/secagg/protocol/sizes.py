@@ -7,6 +7,7 @@ lengths are fixed, so the sizes are exact.
 from collections.abc import Callable
 from dataclasses import replace
 
+from federation.compression.fragments import Fragment
 from federation.ids import SiteId
 from federation.messages import SecureStep
 from federation.rounds.traffic import SecureSizes, StepSizes
@@ -70,33 +71,46 @@ def sizes(contract: Contract) -> SecureSizes:
         sealed=others if dropouts else {},
         rows=dict.fromkeys((0, *cohort), row) if dropouts else {},
     )
-    first = later = None
-    if contract.levels:
-        first = first_plan(
-            contract.num_values,
-            num_sites=contract.num_sites,
-            clip_norm=contract.clip_norm,
-        )
-        later = replace(first, levels=contract.levels)
+    fragments = [Fragment(i, contract.fragments) for i in range(contract.fragments)]
+    plans = [_plan(contract, fragment) for fragment in fragments]
     all_confirms = Confirms(confirms=confirms).to_bytes()
     return SecureSizes(
         setup=_setup(contract, confirms),
         opening=_opening(contract, head, bundle, row) if dropouts else {},
-        first_task=len(_train_body(before_rounds(_DIGEST), all_confirms, first)),
-        next_task=len(_train_body(_opened(cohort), b"", later)),
+        first_task=len(_train_body(before_rounds(_DIGEST), all_confirms, plans[0])),
+        next_tasks=tuple(len(_train_body(_opened(cohort), b"", p)) for p in plans),
         last_task=len(_train_body(_opened(cohort), b"", None)),
         answer=len(masked.to_bytes()),
         header_words=len(contract.header_slots),
-        first_update=_update_bytes(contract, first),
-        next_update=_update_bytes(contract, later),
+        first_updates=tuple(
+            _update_bytes(contract, plan, fragment)
+            for plan, fragment in zip(plans, fragments, strict=True)
+        ),
+        next_updates=tuple(
+            _update_bytes(contract, plan and replace(plan, levels=contract.levels), f)
+            for plan, f in zip(plans, fragments, strict=True)
+        ),
     )
 
 
-def _update_bytes(contract: Contract, plan: LevelPlan | None) -> int:
+def _plan(contract: Contract, fragment: Fragment) -> LevelPlan | None:
+    """The plan of a fragment's first round; later ones have as many steps."""
+    if not contract.levels:
+        return None
+    return first_plan(
+        fragment.size(contract.num_values),
+        num_sites=contract.num_sites,
+        clip_norm=contract.clip_norm,
+    )
+
+
+def _update_bytes(
+    contract: Contract, plan: LevelPlan | None, fragment: Fragment
+) -> int:
     if plan is None:
         return contract.num_values * contract.ring().word_bytes
     digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
-    return WORD_BYTES * digits.num_words(contract.num_values)
+    return WORD_BYTES * digits.num_words(fragment.size(contract.num_values))
 
 
 def _setup(contract: Contract, confirms: dict[int, bytes]) -> StepSizes:
