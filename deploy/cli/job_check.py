@@ -14,7 +14,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
 from federation.rounds import cost
-from federation.rounds.cost import Cost, Speeds
+from federation.rounds.cost import GOOD_SHARE, Cost, Speeds
 from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
 from privacy.secagg.agreement.contract import Contract
@@ -31,11 +31,17 @@ class Forecast:
         traffic: What it sends; None for sums over groups, which the sites draw, and
             with sites that run apps of Flower, whose answers nobody here knows.
         cost: Seconds and dollars of the run; None without stated speeds.
+        trained: Share of its time that a site trains after the first round, of the site
+            where it is least; None without speeds, or for a single round.
+        enough_steps: The fewest local steps for which that is ``GOOD_SHARE``; None if
+            no number of them is enough, or epochs count.
     """
 
     promises: Sequence[str]
     traffic: Traffic | None
     cost: Cost | None = None
+    trained: float | None = None
+    enough_steps: int | None = None
 
     def lines(self) -> Iterator[str]:
         """Describe what is sent, what it costs and what is promised."""
@@ -57,6 +63,13 @@ class Forecast:
                 f"at the stated speeds: {units.format_duration(self.cost.seconds)}, "
                 f"{sum(self.cost.dollars.values()):,.4f} dollars ({', '.join(parts)})"
             )
+        if self.trained is not None:
+            yield f"each site trains at least {self.trained:.1%} of a later round"
+            if self.enough_steps is not None and self.trained < GOOD_SHARE:
+                yield (
+                    f"with training.local_steps = {self.enough_steps} it would train "
+                    f"{GOOD_SHARE:.0%}"
+                )
         yield from self.promises
 
     def document(self) -> dict[str, Any]:
@@ -68,6 +81,7 @@ class Forecast:
             found |= {name: [span.low, span.high] for name, span in spans}
         if self.cost is not None:
             found |= {"seconds": self.cost.seconds, "dollars": self.cost.dollars}
+            found |= {"trained": self.trained, "enough_steps": self.enough_steps}
         return found
 
 
@@ -99,7 +113,13 @@ def forecast(
         found = cost.of_run(traffic, stated)
     except JobError as error:
         raise JobError(error.reason, key=f"{speeds}: {error.key}") from error
-    return Forecast(promises=lines, traffic=traffic, cost=found)
+    return Forecast(
+        promises=lines,
+        traffic=traffic,
+        cost=found,
+        trained=cost.trained_share(traffic, stated),
+        enough_steps=cost.steps_for_share(traffic, stated, GOOD_SHARE),
+    )
 
 
 def sizes_of(federation: Federation, *, clock: Clock) -> Traffic | None:

@@ -5,7 +5,7 @@ lines, and what they pay; no price and no speed is assumed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from federation.errors import JobError
 from federation.ids import SiteId
@@ -17,6 +17,9 @@ PHASES = ("set-up", "first round", "later rounds", "final evaluation")
 
 # See ``on_interface``.
 _ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
+
+GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
+_MOST_STEPS = 1 << 20
 
 _GIGA = 1e9
 _HOUR = 3600
@@ -197,6 +200,48 @@ def phases_of_run(traffic: Traffic, speeds: Speeds) -> Mapping[str, float]:
         phase = "final evaluation" if is_last else phase
         found[phase] += times * round_seconds(traffic, index, speeds)
     return found
+
+
+def trained_share(traffic: Traffic, speeds: Speeds) -> float | None:
+    """Share of its time after the first round that a site trains; the least of all.
+
+    Steps that overlap with messages count, of course: they are training.
+    """
+    seconds, trained = 0.0, dict.fromkeys(traffic.facts, 0.0)
+    for index, times in traffic.kinds_of_round().items():
+        if index == 1 or index > traffic.job.rounds:
+            continue
+        seconds += times * round_seconds(traffic, index, speeds)
+        for name, facts in traffic.facts.items():
+            work = work_seconds(traffic.job.training, facts, speed_of(speeds, name))
+            trained[name] += times * work.train
+    return min(trained.values()) / seconds if seconds else None
+
+
+def steps_for_share(traffic: Traffic, speeds: Speeds, share: float) -> int | None:
+    """The fewest local steps a round for which sites train at least a share of it.
+
+    More steps also mean that sites drift further apart: see ``docs/howto/thin-lines``.
+    """
+    if traffic.job.training.local_steps is None:
+        return None
+
+    def share_of(steps: int) -> float:
+        least = traffic.job.training.overlap_steps + 1
+        training = replace(traffic.job.training, local_steps=max(steps, least))
+        job = replace(traffic.job, training=training)
+        return trained_share(replace(traffic, job=job), speeds) or 0.0
+
+    high = 1
+    while share_of(high) < share:
+        high *= 2
+        if high > _MOST_STEPS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if share_of(middle) >= share else (middle, high)
+    return high
 
 
 def dollars(

@@ -1,0 +1,85 @@
+"""How much of its time a site trains, by the model of time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.small_jobs import small_job
+from support.toy import LAYOUT
+
+from federation.ids import SiteId
+from federation.rounds import cost
+from federation.rounds.cost import SiteSpeed, Speeds
+from federation.rounds.traffic import SiteFacts, Traffic
+
+SITES = 3
+
+
+def traffic_of(**training: Any) -> Traffic:
+    job = small_job(
+        num_sites=SITES,
+        rounds=4,
+        evaluation={"every": 0},
+        training={"batch_size": 10, "optimizer": {"lr": 0.1}, **training},
+    )
+    names = [SiteId(site.name) for site in job.sites]
+    return Traffic(job=job, layout=LAYOUT, facts=dict.fromkeys(names, SiteFacts(50, 5)))
+
+
+def speeds_of(traffic: Traffic, *, seconds: float) -> Speeds:
+    """A step takes 1 s, and a message each way as long as is said."""
+    (leg,) = traffic.legs(SiteId(traffic.job.sites[0].name), 2)
+    return Speeds(
+        sites=tuple(
+            SiteSpeed(
+                name=site.name,
+                train_examples_per_second=10.0,
+                evaluate_examples_per_second=10.0,
+                down_bytes_per_second=leg.down.high / seconds,
+                up_bytes_per_second=leg.up.high / seconds,
+            )
+            for site in traffic.job.sites
+        )
+    )
+
+
+def test_sites_train_for_what_messages_leave():
+    """Six seconds of steps beside two of messages."""
+    traffic = traffic_of(local_steps=6)
+    share = cost.trained_share(traffic, speeds_of(traffic, seconds=1.0))
+    assert share == pytest.approx(6 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(1, 6 / 7), (2, 1.0), (5, 1.0)])
+def test_steps_ahead_hide_messages(ahead: int, expected: float):
+    """As many seconds as they take, and no more than there are."""
+    traffic = traffic_of(local_steps=6, overlap_steps=ahead)
+    share = cost.trained_share(traffic, speeds_of(traffic, seconds=1.0))
+    assert share == pytest.approx(expected, rel=1e-3)
+
+
+def test_enough_steps_are_the_fewest():
+    """97 % of a round are 65 of its 67 seconds."""
+    traffic = traffic_of(local_steps=6)
+    speeds = speeds_of(traffic, seconds=1.0)
+    steps = cost.steps_for_share(traffic, speeds, 0.97)
+    assert steps == 65
+
+    def share_of(number: int) -> float:
+        training = replace(traffic.job.training, local_steps=number)
+        job = replace(traffic.job, training=training)
+        return cost.trained_share(replace(traffic, job=job), speeds) or 0.0
+
+    assert share_of(65) >= 0.97 > share_of(64)
+
+
+def test_epochs_have_no_number_of_steps():
+    traffic = traffic_of(local_epochs=1)
+    assert cost.steps_for_share(traffic, speeds_of(traffic, seconds=1.0), 0.97) is None
+
+
+def test_one_round_has_no_later_ones():
+    traffic = traffic_of(local_steps=6)
+    speeds = speeds_of(traffic, seconds=1.0)
+    once = replace(traffic, job=replace(traffic.job, rounds=1))
+    assert cost.trained_share(once, speeds) is None
