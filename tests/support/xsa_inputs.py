@@ -141,6 +141,7 @@ def _inputs(
         "two_site_waiver": num_sites == 2,
         "differential_privacy": privacy or _NO_PRIVACY,
         "levels": levels,
+        "fragments": 1,
     }
     return {
         "contract": terms,

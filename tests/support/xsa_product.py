@@ -90,6 +90,7 @@ class _Product:
         same = ("num_values", "roster_serial", "threshold", "min_sites", "ring_bits")
         same += ("clip_norm", "element_bound", "clip_elements", "weight_rule")
         same += ("max_examples", "max_rounds", "hybrid", "two_site_waiver", "levels")
+        same += ("fragments",)
         ring = RingSpec(
             bits=self.terms["ring_bits"],
             num_sites=len(self.names),

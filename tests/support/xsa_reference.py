@@ -173,6 +173,7 @@ def contract(run: Run) -> bytes:
             u64(terms["two_site_waiver"]),
             lp(b""),  # All sites are in one sum.
             u64(terms["levels"]),
+            u64(terms["fragments"]),
         ]
     )
 

@@ -8,7 +8,7 @@ import pytest
 from support.secagg_parties import Parties
 
 from clients.privacy.masking import check_divisor, check_plan
-from federation.compression.rotation import BLOCK_VALUES, SIDE, num_blocks, padded
+from federation.compression.rotation import BLOCK_VALUES, num_blocks, padded
 from federation.errors import ProtocolError
 from federation.job.privacy_job import LEVELS
 from privacy.keystream import Mask
@@ -359,19 +359,19 @@ def test_plan_against_the_contract_is_refused(
 ):
     """Before anything is trained."""
     with pytest.raises(ProtocolError, match=said):
-        check_plan(CONTRACT, plan, trains=trains)
+        check_plan(CONTRACT, plan, round_index=1, trains=trains)
 
 
 def test_plan_of_the_contract_is_taken():
     """Its levels, or those of 16 bits; and none where nothing is trained."""
-    check_plan(CONTRACT, plan_for(4), trains=True)
+    check_plan(CONTRACT, plan_for(4), round_index=1, trains=True)
     first = first_plan(SIZE, num_sites=4, clip_norm=CONTRACT.clip_norm)
-    check_plan(CONTRACT, first, trains=True)
-    check_plan(CONTRACT, None, trains=False)
+    check_plan(CONTRACT, first, round_index=1, trains=True)
+    check_plan(CONTRACT, None, round_index=1, trains=False)
     ring = Parties(4).contract()
-    check_plan(ring, None, trains=True)
+    check_plan(ring, None, round_index=1, trains=True)
     with pytest.raises(ProtocolError, match="the contract says none"):
-        check_plan(ring, plan_for(4), trains=True)
+        check_plan(ring, plan_for(4), round_index=1, trains=True)
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf, 0.0003, 4.001])
