@@ -117,7 +117,7 @@ class LocalOptimizer:
         self._parameters = list(self._named.values())
         self._anchor = (
             [p.detach().clone() for p in self._parameters]
-            if job.training.proximal_mu
+            if job.training.proximal_mu or job.training.normalized_steps
             else []
         )
         self._optimizers = make_optimizers(model, job.training.optimizer)
@@ -138,7 +138,9 @@ class LocalOptimizer:
             number: Of the step, counted over the run from 0.
         """
         training = self._job.training
-        if self._anchor:  # The gradient of mu/2 |x - theta|^2: it depends on no record.
+        if (
+            training.proximal_mu
+        ):  # The gradient of mu/2 |x - theta|^2: it depends on no record.
             add_proximal(self._parameters, self._anchor, training.proximal_mu)
         if training.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
@@ -148,6 +150,24 @@ class LocalOptimizer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def normalize_(self, num_steps: int) -> None:
+        """Scale what a round's steps have changed, if the job asks for FedNova.
+
+        Wang et al. 2020, arXiv:2007.07481, section 5, with plain SGD, where the norm
+        of ``a_i`` is the number of steps. Its ``tau_eff``, which is free, is the job's
+        ``normalized_steps``; so sites can scale their own updates, and a sum, also a
+        secure one, of them is all that the aggregator needs.
+
+        Args:
+            num_steps: Steps of this round.
+        """
+        wanted = self._job.training.normalized_steps
+        if wanted is None or num_steps == wanted:
+            return
+        for parameter, origin in zip(self._parameters, self._anchor, strict=True):
+            parameter.copy_(origin + (parameter - origin) * (wanted / num_steps))
 
     def kept(self) -> Arrays:
         """Return copies of the optimiser's state, if the job keeps it.

@@ -2,7 +2,8 @@
 
 One round at a site, as FedAvg's ClientUpdate (McMahan et al. 2017,
 arXiv:1602.05629, Algorithm 1) with the proximal term of FedProx (Li et al. 2020,
-arXiv:1812.06127, equation 2) if the job asks for it. The trainer itself keeps nothing
+arXiv:1812.06127, equation 2) and the scaling of FedNova (Wang et al. 2020,
+arXiv:2007.07481, section 5) if the job asks for them. The trainer itself keeps nothing
 between rounds: optimiser state comes and goes with each of them, if the job keeps any.
 """
 
@@ -274,6 +275,7 @@ class TorchTrainer:
             )
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
+        optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
         if training is not None and not math.isfinite(training.loss_sum):
             self._check_finite(local_d, round_index)

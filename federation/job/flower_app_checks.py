@@ -127,6 +127,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "training.overlap_steps",
         ),
         (
+            job.training.normalized_steps is not None,
+            "it does not report its steps, and nothing scales its update",
+            "training.normalized_steps",
+        ),
+        (
             job.training.optimizer.state != "fresh",
             "nothing there keeps its optimiser state; if the app does, remove this key",
             "training.optimizer.state",

@@ -30,6 +30,7 @@ def check(job: JobSpec) -> JobSpec:
         check_objective,
         _check_training,
         _check_optimizer,
+        _check_normalized_steps,
         check_secure_aggregation,  # First: it sets the quorum.
         check_differential_privacy,
         _check_quorum,
@@ -193,6 +194,27 @@ def _check_muon(optimizer: OptimizerSpec, table: str) -> None:
             "'muon' always takes Nesterov's form: remove this key",
             key=f"{table}.nesterov",
         )
+
+
+def _check_normalized_steps(job: JobSpec) -> None:
+    """Refuse FedNova where a step does not count 1 in the update, or all are equal."""
+    training, optimizer = job.training, job.training.optimizer
+    if training.normalized_steps is None:
+        return
+    reason = ""
+    if training.local_epochs is None:
+        reason = "every site takes local_steps steps: use local_epochs"
+    elif optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
+        reason = (
+            "a step counts 1 in the update only with plain sgd, without momentum and "
+            "weight decay: use it"
+        )
+    elif training.proximal_mu:
+        reason = "the proximal term shrinks earlier steps: set proximal_mu to 0"
+    elif training.learning_rate.warmup_steps:
+        reason = "steps of a warm-up count less than others: set warmup_steps to 0"
+    if reason:
+        raise JobError(f"{reason}, or remove this key", key="training.normalized_steps")
 
 
 def _check_quorum(job: JobSpec) -> None:

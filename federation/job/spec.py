@@ -134,6 +134,9 @@ class OptimizerSpec:
 class LearningRateSpec:
     """How the learning rate changes over all local steps of the run.
 
+    Every local step of a site reads as many examples, so a schedule over steps is one
+    over tokens. It continues from round to round, also where a site has missed some.
+
     Attributes:
         name: Shape of the decay from the optimiser's `lr` to `final_fraction` of it.
         warmup_steps: Number of local steps, counted over the run, in which the rate
@@ -182,6 +185,10 @@ class TrainingSpec:
             scaled down.
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
             global weights.
+        normalized_steps: FedNova: scale a site's update by this number over the number
+            of its steps, so that a site that takes more steps in its epochs counts by
+            its weight only. With `local_epochs` and plain `sgd`. Best near the mean
+            number of steps of the sites.
         precision: `fp32`, or `bf16`: autocast of the forward pass with float32 weights.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
@@ -203,6 +210,7 @@ class TrainingSpec:
     overlap_mix: float = key(default=0.5, low=0.0, high=1.0)
     clip_grad_norm: float | None = key(default=None, above=0.0)
     proximal_mu: float = key(default=0.0, low=0.0)
+    normalized_steps: int | None = key(default=None, low=1)
     precision: str = key(default="fp32", choices=("fp32", "bf16"), planned=("fp16",))
     device: str = "auto"
     threads: int = key(default=1, low=1)

@@ -149,6 +149,27 @@ def test_fedprox_is_the_gradient_of_its_penalty():
     assert np.abs(expected - centralised([np.arange(60)] * 5)).max() > 0.01
 
 
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_fednova_averages_updates_per_step(*, is_secure: bool):
+    """Sites of 5, 3 and 1 steps an epoch; the product scales at the sites, so the sum
+    may be secret. Here the mean over all is scaled afterwards, by any ``tau_eff``."""
+    cuts, tau = (0, 34, 54, 60), 4
+    training = {"local_epochs": 1, "batch_size": 7, "normalized_steps": tau}
+    secure = {"secure_aggregation": {"enabled": True}} if is_secure else {}
+    found = simulate(job_of(cuts, training, privacy=secure))
+    expected, plain = np.zeros(15), np.zeros(15)
+    for i, (first, last) in enumerate(pairwise(cuts)):
+        size = last - first
+        order = first + epoch_order(size, seed=0, site=SiteId(f"site-{i}"), epoch=0)
+        steps = [order[k : k + 7] for k in range(0, size, 7)]
+        assert len(steps) == (5, 3, 1)[i]
+        expected += size / 60 * centralised(steps) / len(steps)
+        plain += size / 60 * centralised(steps)
+    # 32 bits of a ring hold an update of norm 10.
+    np.testing.assert_allclose(tau * expected, flat(found), atol=1e-6)
+    assert np.abs(tau * expected - plain).max() > 0.01
+
+
 def test_clipping_bounds_every_step():
     """Steps of a bounded gradient, each scaled down as a whole."""
     training = {"local_steps": 4, "batch_size": FULL, "clip_grad_norm": 0.2}

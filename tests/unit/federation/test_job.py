@@ -224,6 +224,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.optimizer.adamw_parameters",
         "has no effect with 'adam', which steps all parameters: remove this key",
     ),
+    "FedNova of equal steps": (
+        {"training": {"normalized_steps": 2}},
+        "training.normalized_steps",
+        "every site takes local_steps steps: use local_epochs",
+    ),
     "one beta": (
         {"training": {"optimizer": {"betas": [0.9]}}},
         "training.optimizer.betas",
@@ -500,6 +505,36 @@ def test_rate_schedule_over_epochs():
     with pytest.raises(JobError, match="'cosine' needs to know how") as caught:
         job_file.parse(toy.document() | {"training": rate})
     assert caught.value.key == "training.learning_rate.name"
+
+
+PLAIN = "a step counts 1 in the update only with plain sgd"
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"optimizer": {"name": "adam"}}, PLAIN),
+        ({"optimizer": {"momentum": 0.9}}, PLAIN),
+        ({"optimizer": {"weight_decay": 0.1}}, PLAIN),
+        ({"proximal_mu": 0.1}, "set proximal_mu to 0"),
+        ({"learning_rate": {"warmup_steps": 3}}, "set warmup_steps to 0"),
+    ],
+)
+def test_fednova_of_steps_that_count_unequally(training: dict[str, Any], reason: str):
+    """What their number is divided by would not be their norm."""
+    nova = {"local_epochs": 1, "normalized_steps": 4}
+    job_file.parse(toy.document() | {"training": nova})  # Is not refused.
+    with pytest.raises(JobError, match=reason) as caught:
+        job_file.parse(toy.document() | {"training": nova | training})
+    assert caught.value.key == "training.normalized_steps"
+
+
+def test_fednova_with_an_app_of_flower():
+    """The app scales nothing."""
+    nova = {"local_epochs": 1, "normalized_steps": 4}
+    with pytest.raises(JobError, match="does not report its steps") as caught:
+        job_file.parse(toy.document(with_app()) | {"training": nova})
+    assert caught.value.key == "training.normalized_steps"
 
 
 def test_no_data_for_a_site():
