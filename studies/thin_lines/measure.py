@@ -101,9 +101,11 @@ def run(study: Study, row: Row, *, lr: float, seed: int, folder: Path) -> Result
     job = load_job(document, {"model.weights": str(warm)})
     start = time.perf_counter()
     if row.synchronous:
-        federation, *model = synchronous.train(job)
+        federation, weights_d, integers_m = synchronous.train(job)
         seconds = time.perf_counter() - start
-        loss: float | None = synchronous.held_out_loss(federation, *model)
+        loss: float | None = synchronous.held_out_loss(
+            federation, weights_d, integers_m
+        )
         num_values = federation.pool.layout.size
         up = down = synchronous.gradient_bytes(num_values, len(job.sites), size.steps)
     else:
