@@ -17,7 +17,7 @@ from deploy.wiring import parts as wiring
 from federation.job import job_file
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("*.md", "docs/**/*.md", "deploy/**/*.md")
+FOLDERS = ("*.md", "docs/**/*.md", "deploy/**/*.md", "studies/**/*.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")

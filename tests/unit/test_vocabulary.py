@@ -15,7 +15,14 @@ from federation import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SCOPE = ["*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md", "deploy/**/*.md"]
+SCOPE = [
+    "*.md",
+    "docs/*.md",
+    "docs/*/*.md",
+    "benchmarks/*.md",
+    "studies/*/*.md",
+    "deploy/**/*.md",
+]
 """Globs of the pages that are checked, those generated from the code among them."""
 
 PLAIN = {

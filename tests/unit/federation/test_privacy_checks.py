@@ -111,10 +111,15 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.local_steps",
         'Set this to 1, or use unit = "record"',
     ),
+    "muon": (
+        _training(optimizer={"name": "muon", "momentum": 0.95}),
+        "training.optimizer",
+        "calibrated to one plain step, without adam, muon or momentum",
+    ),
     "adam": (
         _training(optimizer={"name": "adamw", "lr": 0.1}),
         "training.optimizer",
-        "calibrated to one plain step, without adam or momentum",
+        "calibrated to one plain step, without adam, muon or momentum",
     ),
     "momentum": (
         _training(optimizer={"momentum": 0.9}),
