@@ -158,7 +158,7 @@ def encode(manifest: Manifest) -> bytes:
     blobs: dict[str, Any] = {"weights": _encode_blob(manifest.weights)}
     if manifest.optimizer is not None:
         blobs["optimizer"] = _encode_blob(manifest.optimizer)
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "run_id": manifest.run_id,
         "round_index": manifest.round_index,
@@ -178,6 +178,8 @@ def encode(manifest: Manifest) -> bytes:
             site: [member.standing, member.reason, member.replaced]
             for site, member in manifest.members.noted.items()
         },
+        # Of runs whose sites need it, so that the others' bytes stay.
+        **({"counted": dict(manifest.counted)} if manifest.counted else {}),
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -264,6 +266,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         anchors=_parse_anchors(document.get("anchors", {})),
         suspicions=_parse_suspicions(document.get("suspicions", {})),
         members=_parse_members(document.get("members", {})),
+        counted=_parse_counted(document.get("counted", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -287,6 +290,13 @@ def _parse_members(entry: Mapping[str, Any]) -> Members:
             for site, (standing, reason, replaced) in entry.items()
         }
     )
+
+
+def _parse_counted(entry: Mapping[str, Any]) -> dict[SiteId, int]:
+    for site, index in entry.items():
+        if type(index) is not int or index < 1:
+            raise ValueError(f"the counted round of site {site!r} is not a round")
+    return {SiteId(site): index for site, index in entry.items()}
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

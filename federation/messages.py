@@ -240,6 +240,8 @@ class RoundTask(RoundMessage):
         changed_to: Empty if ``weights_d`` is the whole model. Otherwise ``weights_d``
             is the difference to the model that the site received before, and this is
             the SHA-256 of the result.
+        counted: The newest round whose update of this site is a part of the model; 0 if
+            there is none, or if sites do not keep what their codec leaves out.
     """
 
     kind: TaskKind
@@ -253,6 +255,7 @@ class RoundTask(RoundMessage):
     based_on: int = 0
     fragment: int = 0
     changed_to: str = ""
+    counted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -580,6 +580,8 @@ class RunProgress:
         anchors: The largest anchor that each site's ledger has sent.
         suspicions: What rounds have shown of sites that do not keep to the protocol.
         members: Who takes part, who has left, and who is left out.
+        counted: Of each site the newest round whose update is a part of the model, if
+            sites keep what their codec leaves out.
     """
 
     round_index: int
@@ -589,6 +591,7 @@ class RunProgress:
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     suspicions: Suspicions = NO_SUSPICIONS
     members: Members = EVERYBODY
+    counted: Mapping[SiteId, int] = field(default_factory=dict)
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""
@@ -602,7 +605,8 @@ class RunState(RunProgress):
     Attributes:
         weights_d: The global model, shape ``(d,)``.
         integers_m: Its integer values, shape ``(m,)``.
-        optimizer: State of the server optimiser.
+        optimizer: State of the server optimiser; and what the codec of the way down has
+            left out of changes, if it is added to the next one.
         change: What makes this model of that of the round before; None if nothing
             was changed, or after a restart: it is not durable.
     """

@@ -146,12 +146,11 @@ class HeldModel:
         if self._digest == task.changed_to:  # The same task once more.
             return held_d
         _check_type(task, codec)
-        if words.shape != (codec.num_words(held_d.size),):
-            raise ProtocolError(
-                f"received a change of {words.size} words for a model of {held_d.size} "
-                "values"
-            )
-        weights_d = change.add(codec, held_d, words, out_d=np.empty_like(held_d))
+        if fault := codec.fault(words, held_d.size):
+            raise ProtocolError(f"received a change that cannot be read: {fault}")
+        weights_d = change.add(
+            codec, held_d, words, out_d=np.empty_like(held_d), seed=task.based_on
+        )
         if change.digest(weights_d) != task.changed_to:
             self._held_d, self._digest = None, ""
             raise NotSetUp(

@@ -68,6 +68,7 @@ class Federation:
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
         optimizer = self.job.training.optimizer
+        links = self.job.communication.links
         return Site(
             name,
             make_trainer=make_trainer,
@@ -79,12 +80,13 @@ class Federation:
                 carries=optimizer.name if optimizer.state == "keep" else "",
                 leaves_out=self.job.privacy.secure_aggregation.levels is not None
                 or self.job.training.overlap_steps > 0,
+                codec=links.up.name if links.feedback else "",
             ),
             clock=clock,
             meter=meter,
             withheld=withheld(self.job),
             seal=seal,
-            links=self.job.communication.links,
+            links=links,
             optimizer=server_optimizer(self.job.aggregation.server_optimizer),
             check_first=partial(check_first, self.job, self.pool),
             tells_all=tells_all,

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
+from clients.training.error_feedback import ErrorFeedback
 from clients.training.held_model import HeldModel
 from clients.training.site_state import NOTHING, Fact, KeptState, SiteState
 from clients.user_code import sentence
-from federation.compression.codec import BeyondCodec, Codec, Links
+from federation.compression.codec import BeyondCodec, Links
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
@@ -195,7 +196,7 @@ class Site:
             optimizer=optimizer,
             layout=lambda: self._current_trainer().layout(),
         )
-        self._seal: Seal = PlainSeal(links.up) if seal is None else seal
+        self._seal: Seal = PlainSeal(links) if seal is None else seal
         self._trainer: Trainer | None = None
 
     def handle(self, task: Task) -> SiteMessage:
@@ -302,13 +303,16 @@ class Work:
             self.check_first(self.held.whole(task), task.integers_m)
 
     def do(
-        self, seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT]
+        self,
+        seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT],
+        feedback: ErrorFeedback | None = None,
     ) -> WorkResult[SealedT]:
         """Evaluate and train as asked.
 
         Args:
             seal: Turns the global weights and what training gave, whose memory it may
                 use, into what leaves.
+            feedback: Keeps what that leaves out.
         """
         task, trainer, state = self.task, self.find_trainer(), self.state
         usage, watch = Usage(self.clock, self.meter), _Stopwatch(self.clock)
@@ -318,6 +322,8 @@ class Work:
         kept = state.before(task.run_id, task.round_index, trains=trains)
         self.kept = kept
         integers_m = state.restore_integers(task.integers_m, kept)
+        if feedback is not None and trains:
+            feedback.begin(kept, weights_d.size)
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
         trainer.pay(
@@ -344,10 +350,12 @@ class Work:
                     evaluation_after = evaluate(local_d, result.integers_m)
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
-                own = state.own_integers(result.integers_m)
+                own = {**state.own_integers(result.integers_m), **result.kept}
+                left, facts = self.leaves, self.facts
+                if feedback is not None:
+                    left, facts = feedback.left()
                 self.kept_now = result.kept
-                arrays = {**own, **result.kept, **self.leaves}
-                state.keep(task.run_id, task.round_index, arrays, self.facts)
+                state.keep(task.run_id, task.round_index, {**own, **left}, facts)
             trained = TrainResult(
                 sealed=sealed,
                 integers_m=state.conceal(result.integers_m),
@@ -371,9 +379,9 @@ class Work:
 class PlainSeal:
     """Updates leave in words of a codec, sums unchanged."""
 
-    def __init__(self, codec: Codec) -> None:
-        """Encode updates with ``codec``."""
-        self._codec = codec
+    def __init__(self, links: Links) -> None:
+        """Encode updates with the job's codec."""
+        self._links = links
 
     def step(
         self,
@@ -393,7 +401,8 @@ class PlainSeal:
         if task.secure:
             raise ProtocolError(_IN_THE_CLEAR)
         work.check_model()
-        done = work.do(partial(update.encode, codec=self._codec, seed=task.round_index))
+        feedback = ErrorFeedback(self._links, task)
+        done = work.do(feedback.encode, feedback)
         trained = done.trained
         if trained is None:
             if done.evaluation is None:

@@ -71,6 +71,7 @@ class SiteState:
             in the job; empty for none.
         leaves_out: Whether encoding leaves something out of an update, which the next
             one makes up for.
+        codec: The codec whose residual does, likewise.
     """
 
     site: SiteId
@@ -79,16 +80,25 @@ class SiteState:
     _: KW_ONLY
     rounds: int = 4
     carries: InitVar[str] = ""
+    codec: InitVar[str] = ""
     leaves_out: InitVar[bool] = False
 
-    def __post_init__(self, layout: Layout, carries: str, leaves_out: bool) -> None:
+    def __post_init__(
+        self,
+        layout: Layout,
+        carries: str,
+        codec: str,
+        leaves_out: bool,
+    ) -> None:
         """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
         self._of = {"model": layout.digest, "optimizer": carries}
+        if codec:  # Not in what earlier releases have stored.
+            self._of["codec"] = codec
+        self._continues = bool(carries or codec or leaves_out)
         self._folder = f"sites/{self.site}/"
         self._prefix = f"{self._folder}state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
-        self._after_training = bool(carries) or leaves_out
 
     def before(
         self, run_id: RunId, round_index: int, *, trains: bool = True
@@ -104,7 +114,7 @@ class SiteState:
         Raises:
             CorruptObject: The stored state is not what was stored.
         """
-        if not (self._any or (trains and self._after_training)):
+        if not (self._any or (trains and self._continues)):
             return NOTHING
         earlier = self._before(round_index)
         if earlier:
@@ -182,7 +192,9 @@ class SiteState:
                 fault = "its content does not match its digest"
             if not fault:
                 of = {"run": run_id, **self._of}
-                others = [name for name, its in of.items() if head["of"][name] != its]
+                others = [
+                    name for name, its in of.items() if head["of"].get(name) != its
+                ]
                 if not others:
                     return KeptState(arrays=load(body), facts=head["facts"])
                 _LOG.warning(

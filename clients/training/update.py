@@ -54,12 +54,25 @@ def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
 
 
 def encode(
-    weights_d: Vector, result: LocalWeights | LocalUpdate, *, codec: Codec, seed: int
+    weights_d: Vector,
+    result: LocalWeights | LocalUpdate,
+    *,
+    codec: Codec,
+    seed: int,
+    residual_d: Vector | None = None,
 ) -> Words:
     """Turn trained weights into the words of the update, in the same memory.
+
+    Args:
+        weights_d: The global weights that training began with, shape ``(d,)``.
+        result: What training produced.
+        codec: Of updates.
+        seed: The round.
+        residual_d: What earlier updates have left out; replaced.
 
     Raises:
         NotFinite: Training left the finite numbers.
         BeyondCodec: It left those of the codec.
     """
-    return encoded_over(codec, prepare(weights_d, result), seed=seed)
+    delta_d = prepare(weights_d, result)
+    return encoded_over(codec, delta_d, residual_d=residual_d, seed=seed)

@@ -120,6 +120,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
         or job.training.optimizer.state == "keep"
         or job.training.overlap_steps > 0
         or job.privacy.secure_aggregation.levels is not None
+        or job.communication.links.feedback > 0
     )
     if job.storage.encryption is not None and keeps:
         raise JobError(

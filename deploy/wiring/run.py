@@ -23,6 +23,7 @@ from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
+from federation.compression.change import first_residual
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -214,7 +215,12 @@ class Run:
                 round_index=0,
                 weights_d=weights_d,
                 integers_m=integers_m,
-                optimizer=optimizer.init(pool.layout.size),
+                optimizer={
+                    **optimizer.init(pool.layout.size),
+                    **first_residual(
+                        self.federation.job.communication.links, pool.layout.size
+                    ),
+                },
                 rounds_completed=0,
                 lost_in_a_row=0,
             )

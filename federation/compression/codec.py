@@ -1,10 +1,11 @@
 """Codecs: how the float values of a model or of an update are sent.
 
 A codec turns a vector into *words*, which are what a message holds, and reads them
-chunk by chunk: folding words into a sum needs no memory for the whole vector. The
-same code encodes updates on their way up and the model on its way down. ``identity``
+chunk by chunk: folding words into a sum needs no memory for the whole vector. The same
+code encodes updates on their way up and the model on its way down. Here, ``identity``
 sends float32 as it is; ``fp16`` and ``bf16`` round each value to the nearest one of 16
-bits, and to the even one of two that are as near.
+bits, and to the even one of two that are as near. Codecs of fewer bits are in
+``blocks``, ``top_k`` and ``subset``; ``choice`` finds one by its name.
 
 A cast refuses a vector with a value that its 16 bits have no finite number for: what
 arrives is never infinite because of the codec.
@@ -87,8 +88,26 @@ class Codec(Protocol):
         """
         ...
 
-    def values(self, words: Words, *, seed: int = 0) -> Values:
-        """Read words as the float values that they stand for, chunk by chunk."""
+    def fault(self, words: Words, size: int) -> str:
+        """Say what is wrong with words of a stranger; empty if nothing is.
+
+        Afterwards ``values`` can read them. Values that are not finite need not be
+        found here: who folds them looks for these.
+
+        Args:
+            words: Of the codec's type.
+            size: Values of the vector that they should stand for.
+        """
+        ...
+
+    def values(self, words: Words, *, size: int | None = None, seed: int = 0) -> Values:
+        """Read words as the float values that they stand for, chunk by chunk.
+
+        Args:
+            words: As ``encode`` makes them.
+            size: Values of the vector; by default one for each word.
+            seed: As in ``encode``.
+        """
         ...
 
 
@@ -131,7 +150,17 @@ class Float32:
         np.copyto(out, vector_d)
         return out
 
-    def values(self, words: Words, *, seed: int = 0) -> Values:  # noqa: ARG002
+    def fault(self, words: Words, size: int) -> str:
+        """Check the number of words."""
+        return count_fault(self, words, size)
+
+    def values(
+        self,
+        words: Words,
+        *,
+        size: int | None = None,  # noqa: ARG002 -- one value for each word
+        seed: int = 0,  # noqa: ARG002
+    ) -> Values:
         """Return the words, which are the values."""
         return words
 
@@ -190,7 +219,17 @@ class Cast:
             words[piece] = narrowed_c
         return words
 
-    def values(self, words: Words, *, seed: int = 0) -> Values:  # noqa: ARG002
+    def fault(self, words: Words, size: int) -> str:
+        """Check the number of words."""
+        return count_fault(self, words, size)
+
+    def values(
+        self,
+        words: Words,
+        *,
+        size: int | None = None,  # noqa: ARG002 -- one value for each word
+        seed: int = 0,  # noqa: ARG002
+    ) -> Values:
         """See ``Codec``."""
         return _CastValues(words, self.widen)
 
@@ -267,7 +306,6 @@ BF16 = Cast(
     narrow=_to_bf16,
     widen=_from_bf16,
 )
-_CODECS: dict[str, Codec] = {each.name: each for each in (IDENTITY, FP16, BF16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +319,17 @@ class Links:
             the others are then sent the whole of it in float32.
         sums: Whether sites that have the model before are sent the words of the opened
             sum, and take the server's step themselves.
+        feedback: Share of what earlier words of a site have left out that is added to
+            its next update; 0 for no error feedback.
+        down_feedback: The same of changes of the model, at the aggregator.
     """
 
     up: Codec = IDENTITY
     down: Codec = IDENTITY
     changes: bool = False
     sums: bool = False
+    feedback: float = 0.0
+    down_feedback: float = 0.0
 
     @property
     def whole(self) -> Codec:
@@ -294,14 +337,19 @@ class Links:
         return IDENTITY if self.changes else self.down
 
 
-def codec_of(name: str) -> Codec:
-    """Return the codec with a name of the job file."""
-    return _CODECS[name]
+def count_fault(codec: Codec, words: Words, size: int) -> str:
+    """Say so if a vector of ``size`` values has another number of words."""
+    expected = codec.num_words(size)
+    if words.shape == (expected,):
+        return ""
+    return f"{words.size} words of {codec.name} are not the {expected} of the model"
 
 
-def decoded(codec: Codec, words: Words, *, seed: int = 0) -> Vector:
+def decoded(
+    codec: Codec, words: Words, size: int | None = None, *, seed: int = 0
+) -> Vector:
     """Read all words as one vector, shape ``(d,)``; those of ``identity`` are it."""
-    values = codec.values(words, seed=seed)
+    values = codec.values(words, size=size, seed=seed)
     if isinstance(values, np.ndarray):
         return values
     vector_d = np.empty(values.size, np.float32)
@@ -310,9 +358,21 @@ def decoded(codec: Codec, words: Words, *, seed: int = 0) -> Vector:
     return vector_d
 
 
-def encoded_over(codec: Codec, vector_d: Vector, *, seed: int = 0) -> Words:
-    """Encode a vector in its own memory, which holds the words afterwards."""
-    if codec is IDENTITY:
+def encoded_over(
+    codec: Codec, vector_d: Vector, *, residual_d: Vector | None = None, seed: int = 0
+) -> Words:
+    """Encode a vector in its own memory, which holds the words afterwards.
+
+    Args:
+        codec: The codec.
+        vector_d: The vector; of no use afterwards.
+        residual_d: As in ``Codec.encode``.
+        seed: As there.
+
+    Raises:
+        BeyondCodec: A value cannot be encoded.
+    """
+    if codec is IDENTITY and residual_d is None:
         return vector_d
     out = vector_d.view(codec.dtype)[: codec.num_words(vector_d.size)]
-    return codec.encode(vector_d, out=out, seed=seed)
+    return codec.encode(vector_d, out=out, residual_d=residual_d, seed=seed)

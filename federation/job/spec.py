@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from federation.compression import codec as codecs
+from federation.compression import choice, codec as codecs
 from federation.job.flower_app_job import FlowerAppSpec
 from federation.job.job_keys import key
 from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
@@ -289,15 +289,28 @@ class CodecSpec:
 
     Attributes:
         name: `identity` (float32, 4 bytes a value), `bf16` (2 bytes: the range of
-            float32 with 8 significant bits) or `fp16` (2 bytes: 11 significant bits;
-            values of 65520 or more are refused).
+            float32 with 8 significant bits), `fp16` (2 bytes: 11 significant bits;
+            values of 65520 or more are refused); `int8` and `int4` (equal steps, with a
+            scale for each block), `fp4` (powers of two, likewise). All but the first
+            three are for updates and changes, not for whole models.
+        block: Values of a block: 128 by default for `int8`, `int4` and `fp4`.
+        feedback: Share of what earlier words have left out that is added to the next
+            update (error feedback): 1 by default for `int8`, `int4` and `fp4`, 0 for
+            `bf16` and `fp16`. With 0, what a codec leaves out is lost.
     """
 
     name: str = key(
         default="identity",
-        choices=("identity", "bf16", "fp16"),
-        planned=("quantized", "sparse", "low_rank"),
+        choices=choice.NAMES,
+        planned=("low_rank",),
     )
+    block: int | None = key(default=None, low=2, high=choice.MAX_BLOCK)
+    feedback: float | None = key(default=None, low=0.0, high=1.0)
+
+    @property
+    def options(self) -> choice.CodecOptions:
+        """What the job says of the codec."""
+        return choice.CodecOptions(block=self.block, feedback=self.feedback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,10 +342,14 @@ class CommunicationSpec:
     @property
     def links(self) -> codecs.Links:
         """The codecs of both directions."""
-        up, down = (codecs.codec_of(s.name) for s in (self.codec, self.down_codec))
-        content = self.down_content
+        up, down, content = self.codec, self.down_codec, self.down_content
         return codecs.Links(
-            up=up, down=down, changes=content == "change", sums=content == "sum"
+            up=choice.codec_of(up.name, up.options),
+            down=choice.codec_of(down.name, down.options),
+            changes=content == "change",
+            sums=content == "sum",
+            feedback=choice.feedback_of(up.name, up.options),
+            down_feedback=choice.feedback_of(down.name, down.options),
         )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from federation import events
-from federation.compression.change import digest, settle
+from federation.compression.change import RESIDUAL, digest, settle
 from federation.compression.codec import BeyondCodec
 from federation.errors import (
     BudgetExceeded,
@@ -229,11 +229,19 @@ def _run_round(
     new_state = replace(
         new_state,
         anchors=join_anchors(state.anchors, record.sums.anchors),
+        counted=_counted(state, record, status),
         suspicions=record.verdicts.suspicions or state.suspicions,
         members=record.members.end_round(),
     )
     _save(parts, new_state)
     return new_state, unused_d, record.verdicts.complaints
+
+
+def _counted(state: RunState, record: RoundRecord, status: str) -> Mapping[SiteId, int]:
+    """Note whose updates are a part of the model, if sites need to know that."""
+    if status != "completed" or not record.links.feedback:
+        return state.counted
+    return {**state.counted, **record.counted}
 
 
 def _cohort(
@@ -273,7 +281,13 @@ def _next_state(
     change, fits = None, True
     try:
         if record.links.changes:
-            change = settle(record.links.down, state.weights_d, weights_d)
+            change = settle(
+                record.links,
+                state.weights_d,
+                weights_d,
+                residual_d=state.optimizer.get(RESIDUAL),
+                seed=record.round_index,
+            )
         elif record.links.sums and record.sums.opened_w is not None:
             after = digest(weights_d)
             change = ModelChange(words=record.sums.opened_w, after=after)

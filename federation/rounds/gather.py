@@ -230,7 +230,9 @@ class PlainGather:
     ) -> WeightedUpdate:
         """Hand an update to the rule; its site is ``refused`` if it is not finite."""
         words, site = update.delta_d, update.site
-        values = record.links.up.values(words, seed=update.round_index)
+        values = record.links.up.values(
+            words, size=self.layout.size, seed=update.round_index
+        )
         return WeightedUpdate(
             site=site,
             delta_d=values,
@@ -303,6 +305,7 @@ def round_tasks(
             secure=secure(site),
             anchor=state.anchors.get(site, NO_ANCHOR),
             based_on=state.round_index,
+            counted=state.counted.get(site, 0) if kind is TaskKind.TRAIN else 0,
         )
         for site in (record.cohort if sites is None else sites)
         for sent in (model(site),)

@@ -49,6 +49,7 @@ class RoundRecord:
         verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
+        counted: Of each site whose update has a weight, the round of its task.
         members: Who takes part, as far as this round has shown.
     """
 
@@ -80,6 +81,7 @@ class RoundRecord:
         self.clock = clock
         self.links = links
         self.members = members
+        self.counted: dict[SiteId, int] = {}
         self._known_away = members.end_round().away()
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round
@@ -138,6 +140,8 @@ class RoundRecord:
 
     def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:
         """Add the report of a sound update, which counts ``weight``."""
+        if weight:
+            self.counted[update.site] = update.round_index
         self.sums.add_update(update)
         self.events.answered(update, reply, weight)
 

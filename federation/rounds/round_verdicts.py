@@ -240,8 +240,10 @@ class RoundVerdicts:
             text = "trained a model with a different layout than this run's"
             return self._invalid(update.site, text)
         delta_d, integers_m = update.delta_d, update.integers_m
+        num_words = codec.num_words(layout.size)
+        floats = "values" if num_words == layout.size else "words"
         for name, values, size, dtype in (
-            ("values", delta_d, codec.num_words(layout.size), codec.dtype),
+            (floats, delta_d, num_words, codec.dtype),
             ("integer values", integers_m, layout.num_integers, _INT64),
         ):
             if values.shape != (size,):
@@ -250,6 +252,8 @@ class RoundVerdicts:
             if values.dtype != dtype:
                 text = f"sent {name} of type {values.dtype}, not {dtype}"
                 return self._invalid(update.site, text)
+        if fault := codec.fault(delta_d, layout.size):
+            return self._invalid(update.site, f"sent {fault}")
         return None
 
     def _invalid(self, site: SiteId, text: str) -> SiteFailure:

@@ -230,7 +230,10 @@ class Traffic:
         return self.job.privacy.differential_privacy.enabled
 
     def _tasks(self, site: SiteId, index: int, kind: TaskKind) -> Iterator[RoundTask]:
-        """Every form of a task: a site that missed a round gets the whole model."""
+        """Every form of a task.
+
+        A site that missed a round gets the whole model, and hears of an older update.
+        """
         links = self.job.communication.links
         changes = (links.changes or links.sums) and index > 1
         asks_all = self.job.cohort_size == len(self.job.sites)
@@ -241,6 +244,9 @@ class Traffic:
     def _task(
         self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
     ) -> RoundTask:
+        links, trains = self.job.communication.links, kind is TaskKind.TRAIN
+        all_count = self.job.cohort_size == len(self.job.sites)
+        settles = links.feedback > 0 and trains and (end == 1 or all_count)
         charges = end * self._is_private * (index - 1)
         secure = 0 if self.secure is None else self.secure.task(index, kind)
         return RoundTask(
@@ -257,6 +263,7 @@ class Traffic:
             secure=bytes(secure),
             anchor=LedgerAnchor(train=charges, evaluate=2 * charges),
             based_on=index - 1,
+            counted=index - 1 if settles else 0,
         )
 
     def _model(self, index: int, *, changed: bool) -> np.ndarray:

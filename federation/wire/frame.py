@@ -16,9 +16,10 @@ A frame, all numbers little-endian::
 
 The header states the sizes of the payload's parts that its kind of message has:
 ``num_integers``, ``num_floats``, ``words_bytes`` and ``body_bytes``. If the job's codec
-sends floats in 16 bits, ``num_fp16`` or ``num_bf16`` replaces ``num_floats``, for the
-words of a sum in few levels ``num_words64``, and the
-payload holds IEEE halves or the upper halves of f32. The body is a task's ``secure`` or
+sends floats in 16 bits, ``num_fp16`` or ``num_bf16`` replaces ``num_floats``, and the
+payload holds IEEE halves or the upper halves of f32; with ``packed_bytes`` it holds the
+bytes of a codec of fewer bits, with ``num_words64`` the words of a sum in few levels,
+each a u64. The body is a task's ``secure`` or
 another message's ``body``; the masked header of a masked update replaces the integers,
 with the bits of its u64.
 

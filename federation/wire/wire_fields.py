@@ -153,7 +153,7 @@ _FIELDS = {kind: {**_ABOUT, **plain} for kind, plain in _PLAIN.items()}
 # Fields that are in the header unless they are empty.
 _LEAVING = {"leaving": _word(LeaveReason)}
 _OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {
-    Kind.TASK: {"changed_to": _DIGEST},
+    Kind.TASK: {"changed_to": _DIGEST, "counted": _COUNT},
     Kind.UPDATE: _LEAVING,
     Kind.EVALUATION: _LEAVING,
     Kind.MASKED_UPDATE: _LEAVING,
@@ -217,6 +217,7 @@ def _floats(field: str) -> _Section:
             _Section(field, "num_bf16", np.dtype("<u2"), MAX_FLOAT_VALUES),
             # Packed digits of a sum, from which a site computes the model.
             _Section(field, "num_words64", np.dtype("<u8"), MAX_FLOAT_VALUES),
+            _Section(field, "packed_bytes", np.dtype("u1"), MAX_WORDS_BYTES),
         ),
     )
 

@@ -10,13 +10,14 @@ from hypothesis.extra import numpy as arrays
 
 from aggregator import combine
 from federation.compression import change
+from federation.compression.choice import codec_of
 from federation.compression.codec import (
     BF16,
     FP16,
     IDENTITY,
     BeyondCodec,
     Codec,
-    codec_of,
+    Links,
     decoded,
     encoded_over,
 )
@@ -166,7 +167,7 @@ def test_both_sides_of_a_change_hold_the_same_bits(codec: Codec, data: st.DataOb
     old_d = np.resize(data.draw(vectors(100.0)), CHUNK_VALUES + 5)
     wanted_d = old_d + np.resize(data.draw(vectors(1.0)), old_d.size)
     new_d = wanted_d.copy()
-    sent = change.settle(codec, old_d, new_d)
+    sent = change.settle(Links(down=codec), old_d, new_d)
     received_d = change.add(codec, old_d, sent.words, out_d=np.empty_like(old_d))
     assert same(received_d, new_d)
     assert change.digest(received_d) == sent.after
@@ -179,7 +180,7 @@ def test_both_sides_of_a_change_hold_the_same_bits(codec: Codec, data: st.DataOb
 def test_a_change_beyond_the_codec_is_refused():
     """Nothing of it is sent."""
     with pytest.raises(BeyondCodec, match="does not fit into fp16"):
-        change.settle(FP16, np.zeros(2, np.float32), np.float32([1.0, 1e6]))
+        change.settle(Links(down=FP16), np.zeros(2, np.float32), np.float32([1.0, 1e6]))
 
 
 RULES = {

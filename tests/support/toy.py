@@ -18,6 +18,7 @@ from clients.training.site_state import SiteState
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
+from federation.compression.change import first_residual
 from federation.events import Event
 from federation.ids import RunId, SiteId
 from federation.job import job_file
@@ -173,7 +174,10 @@ def initial_state(job: JobSpec) -> RunState:
         round_index=0,
         weights_d=np.zeros(LAYOUT.size, dtype=np.float32),
         integers_m=np.array([0, 42], dtype=np.int64),
-        optimizer=server_optimizer(job.aggregation.server_optimizer).init(LAYOUT.size),
+        optimizer={
+            **server_optimizer(job.aggregation.server_optimizer).init(LAYOUT.size),
+            **first_residual(job.communication.links, LAYOUT.size),
+        },
         rounds_completed=0,
         lost_in_a_row=0,
     )

@@ -31,7 +31,7 @@ lines = st.text(max_size=64).map(wire.one_line)
 float_vectors = st.builds(
     lambda data, dtype: np.frombuffer(data[: len(data) // 4 * 4], dtype=dtype),
     st.binary(max_size=400),
-    st.sampled_from([np.float32, np.float16, np.uint16]),
+    st.sampled_from([np.float32, np.float16, np.uint16, np.uint8]),
 )
 integer_vectors = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(
     lambda values: np.array(values, dtype=np.int64)
@@ -72,6 +72,7 @@ answer = model | {"leaving": st.none() | st.sampled_from(LeaveReason)}
 tasks = st.builds(
     RoundTask,
     changed_to=st.just("") | digests,
+    counted=counts,
     **about,
     **model,
     kind=st.sampled_from(TaskKind),

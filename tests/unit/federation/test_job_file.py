@@ -197,8 +197,8 @@ def test_planned_key(name: str):
             "training.precision: 'fp16' is not built yet; choose fp32 or bf16",
         ),
         (
-            {"communication": {"codec": {"name": "sparse"}}},
-            "communication.codec.name: 'sparse' is not built yet; choose identity",
+            {"communication": {"codec": {"name": "low_rank"}}},
+            "communication.codec.name: 'low_rank' is not built yet; choose identity",
         ),
         (
             {"schedule": {"mode": "buffered"}},
