@@ -10,6 +10,7 @@ from clients.models.starting_weights import check_first
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer, never
+from federation.compression.apart import fitted
 from federation.ids import SiteId
 from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
@@ -68,7 +69,7 @@ class Federation:
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
         optimizer = self.job.training.optimizer
-        links = self.job.communication.links
+        links = fitted(self.job.communication.links, self.pool.layout)
         return Site(
             name,
             make_trainer=make_trainer,

@@ -150,11 +150,17 @@ class FaultInjector:
         if fault.kind in {"nan", "inf"}:
             delta_d = update.delta_d.copy()
             bad = np.array([float(fault.kind)], np.float32)
-            delta_d[delta_d.size // 2] = _words(bad, delta_d.dtype)[0]
+            if delta_d.dtype == np.uint8:  # The first scale of the codec's records.
+                delta_d[:2] = BF16.narrow(bad).astype("<u2").view(np.uint8)
+            else:
+                delta_d[delta_d.size // 2] = _words(bad, delta_d.dtype)[0]
             return replace(update, delta_d=delta_d)
         if fault.kind == "garbage":
-            draws = self._draws(update)
-            delta_d = draws.standard_normal(update.delta_d.size, dtype=np.float32)
+            draws, size = self._draws(update), update.delta_d.size
+            if update.delta_d.dtype == np.uint8:
+                words = draws.integers(256, size=size, dtype=np.uint8)
+                return replace(update, delta_d=words)
+            delta_d = draws.standard_normal(size, dtype=np.float32)
             delta_d *= fault.scale / float(np.linalg.norm(delta_d))
             words = _words(delta_d, update.delta_d.dtype)
             return replace(update, delta_d=words)

@@ -22,8 +22,8 @@ from federation.compression.records import (
     SCALE_BYTES,
     RecordCodec,
     read_scales,
+    scale_bytes,
     scale_fault,
-    scales_of,
 )
 from federation.vectors import ByteVector, Vector
 
@@ -53,13 +53,17 @@ class Levels:
 
     def pack(self, values_nw: Vector) -> tuple[ByteVector, Vector]:
         """See ``RecordKind``."""
-        largest_n = np.maximum(values_nw.max(axis=1), -values_nw.min(axis=1))
-        scale_bytes_n2, scales_n = scales_of(largest_n / np.float32(self.top))
-        codes_nw = self.nearest(values_nw / scales_n[:, None])
+        largest_n: Vector = np.maximum(values_nw.max(axis=1), -values_nw.min(axis=1))
+        scales_n2 = scale_bytes((largest_n / self.top).astype(np.float32), up=True)
+        scales_n = read_scales(scales_n2)
+        # Where the scale is 0, so are all values, or nearly.
+        divisors_n = np.where(scales_n == 0, 1, scales_n).astype(np.float32)
+        ratios_nw: Vector = np.divide(values_nw, divisors_n[:, None])
+        codes_nw = self.nearest(ratios_nw)
         stands_nw = np.take(self.levels, codes_nw)
         stands_nw *= scales_n[:, None]
         packed = codes_nw if self.bits == 8 else _paired(codes_nw)  # noqa: PLR2004
-        return np.concatenate([scale_bytes_n2, packed], axis=1), stands_nw
+        return np.concatenate([scales_n2, packed], axis=1), stands_nw
 
     def unpack(self, records_nr: ByteVector, width: int) -> Vector:
         """See ``RecordKind``."""

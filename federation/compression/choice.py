@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from federation.compression import blocks
+from federation.compression import blocks, subset, top_k
 from federation.compression.codec import BF16, FP16, IDENTITY, Codec
 
 MAX_BLOCK = 1 << 16  # So that a place in a block has at most 16 bits.
+ORDERS = (subset.RANDOM, subset.CYCLIC)
+# What is left out waits for many rounds, and ages: SparseLoCo, arXiv:2508.15706.
+_SPARSE_FEEDBACK = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,23 @@ _FORMS: Mapping[str, _CodecForm] = {
     "bf16": _CodecForm(lambda: BF16, {"feedback": 0.0}),
     "fp16": _CodecForm(lambda: FP16, {"feedback": 0.0}),
     **{name: _block(name) for name in ("int8", "int4", "fp4")},
+    "top_k": _CodecForm(
+        top_k.top_k_codec,
+        {
+            "block": top_k.DEFAULT_BLOCK,
+            "fraction": top_k.DEFAULT_FRACTION,
+            "feedback": _SPARSE_FEEDBACK,
+        },
+    ),
+    "subset": _CodecForm(
+        subset.Subset,
+        {
+            "block": subset.DEFAULT_BLOCK,
+            "fraction": subset.DEFAULT_FRACTION,
+            "order": subset.RANDOM,
+            "feedback": _SPARSE_FEEDBACK,
+        },
+    ),
 }
 NAMES = tuple(_FORMS)
 # Codecs whose words stand for values near those of any vector, also of a whole model.

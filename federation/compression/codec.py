@@ -361,7 +361,7 @@ def decoded(
 def encoded_over(
     codec: Codec, vector_d: Vector, *, residual_d: Vector | None = None, seed: int = 0
 ) -> Words:
-    """Encode a vector in its own memory, which holds the words afterwards.
+    """Encode a vector in its own memory, if that has room for the words.
 
     Args:
         codec: The codec.
@@ -374,5 +374,6 @@ def encoded_over(
     """
     if codec is IDENTITY and residual_d is None:
         return vector_d
-    out = vector_d.view(codec.dtype)[: codec.num_words(vector_d.size)]
+    num_words, room = codec.num_words(vector_d.size), vector_d.view(codec.dtype)
+    out = room[:num_words] if num_words <= room.size else None
     return codec.encode(vector_d, out=out, residual_d=residual_d, seed=seed)

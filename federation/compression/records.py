@@ -26,7 +26,7 @@ from federation.vectors import (
     chunks,
 )
 
-# Scales are bfloat16, rounded up: in a record they have 2 bytes, little-endian.
+# Scales are bfloat16: in a record they have 2 bytes, little-endian.
 SCALE_BYTES = 2
 _SCALE = np.dtype("<u2")
 _SIGN_OR_INFINITE = 0x7F80  # A scale of these bits or more is negative or not finite.
@@ -199,15 +199,11 @@ class _RecordValues:
         return out_c
 
 
-def scales_of(magnitudes_n: Vector) -> tuple[ByteVector, Vector]:
-    """Round magnitudes up to scales.
-
-    Returns:
-        Their bytes, shape ``(n, 2)``; and the scales as float32, 1 in the place of 0.
-    """
+def scale_bytes(magnitudes_n: Vector, *, up: bool) -> ByteVector:
+    """Round magnitudes to scales, shape ``(n, 2)``; ``up``, or to the nearest ones."""
     bits_n = np.abs(magnitudes_n).view(np.uint32)  # Of -0 as of 0.
-    rounded_n = ((bits_n.astype(np.uint64) + 0xFFFF) >> 16).astype(_SCALE)
-    return _bytes_of(rounded_n), _divisors(rounded_n)
+    rounded_n = (bits_n + np.uint32(0xFFFF if up else 0x8000)) >> np.uint32(16)
+    return rounded_n.astype(_SCALE).view(np.uint8).reshape(-1, SCALE_BYTES)
 
 
 def read_scales(bytes_n2: ByteVector) -> Vector:
@@ -222,12 +218,3 @@ def scale_fault(bytes_n2: ByteVector) -> str:
     bits_n = np.ascontiguousarray(bytes_n2).view(_SCALE)
     is_bad = bool((bits_n >= _SIGN_OR_INFINITE).any())
     return "a scale that is negative or not finite" if is_bad else ""
-
-
-def _bytes_of(bits_n: Words) -> ByteVector:
-    return bits_n.view(np.uint8).reshape(-1, SCALE_BYTES)
-
-
-def _divisors(bits_n: Words) -> Vector:
-    scales_n = np.left_shift(bits_n, 16, dtype=np.uint32).view(np.float32)
-    return np.where(scales_n == 0, np.float32(1), scales_n)

@@ -6,6 +6,7 @@ what to write instead; those of differential privacy are in ``privacy_checks``.
 
 import math
 
+from federation.compression.choice import FOR_MODELS, unused
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
@@ -31,6 +32,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_training,
         _check_optimizer,
         _check_normalized_steps,
+        _check_codecs,
         check_secure_aggregation,  # First: it sets the quorum.
         check_differential_privacy,
         _check_quorum,
@@ -268,6 +270,40 @@ def _check_robust_rule(job: JobSpec) -> None:
             f"{rule} withstands {bad} bad sites only with at least {needed} answers, "
             f"and the quorum is {job.minimum_sites}",
             key="schedule.minimum_sites",
+        )
+
+
+def _check_codecs(job: JobSpec) -> None:
+    """Refuse codecs that cannot do what they are named for, and keys without effect."""
+    communication, rule = job.communication, job.aggregation.combine
+    for way in ("codec", "down_codec"):
+        spec = getattr(communication, way)
+        if wrong := unused(spec.name, spec.options):
+            raise JobError(
+                f"it has no effect with {spec.name}: remove this key",
+                key=f"communication.{way}.{wrong}",
+            )
+    down = communication.down_codec.name
+    if communication.down_content == "model" and down not in FOR_MODELS:
+        raise JobError(
+            f"{down} loses most of a whole model: set communication.down_content = "
+            f'"change", or choose {" or ".join(sorted(FOR_MODELS))}',
+            key="communication.down_codec.name",
+        )
+    if rule != "mean" and not communication.links.up.shares_support:
+        raise JobError(
+            f"{rule} compares the values of sites, and with "
+            f"{communication.codec.name} each site sends other places and 0 for the "
+            "rest: use mean here, or another codec",
+            key="aggregation.combine",
+        )
+    unit = job.privacy.differential_privacy.unit
+    if communication.links.feedback and unit in {"joint", "site"}:
+        raise JobError(
+            "a residual adds to an update what earlier ones left out, beyond the clip "
+            f'norm that the noise of unit = "{unit}" covers: choose identity as '
+            "communication.codec.name",
+            key="communication.codec.feedback",
         )
 
 

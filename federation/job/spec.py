@@ -291,12 +291,20 @@ class CodecSpec:
         name: `identity` (float32, 4 bytes a value), `bf16` (2 bytes: the range of
             float32 with 8 significant bits), `fp16` (2 bytes: 11 significant bits;
             values of 65520 or more are refused); `int8` and `int4` (equal steps, with a
-            scale for each block), `fp4` (powers of two, likewise). All but the first
-            three are for updates and changes, not for whole models.
-        block: Values of a block: 128 by default for `int8`, `int4` and `fp4`.
+            scale for each block), `fp4` (powers of two, likewise), `top_k` (the largest
+            values of each block, in 2 bits and a place each), `subset` (float32 values
+            of some blocks, which are the same at all sites). All but the first three
+            are for updates and changes, not for whole models.
+        block: Values of a block: 128 by default for `int8`, `int4` and `fp4`, 4096 for
+            `top_k`, 256 for `subset`.
+        fraction: Share of the values that is sent: 1/64 by default for `top_k`, 1/16
+            for `subset`.
+        order: Which blocks `subset` sends: random ones in each round (`random`, the
+            default), or all in turn (`cyclic`).
         feedback: Share of what earlier words have left out that is added to the next
-            update (error feedback): 1 by default for `int8`, `int4` and `fp4`, 0 for
-            `bf16` and `fp16`. With 0, what a codec leaves out is lost.
+            update (error feedback): 1 by default for `int8`, `int4` and `fp4`, 0.95 for
+            `top_k` and `subset`, 0 for `bf16` and `fp16`. With 0, what a codec leaves
+            out is lost.
     """
 
     name: str = key(
@@ -305,12 +313,19 @@ class CodecSpec:
         planned=("low_rank",),
     )
     block: int | None = key(default=None, low=2, high=choice.MAX_BLOCK)
+    fraction: float | None = key(default=None, above=0.0, high=1.0)
+    order: str | None = key(default=None, choices=choice.ORDERS)
     feedback: float | None = key(default=None, low=0.0, high=1.0)
 
     @property
     def options(self) -> choice.CodecOptions:
         """What the job says of the codec."""
-        return choice.CodecOptions(block=self.block, feedback=self.feedback)
+        return choice.CodecOptions(
+            block=self.block,
+            fraction=self.fraction,
+            order=self.order,
+            feedback=self.feedback,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,9 +435,10 @@ class FaultSpec:
         site: Name of the site.
         kind: `crash` (raises), `silent` (never answers), `hang` (answers after
             `seconds`), `duplicate` (answers twice), `nan`, `inf`, `garbage` (random
-            values of norm `scale`), `wrong_length`, `wrong_round`, `restart` (loses its
-            memory just before the task arrives), `leave` (announces that it leaves, and
-            returns after `rounds` with an empty memory).
+            values of norm `scale`, or random bytes in a codec of few bits),
+            `wrong_length`, `wrong_round`, `restart` (loses its memory just before the
+            task arrives), `leave` (announces that it leaves, and returns after `rounds`
+            with an empty memory).
         rounds: Rounds in which it happens; all if empty.
         every: With 2, only in every second round of these, and so on.
         seconds: How long `hang` takes.

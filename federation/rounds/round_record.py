@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from federation import events
+from federation.compression.apart import fitted
 from federation.compression.codec import Links
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
@@ -45,7 +46,7 @@ class RoundRecord:
         round_index: The round.
         cohort: The sites that are asked.
         clock: Time.
-        links: The codecs of both directions.
+        links: The codecs of both directions, for the model.
         verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
@@ -79,7 +80,7 @@ class RoundRecord:
         self.round_index = round_index
         self.cohort = cohort
         self.clock = clock
-        self.links = links
+        self.links = links = fitted(links, layout)
         self.members = members
         self.counted: dict[SiteId, int] = {}
         self._known_away = members.end_round().away()

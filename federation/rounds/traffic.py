@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from federation.compression.codec import Codec
+from federation.compression.apart import fitted
+from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
 from federation.job.metrics import Metric, evaluated_of, metrics_of
 from federation.job.spec import JobSpec, TrainingSpec
@@ -226,6 +227,10 @@ class Traffic:
         return every > 0 and (round_index - 1) % every == 0
 
     @property
+    def _links(self) -> Links:
+        return fitted(self.job.communication.links, self.layout)
+
+    @property
     def _is_private(self) -> bool:
         return self.job.privacy.differential_privacy.enabled
 
@@ -244,7 +249,7 @@ class Traffic:
     def _task(
         self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
     ) -> RoundTask:
-        links, trains = self.job.communication.links, kind is TaskKind.TRAIN
+        links, trains = self._links, kind is TaskKind.TRAIN
         all_count = self.job.cohort_size == len(self.job.sites)
         settles = links.feedback > 0 and trains and (end == 1 or all_count)
         charges = end * self._is_private * (index - 1)
@@ -313,7 +318,7 @@ class Traffic:
             round_index=index,
             site=site,
             layout_digest=self.layout.digest,
-            delta_d=_words(self.job.communication.links.up, self.layout),
+            delta_d=_words(self._links.up, self.layout),
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,

@@ -1,5 +1,6 @@
 """What every codec promises: the round loop and the sites know nothing else of it."""
 
+import statistics
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,14 @@ from hypothesis.extra import numpy as arrays
 
 from aggregator import combine
 from federation.compression import change
-from federation.compression.choice import codec_of
+from federation.compression.apart import Apart
+from federation.compression.choice import (
+    NAMES,
+    CodecOptions,
+    codec_of,
+    feedback_of,
+    unused,
+)
 from federation.compression.codec import (
     BF16,
     FP16,
@@ -21,10 +29,13 @@ from federation.compression.codec import (
     decoded,
     encoded_over,
 )
+from federation.compression.records import LIMIT
+from federation.compression.subset import Subset
 from federation.protocols import WeightedUpdate
 from federation.vectors import CHUNK_VALUES, Vector, Words
 
 CODECS = [IDENTITY, FP16, BF16]
+CHOSEN = [[1, 8, 10, 15], [2, 6, 9, 14]]
 LIMITS = {"identity": 3.4e38, "fp16": 65519.0, "bf16": 3.3e38}
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
@@ -225,3 +236,354 @@ def test_folding_takes_a_chunks_memory(codec: Codec):
     tracemalloc.stop()
     assert peak <= 0.55 * out_d.nbytes
     assert (out_d == 1).all()
+
+
+# Codecs of few bits: their errors against formulas, and other people's words.
+
+FEW_BITS: list[Codec] = [
+    codec_of(name, CodecOptions(block=block))
+    for name in ("int8", "int4", "fp4")
+    for block in (2, 7, 128)
+]
+TOP_K: list[Codec] = [
+    codec_of("top_k"),
+    codec_of("top_k", CodecOptions(block=7, fraction=0.4)),
+    codec_of("top_k", CodecOptions(block=1 << 16, fraction=0.001)),
+]
+SUBSETS: list[Codec] = [
+    codec_of("subset"),
+    codec_of("subset", CodecOptions(block=7, fraction=0.3)),
+    codec_of("subset", CodecOptions(block=5, fraction=0.21, order="cyclic")),
+]
+SMALL = [*FEW_BITS, *TOP_K, *SUBSETS]
+SPANS = ((0, 1), (3, 5), (90, 101))  # Of values that are sent apart.
+SIZES = [1, 2, 5, 127, 128, 4097, CHUNK_VALUES - 1, 2 * CHUNK_VALUES + 3]
+
+
+def label(codec: Codec) -> str:
+    """Its name and numbers."""
+    numbers = [getattr(codec, n, "") for n in ("block", "fraction", "order")]
+    return "-".join([codec.name, *(str(n) for n in numbers if n != "")])
+
+
+each_small = pytest.mark.parametrize("codec", SMALL, ids=label)
+
+
+def normal(size: int, seed: int = 1) -> Vector:
+    """Values with a bell curve, some much larger and some zero."""
+    draws = np.random.default_rng([seed, size])
+    vector_d = draws.standard_normal(size, dtype=np.float32)
+    vector_d[:: max(1, size // 7)] *= 30
+    vector_d[1 :: max(1, size // 5)] = 0
+    return vector_d
+
+
+@each_small
+@pytest.mark.parametrize("spans", [(), SPANS], ids=["whole", "apart"])
+@pytest.mark.parametrize("size", SIZES)
+def test_few_bits_keep_the_promises(
+    codec: Codec, spans: tuple[tuple[int, int], ...], size: int
+):
+    """Exact length, reading by chunks, in place, and with a residual."""
+    if spans and size <= spans[-1][1]:
+        return
+    if spans:
+        codec = Apart(codec, spans)
+    vector_d = normal(size)
+    words = codec.encode(vector_d, seed=3)
+    assert same(vector_d, normal(size))
+    assert (words.dtype, words.size) == (codec.dtype, codec.num_words(size))
+    assert codec.fault(words, size) == ""
+    whole_d, values = (
+        decoded(codec, words, size, seed=3),
+        codec.values(words, size=size, seed=3),
+    )
+    assert (values.size, values.shape, whole_d.size) == (size, (size,), size)
+    for length in (1, 3, 1000, size):
+        starts = [*range(0, size, length)][-50:]
+        parts = [values[start : start + length] for start in starts]
+        assert same(np.concatenate(parts), whole_d[starts[0] :])
+    residual_d = normal(size, seed=2)
+    left_d, wanted_d = residual_d.copy(), vector_d + residual_d
+    again = codec.encode(vector_d, residual_d=residual_d, seed=3)
+    assert same(again, codec.encode(wanted_d, seed=3))
+    arrived_d = decoded(codec, again, size, seed=3)
+    np.testing.assert_allclose(arrived_d + residual_d, wanted_d, atol=2e-5)
+    over = encoded_over(codec, vector_d, residual_d=left_d, seed=3)
+    assert same(over, again)
+    assert same(left_d, residual_d)
+    for start, stop in spans:
+        assert same(arrived_d[start:stop], wanted_d[start:stop])
+        assert not residual_d[start:stop].any()
+
+
+@pytest.mark.parametrize("codec", FEW_BITS, ids=label)
+def test_levels_are_the_nearest_ones(codec: Codec):
+    """As a plain float64 loop finds them, with the scale of each block."""
+    top = {"int8": 127, "int4": 7, "fp4": 64}[codec.name]
+    levels = np.arange(-top, top + 1.0)
+    if codec.name == "fp4":
+        magnitudes = [0.0, *2.0 ** np.arange(7)]
+        levels = np.array([-m for m in magnitudes[:0:-1]] + magnitudes)
+    vector_d = normal(1001)
+    found_d = decoded(codec, codec.encode(vector_d), 1001).astype(np.float64)
+    block = codec.block  # type: ignore[attr-defined]
+    for start in range(0, 1001, block):
+        part, found = vector_d[start : start + block], found_d[start : start + block]
+        exact = np.abs(part.astype(np.float64)).max() / top
+        # The scale: bfloat16, rounded up.
+        _, exponent = np.frexp(exact)
+        unit = np.ldexp(1.0, int(exponent) - 8)
+        scale = np.ceil(exact / unit * (1 - 1e-7)) * unit
+        choices = levels * scale
+        best = np.abs(part[:, None].astype(np.float64) - choices).min(axis=1)
+        error = np.abs(part - found)
+        assert (error <= best + 1e-6 * scale * top).all()
+
+
+@pytest.mark.parametrize(("name", "top"), [("int8", 127), ("int4", 7)])
+def test_error_of_equal_steps_is_a_twelfth_of_their_square(name: str, top: int):
+    """For values spread evenly: variance step^2 / 12, mean 0."""
+    draws = np.random.default_rng(0)
+    vector_d = draws.uniform(-1, 1, 1 << 18).astype(np.float32)
+    vector_d[::128] = 1.0  # So that every block has the step 1 / top, or a bit more.
+    codec = codec_of(name)
+    error_d = decoded(codec, codec.encode(vector_d), vector_d.size) - vector_d
+    step = float(-(-np.float32(1 / top).view(np.uint32).astype(int) // 65536) << 16)
+    step = float(np.array(int(step), np.uint32).view(np.float32))
+    assert float(np.square(error_d).mean()) == pytest.approx(step**2 / 12, rel=0.02)
+    assert abs(float(error_d.mean())) < step / 100
+
+
+def test_error_of_powers_of_two_is_what_the_density_says():
+    """E3M0 against the integral over evenly spread values of 0 to the largest level."""
+    draws = np.random.default_rng(0)
+    vector_d = (draws.uniform(-64, 64, 1 << 18)).astype(np.float32)
+    vector_d[::128] = 64.0
+    codec = codec_of("fp4")
+    error_d = decoded(codec, codec.encode(vector_d), vector_d.size) - vector_d
+    edges = [0.0, 0.5, 1.5, 3.0, 6.0, 12.0, 24.0, 48.0, 64.0]
+    levels = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    integral = sum(
+        ((high - level) ** 3 - (low - level) ** 3) / 3
+        for level, low, high in zip(levels, edges[:-1], edges[1:], strict=True)
+    )
+    assert float(np.square(error_d).mean()) == pytest.approx(integral / 64, rel=0.02)
+
+
+@pytest.mark.parametrize("codec", TOP_K, ids=label)
+def test_the_largest_values_are_sent(codec: Codec):
+    """As a plain loop finds them; their two magnitudes are means, as in float64."""
+    size, block = 5003, codec.block  # type: ignore[attr-defined]
+    vector_d = normal(size)
+    found_d = decoded(codec, codec.encode(vector_d), size)
+    for start in range(0, size, block):
+        part = vector_d[start : start + block].astype(np.float64)
+        count = min(len(part), max(1, round(len(part) * codec.kind.fraction)))  # type: ignore[attr-defined]
+        order = sorted(range(len(part)), key=lambda i: (-abs(part[i]), i))[:count]
+        sizes = np.abs(part[order])
+        is_large = sizes >= sizes.mean()
+        expected = np.zeros(len(part))
+        for chosen in (is_large, ~is_large):
+            if chosen.any():
+                places = np.array(order)[chosen]
+                expected[places] = np.copysign(sizes[chosen].mean(), part[places])
+        found = found_d[start : start + block]
+        np.testing.assert_allclose(found, expected, rtol=2.0**-8, atol=1e-30)
+
+
+def test_energy_that_top_k_leaves_out_is_that_of_the_normal_distribution():
+    """Beyond t = 2.42 lie 1 / 64 of the values and 11.8 % of the energy."""
+    vector_d = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
+    codec = codec_of("top_k")
+    sent_d = decoded(codec, codec.encode(vector_d), vector_d.size)
+    normal_law = statistics.NormalDist()
+    edge = normal_law.inv_cdf(1 - 1 / 128)
+    energy = 2 * (edge * normal_law.pdf(edge) + 1 / 128)
+    unsent = vector_d[sent_d == 0].astype(np.float64)
+    assert np.square(unsent).sum() / vector_d.size == pytest.approx(
+        1 - energy, rel=0.01
+    )
+    chosen = vector_d[sent_d != 0]
+    assert chosen.size == vector_d.size // 64
+    # Two levels for magnitudes of a deviation of 0.33 beyond the edge.
+    within = np.square(chosen - sent_d[sent_d != 0]).mean()
+    assert within < 0.4 * np.abs(chosen).var()
+
+
+@pytest.mark.parametrize("order", ["random", "cyclic"])
+def test_a_subset_is_linear_and_the_same_everywhere(order: str):
+    """The sum of words is the words of the sum; each round sends other blocks."""
+    codec = codec_of("subset", CodecOptions(block=16, fraction=1 / 8, order=order))
+    size = 16 * 40 - 5
+    one_d, other_d = normal(size, 1), normal(size, 2)
+    both = codec.encode(one_d + other_d, seed=9)
+    assert same(codec.encode(one_d, seed=9) + codec.encode(other_d, seed=9), both)
+    seen = np.zeros(size, int)
+    for seed in range(1, 9):
+        sent_d = decoded(
+            codec, codec.encode(np.ones(size, "f4"), seed=seed), size, seed=seed
+        )
+        assert set(sent_d) == {0.0, 1.0}
+        assert 0.1 < sent_d.mean() < 0.15
+        seen += sent_d > 0
+    if order == "cyclic":
+        assert (seen == 1).all()
+    else:
+        assert 0.5 < (seen > 0).mean() < 0.8  # 1 - (7 / 8) ** 8 is 0.66.
+
+
+def test_random_blocks_are_those_of_every_release():
+    """They are agreed on by arithmetic that must never change."""
+    codec = codec_of("subset", CodecOptions(block=2, fraction=0.25))
+    assert isinstance(codec, Subset)
+    assert [codec.chosen(32, seed).tolist() for seed in (1, 2)] == CHOSEN
+
+
+@each_small
+@given(data=st.data())
+def test_words_of_strangers_are_read_or_refused(codec: Codec, data: st.DataObject):
+    """Any bytes: a fault is named, or they are read without one."""
+    size = data.draw(st.integers(1, 300))
+    num_bytes = codec.num_words(size) * codec.dtype.itemsize
+    raw = data.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+    words = np.frombuffer(raw, codec.dtype)
+    if codec.fault(words, size) == "":
+        with np.errstate(over="ignore"):
+            assert decoded(codec, words, size, seed=1).shape == (size,)
+    for wrong in (words[:-1], np.append(words, words[:1])):
+        assert "are not the" in codec.fault(wrong, size)
+
+
+@pytest.mark.parametrize("codec", [*FEW_BITS, *TOP_K], ids=label)
+@pytest.mark.parametrize("scale", [0x7F80, 0x7FC0, 0xFF80, 0x8000, 0xBF80])
+def test_a_scale_that_no_codec_makes_is_refused(codec: Codec, scale: int):
+    """Infinite, not a number or negative; in the first block and in the last."""
+    size = 300
+    for place in (0, codec.num_words(size // 2 // codec.block * codec.block)):  # type: ignore[attr-defined]
+        words = codec.encode(np.ones(size, np.float32))
+        words[place : place + 2] = scale % 256, scale // 256
+        assert "a scale that is negative or not finite" in codec.fault(words, size)
+
+
+def test_places_outside_of_a_block_or_twice_are_refused():
+    """Both would make an update that no site can have made."""
+    codec, size = codec_of("top_k", CodecOptions(block=100, fraction=0.02)), 150
+    words = codec.encode(normal(size))
+    assert codec.fault(words, size) == ""
+    for raw, text in (
+        (100 | 101 << 7, "a place outside of its block of 100 values"),
+        (127 << 7, "a place outside of its block of 100 values"),
+        (5 | 5 << 7, "places that do not rise"),
+        (6 | 5 << 7, "places that do not rise"),
+    ):
+        bad = words.copy()
+        bad[4:6] = raw % 256, raw // 256
+        assert text in codec.fault(bad, size)
+    bad = words.copy()
+    last = codec.num_words(100)
+    bad[last + 4] = 60  # Of a last block of 50.
+    assert "a place outside of its block of 50 values" in codec.fault(bad, size)
+
+
+@each_small
+def test_values_that_are_not_finite_are_refused(codec: Codec):
+    """Also if only the residual makes them so."""
+    for bad in (np.nan, np.inf, -np.inf):
+        vector_d = normal(300)
+        vector_d[17] = bad
+        if codec.dtype == np.uint8:
+            with pytest.raises(BeyondCodec):
+                codec.check(vector_d)
+            with pytest.raises(BeyondCodec):
+                codec.encode(vector_d)
+        with pytest.raises(BeyondCodec), np.errstate(invalid="ignore"):
+            codec.encode(vector_d, residual_d=np.zeros(300, np.float32))
+    large_d = np.full(300, 3e38, np.float32)
+    with pytest.raises(BeyondCodec), np.errstate(over="ignore"):
+        codec.encode(large_d, residual_d=large_d.copy())
+
+
+@pytest.mark.parametrize("codec", [*FEW_BITS, *TOP_K], ids=label)
+def test_the_largest_and_the_smallest_values_pass(codec: Codec):
+    """What arrives is finite, and small values become zero or small ones."""
+    for size in (LIMIT * (1 - 1e-6), 1e-45, 1e-40, 0.0, -0.0):
+        vector_d = np.full(300, size, np.float32)
+        words = codec.encode(vector_d)
+        assert codec.fault(words, 300) == ""
+        found_d = decoded(codec, words, 300)
+        assert np.isfinite(found_d).all()
+        assert float(np.abs(found_d).max()) <= abs(size) * 1.02 + 1e-38
+
+
+@pytest.mark.parametrize(
+    "codec", [codec_of(n) for n in ("int4", "top_k", "subset")], ids=label
+)
+def test_error_feedback_brings_everything_through(codec: Codec):
+    """After many rounds of one step, what has arrived is near what was trained."""
+    step_d, residual_d = normal(10_000), np.zeros(10_000, np.float32)
+    total_d, rounds = np.zeros(10_000), 400
+    for seed in range(rounds):
+        words = codec.encode(step_d, residual_d=residual_d, seed=seed)
+        total_d += decoded(codec, words, 10_000, seed=seed)
+    arrived = np.linalg.norm(total_d) / np.linalg.norm(rounds * step_d)
+    assert arrived == pytest.approx(1, abs=0.25 if codec.name == "top_k" else 0.06)
+    np.testing.assert_allclose(
+        total_d + residual_d, rounds * step_d, rtol=1e-3, atol=0.1
+    )
+
+
+@each_small
+def test_both_sides_of_a_coarse_change_hold_the_same_bits(codec: Codec):
+    """What the codec leaves out stays with the aggregator, for the next change."""
+    links = Links(down=codec, changes=True, down_feedback=1.0)
+    old_d, size = normal(5000, 1), 5000
+    (residual_d,) = change.first_residual(links, size).values()
+    wanted_d = old_d + normal(size, 2) / 100
+    new_d = wanted_d.copy()
+    sent = change.settle(links, old_d, new_d, residual_d=residual_d, seed=4)
+    received_d = change.add(
+        codec, old_d, sent.words, out_d=np.empty_like(old_d), seed=4
+    )
+    assert same(received_d, new_d)
+    assert change.digest(received_d) == sent.after
+    np.testing.assert_allclose(new_d + residual_d, wanted_d, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [codec_of(n) for n in ("int8", "int4", "fp4", "top_k", "subset")],
+    ids=label,
+)
+def test_folding_few_bits_takes_a_chunks_memory(codec: Codec):
+    """Not a third model's; nor does encoding with a residual."""
+    size = 1 << 24
+    vector_d, residual_d = np.ones(size, np.float32), np.zeros(size, np.float32)
+    tracemalloc.start()
+    words = encoded_over(codec, vector_d, residual_d=residual_d)
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak <= 0.1 * 4 * size
+    out_d = residual_d
+    tracemalloc.reset_peak()
+    values = codec.values(words, size=size)
+    update = WeightedUpdate(site="a", delta_d=values, weight=1.0)
+    combine.weighted_mean([update, update], out_d)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 0.6 * 4 * size
+
+
+def test_only_codecs_of_one_support_share_it():
+    """And only those whose words add up are linear."""
+    assert [c.name for c in SMALL if not c.shares_support] == ["top_k"] * 3
+    assert {c.name for c in SMALL if c.is_linear} == {"subset"}
+    for codec in (codec_of(name) for name in NAMES):
+        assert codec.name in NAMES
+        assert 8 * codec.num_words(1 << 20) * codec.dtype.itemsize == pytest.approx(
+            codec.bits_per_value() * (1 << 20), rel=1e-3
+        )
+    for name in ("bf16", "subset", "int4"):
+        assert unused(name, CodecOptions()) == ""
+    assert unused("int4", CodecOptions(fraction=0.5)) == "fraction"
+    assert feedback_of("top_k") == 0.95
+    assert feedback_of("int4", CodecOptions(feedback=0.5)) == 0.5

@@ -19,7 +19,8 @@ from clients.training.error_feedback import settled
 from clients.training.site import Site
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
-from federation.compression.codec import decoded
+from federation.compression.apart import fitted
+from federation.compression.codec import Links, decoded
 from federation.events import Event, RoundFinished
 from federation.ids import SiteId
 from federation.messages import (
@@ -40,6 +41,9 @@ CODECS: list[dict[str, Any]] = [
     {"name": "int4", "block": 3, "feedback": 0.5},
     {"name": "fp4", "block": 4},
     {"name": "bf16", "feedback": 1.0},
+    {"name": "top_k", "block": 4, "fraction": 0.5, "feedback": 1.0},
+    {"name": "subset", "block": 3, "fraction": 0.3},
+    {"name": "subset", "block": 2, "fraction": 0.3, "order": "cyclic"},
 ]
 # What becomes of an answer: it counts; it is lost after the work; the task never
 # arrives; the answer is spoilt; the site fails before it trains.
@@ -93,9 +97,13 @@ class Noted(toy.Toy):
     )
     attempts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
+    def links(self) -> Links:
+        """The codecs, for the model."""
+        return fitted(self.job.communication.links, toy.LAYOUT)
+
     def state(self, name: SiteId) -> SiteState:
         """What a site keeps."""
-        codec = self.job.communication.links.up.name
+        codec = self.job.communication.codec.name
         return SiteState(name, toy.LAYOUT, self.stores[name], codec=codec)
 
     def _site(self, name: SiteId) -> Site:
@@ -105,7 +113,7 @@ class Noted(toy.Toy):
             make_trainer=lambda: NotingTrainer(name, self.job, made=made),
             state=self.state(name),
             clock=self.clock,
-            links=self.job.communication.links,
+            links=self.links(),
         )
 
     def handlers(self) -> dict[SiteId, SiteHandler]:
@@ -129,7 +137,7 @@ class Noted(toy.Toy):
             return (failure(task, FailureKind.CRASHED, "rehearsed"),)
         update = answer()
         assert isinstance(update, SiteUpdate), update
-        codec = self.job.communication.links.up
+        codec = self.links().up
         self.sent[task.round_index][task.site] = decoded(
             codec, update.delta_d.copy(), toy.LAYOUT.size, seed=task.round_index
         )
@@ -196,7 +204,7 @@ def test_every_update_arrives_once_or_stays_in_the_residual(
     run = noted(codec, fates, kills)
     assume(any(map(run.counted, range(1, ROUNDS + 1))))
     final = run.to_the_end()
-    links, size = run.job.communication.links, toy.LAYOUT.size
+    links, size = run.links(), toy.LAYOUT.size
     for site in toy.SITES:
         last = max(
             (r for r in range(1, ROUNDS + 1) if site in run.counted(r)), default=0
@@ -223,7 +231,7 @@ def test_with_all_of_the_residual_nothing_is_ever_lost():
     fates = {key: tuple(draws.choice(FATES, 2, p=ODDS)) for key in keys}
     run = noted(CODECS[1], fates, frozenset({2, 4}))  # type: ignore[arg-type]
     final = run.to_the_end()
-    links = run.job.communication.links
+    links = run.links()
     for site in toy.SITES:
         kept = run.state(site).before(toy.RUN, ROUNDS + 1)
         counted = final.counted.get(site, 0)

@@ -18,6 +18,7 @@ from clients.training.site_state import SiteState
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
+from federation.compression.apart import fitted
 from federation.compression.change import first_residual
 from federation.events import Event
 from federation.ids import RunId, SiteId
@@ -164,7 +165,7 @@ def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
         make_trainer=lambda: QuadraticTrainer(name, job),
         state=SiteState(name, LAYOUT, MemoryStore()),
         clock=clock,
-        links=job.communication.links,
+        links=fitted(job.communication.links, LAYOUT),
     )
 
 

@@ -8,6 +8,7 @@ from support import toy
 
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from federation.clock import VirtualClock
+from federation.compression.choice import codec_of
 from federation.compression.codec import BF16, FP16, Codec, decoded
 from federation.job.spec import FaultSpec
 from federation.messages import (
@@ -99,6 +100,23 @@ def test_encoded_updates_are_spoilt_in_their_own_words(codec: Codec, kind: str):
         assert np.linalg.norm(found_d) == pytest.approx(5.0, rel=0.01)
     else:
         assert [str(v) for v in found_d[~np.isfinite(found_d)]] == [kind]
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "garbage"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp4", "top_k"])
+def test_packed_updates_are_spoilt_in_their_bytes(name: str, kind: str):
+    """Those that are not finite have a scale that no codec makes."""
+    codec, size = codec_of(name), toy.LAYOUT.size
+    answer = toy.update(SITE, delta_d=codec.encode(np.ones(size, np.float32)))
+    injector = FaultInjector(
+        [FaultSpec(site=SITE, kind=kind)], clock=VirtualClock(), seed=0
+    )
+    sent = only_update(list(injector(toy.task(SITE), lambda: answer))).delta_d
+    assert sent.dtype == np.uint8
+    assert sent.size == codec.num_words(size)
+    assert sent.tobytes() != answer.delta_d.tobytes()
+    if kind != "garbage":
+        assert "a scale that is negative or not finite" in codec.fault(sent, size)
 
 
 def test_garbage_has_its_norm():

@@ -662,7 +662,7 @@ def test_nothing_is_documented_that_is_no_key(cls: type[Any]):
 def test_every_default_is_a_choice(cls: type[Any], field: "dataclasses.Field[Any]"):
     """Nobody can be refused for what he did not write."""
     choices = field.metadata.get("choices", ())
-    if choices and field.default is not dataclasses.MISSING:
+    if choices and field.default not in {dataclasses.MISSING, None}:
         assert field.default in choices
     assert not set(choices) & set(field.metadata.get("planned", ()))
 
