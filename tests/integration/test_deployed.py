@@ -112,7 +112,16 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("settings", [(), CHANGES], ids=["whole", "changes"])
+FEW_BITS = (
+    'communication.codec.name="int4"',
+    'communication.down_codec.name="top_k"',
+    'communication.down_content="change"',
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [(), CHANGES, FEW_BITS], ids=["whole", "changes", "few bits"]
+)
 def test_the_model_is_that_of_a_simulation(
     federation: Deployment, tmp_path: Path, settings: tuple[str, ...]
 ):

@@ -25,6 +25,11 @@ def robust(rule: str, **aggregation: Any) -> dict[str, Any]:
     return {"aggregation": {"combine": rule, "weights": "uniform", **aggregation}}
 
 
+def unit_of(unit: str) -> dict[str, Any]:
+    """Noise for a unit; other keys may be wrong."""
+    return {"privacy": {"differential_privacy": {"unit": unit}}}
+
+
 def fault(**fields: Any) -> dict[str, Any]:
     """A job that rehearses a misfortune."""
     return {"simulation": {"faults": [{"kind": "crash", "site": "a"} | fields]}}
@@ -332,6 +337,47 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             "privacy.secure_aggregation.ring_bits bits: choose identity here, and "
             "fewer bits there"
         ),
+    ),
+    "secret sum of a subset": (
+        {"communication": {"codec": {"name": "subset"}}} | secret(),
+        "communication.codec.name",
+        "updates are sent as masked ring elements of ",
+    ),
+    "a residual under noise for sites": (
+        {"communication": {"codec": {"name": "int4"}}} | unit_of("site"),
+        "communication.codec.feedback",
+        "a residual adds to an update what earlier ones left out, beyond the clip ",
+    ),
+    "a residual under joint noise": (
+        {"communication": {"codec": {"name": "bf16", "feedback": 0.5}}}
+        | unit_of("joint"),
+        "communication.codec.feedback",
+        'that the noise of unit = "joint" covers: choose identity as ',
+    ),
+    "a key of another codec": (
+        {"communication": {"codec": {"name": "int4", "fraction": 0.5}}},
+        "communication.codec.fraction",
+        "it has no effect with int4: remove this key",
+    ),
+    "feedback of what leaves nothing out": (
+        {"communication": {"codec": {"feedback": 1.0}}},
+        "communication.codec.feedback",
+        "it has no effect with identity: remove this key",
+    ),
+    "a key of another codec on the way down": (
+        {"communication": {"down_codec": {"name": "fp16", "block": 4}}},
+        "communication.down_codec.block",
+        "it has no effect with fp16: remove this key",
+    ),
+    "a whole model in few bits": (
+        {"communication": {"down_codec": {"name": "int8"}}},
+        "communication.down_codec.name",
+        'int8 loses most of a whole model: set communication.down_content = "change"',
+    ),
+    "other places of each site under a robust rule": (
+        {"communication": {"codec": {"name": "top_k"}}} | robust("median"),
+        "aggregation.combine",
+        "median compares the values of sites, and with top_k each site sends other ",
     ),
     "secret sum of models that are not sent whole": (
         {"communication": {"down_content": "change"}} | secret(),
