@@ -10,8 +10,10 @@ state of its optimiser, and is rotated as updates are.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clients.training.site_state import KeptState
 from federation.compression.fragments import fragment_of
@@ -48,7 +50,7 @@ class Residual:
 
     def arrays(self) -> Arrays:
         """Arrays to store."""
-        found = {
+        found: dict[str, NDArray[Any]] = {
             _LEFT: self.left_d,
             _WORDS: self.words_w,
             _STEPS: self.plan.steps_b,

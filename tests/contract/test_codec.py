@@ -482,7 +482,7 @@ def test_places_outside_of_a_block_or_twice_are_refused():
         assert text in codec.fault(bad, size)
     bad = words.copy()
     last = codec.num_words(100)
-    bad[last + 4] = 60  # Of a last block of 50.
+    bad[last + 4] = 50  # Of a last block of 50, from 0 on.
     assert "a place outside of its block of 50 values" in codec.fault(bad, size)
 
 
@@ -587,3 +587,19 @@ def test_only_codecs_of_one_support_share_it():
     assert unused("int4", CodecOptions(fraction=0.5)) == "fraction"
     assert feedback_of("top_k") == 0.95
     assert feedback_of("int4", CodecOptions(feedback=0.5)) == 0.5
+
+
+GOLDEN = {
+    "int8": "823cc17e20f08239007e",
+    "int4": "933e7df2933b70",
+    "fp4": "003d7ec5003a70",
+    "top_k": "803f004004060000003d0101",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_bytes_are_those_of_every_release(name: str):
+    """A record's layout: other programs, and states on disk, read it."""
+    options = CodecOptions(block=4, fraction=0.5 if name == "top_k" else None)
+    vector_d = np.float32([-1.0, 2.0, 0.5, -0.25, 0.0, 0.03125])
+    assert codec_of(name, options).encode(vector_d).tobytes().hex() == GOLDEN[name]

@@ -36,6 +36,7 @@ name = "two"
 SHORT = {
     "agents_memory": "--sites 1 --ways shared",
     "checkpoints": "--megabytes 4",
+    "codec_costs": "--smoke",
     "combine": "--values 100000 --sites 2 --threads 1 --repetitions 1",
     "deployed": "--only tiny --tiny-rounds 2 --flower-rounds 0",
     "dp_sgd": "--repetitions 1 --kinds cnn",

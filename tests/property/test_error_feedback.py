@@ -20,6 +20,7 @@ from clients.training.site import Site
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.compression.apart import fitted
+from federation.compression.change import RESIDUAL
 from federation.compression.codec import Links, decoded
 from federation.events import Event, RoundFinished
 from federation.ids import SiteId
@@ -257,3 +258,33 @@ def test_a_repeated_round_is_the_same_round(codec: dict[str, Any]):
     ]
     assert runs[0].weights_d.tobytes() == runs[1].weights_d.tobytes()
     assert runs[0].counted == runs[1].counted
+
+
+@settings(max_examples=25)
+@given(fates=all_fates, kills=all_kills, codec=st.sampled_from(CODECS))
+def test_what_changes_leave_out_stays_with_the_aggregator(
+    fates: Fates, kills: frozenset[int], codec: dict[str, Any]
+):
+    """Model and residual are the sum of all steps, whichever rounds are repeated."""
+    run = noted(CODECS[0], fates, kills)
+    down = {**codec, "feedback": 1.0}
+    tables = {
+        "rounds": ROUNDS,
+        "communication": {
+            "codec": CODECS[0],
+            "down_codec": down,
+            "down_content": "change",
+        },
+        "aggregation": {"weights": "uniform"},
+        "schedule": {"minimum_sites": QUORUM, "max_lost_rounds": 100},
+        "evaluation": {"every": 0},
+    }
+    run.job = toy.job(tables)
+    assume(any(map(run.counted, range(1, ROUNDS + 1))))
+    final = run.to_the_end()
+    wanted_d = np.zeros(toy.LAYOUT.size)
+    for index in range(1, ROUNDS + 1):
+        if counted := run.counted(index):
+            wanted_d += np.mean([run.sent[index][site] for site in counted], axis=0)
+    found_d = final.weights_d + final.optimizer[RESIDUAL]
+    np.testing.assert_allclose(found_d, wanted_d, atol=1e-5)
