@@ -39,6 +39,9 @@ from privacy.secagg.protocol.train import TrainBody, read_train, write_train
 
 pytestmark = pytest.mark.slow
 
+every_optimizer = pytest.mark.parametrize(
+    "optimizer", ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]
+)
 RUN_ID = RunId("run-1")
 SITE = SiteId("site-1")
 SUMS: dict[str, Any] = {"communication": {"down_content": "sum"}}
@@ -145,9 +148,7 @@ class Sent:
         return (answer(),)
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]
-)
+@every_optimizer
 def test_sites_that_follow_sums_have_the_servers_model(optimizer: str):
     """Bit for bit that of the aggregator, and of a run that sends models."""
     server = {"name": optimizer, "lr": 0.7 if optimizer != "average" else 1.0}
@@ -163,7 +164,7 @@ def test_sites_that_follow_sums_have_the_servers_model(optimizer: str):
     assert len(sent.sums) == 4 * ROUNDS  # Of later rounds, and of the evaluation.
 
 
-@pytest.mark.parametrize("optimizer", ["average", "nesterov", "yogi"])
+@every_optimizer
 def test_restarted_site_gets_the_whole_model_and_follows_again(optimizer: str):
     """With the state of the optimiser, or the next step would be another one."""
     job = level_job(

@@ -167,19 +167,21 @@ def test_mean_is_that_of_the_updates(levels: int, num_updates: int):
 @pytest.mark.parametrize(("levels", "num_sites"), [(256, 16), (256, 64), (4, 4)])
 def test_means_are_exact_on_both_sides_of_float32(levels: int, num_sites: int):
     """As products in float64 have it, bit for bit; of these see the rotation."""
-    size = 2 * BLOCK_VALUES
+    size = 16 * BLOCK_VALUES
     digits = Digits(levels=levels, num_sites=num_sites)
     most = num_sites * (levels - 1)
     is_exact = BLOCK_VALUES * most < 1 << 24
     assert is_exact == (num_sites < 64)
     drawn = np.random.default_rng(0).integers(0, most, size, endpoint=True)
-    drawn[1:BLOCK_VALUES] = most
-    drawn[0] = most - 1  # A sum that float32 would round.
+    drawn[: size // 2] = most
+    # Sums that float32 would round, at the end of each of these blocks.
+    drawn[: size // 2 : BLOCK_VALUES] -= np.arange(1, 9)
     words_w = np.empty(digits.num_words(size), np.uint64)
-    (group,) = digits.groups(size)
-    # Sums may be packed as digits are: no larger than the base.
-    digits.pack(drawn.astype(np.float32), words_w[group.first : group.last])
-    steps_b = np.array([0.1, 1e-3], np.float32)
+    for group in digits.groups(size):
+        part = drawn[group.begin : group.end].astype(np.float32)
+        # Sums may be packed as digits are: they are below the base.
+        digits.pack(part, words_w[group.first : group.last])
+    steps_b = np.linspace(1e-3, 0.1, 16).astype(np.float32)
     found = open_levels(
         words_w,
         plan=LevelPlan(levels=levels, steps_b=steps_b),
