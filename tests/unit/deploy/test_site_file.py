@@ -83,6 +83,7 @@ def test_paths_follow_the_folder(tmp_path: Path):
         ),
         ("[aggregator]", '[policy]\nprivacy = "some"\n[aggregator]', "policy.privacy"),
         ("[aggregator]", "[policy]\nmin_sites = 1\n[aggregator]", "policy.min_sites"),
+        ("[aggregator]", "[policy]\nlevels = [4, 5]\n[aggregator]", "policy.levels"),
         ("[aggregator]", "[policy]\nmax_delta = 1.0\n[aggregator]", "policy.max_delta"),
         (
             "[aggregator]",
@@ -113,6 +114,16 @@ def test_old_name_of_the_policy_is_read_with_a_warning(
     write(tmp_path, f"{SMALLEST}[policy]\nmax_rounds = 7\n")
     assert site_file.load(path).file.policy == PolicySpec(max_rounds=7)
     assert len(caplog.messages) == 1
+
+
+def test_no_levels_may_be_accepted(tmp_path: Path):
+    """Unlike rings, of which a sum always has one."""
+    path = write(tmp_path, f"{SMALLEST}[policy]\nlevels = []\n")
+    assert site_file.load(path).file.policy.levels == ()
+    assert PolicySpec().levels == (3, 4, 8, 16, 256)
+    path = write(tmp_path, f"{SMALLEST}[policy]\nring_bits = []\n")
+    with pytest.raises(JobError, match=r"policy\.ring_bits"):
+        site_file.load(path)
 
 
 def test_policy_under_both_names_is_refused(tmp_path: Path):
