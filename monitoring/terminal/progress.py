@@ -38,6 +38,9 @@ from monitoring.units import (
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, LANGUAGE
 
+# A failure whose message is longer is not written out a second time.
+_LONG_MESSAGE, _MOST_MESSAGES = 60, 100
+
 # With more sites than this, only failures get a line of their own.
 MAX_SITES_WITH_LINES = 8
 
@@ -104,6 +107,7 @@ class PlainProgress(Closing):
         self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
         self._waiting: list[RoundFinished | str] = []  # In the order of events.
         self._evaluated: dict[int, ModelEvaluated] = {}
+        self._failures: dict[str, str] = {}  # Where each long message was written.
 
     def __call__(self, event: Event) -> None:
         """Write the lines of an event, if any."""
@@ -167,7 +171,8 @@ class PlainProgress(Closing):
         if isinstance(event, SiteFailed):
             # A site that keeps to its budget has not failed.
             verb = "declined" if event.kind == FailureKind.BUDGET else "failed"
-            self._write(f"{verb} {place}  {event.kind}  {event.message}  {seconds}")
+            message = self._once(event)
+            self._write(f"{verb} {place}  {event.kind}  {message}  {seconds}")
         elif self._num_sites <= MAX_SITES_WITH_LINES:
             told = f"training loss {training_loss(event, self._is_secret)}"
             if self._privacy is not None:  # Then no loss of training leaves a site.
@@ -178,6 +183,16 @@ class PlainProgress(Closing):
                 f"up {format_bytes(event.bytes_up)}  "
                 f"down {format_bytes(event.bytes_down)}  {seconds}"
             )
+
+    def _once(self, event: SiteFailed) -> str:
+        """A failure's message, or where it was written if it is long."""
+        message = event.message
+        first = self._failures.get(message)
+        if first is not None:
+            return f"the same as at {first}"
+        if len(message) > _LONG_MESSAGE and len(self._failures) < _MOST_MESSAGES:
+            self._failures[message] = f"{event.site} in round {event.round_index}"
+        return message
 
     def _write_notice(self, event: Event) -> None:
         match event:

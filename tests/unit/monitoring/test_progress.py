@@ -230,6 +230,27 @@ def test_plain_failures_and_warnings_come_at_once():
     assert any(line.startswith("round   5/10  lost  loss") for line in lines)
 
 
+def test_plain_long_message_is_written_once():
+    """What stops every site in every round would hide all else."""
+    aws, gcp = event_samples.TWO_SITES
+    script = Script(
+        rounds=2,
+        failures=tuple(
+            (number, site, FailureKind.CRASHED)
+            for number in (1, 2)
+            for site in (aws, gcp)
+        ),
+        message="the model took another turn " * 5,
+    )
+    failed = [line for line in _lines(run(script)) if line.startswith("failed")]
+    assert len(failed) == 4
+    first, *others = failed
+    assert "took another turn" in first
+    site = first.split()[2]
+    for line in others:
+        assert f"crashed  the same as at {site} in round 1  " in line
+
+
 def test_plain_resume_says_so():
     """A skipped checkpoint and the resume are told."""
     lines = _lines(event_samples.resumed())
