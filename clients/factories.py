@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -84,7 +85,7 @@ def call_factory(
         raise
     except Exception as error:
         # Foreign code may raise anything. This translates and does not continue.
-        raise UserCodeError(_name(factory), error) from error
+        raise UserCodeError(name_of(factory), error) from error
 
 
 class _Code(SourceLoader):
@@ -128,10 +129,13 @@ def _import_file(file: code_files.CodeFile, *, key: str | None) -> ModuleType:
     package = _PREFIX + code_files.digest_of(sources)[:32]
     if package not in sys.modules:
         sys.meta_path.append(_Code(package, sources))
-    return _import_module(f"{package}.{file.module}", file.path, key=key)
+    folder = Path(sources[file.module][0]).parent
+    return _import_module(f"{package}.{file.module}", file.path, key=key, folder=folder)
 
 
-def _import_module(name: str, shown: str, *, key: str | None) -> ModuleType:
+def _import_module(
+    name: str, shown: str, *, key: str | None, folder: Path | None = None
+) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -141,11 +145,8 @@ def _import_module(name: str, shown: str, *, key: str | None) -> ModuleType:
             hint = hint or ": install it, or put its folder on PYTHONPATH"
             raise JobError(f"there is no module {missing!r}{hint}", key=key) from error
         missing = re.sub(rf"{_PREFIX}\w+", "", missing)
-        if name.startswith(_PREFIX):
-            hint = hint or "; import a file beside it with a dot: from .other import x"
-        raise JobError(
-            f"{shown!r} needs {missing!r}, which is not installed{hint}", key=key
-        ) from error
+        hint = hint or _absent(missing, folder)
+        raise JobError(f"{shown!r} needs {missing!r}{hint}", key=key) from error
     except Exception as error:
         # As in call_factory: importing a user's module runs foreign code.
         # Of ``import deploy; deploy.mine``, and ``from deploy import mine``.
@@ -158,6 +159,16 @@ def _import_module(name: str, shown: str, *, key: str | None) -> ModuleType:
             key=key,
             outside=f"{fault}: {type(error).__name__}",
         ) from error
+
+
+def _absent(module: str, folder: Path | None) -> str:
+    """Why a file in a folder finds no module: what is beside it needs a dot."""
+    name = module.lstrip(".").partition(".")[0]
+    if folder and any((folder / each).exists() for each in (name, f"{name}.py")):
+        return f", which is beside it: import it with a dot, from .{name} import ..."
+    if module.startswith("."):
+        return f": there is no {name}.py beside it"
+    return ", which is not installed"
 
 
 def _reason(text: str) -> str:
@@ -182,7 +193,7 @@ def _check_options(
         unknown = next((name for name in options if name not in known), None)
         hint = "" if unknown is None else _nearest(unknown, known)
         raise JobError(
-            f"{_name(factory)}: {error}{hint}; its options are "
+            f"{name_of(factory)}: {error}{hint}; its options are "
             f"{', '.join(known) or 'none'}",
             key=key,
         ) from None
@@ -193,7 +204,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def _name(factory: Factory) -> str:
+def name_of(factory: Factory) -> str:
+    """Name a function by its file or module, for people."""
     module = getattr(factory, "__module__", type(factory).__module__)
     if module.startswith(_PREFIX):
         module = f"{module.partition('.')[2].replace('.', '/')}.py"

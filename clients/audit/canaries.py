@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.data.datasets import Batch, Dataset, Indices
-from clients.factories import call_factory, import_factory
-from federation.errors import JobError, SiteError
+from clients.factories import import_factory
+from clients.models.model_pool import build
+from federation.errors import SiteError
 from federation.vectors import Layout, Vector
 
 MAX_CANARIES = 1_000_000  # Codes are exact in float32 up to 2^24.
@@ -59,14 +60,8 @@ def with_canaries(
         JobError: There is no such factory, or it makes no model.
     """
     made = import_factory(factory, key="model.factory")
-    module = call_factory(made, options, key="model.options")
-    if not isinstance(module, nn.Module):
-        raise JobError(
-            f"returned a {type(module).__name__}, not a torch.nn.Module",
-            key="model.factory",
-        )
     return _CanariedModel(
-        module,
+        build(made, options),
         num_canaries=num_canaries,
         gradient_norm=gradient_norm,
         shape=None if task == "causal_lm" else tuple(shape),

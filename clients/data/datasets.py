@@ -70,9 +70,12 @@ class Examples:
             raise ValueError("inputs hold no array")
         for what, array in ((w, a) for w, part in parts.items() for a in leaves(part)):
             if array.ndim == 0 or array.dtype.kind not in "biuf":
+                is_text = array.dtype.kind in "US"
+                hint = "; replace each text by a number" if is_text else ""
                 raise ValueError(
                     f"{what} must be an array of numbers, one row per example, not "
-                    f"{array.dtype} of shape {array.shape}"
+                    f"{'text' if is_text else array.dtype} of shape {array.shape}"
+                    f"{hint}"
                 )
             if len(array) != self.size:
                 raise ValueError(

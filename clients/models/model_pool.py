@@ -7,7 +7,7 @@ instances than train at the same time.
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.factories import call_factory, import_factory
+from clients.factories import Factory, call_factory, import_factory, name_of
 from clients.models import weights
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
@@ -27,6 +27,34 @@ from federation.errors import JobError
 from federation.job.spec import JobSpec
 from federation.vectors import IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
+
+
+def build(factory: Factory, options: Mapping[str, Any]) -> torch.nn.Module:
+    """Call the factory of a job's model.
+
+    Args:
+        factory: From ``import_factory``.
+        options: Its keyword arguments.
+
+    Raises:
+        JobError: It is no function, does not take these options, or returns no model.
+        UserCodeError: The factory itself failed; the cause is kept.
+    """
+    key = "model.factory"
+    if isinstance(factory, torch.nn.Module):
+        raise JobError(
+            f"is a {type(factory).__name__} and not a function that returns one: "
+            "sites need separate models, so build it in a function and name that",
+            key=key,
+        )
+    module = call_factory(factory, options, key="model.options")
+    if isinstance(module, torch.nn.Module):
+        return module
+    found = "None" if module is None else f"a {type(module).__name__}"
+    hint = ": does it end with a return statement?" if module is None else ""
+    raise JobError(
+        f"{name_of(factory)} returned {found}, not a torch.nn.Module{hint}", key=key
+    )
 
 
 class Instance:
@@ -225,12 +253,7 @@ class ModelPool:
 
     def _build(self) -> torch.nn.Module:
         with seeded_globally(self._seed, self.device):
-            module = call_factory(self._factory, self._options, key="model.options")
-            if not isinstance(module, torch.nn.Module):
-                raise JobError(
-                    f"returned a {type(module).__name__}, not a torch.nn.Module",
-                    key="model.factory",
-                )
+            module = build(self._factory, self._options)
             if self._privacy.enabled:
                 # Before any layout is taken. What takes a layer's place may draw.
                 is_site = self._privacy.unit == "site"

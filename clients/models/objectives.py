@@ -303,10 +303,19 @@ def _cross_entropy(
 
 def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
     """Classes that the model has no output for."""
-    return _misfit(
+    fault = (
         f"the model (model.factory) has {num_classes} outputs, so classes and tokens "
         f"must be from 0 to {num_classes - 1}: renumber them, or give the model more "
-        "outputs",
+        "outputs"
+    )
+    if num_classes == 1:
+        fault = (
+            "the model (model.factory) has a single output, but classification needs "
+            "one for each class: give it two for a yes and a no, or name your own "
+            "objective in training.task"
+        )
+    return _misfit(
+        fault,
         f"there are classes from {targets.min()} to {targets.max()}",
     )
 
@@ -327,7 +336,7 @@ def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
     try:
         logits = model(inputs)
     except Exception as error:
-        error.add_note(_advice(inputs))  # Notes stay where the error is.
+        error.add_note(_advice(model, inputs))  # Notes stay where the error is.
         raise
     if not isinstance(logits, torch.Tensor):
         raise SiteError(
@@ -337,7 +346,7 @@ def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
-def _advice(inputs: Tree) -> str:
+def _advice(model: torch.nn.Module, inputs: Tree) -> str:
     parts = list(leaves(inputs))
     shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
     said = f"the model (model.factory) received inputs {shapes}"
@@ -351,7 +360,18 @@ def _advice(inputs: Tree) -> str:
             "; integer inputs are tokens and stay integers: scale images to floating "
             "point in the data function, for example x / 255"
         )
+    if num_records(inputs) == 1 and model.training and _compares_records(model):
+        said += (
+            "; batch normalisation needs two records or more: change "
+            "training.batch_size, so that no batch has a single record, or use "
+            "torch.nn.GroupNorm"
+        )
     return said
+
+
+def _compares_records(model: torch.nn.Module) -> bool:
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    return any(isinstance(part, kinds) for part in model.modules())
 
 
 def _describe(values: Any) -> str:

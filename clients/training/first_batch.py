@@ -14,6 +14,7 @@ from clients.training.update import prepare
 from clients.user_code import sentence
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
+from federation.job.code_files import unpinned
 from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.tree import map_tree
 
@@ -43,8 +44,10 @@ def check_first_batches(federation: Federation) -> None:
             _check_labels(federation, name, num_classes)
         except Exception as error:
             # User code may raise anything. This translates and does not continue.
-            said = sentence(error)
-            raise SiteError(f"site {name!r}, data {data.source!r}: {said}") from error
+            source = unpinned(data.source)  # As in the job file, without its digest.
+            raise SiteError(
+                f"site {name!r}, data {source!r}: {sentence(error)}"
+            ) from error
         seen.append(data)
 
 

@@ -356,6 +356,11 @@ class TorchTrainer:
         inputs, targets = self._on_device(self.train.batch(read))
         with self._autocast():
             loss = self._objective(model, inputs, targets)
+        if not loss.total.requires_grad:
+            raise SiteError(
+                "the loss has no gradient: in the model (model.factory), compute the "
+                "logits from its parameters, without detach(), item() or no_grad()"
+            )
         if len(chosen) == 0:
             (loss.total * 0.0).backward()  # type: ignore[no-untyped-call]
             return

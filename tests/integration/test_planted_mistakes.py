@@ -57,6 +57,7 @@ MISTAKES: Mapping[str, tuple[dict[str, Any], list[str]]] = {
     "float_targets": ({"data": "float_targets"}, ["make the targets integers"]),
     "far_class": ({"data": "far_class"}, ["from 0 to 2", "from 0 to 7"]),
     "not_a_number": ({"data": "not_a_number"}, ["training record 14 holds NaN"]),
+    "detached": ({"model": "detached"}, ["the loss has no gradient", "model.factory"]),
     "ragged": (
         {"data": "items", "kind": "ragged"},
         ["record 5 is ndarray[5]", "__getitem__"],
@@ -176,6 +177,23 @@ def test_terminal_shows_the_users_lines(
     last = said.rstrip().splitlines()[-1]
     assert planted("misspelt") in last
     assert "'layr'" in last
+
+
+def test_code_named_by_file_is_shown_as_the_job_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Without the digest that the name is extended with when the job is loaded."""
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n\n\ndef points():\n"
+        "    x, y = np.ones((40, 4), np.float32), np.ones(40)\n"
+        "    return (x[:30], y[:30]), (x[30:], y[30:])\n"
+    )
+    table = document({}, {})
+    table["data"] = {"source": "./mine.py:points"}
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(table))
+    assert commands.main(["check-job", str(tmp_path / "job.toml")]) == 2
+    said = capsys.readouterr().err
+    assert "site 'left', data './mine.py:points': classification needs" in said
 
 
 def test_sound_job_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -56,6 +56,16 @@ def probabilities() -> nn.Module:
     return _Model(softmax=True)
 
 
+class _Detached(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+def detached() -> nn.Module:
+    """Returns logits that nothing can be learned from."""
+    return _Detached()
+
+
 def lazy() -> nn.Module:
     """Waits for a batch to know its size."""
     return nn.Sequential(nn.LazyLinear(3))

@@ -149,7 +149,7 @@ def test_nothing_runs_that_was_not_hashed(folder: Path):
     """A module that a file imports by other means is not found."""
     text = "from importlib import import_module\nimport_module('.layers', __package__)"
     (folder / "alone.py").write_text(f"{text}\ndef net(): ...\n")
-    with pytest.raises(JobError, match=r"needs '\.layers', which is not installed"):
+    with pytest.raises(JobError, match=r"needs '\.layers', which is beside it"):
         import_factory(pinned(folder, "./alone.py:net"))
 
 
@@ -173,10 +173,11 @@ def test_a_file_that_cannot_be_pinned_names_its_key(
     [
         (
             "import layers",
-            "'layers', which is not installed; import a file beside it with a",
+            "'layers', which is beside it: import it with a dot, from .layers import",
         ),
+        ("import leyers", "needs 'leyers', which is not installed"),
         ("from .layers import none", "cannot be imported: ImportError: cannot import"),
-        ("from .none import x", "needs '.none', which is not installed; import a file"),
+        ("from .none import x", "needs '.none': there is no none.py beside it"),
         ("import deploy; deploy.mine()", "'deploy' is a package of crossfed, which"),
         (
             "import clients.mine",

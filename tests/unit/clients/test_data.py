@@ -220,7 +220,7 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, ndarray\[6\]\)"),
         ((INPUTS, CLASSES.tolist()), r"is \(ndarray\[6, 2\], list of length 6\)"),
         ((INPUTS, CLASSES[:5]), "there are 6 inputs and 5 targets"),
-        ((INPUTS, np.array(["a"] * 6)), "targets must be an array of numbers"),
+        ((INPUTS, np.array(["a"] * 6)), "numbers, .* not text of .* replace each"),
         ((np.array(1.0), None), "inputs must be an array of numbers"),
         ((INPUTS[:0], None), "has no example"),
         ([], "has no example"),

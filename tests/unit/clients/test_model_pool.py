@@ -26,6 +26,14 @@ def not_a_model() -> object:
     return {"weights": 1}
 
 
+def forgetful() -> None:
+    """Builds a model, and forgets to return it."""
+    nn.Linear(4, 3)
+
+
+INSTANCE = nn.Linear(4, 3)
+
+
 def pool_of(name: str = "clients.models:digits_cnn", **options: Any):
     if ":" not in name:
         name = f"support.users_module:{name}"
@@ -158,7 +166,9 @@ def test_reserved_instances_are_lent():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{__name__}:not_a_model", "returned a dict"),
+        (f"{__name__}:not_a_model", "not_a_model returned a dict"),
+        (f"{__name__}:forgetful", "forgetful returned None.*return statement"),
+        (f"{__name__}:INSTANCE", "a Linear and not a function that returns one"),
         (f"{__name__}:masked", "'mask' .* persistent=False"),
         ("torch.nn:Flatten", "nothing to train"),
         ("torch.nn:nothing", "has no 'nothing'"),

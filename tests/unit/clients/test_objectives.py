@@ -126,6 +126,8 @@ def test_total_carries_the_gradient():
         (torch.zeros(2, 3), LABELS.float(), "integer class"),
         (torch.zeros(2, 3), LABELS[:, None], "one integer class per example"),
         ((torch.zeros(2, 3), None), LABELS, "returned a tuple"),
+        (torch.zeros(2, 2), LABELS + 1, "has 2 outputs, so .* from 0 to 1: .* 1 to 2"),
+        (torch.zeros(2, 1), LABELS, "has a single output, .* give it two"),
     ],
 )
 def test_classification_explains_what_it_needs(
@@ -134,6 +136,16 @@ def test_classification_explains_what_it_needs(
     """Wrong labels and wrong outputs are errors that name their shapes."""
     with pytest.raises(SiteError, match=message):
         classification(Fixed(output), INPUTS, labels)
+
+
+@pytest.mark.parametrize("records", [1, 2])
+def test_batch_norm_of_one_record_says_what_to_change(records: int):
+    """The last batch of an epoch may have a single one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, records))
+    with pytest.raises((ValueError, SiteError)) as caught:
+        classification(model, INPUTS[:records], LABELS[:records] + 9)
+    notes = "".join(getattr(caught.value, "__notes__", []))
+    assert ("training.batch_size" in notes) == (records == 1)
 
 
 @pytest.mark.parametrize(
