@@ -1,6 +1,6 @@
 """Bounds on the sums of a round if every site is honest.
 
-A header is input from sites that nobody can look at one by one: modulo 2^64 one site
+A header is input from sites that cannot be checked one by one: modulo 2^64 one site
 can make of each sum what it wants. So each sum is held against what honest sites
 guarantee, and against the others, before anything is made of it. The norm of the
 update's sum is checked where it is decoded (``privacy.secagg.arithmetic.ring``).

@@ -31,5 +31,5 @@ def parse_port(text: str) -> int | None:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port."""
+    """A host as it is written before a port."""
     return f"[{host}]" if ":" in host else host

@@ -27,7 +27,7 @@ class VirtualClock:
         self._seconds = start
 
     def now(self) -> float:
-        """Seconds since the epoch, as told so far."""
+        """Seconds since the epoch, as set so far."""
         return self._seconds
 
     def monotonic(self) -> float:

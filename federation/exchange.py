@@ -11,7 +11,7 @@ def exchange(
 ) -> Iterator[Reply]:
     """Send tasks and yield every reply until all tasks are closed.
 
-    Among the replies are those to earlier tasks. Nobody else may receive from the grid
+    Among the replies are those to earlier tasks. Nothing else may receive from the grid
     meanwhile. What is still open when the caller stops is withdrawn.
 
     Raises:

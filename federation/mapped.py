@@ -46,7 +46,7 @@ def give_back(part: NDArray[Any]) -> None:
 
 
 def _file_of(part: NDArray[Any]) -> mmap.mmap | None:
-    """The mapped file that an array is a view of, if nobody can write to it."""
+    """The mapped file that an array is a view of, if it cannot be written to."""
     # A page that was written to may be nowhere else: only a map that was never open
     # for writing shows what the file holds.
     if part.flags.writeable or not hasattr(mmap, "MADV_DONTNEED"):

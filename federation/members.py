@@ -3,10 +3,10 @@
     joined   -> leaving    it says that it leaves, and may end the round that it is in
     joined   -> gone       it says that it leaves, in place of an answer
     leaving  -> gone       the round has ended
-    gone     -> joined     it is back under the same identity, or nobody else is left
+    gone     -> joined     it is back under the same identity, or no other is left
     any      <-> left out  it does not keep to the protocol: ``aggregator.blame``
 
-Nobody checks a site's word that it leaves. It costs the site what its silence would: a
+A site's notice that it leaves is not checked. It costs the site what silence would: a
 place in rounds. So it decides nothing but whom the aggregator asks.
 """
 

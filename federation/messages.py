@@ -71,7 +71,7 @@ class MetricSums:
         count: Predictions made: tokens of a language model, otherwise examples.
         loss_sum: Sum of the losses of these predictions, in nats.
         metrics: The job's other sums over them, by name; in the built-in tasks,
-            ``correct`` is the number of correct predictions. In JSON they stand beside
+            ``correct`` is the number of correct predictions. In JSON they are beside
             ``count`` and ``loss_sum``.
     """
 

@@ -268,7 +268,7 @@ class WeightedUpdate:
         site: Who sent it.
         delta_d: Shape ``(d,)``; decoded as it is read.
         weight: At least 0; not normalised.
-        handed_over: Whether ``delta_d`` is a vector that nobody else uses: the rule may
+        handed_over: Whether ``delta_d`` is a vector without another user: the rule may
             write to it, and return it.
         refuse: The rule calls it, before it asks for the next update, if a value is
             not finite: the update is then ignored. Without it that is an error.

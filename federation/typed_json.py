@@ -3,7 +3,7 @@
 JSON knows no NaN and no infinity; they are written as the strings ``"NaN"``,
 ``"Infinity"`` and ``"-Infinity"``, which only a float field turns back. Fields that are
 not known are passed over: a newer version has added them. Numbers by name, a field that
-is a mapping, lie among the other fields of their object.
+is a mapping, are among the other fields of their object.
 """
 
 import dataclasses

@@ -121,7 +121,7 @@ class Layout:
         """Lay tensors out one after another: ``(name, shape, dtype, role)`` each.
 
         Raises:
-            LayoutMismatch: A name stands twice, or nothing is there to train.
+            LayoutMismatch: A name is there twice, or nothing is to train.
         """
         specs, seen = [], set()
         next_float = next_integer = 0

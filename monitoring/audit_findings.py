@@ -62,7 +62,7 @@ class Membership:
 
     Attributes:
         final: Against the global model after the last round.
-        local: Against what the site itself sent last; None if nobody sees that.
+        local: Against what the site itself sent last; None if that is never seen.
     """
 
     final: Roc

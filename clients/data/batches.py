@@ -117,7 +117,7 @@ def stepwise(
     Args:
         num_examples: Examples that the site holds.
         batch_size: Examples of a rank's batch; at most all that it has.
-        first_batch: Batches of the walk that lie behind.
+        first_batch: Batches of the walk that are done.
         num_batches: Batches to yield.
         ordering: See ``Ordering``.
 

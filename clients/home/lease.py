@@ -199,7 +199,7 @@ class HomeLease:
         former: str = "",
         take_over: bool = False,
     ) -> HomeHead | None:
-        """Become the holder, as soon as nobody else is.
+        """Become the holder, as soon as there is no other.
 
         Args:
             wait: Waits between looks.
@@ -300,7 +300,7 @@ class HomeLease:
 
     @property
     def seconds_left(self) -> float:
-        """How long nobody else takes over, if nothing is written any more.
+        """How long no other machine takes over, if this one writes nothing more.
 
         It never waits for a write that is on its way.
         """

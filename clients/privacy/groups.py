@@ -217,7 +217,7 @@ def _other_groups(mine: Document, back: Sequence[str] = ()) -> DrawRefused:
     return DrawRefused(
         f"has drawn {mine['num_groups']} groups of {', '.join(mine['sites'])} for runs "
         "on this data, and takes part in no other draw, because a repeated "
-        f"draw lets somebody choose the groups. {failed}Run with the same sites and "
+        f"draw lets someone choose the groups. {failed}Run with the same sites and "
         "number of groups. Until a draw is complete, a site that blocks it may be "
         f"left out or replaced, up to {MAX_DRAWS - 1} times"
     )

@@ -296,7 +296,7 @@ class RingSeal:
             work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
         except BaseException:
-            session.decline()  # Said to nobody: it erases the round's keys.
+            session.decline()  # Never sent: it erases the round's keys.
             raise
         signed = session.finish_masked(
             vector_digest=hashlib.sha256(words.data).digest(),

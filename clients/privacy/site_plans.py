@@ -158,7 +158,7 @@ class PrivateSites:
     Attributes:
         federation: Model and data.
         run_id: The run that the ledgers are of.
-        folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
+        folder: The run's; ledgers are in ``sites/NAME``. None keeps nothing.
         clock: Of the entries.
         stated: What sites have stated that they need, where noise adds up inside
             the secure sum and some of them are elsewhere.

@@ -1,6 +1,6 @@
 """What a site's agent and its ranks say to each other, and the pipe they say it over.
 
-Small typed messages as JSON, each behind its length. Weights are not in here: they lie
+Small typed messages as JSON, each behind its length. Weights are not in here: they are
 in memory that both sides see (``shared_model``). Both ends are processes of one
 operator on one machine, and of one release.
 """

@@ -52,7 +52,7 @@ class RankGroup:
             num_ranks: How many.
             environment: All environment variables that ranks see.
             start: The first message to each rank.
-            memory: Where the model's values lie; the caller closes it.
+            memory: Where the model's values are; the caller closes it.
         """
         self._command = (sys.executable, "-P", "-m", "crossfed.child", module)
         self._num_ranks = num_ranks

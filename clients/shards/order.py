@@ -1,4 +1,4 @@
-"""In which order a site goes through examples that lie in shards.
+"""In which order a site goes through examples in shards.
 
 A uniformly random order touches every shard all the time. Here the shards are in
 random order, and examples are shuffled among those of a window of shards, so that a

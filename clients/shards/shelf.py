@@ -70,7 +70,7 @@ class Shelf:
         self._pool = ThreadPoolExecutor(threads, "shards") if threads else None
         self._open: OrderedDict[str, Future[Rows]] = OrderedDict()
         self._bytes: dict[str, int] = {}
-        # Those of the open ones that nobody has begun to fetch.
+        # Open ones whose fetch has not started.
         self._waiting: set[Future[Rows]] = set()
         self._mutex = threading.Lock()
 
@@ -147,7 +147,7 @@ class Shelf:
         return future, True
 
     def _begin(self, future: Future[Rows]) -> bool:
-        """Whether the caller must fetch a shard, because nobody else does."""
+        """Whether the caller must fetch a shard, because no other caller does."""
         is_ours = future in self._waiting
         self._waiting.discard(future)
         return is_ours
@@ -173,7 +173,7 @@ class Shelf:
         while total > self._size and len(self._open) > 1:
             key, future = self._open.popitem(last=False)
             total -= self._bytes.pop(key)
-            # Then nobody needs it: who does has begun to fetch it.
+            # Then it is not needed: a caller that needs it has started to fetch it.
             self._waiting.discard(future)
 
     def _fill_waiting(self, future: Future[Rows], split: Split, number: int) -> None:

@@ -149,7 +149,7 @@ def _work(
     result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
     if not isinstance(result, LocalWeights):
         raise ProtocolError("several ranks have trained to an update")
-    distributed.barrier()  # Nobody reads the weights of before any more.
+    distributed.barrier()  # The old weights are no longer read.
     memory.write_part(result.weights_d, trainer.own_spans())
     if rank.rank == 0:
         memory.write_integers(result.integers_m)

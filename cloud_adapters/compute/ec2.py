@@ -7,7 +7,7 @@ these seconds while an earlier zone has machines again, may launch a second inst
 the next look finds both, and ``crossfed up`` ends one.
 
 Instances end, and are not stopped, when they shut themselves down: a node whose time is
-over costs nothing more, although nobody is there.
+over costs nothing more, even if its operator is gone.
 
 Source: Amazon EC2 API reference, RunInstances, and "Ensuring idempotency".
 """

@@ -161,6 +161,6 @@ def _is(error: Exception, kind: type[Exception]) -> bool:
 
 
 def _safe(words: str) -> str:
-    """Keep addresses out of what a server says: they are long and help nobody."""
+    """Keep addresses out of what a server says: they are long and do not help."""
     words = re.sub(r"^[A-Z]+ https?://\S+: ", "", words)
     return re.sub(r"https?://[^\s'\"]*/(?=projects/)|https?://\S+", "", words)

@@ -34,7 +34,7 @@ _DIGITS = 12
 # Of a router before the narrow part, and what it lets through at once.
 _QUEUE, _LEAST_BURST_BYTES = "200ms", 32_000
 _BITS_PER_MBIT = 1_000_000
-# Keeps a namespace until its input ends, which it does with whoever started it.
+# Keeps a namespace until its input ends: when the process that started it ends.
 _HOLDER = ("unshare", "--net", "sh", "-c", "echo; exec cat > /dev/null")
 
 
@@ -169,7 +169,7 @@ def _bridge(folder: Path) -> IPv4Network:
         return network
     if network in taken:
         raise ComputeError(f"{taken[network]} has the network {network} of {folder}")
-    if (_DEVICES / name).exists():  # Whoever made it was killed.
+    if (_DEVICES / name).exists():  # The process that made it was killed.
         _run("ip", "link", "delete", name)
     _run("ip", "link", "add", name, "type", "bridge")
     first = next(network.hosts())

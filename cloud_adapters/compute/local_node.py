@@ -122,7 +122,7 @@ def _network(folder: Path, node: LocalNode) -> Iterator[Sequence[str]]:
 
 
 def _last_words(folder: Path) -> str:
-    """The last line that the program wrote, to stand behind what became of it."""
+    """The last line that the program wrote, to show after its state."""
     lines = tail(folder / LOG).splitlines()
     theirs = [line for line in lines if line.strip() and not line.startswith(_MARK)]
     return f": {theirs[-1].strip()[:_MOST_CHARS]}" if theirs else ""

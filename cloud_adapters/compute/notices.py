@@ -44,13 +44,13 @@ class Notice:
 
 
 Look = Callable[[], Notice | None]
-"""Asks once; None if there is no notice, or nobody answers."""
+"""Asks once; None if there is no notice, or no answer."""
 
 
 class Ec2Notices:
     """Asks EC2, by version 2 of its metadata service; see ``Look``.
 
-    A rebalance recommendation, which announces nothing yet, is only told.
+    A rebalance recommendation, which announces nothing yet, is only logged.
     """
 
     def __init__(self, clock: Clock, listener: Callable[[str], None]) -> None:

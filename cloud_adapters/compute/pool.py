@@ -87,7 +87,7 @@ class NodeSpec:
         image: What it starts from, by the cloud's name for it.
         disk_gb: Size of its encrypted disk.
         identity: Who its programs are to the cloud: an instance profile or the address
-            of a service account. Empty for nobody.
+            of a service account. Empty for none.
         subnets: Where it is connected: one in each zone on AWS, one of the region on
             Google Cloud. Empty for the account's default ones.
         firewalls: What filters its traffic: ids of security groups, or network tags.
@@ -130,10 +130,10 @@ class Node:
         zone: Where it runs.
         market: How it is paid.
         launched: When it was, in seconds since 1970.
-        ended: When it went; None if it has not, or nobody knows.
+        ended: When it ended; None if it has not, or if that is unknown.
         trouble: What keeps it from working, as far as is known; empty if nothing is.
-        ready: Whether its program has said that it is ready; None if nobody here
-            would know.
+        ready: Whether its program has said that it is ready; None if this host
+            cannot know.
     """
 
     id: str

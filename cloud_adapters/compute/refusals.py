@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from federation.errors import ComputeError
 
-_MAX_WORDS = 300  # Some services append kilobytes that nobody can read.
+_MAX_WORDS = 300  # Some services append kilobytes that help no reader.
 
 
 @dataclass(frozen=True, slots=True)

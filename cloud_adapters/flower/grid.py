@@ -125,7 +125,7 @@ class FlowerGrid:
         self._tidied: tuple[RunId, int] | None = None
         self._num_sent = 0
         self._batches: list[Batch] = []  # Those with a task that is open.
-        # Messages for which nobody waits and whose replies are still to be taken in.
+        # Messages whose tasks are closed and whose replies are still to be fetched.
         self._late: dict[str, QuestionNote] = {}
         self._presence = Presence(
             api,

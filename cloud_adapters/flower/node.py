@@ -108,7 +108,7 @@ class FlowerNode:
         last: Set it to end ``run`` after the message that is at work.
         listener: Called with a word about every change of the connection.
         is_replaced: Whether another process may have this node's key and place. This
-            one then takes no message, and ends without a word: Flower would count the
+            one then takes no message, and ends without leaving: Flower would count the
             other as gone until its next heartbeat.
         uniform: Draws the waits between attempts.
         node_id: Flower's number for it, once it is active.
@@ -364,7 +364,7 @@ class FlowerNode:
         TaskIdentity.run_id = message.metadata.run_id
         begin = self.clock.monotonic()
         reply = self._answer(message)
-        del message  # Its model need not lie beside the answer's.
+        del message  # Its model need not be in memory beside the answer's.
         try:
             seconds = self.clock.monotonic() - begin
             connection.send(reply, seconds, whole=envelope.is_whole)

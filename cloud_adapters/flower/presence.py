@@ -13,7 +13,7 @@ SILENT_SECONDS = 12.0
 # counts as silent when Flower itself no longer lists it.
 OUR_INTERVAL_SECONDS = 10.0
 LOOK_SECONDS = 1.0
-# Flower refuses a node that died without a word for 20 s; then it must start.
+# Flower refuses a node that died without leaving for 20 s; then it must start.
 RETURN_SECONDS = 90.0
 # One that took leave is let in at once: for as long as its program takes to start.
 RESTART_SECONDS = 30.0
@@ -31,7 +31,7 @@ class Presence:
         pause: Callable[[float], None],
         is_told: bool = True,
     ) -> None:
-        """Look at nobody yet.
+        """Watch no node yet.
 
         Args:
             api: Flower's own grid.

@@ -250,7 +250,7 @@ def _training(
     if not spec.train_loss:
         return None
     loss = _number(metrics, spec.train_loss)
-    # How many predictions were right it does not tell; nobody looks at it.
+    # It does not report how many predictions were right; that is not used.
     return MetricSums(
         count=num_examples, loss_sum=loss * num_examples, metrics={"correct": 0}
     )

@@ -314,7 +314,7 @@ class _Call:
         except SiteError as error:
             self.complaints.append(str(error))
         except ProtocolError as error:
-            # Nobody knows whose node it is; it must not stop a run of others.
+            # It is unknown whose node it is; it must not stop a run of others.
             self.doubts.append(f"Flower node {node}: {error}")
             self.doubted = min(self.doubted, now)
         else:

@@ -4,7 +4,7 @@ Flower's own takes 18 requests to bring a small task to a site and its answer ba
 a look for answers waits a second, and then longer, if a site is about to push one: a
 tenth of the rounds were lost in that. Here small tasks travel whole
 (``flower_envelope``), an answer that is not there yet is looked for with the next
-ones, and messages are confirmed, which deletes them, when nobody waits.
+ones, and messages are confirmed, which deletes them, when no exchange waits.
 """
 
 from collections.abc import Iterable

@@ -6,7 +6,8 @@ message of its own there: a task that asks for both becomes two, and its answer 
 complete with the second. Translation itself is in ``flower_records``.
 
 A stock node works on one message at a time, in a process of its own for each: it is not
-asked after a question. What is lost without a word is lost until the deadline.
+asked after a question. If a message
+is lost without notice, the round waits for it until the deadline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -174,7 +175,7 @@ class FlowerApps(FlowerApi):
             if not taken:
                 return []
             parts[taken[0]] = kind
-            part.content = RecordDict()  # Nobody needs the model any more.
+            part.content = RecordDict()  # The model is no longer needed.
         *_, name = parts
         # An answer to the one before would come too late, and it holds a model.
         node = message.metadata.dst_node_id

@@ -77,7 +77,7 @@ def site_policy(
     """Write the policy of a site's role, as JSON.
 
     Args:
-        reads: Where its data lie.
+        reads: Where its data are.
         writes: The one place that it writes to, and may read and clear.
         kms_key: ARN of the key with which S3 encrypts these places; None for keys of
             S3. It is used only through S3.

@@ -2,7 +2,7 @@
 
 The audience of a token is the binding of what a machine asks for, so that the token is
 worth nothing for anything else. A token of ``format=full`` also says which machine it
-is; one that was made with a service account's key, or by somebody who may act as it,
+is; one that was made with a service account's key, or by someone who may act as it,
 does not, and is refused.
 
 Source: Google, "Verifying the identity of instances"; RFC 7519; RFC 7515.
@@ -26,7 +26,7 @@ from federation.platform_identity import GCP, PlatformIdentity
 from federation.protocols import Clock
 
 CERTIFICATES = "https://www.googleapis.com/oauth2/v1/certs"
-# Of the audience; ``.invalid`` belongs to nobody.
+# Of the audience; ``.invalid`` is no registered domain.
 AUDIENCE = "https://crossfed.invalid/enrolment/"
 ISSUERS = frozenset({"https://accounts.google.com", "accounts.google.com"})
 # A token holds for an hour, and ours is used at once.
@@ -141,7 +141,7 @@ class GoogleVerifier:
         with self._lock:
             now = self.clock.monotonic()
             is_missing = kid not in self._known or now >= self._valid_until
-            # Who invents ids makes nobody ask more often.
+            # Invented ids cause no further requests.
             if is_missing and now >= self._next_look:
                 self._next_look = now + _AGAIN_SECONDS
                 self._known = self._read()
@@ -213,7 +213,7 @@ def _machine(claims: Mapping[str, Any]) -> PlatformIdentity:
     if not isinstance(machine, dict):
         raise ProofRefused(
             "the token of Google is about no machine: it was made with a key of the "
-            "service account, or by somebody who acts as it"
+            "service account, or by someone who acts as it"
         )
     email, is_verified = claims.get("email"), claims.get("email_verified")
     names = [machine.get(key) for key in ("project_id", "zone", "instance_name")]

@@ -1,12 +1,12 @@
 """Who a machine is on AWS: a signed question to STS, which only STS can check.
 
 The machine signs ``GetCallerIdentity`` with the credentials of its role and does not
-send it. Among the signed headers is the binding of what it asks for. Whoever has to
-know who it is rebuilds the request, asks STS itself, and reads the name in the answer.
-Of the request only date, session token and signature come from the machine; host,
-path, body and headers are fixed here, the region is the operator's, and the binding is
-computed by who asks: nothing that a machine sends decides where a request goes or what
-it does.
+send it. Among the signed headers is the binding of what it asks for. A party that
+has to know who it is rebuilds the request, asks STS itself, and reads the name in the
+answer. Of the request only date, session token and signature come from the machine;
+host, path, body and headers are fixed here, the region is the operator's, and the
+binding is computed by the party that asks: nothing that a machine sends decides where
+a request goes or what it does.
 
 Source: AWS, "Signing AWS API requests" (Signature Version 4) and "GetCallerIdentity";
 HashiCorp, "AWS auth method" of Vault, which proves identities so, and CVE-2020-16250.

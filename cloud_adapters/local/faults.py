@@ -83,7 +83,7 @@ class FaultInjector:
         Only answers to training tasks are spoilt, by the first fault that strikes. A
         site that gives no answer to its training task is silent for the rest of the
         round: it answers no step of secure aggregation either. One that hangs takes
-        part in them if its answer came in time; if not, nobody asks it.
+        part in them if its answer came in time; if not, it is not asked.
         """
         fault = self._striking(task)
         if fault is None:
@@ -106,7 +106,7 @@ class FaultInjector:
     def _striking(self, task: Task) -> FaultSpec | None:
         """Find the fault that strikes a site in the round of its task."""
         if isinstance(task, SecureTask):
-            trains = task.round_index > 0  # Nobody trains in the setup of a run.
+            trains = task.round_index > 0  # The setup of a run trains nothing.
         else:
             trains = task.kind is TaskKind.TRAIN
         if trains:

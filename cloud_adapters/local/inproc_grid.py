@@ -3,7 +3,7 @@
 Replies come in the order of a round's tasks, whatever the number of threads, so that
 sums of floating-point updates are the same in every run. Byte counts are those
 of the wire format. A task's deadline counts from when a thread takes it up: in a
-simulation the sites share one machine, and waiting for it is nobody's fault.
+simulation the sites share one machine, and waiting for it is no site's fault.
 
 Threads are daemons: a site that hangs for ever delays neither the round beyond its
 deadline nor the end of the process. Its thread is given up and another one started.

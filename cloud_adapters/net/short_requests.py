@@ -40,7 +40,7 @@ def ask(
         headers: Of the request; ``Host`` replaces the URL's.
 
     Raises:
-        PlatformUnavailable: Nobody answers, or something does that is too long.
+        PlatformUnavailable: There is no answer, or it is too long.
     """
     parts = urlsplit(url)
     connection: http.client.HTTPConnection

@@ -94,7 +94,7 @@ def summed(
 ) -> Generator[Buffer, None, None]:
     """Pass pieces on and sum them; SHA-256 of large ones in another thread.
 
-    It may lag behind by a few pieces that nobody can change. Of any other a producer
+    It may lag behind by a few pieces that can no longer change. Of any other a producer
     may use the buffer again, so it is done with before the next is asked for. At the
     end nothing is left to be done; a caller that stops earlier closes the generator.
     """

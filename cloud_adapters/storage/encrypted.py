@@ -121,7 +121,7 @@ class EncryptedStore:
         checksums = Checksums()
 
         # A generator: bytes can be asked for once. Were other content encrypted
-        # under the same nonces, both would lie open.
+        # under the same nonces, both would be exposed.
         def stored() -> Iterator[bytes]:
             yield header.encode()
             yield from cipher.encrypt(data, checksums, kept)

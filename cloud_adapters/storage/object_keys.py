@@ -49,7 +49,7 @@ def _fault(key: str) -> str | None:
 
 
 def folder_of(prefix: str) -> str:
-    """Return what stands before every key under a prefix: nothing, or it and a slash.
+    """Return what every key under a prefix begins with: nothing, or it and a slash.
 
     Raises:
         ValueError: ``prefix`` is neither empty nor a key.

@@ -84,5 +84,5 @@ class Buffers:
         return bytearray(size)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Take one back that nobody reads any more."""
+        """Take back one that is no longer read."""
         self._free.append(buffer)

@@ -1,1 +1,1 @@
-"""Around Flower's SuperLink: who may use it, and what may lie there."""
+"""Around Flower's SuperLink: who may use it, and what may be stored there."""

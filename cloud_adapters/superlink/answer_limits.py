@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may lie at the SuperLink, in bytes.
+    """What may be stored at the SuperLink, in bytes.
 
     Attributes:
         answer: Largest answer.

@@ -1,6 +1,6 @@
 """What the aggregator's host asks of its SuperLink: runs and nodes.
 
-Flower's Control API asks nobody for a key; ``flower_guard``, which stands before it,
+Flower's Control API requires no key; ``flower_guard``, which stands before it,
 asks for the secret of the host. A run needs a bundle of code: see ``flower_bundle``.
 """
 
@@ -111,7 +111,7 @@ class FlowerControl:
             return int(self._client.RegisterNode(request).node_id)
 
     def unregister(self, node_id: int) -> None:
-        """Let a node in no more.
+        """Refuse a node from now on.
 
         Raises:
             SuperLinkUnavailable: It cannot be reached.

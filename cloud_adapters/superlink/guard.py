@@ -77,7 +77,7 @@ class Guard:
     def __init__(
         self, app: App, *, control: str, runtime: str, public: Collection[str]
     ) -> None:
-        """Stand before an application.
+        """Guard an application.
 
         Args:
             app: Answers what is let in.

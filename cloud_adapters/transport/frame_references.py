@@ -1,4 +1,4 @@
-"""What stands for a vector that is in a store, and what it is held against.
+"""What replaces a vector that is in a store, and what it is held against.
 
 See ``frames``.
 """
@@ -54,7 +54,7 @@ class PackedFrame:
     """A message as it travels.
 
     Attributes:
-        frame: Of ``federation.wire.frame``; vectors that lie in the store are empty.
+        frame: Of ``federation.wire.frame``; vectors that are in the store are empty.
         references: To those vectors.
     """
 
@@ -123,13 +123,13 @@ def read_references(text: str) -> tuple[Reference, ...]:
 
 
 def vectors_of(message: WireMessage) -> dict[str, NDArray[Any]]:
-    """Vectors of a message that may lie in a store, by their fields."""
+    """Vectors of a message that may be in a store, by their fields."""
     names = _FIELDS.get(type(message), ())
     return {name: getattr(message, name) for name in names}
 
 
 def folder_of(message: WireMessage) -> str:
-    """Where vectors of a message lie. Its names have been checked when it was read."""
+    """Where vectors of a message are. Its names have been checked when it was read."""
     is_task = isinstance(message, RoundTask)
     writer = "model" if is_task else f"sites/{message.site}"
     return f"{writer}/{message.run_id}/{message.round_index}"

@@ -44,7 +44,7 @@ from privacy.membership.token import (
 from privacy.secagg.agreement.identity import PublicIdentity
 from privacy.secagg.errors import RosterRefused
 
-# Lets a node in no more; a number that is not known is no error.
+# Refuses a node from now on; an unknown number is no error.
 Unregister = Callable[[int], None]
 
 
@@ -204,7 +204,7 @@ def invite_machine(
         seconds: How long it holds.
 
     Returns:
-        A token without a secret: it says where to enrol, and admits nobody.
+        A token without a secret: it says where to enrol, and admits no one by itself.
 
     Raises:
         KeyFileRefused: The folder is not an aggregator's.

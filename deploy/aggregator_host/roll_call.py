@@ -44,7 +44,7 @@ class SignedRollCall:
         spares: Whether the run does without a site that refuses.
         absent: Sites that the run does without, and why.
         introductions: What the sites that take part have answered to the question.
-        needs: What they have stated; None where nobody is asked, or not yet.
+        needs: What they have stated; None where no site is asked, or not yet.
     """
 
     question: bytes

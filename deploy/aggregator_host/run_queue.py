@@ -99,7 +99,7 @@ class QueuedRun:
     Attributes:
         run: Its folder.
         request: That it is wanted.
-        coordinator: Who works on it; None if nobody has begun.
+        coordinator: Who works on it; None if it has not started.
         outcome: How it ended; None if it has not.
         stop: Whether it was asked to end after its round.
     """
@@ -142,7 +142,7 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedRun:
-    """A run with a damaged file: nobody works on it until that is fixed.
+    """A run with a damaged file: it waits until that is fixed.
 
     Attributes:
         run: Its folder.
@@ -159,7 +159,7 @@ class Queue:
 
     Attributes:
         runs: The oldest first.
-        damaged: Those that cannot be read; they keep nobody else waiting.
+        damaged: Those that cannot be read; they do not delay other runs.
     """
 
     runs: tuple[QueuedRun, ...]

@@ -338,7 +338,7 @@ class AggregatorService:
         return port
 
     def _await_ports(self, port: int) -> None:
-        """See that nobody else listens where nginx and the SuperLink are to.
+        """Check that no other program listens where nginx and the SuperLink are to.
 
         Raises:
             PortTaken: Someone does.

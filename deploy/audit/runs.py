@@ -294,7 +294,7 @@ class PlainRun:
         self._clock = clock
         self._private = plan_sites(federation, clock)
         self._last: dict[SiteId, tuple[Vector, Any]] = {}
-        # What nobody sees is not attacked.
+        # What no attacker sees is not attacked.
         self._seen = () if is_summed(federation.job) else names
         self._state: RunState | None = None
 

@@ -211,7 +211,7 @@ class _Watch:
     def read_logs(self, *, is_new: bool = True) -> None:
         """Report why sites on this host cannot load their data.
 
-        Nobody else may know: the operator of these sites is who gave the command.
+        This is for no one else: the operator of these sites gave the command.
 
         Args:
             is_new: Whether lines that were not there before are reported.
@@ -277,7 +277,7 @@ def _confirmed(options: argparse.Namespace, plan: "DeploymentPlan") -> bool:
     """Whether runs are to be deleted, as a person has confirmed by the name.
 
     Raises:
-        JobError: They have given another name, or nobody can be asked.
+        JobError: They have given another name, or there is no one to ask.
     """
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 

@@ -29,7 +29,7 @@ class Forecast:
     Attributes:
         promises: What it promises of privacy, in lines.
         traffic: What it sends; None for sums over groups, which the sites draw, and
-            with sites that run apps of Flower, whose answers nobody here knows.
+            with sites that run apps of Flower, whose answers are unknown here.
         cost: Seconds and dollars of the run; None without stated speeds.
         trained: Share of its time that a site trains after the first round, of the site
             where it is least; None without speeds, or for a single round.

@@ -165,7 +165,7 @@ def _say_run(options: argparse.Namespace, run: "RunFolder", status: str) -> None
 
 
 def is_over(run: "RunFolder") -> bool:
-    """Whether a run has ended, in whatever way."""
+    """Whether a run has ended, in any way."""
     from deploy.aggregator_host.run_queue import OUTCOME  # noqa: PLC0415
 
     return (run.path / OUTCOME).exists()

@@ -16,7 +16,7 @@ from deploy.exit_codes import FAILED
 from federation.errors import FederationError, JobError, QuorumNotMet, SiteError
 from federation.typed_json import encode
 
-# Width of tables that nobody looks at on a terminal.
+# Width of tables that do not go to a terminal.
 _PIPE_COLUMNS = 200
 
 

@@ -218,8 +218,7 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
 def check_identity(key: Path, roster_file: Path, *, lost: str) -> Iterator[Check]:
     """The key of a service, and whether its roster pins it.
 
-    A service has nobody who could type a passphrase, and refuses a key that is open to
-    others.
+    A service has no one to type a passphrase, and refuses a key that is open to others.
 
     Args:
         key: Its key file.

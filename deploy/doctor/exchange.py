@@ -1,8 +1,8 @@
 """Whether the exchange's store works, and how fast.
 
-The aggregator leaves an object where models lie, which sites fetch; a site leaves one
-below its own name. Each is written over the next time, since a site need not be allowed
-to delete, or to read what it has written.
+The aggregator leaves an object where models are kept, which sites fetch; a site leaves
+one below its own name. Each is written over the next time, since a site need not be
+allowed to delete, or to read what it has written.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Whether a store can hold runs; the probe's objects are removed.
 
 What no look at a configuration shows: whether the bucket exists, what these credentials
-may do there, and whether the service keeps to the conditions of writes on which
-checkpoints stand. Objects are made below ``doctor/`` and ``probe/`` and removed.
+may do there, and whether the service keeps to the conditions of writes that
+checkpoints rely on. Objects are made below ``doctor/`` and ``probe/`` and removed.
 """
 
 import contextlib

@@ -329,7 +329,7 @@ def _accept_roster(
 ) -> None:
     """Have a site trust the sites that have enrolled after it, or the signed roster.
 
-    The user who brings it up is the operator of all its sites: there is nobody
+    The user who brings it up is the operator of all its sites: there is no one
     else to compare the digest with.
     """
     config = enrol.config_of(deployment.site(site.name))

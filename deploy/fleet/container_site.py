@@ -42,7 +42,7 @@ class ContainerSite:
         return self._spec(name, max_seconds, ("site", "up", "--config", config))
 
     def enrol(self, token: Token, organisation: str) -> None:
-        """Make it a member; the token is given where nobody can read it.
+        """Make it a member; the token is passed where no other user can read it.
 
         Raises:
             ComputeError: It could not be enrolled; with the reason.

@@ -175,7 +175,7 @@ class Deployment:
         self._write(_places(self.plan))
 
     def forget_places(self) -> None:
-        """Look no more where only an earlier file has named a cloud: nothing is left.
+        """Stop looking where only an earlier file has named a cloud: nothing is left.
 
         Raises:
             StoreUnavailable: The folder cannot be written.

@@ -234,7 +234,7 @@ class DeploymentFile:
             40.
         job: The job file, relative to this file.
         organisation: Who operates the aggregator and the sites.
-        max_hours: Every machine ends by itself after so many hours, even if nobody is
+        max_hours: Every machine ends by itself after so many hours, even if no one is
             left to end it.
         max_dollars: What all its machines may cost together, in all its runs. `crossfed
             up --keep` ends them when it is spent; needs prices that are younger than

@@ -48,7 +48,7 @@ class PriceTerms:
             says.
         aggregator: Where the aggregator is.
         gigabytes_before: GB that have left each cloud in the month before the run;
-            None if nobody knows, and then nothing is free.
+            None if unknown, and then nothing is free.
     """
 
     spot: bool | None = None
@@ -234,7 +234,7 @@ class RunForecast:
     Attributes:
         federation: The job, its model and its data.
         traffic: What it sends; None if that cannot be predicted.
-        speeds: With prices; None if nobody has stated or measured any.
+        speeds: With prices; None if none were stated or measured.
         prices: The price table, if it was needed.
     """
 

@@ -15,7 +15,7 @@ from federation.rounds.traffic import Traffic, examples_trained
 from monitoring.views.run_plan import round_length
 from monitoring.views.run_view import RunView
 
-# Of a line that nobody has stated: its time is in what a run took besides.
+# Of a line without a stated speed: its time is part of the rest of a run.
 _NO_LIMIT = 1e15
 _BYTES_PER_MBIT, _MS_PER_SECOND = 125_000, 1000
 

@@ -194,7 +194,7 @@ class Prices:
         Args:
             provider: The cloud.
             gigabytes: How much leaves.
-            before: GB that have left it in the month before. None if nobody knows:
+            before: GB that have left it in the month before. None if unknown:
                 the free part is then used up, and the tiers begin behind it.
 
         Raises:

@@ -74,7 +74,7 @@ def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
     """Decide what to do for a role.
 
     The number of a launch is written down before the launch. So if no node carries
-    the last number, nobody knows whether the service got the request: it is repeated
+    the last number, it is unknown whether the service got the request: it is repeated
     with the same number, of which the service launches one node at most.
 
     Args:

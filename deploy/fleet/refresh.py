@@ -102,7 +102,7 @@ def _machine(
     if not is_new:
         _check_change(f"an hour of {what}", row.on_demand, demand)
     if spot is not None and spot > demand:
-        spot = None  # Nobody who may choose would pay it.
+        spot = None  # No one who has a choice would pay it.
     return replace(row, on_demand=demand, spot=spot, source=_SOURCE, as_of=day)
 
 

@@ -16,7 +16,7 @@ from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.errors import KeyFileRefused
 
 CALL_SECONDS = 60.0
-# Instead of a status, if nobody answers.
+# Instead of a status, if there is no answer.
 NO_ANSWER = 0
 _PATH = "/enroll"
 _DONE = 200
@@ -61,7 +61,7 @@ class Aggregator:
             The root certificate, PEM.
 
         Raises:
-            EnrolmentRefused: Nobody answers, or someone else does.
+            EnrolmentRefused: There is no answer, or it is someone else's.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -1,4 +1,4 @@
-"""Machines that enrol by themselves: their cloud vouches for them, and nobody is there.
+"""Machines that enrol by themselves: their cloud vouches for them, without a person.
 
 A machine repeats what failed for a while, since the aggregator may not expect it yet.
 It then waits for a roster that the operator of the sites has signed, and trusts no

@@ -1,7 +1,7 @@
 """``crossfed site relay``: connects a stock SuperNode to the aggregator.
 
-Flower's own SuperNode shows no certificate, and the aggregator's proxy lets nobody in
-without. This relay listens on the loopback of the site's machine and passes the calls
+Flower's own SuperNode shows no certificate, and the aggregator's proxy requires
+one. This relay listens on the loopback of the site's machine and passes the calls
 of a node on, with the site's certificate. One call it answers itself: that for the
 bundle of a run, which a SuperNode executes. What the aggregator would send for it is
 not fetched; the SuperNode gets the one of this release, which runs the app that its

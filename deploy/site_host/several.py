@@ -1,7 +1,7 @@
 """Agents of several sites of one operator on one host, as forks of one process.
 
 What they have imported, most of it torch, is in memory once. The parent imports and
-waits: it holds no key, reads no site's files and talks to nobody. Each agent is a
+waits: it holds no key, reads no site's files and opens no connection. Each agent is a
 process with its site's folder, as if it had been started by itself.
 """
 

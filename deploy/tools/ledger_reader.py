@@ -56,7 +56,7 @@ class Finding:
         path: The file.
         contents: What it says; None if it is damaged.
         error: What is wrong; empty if it is sound.
-        lifetime: What all runs on the data have spent; None if nobody remembers.
+        lifetime: What all runs on the data have spent; None if no memory is left.
     """
 
     path: Path

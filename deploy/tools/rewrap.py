@@ -1,6 +1,6 @@
 """Wrap the data keys of a whole place again: after a rotation, or for another key.
 
-Contents stay encrypted as they are, and nobody decrypts them. A call that is killed is
+Contents stay encrypted as they are, and are not decrypted. A call that is killed is
 repeated: objects that already have the new key are skipped where that is visible.
 """
 
@@ -94,7 +94,7 @@ def opened(
     Args:
         place: URL; or a folder, run id or job's name.
         root: Folder of all runs.
-        key: Of the objects. A run's job names it if nobody else does.
+        key: Of the objects. Without it, that of the run's job.
         service: Where the store of a URL is, if that is not what the URL says.
         is_changed: Whether no other process of this machine may work on the run.
 

@@ -1,7 +1,7 @@
 """Decode the messages of ``privacy.secagg`` in a transcript, field by field.
 
 They are decoded by the protocol's own readers, which refuse what is not the one
-encoding of a message, so nothing can stand in one beside the fields shown here.
+encoding of a message, so a message has no content besides the fields shown here.
 """
 
 import hashlib

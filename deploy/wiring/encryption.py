@@ -15,7 +15,7 @@ from federation.errors import JobError
 from federation.job.spec import JobSpec
 from federation.protocols import KeyService, ObjectStore
 
-# What the objects of a dataset and of an export are bound to, wherever they lie: they
+# What the objects of a dataset and of an export are bound to, wherever they are: they
 # may be moved, and one does not pass for the other or for an object of a run.
 DATASET, EXPORT = "dataset/", "export/"
 

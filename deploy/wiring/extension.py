@@ -53,7 +53,7 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
 
 
 def record(job: JobSpec, run: RunFolder, clock: Clock) -> None:
-    """Extend a run that nobody else works on; see ``check``.
+    """Extend a run that no other process works on; see ``check``.
 
     Raises:
         StoreUnavailable: The record cannot be written.

@@ -239,7 +239,7 @@ def traffic_of(
 
     Returns:
         None for sums over groups, which the sites draw, and with sites that run apps
-        of Flower, whose answers nobody here knows.
+        of Flower, whose answers are unknown here.
     """
     job = federation.job
     facts = {

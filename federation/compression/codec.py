@@ -207,7 +207,7 @@ class Cast:
         """Round each value; see ``Codec``."""
         words = np.empty(vector_d.size, self.dtype) if out is None else out
         for piece in chunks(vector_d.size):
-            # Read before anything is written: the words may lie in the same memory,
+            # Read before anything is written: the words may be in the same memory,
             # where they are never ahead of what is read.
             part_c = vector_d[piece]
             if residual_d is not None:

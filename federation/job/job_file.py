@@ -157,7 +157,7 @@ def parse(document: Mapping[str, Any]) -> JobSpec:
 def document(job: JobSpec) -> dict[str, Any]:
     """Return a job as nested plain mappings that ``parse`` accepts.
 
-    Every key stands there with its value, defaults too; a key without a value
+    Every key is there with its value, defaults too; a key without a value
     (None) is left out, as TOML has no word for it.
     """
     return typing.cast("dict[str, Any]", _plain(job))

@@ -251,7 +251,7 @@ def check_differential_privacy(job: JobSpec) -> None:
 
 
 def _check_standardise(job: JobSpec, table: str) -> None:
-    """Refuse noised statistics if they protect nobody, and invalid bounds."""
+    """Refuse noised statistics that protect no one, and invalid bounds."""
     private = job.privacy.differential_privacy
     wanted = private.standardise
     if wanted is None:
@@ -290,7 +290,7 @@ def _check_standardise(job: JobSpec, table: str) -> None:
 
 
 def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
-    """Refuse keys without effect, so that nobody relies on them."""
+    """Refuse keys without effect, so that no one relies on them."""
     default, unit = DifferentialPrivacySpec(), private.unit
     used = {
         "colluding_sites": private.in_sum,

@@ -1,6 +1,6 @@
 """What a job is: frozen values, one class per table of the job file.
 
-A row is a key: its type, its default and its range; what it does stands in the class's
+A row is a key: its type, its default and its range; what it does is in the class's
 docstring, with its unit. ``job_file`` reads files against the rows, and the reference
 page is generated from both. Values are checked one by one there; what cannot be seen
 in one value is refused by ``job_checks``. The ``[privacy]`` tables are in
@@ -19,7 +19,7 @@ from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
 from federation.job.storage_job import StorageSpec
 
 # Keys that other parts of the product will bring. Naming one is refused with this
-# word instead of "unknown key", so that nobody believes it was in force.
+# word instead of "unknown key", so that no one believes it to be in force.
 PLANNED_KEYS: Mapping[str, str] = {
     "communication.overlap": "overlapped communication",
 }

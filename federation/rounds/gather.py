@@ -72,7 +72,7 @@ class Gather(Protocol):
 
         Args:
             state: The state after the round before.
-            record: The round; told of every answer.
+            record: The round; it receives every answer.
 
         Raises:
             QuorumNotMet: Too few answers count. What is returned may raise it too.

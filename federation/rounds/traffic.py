@@ -2,8 +2,8 @@
 
 Pure functions of a job, a model's layout and what the sites hold. Each message is sized
 as the grid sizes it, so the bytes are exact, headers and secure aggregation included.
-One thing is not known beforehand: what a site says of its own work stands in a header
-as text, and times, losses, hits and privacy spent differ in length by a few characters.
+One thing is not known before the run: a site reports on its own work in a header, as
+text, and times, losses, hits and privacy spent differ in length by a few characters.
 A header is padded to 64 bytes, so mostly that changes nothing; where it does, the two
 ends of a ``Span`` differ by 64 bytes for a message.
 

@@ -113,7 +113,7 @@ _SUMS_OR_NONE = _or_none(_SUMS)
 # A failure must not get lost for its text, which often is a library's.
 _TEXT = _Value(wire_values.text, wire_values.write_one_line)
 
-# Fields of the dataclasses that stand in the header under their own names, in order.
+# Fields of the dataclasses that are in the header under their own names, in order.
 _ABOUT = {"run_id": _NAME, "round_index": _COUNT, "site": _NAME}
 _MODEL = {"based_on": _COUNT, "fragment": _COUNT}
 _STEP = {"step": _word(SecureStep)}

@@ -77,7 +77,7 @@ def _scores(site: SiteFindings) -> Figure:
     )
     _, top = axes.get_ylim()
     axes.set_ylim(0, 1.15 * top)
-    room = _ROOM * float(places[-1] - places[0])  # For what stands beside the cuts.
+    room = _ROOM * float(places[-1] - places[0])  # For the labels beside the cuts.
     axes.set_xlim(places[0] - room, places[-1] + room)
     for cut, text, side, offset in cuts:
         axes.axvline(cut, color=INK, lw=1.2, ls=(0, (4, 3)))

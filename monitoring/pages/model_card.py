@@ -2,7 +2,7 @@
 
 The sections follow "Model Cards for Model Reporting" (arXiv:1810.03993, section 4) as
 far as a run can tell: intended use and ethics are for a person to add. Text of the run
-stands in code spans, where nothing of it is markup.
+is in code spans, where nothing of it is markup.
 
 Not here: any number that the run keeps at its sites. Under secure aggregation or
 differential privacy sizes of data sets are among those.

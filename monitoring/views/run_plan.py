@@ -41,8 +41,8 @@ class RunPlan:
     Attributes:
         submitted_at: When the job was submitted, in seconds since 1970.
         links: Bytes by link.
-        speeds: Speeds and prices that seconds and dollars follow from; None if nobody
-            has stated or measured any.
+        speeds: Speeds and prices that seconds and dollars follow from; None if none
+            were stated or measured.
         seconds: By ``PHASES``; empty without speeds.
         dollars: Of the whole run by what costs it; empty without speeds.
         prices_of: Day of the price table; empty if none was used.

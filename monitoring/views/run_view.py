@@ -69,9 +69,9 @@ class RunView:
             round.
         evaluation_steps: Steps of secure aggregation to evaluate the final model.
         data: Who holds what.
-        predicted: What the run was to take; None if nobody predicted it.
+        predicted: What the run was to take; None without a prediction.
         privacy: What is promised of the sites' records; None if nothing is.
-        spent: The most that each site has told to have spent, by any coordinator;
+        spent: The most that each site has reported to have spent, by any coordinator;
             empty without ``privacy``.
         left_out: Which sites the newest round excludes; None if none ever was.
         groups: What a rule over groups has combined last; None without groups.
@@ -137,7 +137,7 @@ class RunView:
 
     @property
     def loss_unit(self) -> str:
-        """`` in nats`` of a cross-entropy; nobody knows the unit of others."""
+        """`` in nats`` of a cross-entropy; the unit of others is unknown."""
         return " in nats" if self.started.task in BUILT_IN else ""
 
     @property

@@ -25,19 +25,19 @@ class SiteView:
 
     Attributes:
         site: Its name.
-        share: What it holds, if the run has told.
+        share: What it holds, if the run reports it.
         bytes_up: Bytes from it, in every exchange.
         bytes_down: Bytes to it, likewise.
         seconds: Sum of the times between question and answer.
         answered: Rounds in which its update counted.
-        used: What its work took in all answers that counted; None if none told.
-        examples: Training examples that it holds; None if it has not told.
+        used: What its work took in all answers that counted; None if none did.
+        examples: Training examples that it holds; None if it has not said.
         training_loss: Loss while it trained, by round.
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
         failures: Everything of it that did not count.
         promise: What it promises of its records; None without privacy.
-        spent: The most that it has told to have spent; None if it has not told.
+        spent: The most that it has reported to have spent; None if it has not.
         epsilon: What it had spent on its training records, by round.
         held_out_epsilon: What it had spent on its held-out records, by round.
     """

@@ -58,7 +58,7 @@ class EpsilonCurve:
             raise ValueError(f"delta is {delta}, not from {MIN_DELTA} up to 1")
         self._delta = delta
         self._events: tuple[PrivacyEvent, ...] = ()
-        # What was asked for last: a charge is looked at, counted, and told.
+        # What was asked for last: a charge is looked at, counted and reported.
         self._known: tuple[tuple[PrivacyEvent, ...], float] = ((), 0.0)
 
     def add(self, event: PrivacyEvent) -> None:

@@ -49,7 +49,7 @@ _STEP_ROUNDING = 2.0**-51
 # Part of delta that a window may cost on its upper side.
 _WINDOW_SHARE = 1e-6
 
-# An epsilon above this is reported as infinite: it protects nobody, and e^epsilon must
+# An epsilon above this is reported as infinite: it protects no one, and e^epsilon must
 # stay a number.
 MAX_EPSILON = 500.0
 

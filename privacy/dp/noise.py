@@ -28,7 +28,7 @@ MIN_SIGMA = 0.5
 MAX_SIGMA = 2.0**26  # 16 standard deviations fit in 30 bits beside a value of 30 bits
 
 # Tables of half a megabyte. Larger ones are faster than two levels only as long as
-# nobody else wants the cache.
+# nothing else needs the cache.
 _MAX_TABLE_SIGMA = 1024.0
 _COARSE_TO_FINE = 3  # sigma of the finer level over the coarser one's spacing
 _CHUNK = 1 << 14  # the buffers and a middle-sized table fit in that cache together
@@ -156,7 +156,7 @@ class RoundedGaussian:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """Walker's table; the cells of the values' two signs lie one after another.
+    """Walker's table; the cells of a value's two signs are adjacent.
 
     Attributes:
         thresholds_m: First bits of a cell's threshold above the cell's own number.

@@ -138,7 +138,7 @@ def check_every_use_seen(
 ) -> None:
     """Find parameters that affect a loss outside of their layers' calls.
 
-    Such a part of the gradient would be left out without a word. The answer depends
+    Such a part of the gradient would be left out silently. The answer depends
     on the model's code and not on any value, so one look at a model is enough.
 
     Raises:

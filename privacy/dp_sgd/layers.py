@@ -125,7 +125,7 @@ def record_gradients(
         layer: A layer of ``trained_layers``.
         inputs: What it was called with, shape ``(B, ...)``.
         backprops: Gradient of the loss by its outputs, shape ``(B, ...)``.
-        workspace: Memory that some of the gradients lie in.
+        workspace: Memory that holds some of the gradients.
 
     Returns:
         By parameter; float32, also where the layer computes with fewer digits.

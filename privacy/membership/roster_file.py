@@ -249,7 +249,7 @@ def _would_replace(path: Path, site: str | None, before: Party, party: Party) ->
 
 
 def _write(path: Path, found: Roster, document: dict[str, Any]) -> None:
-    """Write a file atomically: nobody reads half a roster."""
+    """Write a file atomically: no reader sees half a roster."""
     text = tomli_w.dumps(document) if _missing(document) else roster.dumps(found)
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     mode = 0o644

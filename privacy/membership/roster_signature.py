@@ -1,6 +1,6 @@
 """Rosters that the operator of several sites has signed.
 
-A machine that starts by itself has nobody who compares digests. Its operator's public
+On a machine that starts by itself, no person compares digests. Its operator's public
 key is in its settings instead, and it trusts the rosters that this key has signed, for
 this federation. The aggregator passes them on, and cannot make one.
 """

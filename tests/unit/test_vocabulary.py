@@ -91,6 +91,16 @@ PLAIN = {
     r"(?:gives?|gave) out": "returns",
     r"left alone": "is skipped / is not started",
     r"(?:tells?|speaks?) of": "reveals / is about",
+    r"somebody": "someone",
+    r"nobody(?:'s)? (?:here|reads|needs|looks|waits|answers|asks|any more)": (
+        "it is not used / there is no answer"
+    ),
+    r"(?:may|need not|they|that) lie (?:in|at|there|beside|behind)": "is stored / is",
+    r"without a word": "without notice",
+    r"stands? (?:twice|there|beside|before|in the)": "is there twice / is in",
+    r"(?:has|have|had) (?:not )?told": "has reported",
+    r"in whatever (?!order)": "in any",
+    r"(?:let|lets) (?:[\w`]+ ){1,3}in no more": "refuses from now on",
 }
 """What is not written, as a regular expression, and what is written instead."""
 

@@ -82,7 +82,7 @@ def _create_locked(partial_folder: int) -> tuple[str, int]:
 
 
 def remove_if_dead(name: str, partial_folder: int) -> None:
-    """Remove a partial file whose writer is gone: nobody holds its lock.
+    """Remove a partial file whose writer is gone: its lock is free.
 
     Raises:
         OSError: Its writer lives (BlockingIOError), or it is gone.

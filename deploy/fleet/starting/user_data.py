@@ -22,7 +22,7 @@ from cloud_adapters.compute.pool import NodeSpec
 
 # What EC2 takes.
 MAX_BYTES = 16 << 10
-# After a failure, for somebody who wants to look; the machine is paid meanwhile.
+# After a failure, so that someone can look; the machine costs money meanwhile.
 _MINUTES_LEFT = 5
 _FOLDER = "/var/lib/crossfed-site"
 _SETTINGS = "/etc/crossfed/site.toml"
@@ -252,7 +252,7 @@ def _script(release: Release, invitation: MachineInvitation) -> str:
 
 
 def _image_steps(release: Release, invitation: MachineInvitation) -> list[str]:
-    # In the machine's own network: the metadata service answers nobody behind it.
+    # In the machine's own network: the metadata service does not answer other networks.
     run = (
         "podman run --rm --read-only --tmpfs /tmp --cap-drop all --network host "
         f"--security-opt no-new-privileges -v {_FOLDER}:/var/lib/crossfed/site"

@@ -358,7 +358,7 @@ class FileLedger(_LockedLedger):
     def restore(self, event: PrivacyEvent, *, purpose: Purpose, count: int) -> None:
         """Write down charges that were lost, whatever the cap.
 
-        They stand in round 0, since nobody knows theirs.
+        They are entered in round 0, since their own is unknown.
 
         Args:
             event: What each of them is charged as.

@@ -35,7 +35,7 @@ class RecoveryResult:
         path: The ledger.
         before: Charges that it held.
         after: Charges that it holds now.
-        set_aside: Where the files lie that could not be read; None if all could.
+        set_aside: Where the files are that could not be read; None if all could.
         epsilon: What has been spent by now, by purpose.
     """
 

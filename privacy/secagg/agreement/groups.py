@@ -53,7 +53,7 @@ from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import DrawRefused, OutOfOrder, TooFewSites
 
 SECRET_BYTES = 32
-MIN_GROUPS = 3  # Of two that differ nobody can say which is wrong.
+MIN_GROUPS = 3  # Of two that differ, it cannot be known which is wrong.
 MAX_DRAWS = 3  # Outcomes that anybody may choose from, on the same data.
 
 _MAX_COMMITMENT_BYTES = 512

@@ -163,7 +163,7 @@ def load(path: Path) -> Roster:
 
 
 def parse(text: str) -> Roster:
-    """Read a roster from its TOML text; sites may stand in any order.
+    """Read a roster from its TOML text; sites may be in any order.
 
     Raises:
         RosterRefused: See ``load``.

@@ -1,8 +1,8 @@
 """Numbers beside the update, masked and summed as well: weights, losses, counts.
 
 Source: section 3 of the protocol. A header is a short vector of 64-bit words, one
-per slot. The contract names the slots; a site's values are seen by nobody, their
-sums by the aggregator. Masks continue with ``prg.apply_masks_``, under keys of their
+per slot. The contract names the slots; no one sees a site's values; the aggregator
+sees their sums. Masks continue with ``prg.apply_masks_``, under keys of their
 own label.
 
 Fractions are integers in steps of 2^-32, counts are integers. Every slot has a

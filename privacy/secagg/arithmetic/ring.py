@@ -263,8 +263,8 @@ def decode_sum_(
             be thrown away. Of honest sites it is raised with a probability below
             ``(1 + d) 2^-102``, by what ``RingSpec`` says; without noise the element's
             part of that is 0. A mask left on gives uniform values, whose norm betrays
-            it from some ten values on in a ring bounded by norm. Who lies within the
-            bound is not found.
+            it from some ten values on in a ring bounded by norm. A false value within
+            the bound is not found.
         ValueError: The array or the divisor is none of the above.
     """
     if not 0 < divisor < math.inf:

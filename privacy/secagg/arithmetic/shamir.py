@@ -90,7 +90,7 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
         changed gives another secret, not an error: see ``commitments``.
 
     Raises:
-        BadShare: The shares are too many or too few, a holder stands twice, or a
+        BadShare: The shares are too many or too few, a holder is there twice, or a
             share or the result is out of range.
     """
     if len(shares) != threshold:
@@ -127,7 +127,7 @@ def _evaluate(coefficients: list[int], x: int) -> int:
 
 
 def _reduced(values: bytes, lane_bytes: int) -> bytearray:
-    """The shares that lie side by side, before their reduction, in ``values``."""
+    """The adjacent shares, before their reduction, in ``values``."""
     number = int.from_bytes
     shares = [
         (number(values[at : at + lane_bytes], "big") % PRIME).to_bytes(

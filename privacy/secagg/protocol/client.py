@@ -203,7 +203,7 @@ class SiteSession:
     def begin_round(self, facts: RoundFacts) -> RoundMasks:
         """R1: accept a round, record it, and derive what masks the answer.
 
-        An unfinished round is given up and erased: nobody can answer it any more.
+        An unfinished round is given up and erased: it can no longer be answered.
 
         Args:
             facts: The round as *this site* sees it; the model's digest is computed

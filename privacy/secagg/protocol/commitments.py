@@ -91,7 +91,7 @@ def commit_one(
 
 @lru_cache(maxsize=MAX_MEMBERS)
 def _abouts(dealer: int, cohort: tuple[int, ...]) -> list[bytes]:
-    """What stands before each share of a bundle: whose secret, and LP's length."""
+    """The header of each share of a bundle: whose secret, and LP's length."""
     return [_TWO.pack(about, SHARE_BYTES) for about in secrets_of(dealer, cohort)]
 
 

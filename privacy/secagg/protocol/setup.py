@@ -155,7 +155,7 @@ class SiteSetup:
 
         Raises:
             BookRefused: Fewer sites are there than a round needs, or strangers; a
-                key stands twice; or our own advert is not the one that we sent.
+                key is there twice; or our own advert is not the one that we sent.
             BadSignature: An advert is not signed by the pinned key.
             WrongContext: An advert is for another contract.
             WeakKey: A key gives a secret that others would know.
