@@ -52,8 +52,9 @@ def norm_network(inputs: int = 4, classes: int = 3) -> nn.Module:
 class _Noting(nn.Module):
     """Notes in its buffers, and in a frozen parameter, what it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_frozen: bool) -> None:
         super().__init__()
+        self.in_frozen = in_frozen
         self.linear = nn.Linear(4, 3)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.register_buffer("seen", torch.zeros(4))
@@ -62,7 +63,8 @@ class _Noting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += x.detach().sum(0)
         self.calls += 1
-        self.frozen.data.copy_(x.detach().mean(0))
+        if self.in_frozen:
+            self.frozen.data.copy_(x.detach().mean(0))
         return self.linear(x)
 
 
@@ -95,9 +97,9 @@ def recalling_network(place: str) -> nn.Module:
     return _Recalling(place)
 
 
-def noting_network() -> nn.Module:
+def noting_network(*, in_frozen: bool = True) -> nn.Module:
     """A module that carries away what it sees by other ways than gradients."""
-    return _Noting()
+    return _Noting(in_frozen=in_frozen)
 
 
 def frozen_network(inputs: int = 4, classes: int = 3) -> nn.Module:

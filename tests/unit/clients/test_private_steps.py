@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from support.noisy_jobs import noisy_job
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
@@ -26,6 +27,7 @@ from clients.training.trainer import TorchTrainer
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
+from federation.protocols import LocalWeights
 from privacy.counts import coarse
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
@@ -281,6 +283,33 @@ def test_only_what_has_noise_leaves():
     }
 
 
+def test_only_what_has_noise_leaves_where_a_whole_site_is_protected():
+    """Its steps are ordinary ones, whose layers keep what they have noted."""
+    model = {"factory": f"{USERS}:noting_network", "options": {"in_frozen": False}}
+    job = noisy_job(
+        "site",
+        model=model,
+        data={"source": "support.small_jobs:blobs"},
+        private={"clip_norm": 1.0, "delta": 0.01, "accept_low_signal": True},
+    )
+    pool = ModelPool(job)
+    trainer = TorchTrainer(job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT)
+    before_d, before_m = pool.initial_weights()
+    result = trainer.fit(before_d, before_m, round_index=1)
+    assert isinstance(result, LocalWeights)
+    assert result.integers_m.tolist() == before_m.tolist() == [0]
+    seen, *trained = (
+        (a == b).all()
+        for (_, a), (_, b) in zip(
+            pool.layout.float_views(before_d),
+            pool.layout.float_views(result.weights_d),
+            strict=True,
+        )
+    )
+    assert seen
+    assert not any(trained)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_sum", [False, True])
 @pytest.mark.parametrize("place", ["persistent", "not persistent", "frozen"])
@@ -394,6 +423,29 @@ def test_autocast_and_a_language_model():
     before = trainer.evaluate(weights_d, integers_m, round_index=1).loss
     after = trainer.evaluate(result.weights_d, integers_m, round_index=1).loss
     assert after < 0.5 * before
+
+
+def test_a_private_loss_is_the_mean_over_a_records_predictions():
+    """So a window of eight tokens weighs as much as a record of one class."""
+    windows = as_dataset((np.arange(27).reshape(3, 9) % 16, None), name="counting")
+    options = {"vocabulary": 16, "context": 8, "layers": 1, "heads": 2, "width": 16}
+    job = private_job(
+        {"task": "causal_lm", "local_steps": 1, "batch_size": 2},
+        model={"factory": "clients.models:gpt", "options": options},
+    )
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=windows, held_out=windows, private=private()
+    )
+    with pool.borrow() as model:
+        model.load(*pool.initial_weights())
+        found = trainer._private_loss(model.module, np.arange(3))().item()
+        tokens = torch.as_tensor(windows.batch(np.arange(3))[0])
+        logits = model.module(tokens[:, :-1]).flatten(0, 1)
+        each = functional.cross_entropy(
+            logits, tokens[:, 1:].flatten(), reduction="none"
+        )
+    assert found == pytest.approx(each.reshape(3, 8).mean(1).sum().item(), rel=1e-5)
 
 
 def test_ranks_sample_records_of_their_own():

@@ -897,6 +897,16 @@ def spent_from(first_round: int, *sites: str) -> dict[str, Any]:
     return {"fault": toy.faults(*((site, r, refuse) for site in sites for r in rounds))}
 
 
+def test_app_that_does_not_evaluate_is_not_asked_for_the_last_model():
+    """Its answer would be an error, or the deadline."""
+    sites = [{"name": C}, {"name": A, "flower_app": {"evaluate": False}}, {"name": B}]
+    run = toy.Toy(job=toy.job({"sites": sites}))
+    run.run()
+    last = run.told(ModelEvaluated)[-1]
+    assert last.round_index == 3
+    assert sorted(last.sites) == sorted([B, C])
+
+
 def test_run_ends_where_the_budget_does():
     """With the model of the round before, evaluated, and as no failure."""
     run = toy.Toy(job=toy.job({"rounds": 5}), **spent_from(3, A))

@@ -303,6 +303,20 @@ def test_site_that_is_left_out_is_settled():
     assert [missing.site for missing in verdicts.close()] == [OTHER]
 
 
+@pytest.mark.parametrize("digest", [toy.LAYOUT.digest, "0" * 64])
+def test_masked_update_has_the_runs_layout(digest: str):
+    """Its values cannot be looked at, and their number says nothing of their names."""
+    verdicts = replace(opened(), in_secret=True)
+    update = toy.masked(round_index=ROUND, layout_digest=digest)
+    failure = verdicts.accept(update)
+    if digest == toy.LAYOUT.digest:
+        assert failure is None
+        return
+    assert failure is not None
+    assert failure.kind is FailureKind.INVALID
+    assert "different layout" in failure.message
+
+
 STEP_REFUSED = {
     "earlier round": (
         toy.secure_answer(round_index=1),
