@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools manifest-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all coverage lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools manifest-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -99,11 +99,18 @@ test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[aws,gcp,kubernetes,parquet]' --group test
 	$(VENV)-lowest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 
-test-newest: ## Run the fast tests with the newest versions there are (NEWEST names the Python)
+test-newest: newest ## Run the fast tests with the newest versions there are (NEWEST names the Python)
 	$(NEWEST) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,kubernetes,parquet]' --group test
 	$(VENV)-newest/bin/python -I -m pytest $(WITHOUT_FLOWER)
+
+# Told at once, not after hours. A shim of pyenv is found, but need not run.
+newest:
+	@$(NEWEST) -c "" >/dev/null 2>&1 || { echo "make: $(NEWEST) does not run here; name a Python 3.13 or newer with NEWEST=..."; exit 1; }
+
+mutants: $(READY) ## Put known faults into a copy, one at a time, and see that tests find them
+	$(BIN)/python tools/mutants.py
 
 # In one process: with sysmon, which would cost less, branches need Python 3.14.
 coverage: $(READY) ## Measure what the fast tests cover, branches too, and demand a floor
@@ -112,8 +119,12 @@ coverage: $(READY) ## Measure what the fast tests cover, branches too, and deman
 
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
 # PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
-test-all: test test-long coverage test-lowest test-newest ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
-	$(BIN)/python tools/mutants.py
+PARTS ?= test test-long coverage test-lowest test-newest mutants
+
+test-all: $(if $(filter test-newest,$(PARTS)),newest) ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
+	@failed=; for part in $(PARTS); do \
+		echo "make: $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "make: these failed:$$failed"; exit 1; }
 
 lint: $(READY) ## Check format, style, types and floors
 	$(BIN)/ruff format --check --quiet .

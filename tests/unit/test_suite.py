@@ -1,5 +1,6 @@
 """What these tests rely on when two workers share them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+ROOT = Path(__file__).parents[2]
+CONFTEST = ROOT / "tests" / "conftest.py"
 TESTS = """
 import pytest
 
@@ -43,3 +45,31 @@ def test_a_group_has_one_worker(tmp_path: Path):
     }
     assert len(workers["test_of_a_group"]) == 1
     assert len(set().union(*workers.values())) == 2
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``make`` in the repository, as its user would, not as a part of another."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    return subprocess.run(
+        ["make", *arguments],  # noqa: S607
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_part_that_fails_stops_no_other():
+    done = make("test-all", "PARTS=no-such-part help")
+    assert done.returncode == 2
+    assert "Show this list" in done.stdout
+    assert done.stdout.endswith("make: these failed: no-such-part\n")
+    assert make("test-all", "PARTS=help").returncode == 0
+
+
+def test_a_python_that_does_not_run_is_named_before_anything_starts():
+    done = make("test-all", "NEWEST=/nowhere/python", "PARTS=help test-newest")
+    assert done.returncode == 2
+    assert "/nowhere/python does not run here; name" in done.stdout
+    assert "Show this list" not in done.stdout
