@@ -16,6 +16,19 @@ _MINUTES_DIGITS = 5
 _MANY = 10  # Choices that a message does not list.
 
 
+# Words of other tools, and what they are called here.
+_MEANT: Mapping[str, str] = {
+    "compare": "report",
+    "create": "new",
+    "fit": "simulate",
+    "help": "--help",
+    "init": "new",
+    "list": "runs",
+    "status": "ps",
+    "train": "simulate",
+    "version": "--version",
+}
+
 _EXIT_CODES = """\
 exit codes: 0 done, 1 failed, 2 wrong job or arguments, 3 privacy budget spent,
 4 inconclusive audit, 130 stopped on request"""
@@ -34,10 +47,34 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = get_close_matches(str(value), known, n=1)
+            other = _MEANT.get(str(value), "")
+            if other in known or (other.startswith("--") and "simulate" in known):
+                near = [other]
             meant = f"; did you mean {near[0]!r}?" if near else ""
             listed = f" (choices: {', '.join(known)})" if len(known) < _MANY else ""
             text = f"there is no {value!r}{meant}{listed}"
             raise argparse.ArgumentError(action, text)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is unknown here, with the usage of the verb that it follows."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}"
+            )
+        return options, unknown
+
+    def _hint(self, unknown: list[str]) -> str:
+        """What the first unknown argument may mean."""
+        word = unknown[0].partition("=")[0]
+        near = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+        if near and word.startswith("--"):
+            return f"; did you mean {near[0]}?"
+        if self._subparsers is not None:
+            return "; options of a verb come after it" if word.startswith("-") else ""
+        if "--set" in self._option_string_actions:
+            return "; a key of the job is set with --set, for example --set rounds=5"
+        return ""
 
 
 class _ShowVersion(argparse.Action):

@@ -20,7 +20,7 @@ from typing import Any
 from federation.errors import JobError
 from federation.job import code_files
 from federation.job.job_checks import check
-from federation.job.job_keys import documented
+from federation.job.job_keys import documented, keys_below
 from federation.job.spec import PLANNED_KEYS, JobSpec
 from federation.os_errors import os_errors
 
@@ -255,7 +255,7 @@ def _build(cls: type, table: Any, name: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in table:
         if key not in fields:
-            _refuse_unknown(f"{name}.{key}" if name else key, key, fields)
+            _refuse_unknown(f"{name}.{key}" if name else key, key, fields, cls)
     values = {}
     for key, field in fields.items():
         full = f"{name}.{key}" if name else key
@@ -274,17 +274,17 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
     return field.default is missing and field.default_factory is missing
 
 
-def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any]) -> None:
+def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any], cls: type) -> None:
     if full in PLANNED_KEYS:
         raise JobError(
             f"{PLANNED_KEYS[full]} is not built yet; remove this key", key=full
         )
-    nearest = difflib.get_close_matches(str(key), fields, n=1)
-    hint = (
-        f"did you mean {nearest[0]!r}?"
-        if nearest
-        else "known keys: " + ", ".join(fields)
-    )
+    near = difflib.get_close_matches(str(key), fields, n=1)
+    if not near:
+        outer, ends = str(full).removesuffix(str(key)), (f".{key}", f"_{key}")
+        near = [outer + deep for deep in keys_below(cls) if deep.endswith(ends)]
+    meant = f"did you mean {' or '.join(map(repr, sorted({*near})[:3]))}?"
+    hint = meant if near else f"known keys: {', '.join(fields)}"
     raise JobError(f"unknown key; {hint}", key=full)
 
 

@@ -7,7 +7,8 @@ files and what writes the reference pages take it from there.
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -45,3 +46,17 @@ def documented(cls: type) -> tuple[str, Mapping[str, str]]:
     text, _, section = whole.partition("\nAttributes:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE)
     return text.strip(), {name: " ".join(said.split()) for name, said in found}
+
+
+def keys_below(cls: type, name: str = "") -> Iterator[str]:
+    """Dotted names of the keys of a table's tables; lists of tables are left out."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        full = f"{name}.{field.name}" if name else field.name
+        kinds = {hints[field.name], *typing.get_args(hints[field.name])}
+        for kind in kinds:
+            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+                yield from (
+                    f"{full}.{inner.name}" for inner in dataclasses.fields(kind)
+                )
+                yield from keys_below(kind, full)

@@ -49,6 +49,16 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["agregator", "up"], "did you mean 'aggregator'?"),
         (["aggregator", "invit"], "did you mean 'invite'? (choices: init, up,"),
         (["simulate", "job.toml", "--engine", "flwer"], "did you mean 'flower'?"),
+        (["train", "job.toml"], "did you mean 'simulate'?"),
+        (["compare", "a", "b"], "did you mean 'report'?"),
+        (["help"], "did you mean '--help'?"),
+        (["aggregator", "status"], "there is no 'status' (choices: init, up,"),
+        (["simulate", "job.toml", "--rounds", "5"], "--rounds 5; a key of the job is"),
+        (["simulate", "job.toml", "rounds=5"], "is set with --set, for example"),
+        (["simulate", "job.toml", "--resum"], "--resum; did you mean --resume?"),
+        (["simulate", "job.toml", "--rounds=5"], "usage: crossfed simulate"),
+        (["-v", "runs"], "options of a verb come after it"),
+        (["runs", "--zzz"], "unrecognized arguments: --zzz\n"),
     ],
 )
 def test_suggests_what_was_meant(

@@ -132,6 +132,21 @@ def test_largest_file(tmp_path: Path):
             "unknown key; did you mean 'batch_size'?",
         ),
         (
+            {"training": {"local_steps": 1, "lr": 1.0}},
+            "training.lr",
+            "unknown key; did you mean 'training.optimizer.lr'?",
+        ),
+        (
+            {"epochs": 1},
+            "epochs",
+            "unknown key; did you mean 'training.local_epochs'?",
+        ),
+        (
+            {"target_epsilon": 8.0},
+            "target_epsilon",
+            "unknown key; did you mean 'privacy.differential_privacy.target_epsilon'?",
+        ),
+        (
             {"communication": {"zzz": 1}},
             "communication.zzz",
             "unknown key; known keys: codec, down_codec, down_content",
