@@ -298,6 +298,8 @@ def _fetch_items(items: Any, indices: Indices) -> Batch:
 
 
 def _stacked(*parts: object) -> Any:
+    if isinstance(parts[0], np.bool_):  # Which torch 2.6 reads as an index.
+        parts = tuple(map(bool, parts))
     return default_collate(list(parts))
 
 

@@ -31,16 +31,27 @@ def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> 
         )
 
 
-def check_devices(job: JobSpec, num_ranks: int) -> None:
+def check_devices(job: JobSpec, num_ranks: int, *, is_sharded: bool = False) -> None:
     """Check that each rank finds a GPU, where they are used.
 
+    Args:
+        job: The job.
+        num_ranks: Of the site.
+        is_sharded: Whether each holds a part of the model.
+
     Raises:
-        SiteError: There are too few.
+        SiteError: There are too few, or this torch cannot shard a model without any.
     """
     # Counting starts nothing on a GPU, so that an agent may ask too.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = job.training.device
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        # FSDP2 records events on streams, which CPUs do not have in old releases.
+        if is_sharded and not hasattr(torch.cpu.Stream, "record_event"):
+            raise SiteError(
+                f"torch {torch.__version__} cannot shard a model on CPUs: upgrade "
+                'torch, or set compute.sharding = "none"'
+            )
         return
     if num_gpus < num_ranks:
         raise SiteError(

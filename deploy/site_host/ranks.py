@@ -97,7 +97,7 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             'operator to set compute.sharding = "none"',
             key="privacy.differential_privacy.unit",
         )
-    check_devices(job, ranks)
+    check_devices(job, ranks, is_sharded=file.compute.sharding == "full")
     check_shares(job, SiteId(file.name), data[0], ranks)
 
 

@@ -81,6 +81,22 @@ def test_a_job_for_gpus_finds_them_or_is_refused():
         check_devices(job_on("cuda"), 2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+@pytest.mark.parametrize("can_shard", [False, True])
+def test_an_old_torch_shards_no_model_on_cpus(
+    *, can_shard: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Said before ranks start, which would fail in the first round."""
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    if can_shard:
+        monkeypatch.setattr(torch.cpu.Stream, "record_event", None, raising=False)
+        check_devices(job_on("cpu"), 2, is_sharded=True)
+        return
+    check_devices(job_on("cpu"), 2)
+    with pytest.raises(SiteError, match=r"cannot shard a model on CPUs: upgrade torch"):
+        check_devices(job_on("cpu"), 2, is_sharded=True)
+
+
 def job_on(device: str) -> JobSpec:
     return small_job(
         training={"local_steps": 1, "device": device, "optimizer": {"lr": 0.5}}

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from support.small_jobs import blobs, small_job
 
 from clients.data.datasets import as_dataset
@@ -84,7 +85,8 @@ def test_private_steps_with_parts_of_a_model_are_refused():
     with pytest.raises(JobError, match=r"set compute.sharding = ") as caught:
         site_ranks.check_job(private_job(), file, DATA)
     assert caught.value.key == "privacy.differential_privacy.unit"
-    site_ranks.check_job(small_job(), file, DATA)
+    if hasattr(torch.cpu.Stream, "record_event"):  # As ``check_devices`` asks.
+        site_ranks.check_job(small_job(), file, DATA)
 
 
 def test_compiled_code_runs_in_a_rank():
