@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from clients.data.datasets import Indices
 from clients.models.hidden_matrices import hidden_matrices
+from federation.errors import JobError
 from federation.job.spec import JobSpec, LearningRateSpec, OptimizerSpec
 from federation.vectors import NO_ARRAYS, Arrays
 
@@ -57,7 +58,8 @@ def make_optimizers(
     Each trained parameter is in exactly one of them.
 
     Raises:
-        JobError: ``muon`` finds no hidden matrix; see ``clients.models``.
+        JobError: ``muon`` finds no hidden matrix, see ``clients.models``; or torch is
+            older than it.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if spec.name == "sgd":
@@ -72,6 +74,12 @@ def make_optimizers(
         )
     if spec.name != "muon":
         return (_adam(trained, spec),)
+    if not hasattr(torch.optim, "Muon"):
+        raise JobError(
+            f"'muon' came with torch 2.9, and this is {torch.__version__}: install a "
+            "newer torch, or choose another optimiser",
+            key="training.optimizer.name",
+        )
     hidden = list(hidden_matrices(model, spec).values())
     found = {id(p) for p in hidden}
     muon = torch.optim.Muon(

@@ -4,8 +4,8 @@ A job is named by the digest of its launch's token, and a namespace has one job 
 name. A node is ended by moving its job's deadline into the past: the job fails, its pod
 gets SIGTERM, and the job stays for a day as the record of a token that was used.
 
-A job that nobody can start is not left to wait: it would begin, and cost, when nobody
-looks. So a launch waits until there is a machine for it, or ends it.
+A job that cannot start is not left to wait: it would begin, and cost, later and
+unseen. So a launch waits until there is a machine for it, or ends it.
 
 Source: Kubernetes API reference, ``batch/v1``; documentation, "Jobs".
 """

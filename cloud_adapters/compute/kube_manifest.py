@@ -20,7 +20,7 @@ from cloud_adapters.compute.pool import Market, NodeLimits, NodeSpec
 # Of the launch: the digest of its token.
 TOKEN_LABEL = "crossfed-token"  # noqa: S105 -- the name of a label
 # Name and labels as they were given, since Kubernetes takes few characters; the
-# market; and that somebody has asked the node to end.
+# market; and that someone has asked the node to end.
 GIVEN, ENDED = "crossfed/given", "crossfed/ended"
 _USER_DATA = "crossfed/user-data"
 # The image's user, its folder, and where it finds the node's user data.

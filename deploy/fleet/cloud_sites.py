@@ -302,7 +302,7 @@ def _await_key(
     book = BookFile(folder=operator.aggregator)
 
     def look() -> tuple[bytes | None, str]:
-        # What is kept of a site that was revoked since is nobody's any more.
+        # What is kept of a site that has been revoked since is not used any more.
         if book.read().member(site.name) is None:
             return None, ""
         try:

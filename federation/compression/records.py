@@ -104,7 +104,7 @@ class RecordCodec:
             np.empty(self.num_words(vector_d.size), np.uint8) if out is None else out
         )
         for piece, place, width in self._parts(0, vector_d.size, vector_d.size):
-            # Read before anything is written, as the words may lie in the same memory.
+            # Read before anything is written, as the words may share its memory.
             part_c = vector_d[piece]
             if residual_d is not None:
                 part_c = part_c + residual_d[piece]

@@ -18,7 +18,7 @@ from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.training.local_steps import LocalOptimizer, learning_rate
 from clients.training.trainer import TorchTrainer
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec, LearningRateSpec
 from federation.protocols import LocalWeights
@@ -28,6 +28,7 @@ SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 SGD = {"lr": 0.5}
 USERS = "support.users_module"
+MLP_OPTIONS = {"inputs": 4, "classes": 3, "hidden": [8, 8]}
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,7 @@ def stepped_by_muon(
         return flat(model)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9")
 @pytest.mark.parametrize("state", ["keep", "fresh"])
 def test_muon_steps_hidden_matrices_and_adamw_the_rest(state: str):
     """Over two rounds, with one schedule for both, and the state of both kept."""
@@ -575,3 +577,14 @@ def test_training_that_ends_early_is_the_steps_that_were_taken(taken: int):
     assert result.num_steps == taken
     assert result.training is not None
     assert result.training.count == 20 * taken
+
+
+def test_a_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch):
+    """At the key, before anything is trained."""
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    model = {"factory": "clients.models:mlp", "options": MLP_OPTIONS}
+    muon = {"name": "muon", "lr": 0.1, "momentum": 0.9}
+    job = job_of({"local_steps": 1, "optimizer": muon}, model=model)
+    with pytest.raises(JobError, match=r"came with torch 2\.9") as caught:
+        fit(job)
+    assert caught.value.key == "training.optimizer.name"

@@ -401,11 +401,16 @@ def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
     assert PolicySpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
 
 
+TWO_BLOCKS = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [64, 96]},
+}
 LIES = {
     "threshold": {"threshold": 4},
     "min_sites": {"min_sites": 4},
     "ring_bits": {"ring_bits": 24},
     "levels": {"levels": 3, "element_bound": None},
+    "fragments": {"levels": 4, "fragments": 2},
     "clip_norm": {"clip_norm": 11.0},
     "element_bound": {"element_bound": 1e-6},
     "clip_elements": {"element_bound": 1.0, "clip_elements": True},
@@ -439,7 +444,8 @@ def test_contract_is_that_of_the_job(lie: str):
     noise that nobody adds and that would lift the rule for two sites; or bounds that
     ask whether a site's numbers are above them, for the site that declines says so.
     """
-    job = secure_job(5, threshold=5, max_examples=60, element_bound=1.0)
+    ring = {"levels": 4} if lie == "fragments" else {"element_bound": 1.0}
+    job = secure_job(5, threshold=5, max_examples=60, model=TWO_BLOCKS, **ring)
     # Wide open, so that nothing but the job refuses what is told.
     policy = PolicySpec(
         **OPEN, functions=MODELS, require_hybrid=False, max_clip_norm=100.0
@@ -458,7 +464,7 @@ def test_contract_is_that_of_the_job(lie: str):
     check_against_policy(contract(job), demands)
     assert set(demands.terms) == set(LIES)
     if lie == "members":
-        fewer = secure_job(3, threshold=3, max_examples=60, element_bound=1.0)
+        fewer = secure_job(3, threshold=3, max_examples=60, model=TWO_BLOCKS, **ring)
         assert {site.name for site in fewer.sites} < {site.name for site in job.sites}
         told = contract(fewer)
     elif lie in LIES:

@@ -149,7 +149,7 @@ def test_largest_file(tmp_path: Path):
         (
             {"communication": {"zzz": 1}},
             "communication.zzz",
-            "unknown key; known keys: codec, down_codec, down_content",
+            "unknown key; known keys: codec, down_codec, fragments, down_content",
         ),
         (
             {"sites": [{"name": "a", "regoin": "x"}]},
