@@ -137,3 +137,11 @@ def test_the_description_of_the_wheel_has_no_link_into_the_repository():
     assert {*re.findall(r"\]\((https?://[^)]*)\)", text)} == {
         *re.findall(r"\]\((https?://[^)]*)\)", page)
     }
+
+
+def test_every_decision_is_listed():
+    """On the page that records why there are such pages."""
+    folder = ROOT / "docs/adr"
+    listed = (folder / "0001-record-decisions.md").read_text()
+    pages = {page.name for page in folder.glob("[0-9]*.md")}
+    assert {n for n in pages if f"({n})" not in listed} == {"0001-record-decisions.md"}
