@@ -321,7 +321,7 @@ class RingSeal:
         """Return the model as the certificate names it, computed here from a sum."""
         if not work.held.takes_sums:
             return task.weights_d
-        if task.changed_to:
+        if task.changed_to and task.weights_d.size:
             self._follow(task, body, session, work)
         return work.held.receive(task)
 

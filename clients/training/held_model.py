@@ -122,8 +122,13 @@ class HeldModel:
         vector in the order of their names: later steps begin with it.
         """
         if task.changed_to:
-            if self._held_d is None or self._digest != task.changed_to:
+            if self._held_d is None:
                 raise NotSetUp(_RESTARTED)
+            self._digest = self._digest or change.digest(self._held_d)
+            if self._digest != task.changed_to:
+                raise NotSetUp(
+                    "has a different model than the one that the change applies to"
+                )
             return self._held_d
         weights_d, size = self.whole(task), self._layout().size
         moments = self._optimizer.init(size)

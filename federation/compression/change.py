@@ -20,6 +20,9 @@ def digest(weights_d: Vector) -> str:
     return mapped.sha256(weights_d).hex()
 
 
+# In place of what changed in a model that did not.
+NO_WORDS: Words = np.zeros(0, np.uint64)
+NO_WORDS.flags.writeable = False
 RESIDUAL = "down_residual"  # Its name among the vectors of the run's state.
 
 

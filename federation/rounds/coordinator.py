@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from federation import events
-from federation.compression.change import RESIDUAL, digest, settle
-from federation.compression.codec import BeyondCodec
+from federation.compression.change import NO_WORDS, RESIDUAL, digest, settle
+from federation.compression.codec import BeyondCodec, Links
 from federation.errors import (
     BudgetExceeded,
     CorruptObject,
@@ -209,7 +209,8 @@ def _run_round(
             if record.verdicts.out_of_budget:
                 record.finish("lost")
                 raise _out_of_budget(record.verdicts) from error
-            new_state, status, unused_d = _without_result(state), "lost", spare_d
+            new_state = _without_result(state, record.links)
+            status, unused_d = "lost", spare_d
         else:
             record.sums.update_norm = norm(delta_d)
             weights_d = take_step(
@@ -298,7 +299,7 @@ def _next_state(
         fits = False
     # An infinite second moment would stop the training and leave finite weights.
     if not (fits and all(map(is_finite, (weights_d, *state.optimizer.values())))):
-        return _without_result(_before_step(parts, state)), "discarded"
+        return _without_result(_before_step(parts, state), record.links), "discarded"
     return RunState(
         round_index=record.round_index,
         weights_d=weights_d,
@@ -335,12 +336,14 @@ def _before_step(parts: ServerParts, state: RunState) -> RunState:
     return replace(state, optimizer=saved.optimizer)
 
 
-def _without_result(state: RunState) -> RunState:
+def _without_result(state: RunState, links: Links) -> RunState:
+    unchanged = ModelChange(words=NO_WORDS, after=digest(state.weights_d))
     return replace(
         state,
         round_index=state.round_index + 1,
         lost_in_a_row=state.lost_in_a_row + 1,
-        change=None,
+        # Sites that take the server's steps themselves may still have the model.
+        change=unchanged if links.sums else None,
     )
 
 

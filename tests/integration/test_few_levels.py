@@ -100,7 +100,7 @@ for levels, sites in ((4, 4), (256, 16), (256, 64)):
                 layout,
                 weights_d=model,
                 moments=moments,
-                delta_d=opened.mean_d.copy(),
+                delta_f=opened.mean_d.copy(),
             )
         found.update(model.tobytes())
 print(found.hexdigest())

@@ -14,7 +14,7 @@ from clients.models.model_pool import ModelPool
 from deploy.wiring import parts
 from federation.compression.fragments import fragment_of
 from federation.errors import JobError
-from federation.events import CostPredicted, Event, RoundFinished
+from federation.events import CostPredicted, Event, RoundFinished, SiteAnswered
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
 from monitoring.views.run_fold import fold
@@ -142,3 +142,22 @@ def test_fragments_need_levels():
     with pytest.raises(JobError, match="few levels") as caught:
         small_job(communication={"fragments": 2})
     assert caught.value.key == "communication.fragments"
+
+
+def test_a_lost_round_costs_no_whole_model():
+    """Sites that have the model are told that it has not changed."""
+    faults = [{"site": "site-1", "kind": "crash", "rounds": [3]}]
+    job = job_of(4, fragments=1, simulation={"faults": faults})
+    seen: list[Event] = []
+    simulate(job, listeners=[seen.append])
+    finished = {e.round_index: e for e in seen if isinstance(e, RoundFinished)}
+    assert finished[3].status == "lost"
+    assert finished[4].status == "completed"
+    answers = [e for e in seen if isinstance(e, SiteAnswered) and e.round_index == 4]
+    down = {answer.site: answer.bytes_down for answer in answers}
+    whole = 4 * ModelPool(job).layout.size
+    assert (
+        down["site-1"] > whole
+    )  # It had not answered, and gets the optimiser's state.
+    assert down["site-0"] < whole / 4
+    assert down["site-2"] < whole / 4
