@@ -1,9 +1,10 @@
 """One site of a baseline: it trains, exchanges what the method exchanges, and counts.
 
-A step of a paced site takes some seconds more than its work, as if a device of its own
-did it: sites of a study share cores, and those of a federation do not. The waits are
-spread over the blocks of the model, one third before their forward passes and two
-before their backward passes, so that a method may exchange meanwhile.
+A step of a paced site takes a given time, as if a device of its own did its work: sites
+of a study share cores, and those of a federation do not. The model's blocks wait until
+their part of this time is over, one third of it before forward passes and two before
+backward passes, so that a method may exchange meanwhile. If the machine is so busy that
+the work takes longer than this time, the step does, too.
 """
 
 import copy
@@ -52,10 +53,17 @@ _DENSITY = 0.01
 
 @dataclass
 class Times:
-    """Seconds that a site's training has taken: its own work, and paced waits."""
+    """How long a site's training takes.
 
+    Attributes:
+        pace: Seconds of a step; 0 for those of its work alone.
+        work: Processor seconds of this thread's training so far.
+        begin: When the step began.
+    """
+
+    pace: float
     work: float = 0.0
-    paced: float = 0.0
+    begin: float = 0.0
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -64,12 +72,14 @@ class Times:
         yield
         self.work += time.thread_time() - begin
 
-    def wait(self, seconds: float) -> None:
-        """Wait as a device would work."""
-        if seconds:
-            begin = time.perf_counter()
-            time.sleep(seconds)
-            self.paced += time.perf_counter() - begin
+    def wait_until(self, part: float) -> None:
+        """Wait until a part of the step's time is over."""
+        due = self.begin + part * self.pace
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    def trained(self, steps: int) -> float:
+        """Seconds of training in so many steps."""
+        return steps * self.pace or self.work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,6 @@ class Site:
         rank: Its number.
         group: Of the sites.
         hosts: Where it is.
-        pace: Seconds by which waiting makes a step longer.
         times: Of its training.
     """
 
@@ -91,8 +100,7 @@ class Site:
     rank: int
     group: distributed.ProcessGroup
     hosts: Hosts
-    pace: float
-    times: Times = field(default_factory=Times)
+    times: Times
 
     @property
     def size(self) -> int:
@@ -111,19 +119,20 @@ class Site:
             instance.load(*initial_weights(job, pool))
             model = copy.deepcopy(instance.module)
         blocks = list(model.blocks)  # type: ignore[arg-type]
-        for block in blocks:
-            self._pace(block, self.pace / len(blocks))
+        for number, block in enumerate(blocks):
+            self._pace(block, number, len(blocks))
         return model.train()
 
-    def _pace(self, block: nn.Module, seconds: float) -> None:
-        forth, back = seconds / 3, seconds * 2 / 3
+    def _pace(self, block: nn.Module, number: int, num_blocks: int) -> None:
+        forth = (number + 1) / num_blocks / 3
+        back = 1 / 3 + (num_blocks - number) / num_blocks * 2 / 3
 
         def before(*_: Any) -> None:
             if torch.is_grad_enabled():
-                self.times.wait(forth)
+                self.times.wait_until(forth)
 
         block.register_forward_pre_hook(before)
-        block.register_full_backward_pre_hook(lambda *_: self.times.wait(back))
+        block.register_full_backward_pre_hook(lambda *_: self.times.wait_until(back))
 
     def losses(self, model: nn.Module, steps: int) -> Iterator[torch.Tensor]:
         """Yield the loss of each step's batch: those that the product would take."""
@@ -138,6 +147,7 @@ class Site:
             site=self.name,
         )
         for index in walk:
+            self.times.begin = time.perf_counter()
             inputs, targets = train.batch(index)
             with self.times.training():
                 loss = pool.objective(model, inputs, targets)
@@ -184,7 +194,7 @@ class Count:
             self.seconds.append(now - self._begin)
         elif self.skip == 0:
             self._bytes = site.hosts.counted()
-            site.times.work = site.times.paced = 0.0
+            site.times.work = 0.0
         self._begin = now
 
     def result(self, site: Site) -> dict[str, Any]:
@@ -198,7 +208,7 @@ class Count:
         return {
             "steps_timed": steps,
             "seconds_a_step": wall / steps,
-            "trains": (site.times.work + site.times.paced) / wall,
+            "trains": site.times.trained(steps) / wall,
             "interface_down": measured[0],
             "interface_up": measured[1],
         }

@@ -1,7 +1,7 @@
 """What people would use instead: synchronous methods, over lines of their own.
 
     python studies/thin_lines/baselines.py [--size small] [--steps N] [--mbit 20]
-        [--delay-ms 0] [--pace 0.3] [--only TEXT ...] [--out FILE] [--table] [--smoke]
+        [--delay-ms 0] [--pace 0.5] [--only TEXT ...] [--out FILE] [--table] [--smoke]
 
 Four processes, each the site of a network namespace at the end of a shaped line, train
 `measure.py`'s GPT on its data, from its first model, on the same batches, with
@@ -12,8 +12,8 @@ is shaped, and no interface is read.
 Columns: `formula_each_way`, bytes that a site sends, and as many that it receives, at
 every step by the formula of the method; `interface_up` and `interface_down`, bytes that
 its interface counted; `seconds_a_step`; `trains`, the share of this time in which it
-trains: processor seconds of its own training and paced waits (`--pace`: seconds by
-which waiting makes a step longer, as if a device of its own worked); `loss`, of all
+trains: the seconds of `--pace`, which a step takes as if a device of its own worked,
+or, with `--pace 0`, the processor seconds of its work; `loss`, of all
 sites' held-out data, if as many steps were taken as `measure.py` takes; `load` of the
 machine. The first step is not counted in any of them. Means over sites.
 
@@ -251,7 +251,7 @@ def _host(
             rank=rank,
             group=group,
             hosts=hosts,
-            pace=setting.pace,
+            times=baseline_rank.Times(setting.pace),
         )
         found, weights_d = baseline_rank.run(method, site, setting.steps)
         _file(folder, rank).write_text(json.dumps(found))
@@ -314,7 +314,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--mbit", type=float, default=20.0)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
-    parser.add_argument("--pace", type=float, default=0.3)
+    parser.add_argument("--pace", type=float, default=0.5)
     parser.add_argument("--only", nargs="*", default=[], help="parts of methods' names")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("runs"))
