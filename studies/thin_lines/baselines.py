@@ -1,7 +1,8 @@
 """What people would use instead: synchronous methods, over lines of their own.
 
     python studies/thin_lines/baselines.py [--size small] [--steps N] [--mbit 20]
-        [--delay-ms 0] [--pace 0.5] [--only TEXT ...] [--out FILE] [--table] [--smoke]
+        [--delay-ms 0] [--pace 0.5] [--only TEXT ...] [--set KEY=VALUE ...]
+        [--out FILE] [--table] [--smoke]
 
 Four processes, each the site of a network namespace at the end of a shaped line, train
 `measure.py`'s GPT on its data, from its first model, on the same batches, with
@@ -29,6 +30,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -103,6 +105,8 @@ def main() -> None:
     options = _options()
     size = "smoke" if options.smoke else options.size
     study = read(HERE / "rows.toml", size)
+    keys = {k: tomllib.loads(f"v = {v}")["v"] for k, v in map(_halves, options.set)}
+    study = replace(study, size=replace(study.size, keys={**study.size.keys, **keys}))
     line = Line(mbit=options.mbit, delay_ms=options.delay_ms)
     refusal = lines.refusal() if line != Line() and not options.smoke else ""
     if refusal:
@@ -303,6 +307,11 @@ def table(found: Iterable[Result]) -> str:
     return "\n".join(text)
 
 
+def _halves(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value
+
+
 def _is_wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(text in name for text in only)
 
@@ -316,6 +325,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("--pace", type=float, default=0.5)
     parser.add_argument("--only", nargs="*", default=[], help="parts of methods' names")
+    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the job")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("runs"))
     parser.add_argument("--table", action="store_true", help="run nothing")

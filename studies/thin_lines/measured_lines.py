@@ -7,6 +7,7 @@ and ``crossfed run`` runs jobs on it. See ``utilisation.py``.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ _POLICY: Mapping[str, Any] = {
     "privacy": "none",
     "secure_aggregation": False,
     "min_group": 1,
+    "max_clip_norm": 100.0,
     "functions": [MODEL, "clients.models:*", "clients.data:*"],
 }
 
@@ -123,6 +125,8 @@ def deployment() -> Iterator[Deployment]:
         source = Path(__file__).with_name("paced_model.py")
         shutil.copy(source, made.folder / source.name)
         os.environ["OMP_NUM_THREADS"] = "1"  # Four sites share the cores.
+        # Whoever ends this process does not leave a federation behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
             yield made
         finally:

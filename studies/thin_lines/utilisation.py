@@ -1,8 +1,8 @@
 """The share of time in which sites train, by bandwidth: computed, and measured.
 
     python studies/thin_lines/utilisation.py [--parts virtual billion measured]
-        [--mbit 1000 100 10] [--overlap 15] [--rounds 6] [--out FILE] [--table]
-        [--smoke]
+        [--mbit 1000 100 10] [--overlap 0.5] [--local-steps 30]
+        [--step-seconds 0.25] [--rounds 6] [--out FILE] [--table] [--smoke]
 
 Rows are synchronous data parallel training (a ring, by formula) and DiLoCo with
 H = 30, in float32 and, secure, in four levels with the opened sum on its way down, each
@@ -13,8 +13,8 @@ lets each take its latency and its bytes divided by the line's width. `billion`:
 parameters and also H = 100; nothing is trained, the product's sizes of messages and its
 model of time (`federation/rounds/cost.py`) give the seconds. Both leave out the time
 for encoding, masking and adding up. `measured`: `crossfed up` brings up four sites,
-each in a network of its own behind a line of that width, which train 1.3M parameters;
-a step takes `--step-seconds` by waiting (`paced_model.py`), so that the sites do not
+each in a network of its own behind a line of that width, which train 1.3M parameters; a
+step takes `--step-seconds` by waiting (`paced_model.py`), so that the sites do not
 compete for this machine's cores. `predicted` is the model of time, whose one constant,
 seconds that messages take besides their bytes, comes from the measurement without
 overlap at the widest line (`calibrates`).
@@ -185,11 +185,13 @@ def main() -> None:
             parts = [part for part in parts if part != "measured"]
             if options.out is None:
                 out = Path(stack.enter_context(TemporaryDirectory())) / "rows.jsonl"
-        size = SMOKE if options.smoke else replace(SMALL, rounds=options.rounds)
+        size = replace(SMALL, rounds=options.rounds, local_steps=options.local_steps)
+        if options.smoke:
+            size = SMOKE
         plan = Plan(
             size=size,
             mbits=options.mbit,
-            overlap=options.overlap / SMALL.local_steps,
+            overlap=options.overlap,
             step_seconds=options.step_seconds,
             out=out,
         )
@@ -456,7 +458,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--mbit", nargs="*", type=float, default=[1000.0, 100.0, 10.0])
-    parser.add_argument("--overlap", type=int, default=15, help="of 30 local steps")
+    parser.add_argument("--overlap", type=float, default=0.5, help="part of steps")
+    parser.add_argument("--local-steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--step-seconds", type=float, default=0.25)
     parser.add_argument("--out", type=Path)

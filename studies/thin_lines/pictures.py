@@ -1,0 +1,89 @@
+"""Pictures of the study: loss by bytes, and the share of training by bandwidth.
+
+The same rows give the same bytes: identifiers have a fixed salt, and no date is
+written.
+"""
+
+import io
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Series = Mapping[str, Sequence[tuple[float, float]]]
+
+# Okabe and Ito's palette for colour-blind readers.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4a5563")
+_SETTINGS: Mapping[Any, object] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "thin-lines",
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e9ee",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+_WIDTH, _HEIGHT = 7.5, 4.2
+
+
+def loss_by_bytes(points: Series) -> str:
+    """Draw each row's loss against the bytes that it sends, both ways, in megabytes."""
+
+    def draw(axes: Axes) -> None:
+        for (name, row), colour, mark in _styles(points):
+            x, y = zip(*sorted(row), strict=True)
+            axes.plot(x, y, mark, color=colour, label=name, ms=6)
+        axes.set_xscale("log")
+        axes.set_xlabel("megabytes that all sites send and receive")
+        axes.set_ylabel("held-out loss, nats per byte")
+
+    return _svg(draw)
+
+
+def share_by_bandwidth(lines: Series, measured: Series) -> str:
+    """Draw the share of training: computed ones as lines, measured ones as points."""
+
+    def draw(axes: Axes) -> None:
+        colours: dict[str, str] = {}
+        for (name, row), colour, _ in _styles(lines):
+            colours[name] = colour
+            x, y = zip(*sorted(row), strict=True)
+            axes.plot(x, [100 * each for each in y], "-", color=colour, label=name)
+        for name, row in measured.items():
+            x, y = zip(*sorted(row), strict=True)
+            colour, percent = colours.get(name, "black"), [100 * each for each in y]
+            axes.plot(x, percent, "o", color=colour, ms=5)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 103)
+        axes.set_xlabel("Mbit/s of each site's line, in each direction")
+        axes.set_ylabel("share of time that sites train, %")
+
+    return _svg(draw)
+
+
+def _styles(
+    series: Series,
+) -> Sequence[tuple[tuple[str, Sequence[tuple[float, float]]], str, str]]:
+    looks = itertools.product("os^vDP", _COLOURS)
+    return [
+        (item, colour, mark)
+        for item, (mark, colour) in zip(series.items(), looks, strict=False)
+    ]
+
+
+def _svg(draw: Callable[[Axes], None]) -> str:
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7.5)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    # Lines end without blanks, as elsewhere in the repository.
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

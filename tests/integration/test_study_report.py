@@ -1,0 +1,92 @@
+"""The study of thin lines computes shares of time, and writes its page from rows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import ForkServer
+
+REPOSITORY = Path(__file__).parents[2]
+THIN_LINES = REPOSITORY / "studies" / "thin_lines"
+PAGE = Path("docs/explanation/thin-lines.md")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the short form of the script prints."""
+    server = ForkServer(tmp_path_factory.mktemp("server"))
+    script = THIN_LINES / "utilisation.py"
+    done = server.run("--smoke", folder=REPOSITORY, script=script)
+    assert done.code == 0, done.stderr
+    _, *found = (json.loads(line) for line in done.stdout.splitlines())
+    return found
+
+
+def test_model_of_time_is_that_of_the_virtual_engine(rows: list[dict[str, Any]]):
+    """To a thousandth: a header's text may differ by 64 bytes from the longest one."""
+    engine = [row for row in rows if row["part"] == "virtual" and "predicted" in row]
+    assert len(engine) == 12
+    for row in engine:
+        assert row["round_seconds"] == pytest.approx(row["predicted"], rel=1e-3), row
+
+
+def test_narrow_lines_leave_less_time_to_train(rows: list[dict[str, Any]]):
+    """Overlap and few levels leave more; a large model's sizes follow its values."""
+    share = {
+        (
+            row["way"],
+            row["overlap_steps"],
+            row["local_steps"],
+            row["step_seconds"],
+            row["mbit"],
+        ): row["utilisation"]
+        for row in rows
+        if row["part"] == "billion"
+    }
+    fp32, levels = "DiLoCo, fp32", "DiLoCo, 4 levels, secure"
+    for step_seconds in (1.0, 0.1):
+        for way in (fp32, levels):
+            falls = [share[way, 0, 30, step_seconds, m] for m in (1000, 100, 10)]
+            assert falls == sorted(falls, reverse=True)
+            assert share[way, 15, 30, step_seconds, 1000] > falls[0]
+        pair = (share[way, 0, 30, step_seconds, 1000] for way in (levels, fp32))
+        assert next(pair) > next(pair)
+    dense = share["DDP", 0, 1, 1.0, 1000]
+    # Two directions at once, three quarters of a model twice, 8 bits a byte.
+    values = 1_011_068_928
+    assert dense == pytest.approx(1 / (1 + 1.5 * values * 4 * 8 / 1e9))
+    # The model down and the update up, 4 bytes a value.
+    assert share[fp32, 0, 30, 1.0, 1000] == pytest.approx(
+        30 / (30 + 2 * values * 4 * 8 / 1e9), rel=1e-3
+    )
+
+
+def test_page_follows_from_its_rows(tmp_path: Path):
+    """It is what the script writes, and so are its pictures."""
+    command = [sys.executable, str(THIN_LINES / "report.py"), "--to", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert (tmp_path / PAGE).read_text() == (REPOSITORY / PAGE).read_text()
+    pictures = {p.name: p for p in (tmp_path / "docs/images").iterdir()}
+    assert {"thin-lines-utilisation-billion.svg"} <= pictures.keys()
+    for name, path in pictures.items():
+        committed = REPOSITORY / "docs/images" / name
+        assert path.read_text() == committed.read_text(), name
+
+
+def test_page_without_rows_says_how_to_get_them(tmp_path: Path):
+    """No figure stands where nothing was measured."""
+    nothing = str(tmp_path / "none.jsonl")
+    command = [sys.executable, str(THIN_LINES / "report.py"), "--to", str(tmp_path)]
+    for name in ("loss", "baselines", "utilisation"):
+        command += [f"--{name}", nothing]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    text = (tmp_path / PAGE).read_text()
+    for script in ("measure", "baselines", "utilisation"):
+        assert f"`python studies/thin_lines/{script}.py` measures them" in text
+    assert text.count("no rows yet") == 7
+    assert list((tmp_path / "docs/images").iterdir()) == []
