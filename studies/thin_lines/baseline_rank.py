@@ -271,7 +271,8 @@ def _exchanged(
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat_d = torch.cat([each.reshape(-1) for each in gradients])
         exchange(flat_d)
-        pieces = flat_d.split([each.numel() for each in gradients])
+        sizes = [each.numel() for each in gradients]
+        pieces = torch.split(flat_d, sizes)
         for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
         with site.times.training():

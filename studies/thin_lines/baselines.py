@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import TCPStore
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parents[1] / "benchmarks"))
@@ -270,7 +271,7 @@ def _group(rank: int, server: int, hosts: Hosts) -> distributed.ProcessGroup:
     hosts.enter(rank)
     os.environ.setdefault("RUST_LOG", "warn")  # Of torchft, which says a lot.
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.interface
-    store = distributed.TCPStore(
+    store = TCPStore(
         hosts.addresses[server],
         hosts.port,
         server + 1,
@@ -280,8 +281,8 @@ def _group(rank: int, server: int, hosts: Hosts) -> distributed.ProcessGroup:
     distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=server + 1, timeout=_TIMEOUT
     )
-    group = distributed.new_group(list(range(server)), timeout=_TIMEOUT)
-    assert group is not None
+    sites = list(range(server))
+    group: distributed.ProcessGroup = distributed.new_group(sites, timeout=_TIMEOUT)
     return group
 
 

@@ -4,6 +4,7 @@
 and ``crossfed run`` runs jobs on it. See ``utilisation.py``.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -83,14 +84,17 @@ class Deployment:
         result = json.loads(self._call(*words))
         return RunFolder(self.aggregator / "runs" / job["name"] / result["run_id"])
 
-    def interface_bytes(self) -> int:
-        """What the interfaces of all sites have counted, in both directions."""
-        found = 0
+    def interface_bytes(self) -> Mapping[str, int]:
+        """What each site's interface has counted, in both directions.
+
+        Interfaces of sites that were replaced stay for a while.
+        """
+        found = {}
         for place in (self.aggregator.parent / "nodes").glob("site-*"):
             link = Path("/sys/class/net") / local_network.device_name(place)
-            if link.exists():
-                counters = [link / "statistics" / f"{w}_bytes" for w in ("rx", "tx")]
-                found += sum(int(path.read_text()) for path in counters)
+            counters = [link / "statistics" / f"{w}_bytes" for w in ("rx", "tx")]
+            with contextlib.suppress(FileNotFoundError):
+                found[place.name] = sum(int(path.read_text()) for path in counters)
         return found
 
     def _write_job(self, document: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 # Okabe and Ito's palette for colour-blind readers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4a5563")
-_SETTINGS: Mapping[Any, object] = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "thin-lines",
     "font.family": "sans-serif",

@@ -101,13 +101,16 @@ def drawings(rows: Mapping[str, Sequence[Result]]) -> Mapping[str, str]:
     return found
 
 
-def _shown(rows: Iterable[Result], part: str) -> list[Result]:
-    """Rows of a picture: of the large model, those of a step of one second."""
-    return [
-        row
-        for row in rows
-        if row["part"] == part and (part != "billion" or row["step_seconds"] == 1.0)
-    ]
+def _shown(rows: Sequence[Result], part: str) -> list[Result]:
+    """Rows of a picture: those whose steps take as long as the measured ones do.
+
+    Of the large model, those of a step of one second.
+    """
+    found = [row for row in rows if row["part"] == part]
+    paces = {row["step_seconds"] for row in rows if row["part"] == "measured"}
+    if part == "billion":
+        paces = {1.0}
+    return [row for row in found if not paces or row["step_seconds"] in paces]
 
 
 def _by_way(rows: Iterable[Result]) -> dict[str, list[tuple[float, float]]]:
@@ -146,6 +149,8 @@ def _dense(rows: Mapping[str, Sequence[Result]]) -> Iterator[Result]:
     for row in rows["baselines"]:
         place = (row["mbit"], row["parameters"], row["pace"])
         if row["method"] == "DDP" and place in sizes:
+            line = row["mbit"] * 1e6 / 8
+            predicted = row["pace"] + row["formula_each_way"] / line
             yield {
                 "part": "measured",
                 "way": "DDP",
@@ -156,6 +161,8 @@ def _dense(rows: Mapping[str, Sequence[Result]]) -> Iterator[Result]:
                 "step_seconds": row["pace"],
                 "round_seconds": row["seconds_a_step"],
                 "utilisation": row["trains"],
+                "predicted": predicted,
+                "error": predicted / row["seconds_a_step"] - 1,
                 "bytes_up_a_step": row["interface_up"],
                 "bytes_down_a_step": row["interface_down"],
                 "load": row["load"],
@@ -252,13 +259,13 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
         yield ""
     zero = timed(rows).get("ZeRO-3 (FSDP2)")
     if zero is not None:
+        formula = zero["formula_each_way"] / _KILO
         yield (
-            "gloo has no reduce-scatter of its own that sends less than an all-reduce: "
-            f"FSDP's interfaces count\n{zero['interface_up'] / _KILO:,.0f} kB where "
-            f"the formula of ZeRO-3 has {zero['formula_each_way'] / _KILO:,.0f}, and "
-            f"that of two all-gathers and an all-reduce\n"
-            f"{zero['formula_each_way'] * 4 / 3 / _KILO:,.0f}. Compression at every "
-            "step sends to all other sites, so its bytes grow with their number.\n"
+            f"FSDP's interfaces count {zero['interface_up'] / _KILO:,.0f} kB where the "
+            f"formula of ZeRO-3 has {formula:,.0f}: it fits "
+            "a reduce-scatter\nof gloo that sends as much as an all-reduce, which "
+            f"would be {formula * 4 / 3:,.0f}. Compression at every step "
+            "sends to all other sites, so its bytes grow with their number.\n"
         )
 
 
@@ -302,13 +309,24 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         yield _missing("utilisation") + "\n"
         return
     yield (
-        "`crossfed up` on this machine, four sites in networks of their own. The model "
-        "of time has one constant for each kind of\nupdate, the seconds that messages "
-        "take besides their bytes, from the rows marked *c*.\n"
+        "`crossfed up` on this machine, four sites in networks of their own, and DDP "
+        "on lines of the same width. The model\nof time has one constant for each kind "
+        "of update, the seconds that messages take besides their bytes, from the\nrows "
+        "marked *c*. DDP is predicted as a ring, without one. A step takes the stated "
+        "seconds by waiting; what a busy\nmachine adds to messages is in the rounds.\n"
     )
-    heads = ("exchange", "Mbit/s", "sites train", "round, s", "predicted, s", "error")
-    yield _line(*heads, "load")
-    yield _line(*["---"] * (len(heads) + 1))
+    heads = (
+        "exchange",
+        "step, s",
+        "Mbit/s",
+        "sites train",
+        "round, s",
+        "predicted, s",
+        "error",
+        "load",
+    )
+    yield _line(*heads)
+    yield _line(*["---"] * len(heads))
     errors = []
     for row in rows:
         predicted, error = row.get("predicted"), row.get("error")
@@ -316,6 +334,7 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
             errors.append(abs(error))
         yield _line(
             _way(row),
+            f"{row['step_seconds']:g}",
             f"{row['mbit']:g}",
             f"{row['utilisation']:.1%}",
             f"{row['round_seconds']:.2f}",

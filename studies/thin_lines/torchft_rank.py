@@ -12,6 +12,7 @@ import torch
 from baseline_rank import Count, Site
 from exchanges import ring_bytes
 from torch import distributed, nn
+from torch._C._distributed_c10d import TCPStore
 
 LOCAL_STEPS, _OUTER_RATE, _OUTER_MOMENTUM = 30, 0.7, 0.9
 _LIGHTHOUSE_PORT, _STORE_PORT, _MANAGER_PORT = 29_510, 29_520, 29_540
@@ -37,7 +38,7 @@ def train(site: Site, steps: int) -> tuple[Count, nn.Module, float]:
         )
     distributed.barrier(group=site.group)
     store_port = _STORE_PORT + site.rank
-    store = distributed.TCPStore(own, store_port, is_master=True)
+    store = TCPStore(own, store_port, is_master=True)
     model, count = site.model(), Count(skip=every)
     optimizer = site.optimizer(model)
     outer = torch.optim.SGD(

@@ -280,7 +280,8 @@ def _measure(plan: Plan, here: measured_lines.Deployment, way: Way) -> Result:
     del document["simulation"]
     before = here.interface_bytes()
     view = here.run(document)
-    counted = here.interface_bytes() - before
+    after = here.interface_bytes()
+    counted = sum(number - before.get(name, 0) for name, number in after.items())
     events = view.read_events()
     finished = [event for event in events if isinstance(event, RoundFinished)]
     seconds = steady_seconds(events)
