@@ -12,11 +12,13 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 # Okabe and Ito's palette for colour-blind readers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4a5563")
+_MARKS = "os^vDP"
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "thin-lines",
@@ -40,6 +42,7 @@ def loss_by_bytes(points: Series) -> str:
             x, y = zip(*sorted(row), strict=True)
             axes.plot(x, y, mark, color=colour, label=name, ms=6)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.set_xlabel("megabytes that all sites send and receive")
         axes.set_ylabel("held-out loss, nats per byte")
 
@@ -51,15 +54,16 @@ def share_by_bandwidth(lines: Series, measured: Series) -> str:
 
     def draw(axes: Axes) -> None:
         colours: dict[str, str] = {}
-        for (name, row), colour, _ in _styles(lines):
-            colours[name] = colour
+        for (name, row), colour, mark in _styles(lines):
+            colours[name], dashes = colour, "-" if mark == _MARKS[0] else "--"
             x, y = zip(*sorted(row), strict=True)
-            axes.plot(x, [100 * each for each in y], "-", color=colour, label=name)
+            axes.plot(x, [100 * each for each in y], dashes, color=colour, label=name)
         for name, row in measured.items():
             x, y = zip(*sorted(row), strict=True)
             colour, percent = colours.get(name, "black"), [100 * each for each in y]
             axes.plot(x, percent, "o", color=colour, ms=5)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.set_ylim(0, 103)
         axes.set_xlabel("Mbit/s of each site's line, in each direction")
         axes.set_ylabel("share of time that sites train, %")
@@ -70,7 +74,7 @@ def share_by_bandwidth(lines: Series, measured: Series) -> str:
 def _styles(
     series: Series,
 ) -> Sequence[tuple[tuple[str, Sequence[tuple[float, float]]], str, str]]:
-    looks = itertools.product("os^vDP", _COLOURS)
+    looks = itertools.product(_MARKS, _COLOURS)
     return [
         (item, colour, mark)
         for item, (mark, colour) in zip(series.items(), looks, strict=False)

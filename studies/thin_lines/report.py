@@ -39,6 +39,8 @@ _RUNS = {
     "utilisation": "runs/thin-lines-utilisation.jsonl",
 }
 _MEGA, _KILO = 1e6, 1e3
+# Widths of lines, in Mbit/s, that tables of computed rows have; pictures have all.
+_TABLED = (10.0, 100.0, 1000.0)
 
 _INTRODUCTION = """# Loss, bytes and waiting on thin lines
 
@@ -286,7 +288,7 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
         if _shown(rows, part):
             picture = f"../images/thin-lines-utilisation-{part}.svg"
             yield f"![Share of training by bandwidth, {name}]({picture})\n"
-    mbits = sorted({row["mbit"] for row in rows if row["part"] != "measured"})
+    mbits = _TABLED
     yield _line(
         "parameters", "exchange", "step, s", *(f"{each:g} Mbit/s" for each in mbits)
     )
