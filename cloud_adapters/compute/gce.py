@@ -345,6 +345,10 @@ def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
         "user-data": spec.user_data,
     }
     accounts = [{"email": spec.identity, "scopes": [_SCOPE]}] if spec.identity else []
+    gpus = {
+        "accelerator_type": f"zones/{zone}/acceleratorTypes/{spec.accelerator}",
+        "accelerator_count": spec.gpus,
+    }
     return {
         "name": place.name,
         "machine_type": f"zones/{zone}/machineTypes/{spec.machine}",
@@ -364,6 +368,7 @@ def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
         "network_interfaces": [interface],
         "tags": {"items": list(spec.firewalls)},
         "service_accounts": accounts,
+        "guest_accelerators": [gpus] if spec.accelerator else [],
         "scheduling": _scheduling(spec),
         "shielded_instance_config": {
             "enable_secure_boot": True,
@@ -381,7 +386,7 @@ def _scheduling(spec: NodeSpec) -> dict[str, Any]:
         "max_run_duration": {"seconds": round(spec.max_seconds)},
         "automatic_restart": not is_spot,
     }
-    if is_spot or _HAS_GPU.match(spec.machine):
+    if is_spot or spec.gpus or _HAS_GPU.match(spec.machine):
         made["on_host_maintenance"] = "TERMINATE"
     return made
 

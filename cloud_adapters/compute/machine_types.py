@@ -47,6 +47,26 @@ class MachineCatalogue(Protocol):
         ...
 
 
+def num_gpus(pool: object, machine: str, zones: Sequence[str]) -> int:
+    """Count the GPUs that are built into a type of machine.
+
+    Args:
+        pool: A compute service.
+        machine: The type; one that is not offered has none.
+        zones: Zones to look in; empty for all of the region.
+
+    Returns:
+        0 also for a service that describes no types.
+
+    Raises:
+        ComputeError: The service failed.
+    """
+    if not isinstance(pool, MachineCatalogue):
+        return 0
+    found = pool.machine_types({machine}, zones)
+    return max((each.gpus for each in found), default=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiresSpec:
     """What the machine of a site needs at least; `crossfed up` takes the cheapest.

@@ -84,6 +84,9 @@ class NodeSpec:
         machine: Type of machine, for example ``g5.xlarge``; empty on this host.
         zones: Where it may run, the best first; empty on this host.
         market: How it is paid.
+        accelerator: Type of the GPUs to attach to it, on Google Cloud; empty for those
+            that its type has.
+        gpus: Number of its GPUs.
         image: What it starts from, by the cloud's name for it.
         disk_gb: Size of its encrypted disk.
         identity: Who its programs are to the cloud: an instance profile or the address
@@ -106,6 +109,8 @@ class NodeSpec:
     machine: str = ""
     zones: Sequence[str] = ()
     market: Market = Market.ON_DEMAND
+    accelerator: str = ""
+    gpus: int = 0
     user_data: str = ""
     image: str = ""
     disk_gb: int = 50

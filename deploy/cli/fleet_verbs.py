@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deploy.fleet.keep import Keeper
     from deploy.fleet.moves import Mover
     from deploy.fleet.remains import Remains
+    from deploy.fleet.starting.starts import Starts
     from federation.job.spec import JobSpec
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
@@ -82,6 +83,7 @@ def _up(options: argparse.Namespace) -> int:
             random_bytes=os.urandom,
             tell=tell,
             mover=_mover(deployment, run, job.rounds),
+            starts=watch.starts,
         )
     try:
         code = follow(options, run, watch.look)
@@ -127,7 +129,10 @@ class _Watch:
     """Reports what keeps nodes from working, each once, while a run is shown."""
 
     def __init__(self, deployment: "Deployment") -> None:
+        from deploy.fleet.keep import starts_of  # noqa: PLC0415 -- keeps `--help` fast
+
         self.keeper: Keeper | None = None
+        self.starts: Starts = starts_of(deployment, tell)
         self._deployment = deployment
         self._worked: set[str] = set()
         self._told: set[tuple[str, str]] = set()
@@ -141,7 +146,8 @@ class _Watch:
 
         Raises:
             ComputeError: The machine of the aggregator, or those of all sites, have
-                ended, and nothing more will happen; or the keeper ends.
+                ended, and nothing more will happen; one could not start its site; or
+                the keeper ends.
         """
         now = self._deployment.clock.monotonic()
         if now < self._next_look:
@@ -153,6 +159,7 @@ class _Watch:
         self._report(nodes)
         self.read_logs()
         if self.keeper is None:
+            self.starts.look(nodes)
             self._check_ended(nodes)
         else:
             self.keeper.look(nodes)
@@ -187,6 +194,12 @@ class _Watch:
         """Refuse to watch what has ended, for example because its time was over."""
         from deploy.fleet.reconcile import AGGREGATOR, ROLE  # noqa: PLC0415 -- --help
 
+        if self.starts.failed:
+            raise ComputeError(
+                f"{', '.join(self.starts.failed)}: not started; the console of its "
+                "machine is above. Mend what it says, and give crossfed up again, "
+                "which resumes the run"
+            )
         for who, aggregators in (
             ("the aggregator's machine has", True),
             ("the machines of all sites have", False),

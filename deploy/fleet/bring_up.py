@@ -91,6 +91,7 @@ def bring_up(
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
     check_moved(deployment)
+    cloud_sites.check_gpus(deployment)
     _end_unwanted(deployment, tell)
     config = _aggregator(deployment, random_bytes, tell)
     sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import tomli_w
 
+from cloud_adapters.compute.machine_types import num_gpus
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
@@ -32,6 +33,7 @@ from deploy.fleet.deployment_file import (
 from deploy.fleet.operator import Operator, open_operator
 from deploy.fleet.reconcile import DEPLOYMENT, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
+from deploy.fleet.starting import console
 from deploy.fleet.starting.user_data import MachineInvitation, Release, render
 from federation import platform_identity
 from federation.addresses import parse_address
@@ -49,13 +51,13 @@ from privacy.secagg.agreement.roster import Roster
 
 # Installing takes minutes; the invitation holds a while longer.
 ENROL_SECONDS, INVITED_SECONDS = 1800.0, 3600.0
-_LOOK_SECONDS = 1.0
-_SHOWN_LOG = 2000
+_LOOK_SECONDS, _LOG_SECONDS = 1.0, 15.0
 _UNITS = Path(__file__).parents[1] / "systemd"
 _UNIT_NAMES = (
     "crossfed-site.service",
     "crossfed-enrol.service",
     "crossfed.sysusers.conf",
+    "nvidia.conf",
 )
 _IMAGES = {
     AWS: "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/"
@@ -113,6 +115,35 @@ def _check_machine(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
         raise JobError(f"{plan.path}: {error}", key=f"{table}.{key}") from None
 
 
+def check_gpus(deployment: Deployment) -> None:
+    """Refuse machines with GPUs that nothing on them could use.
+
+    Raises:
+        JobError: A machine has GPUs, and would start from an image without a driver.
+        ComputeError: A service fails.
+    """
+    for index, site in enumerate(deployment.plan.file.sites):
+        if site.provider not in _IMAGES or site.machine.image:
+            continue
+        gpus = _num_gpus(deployment, site)
+        if gpus:
+            raise JobError(
+                f"{deployment.plan.path}: is missing: {site.machine.type} of "
+                f"{site.name!r} has {gpus} GPUs, and the default image has no driver "
+                "for them: name one with NVIDIA's driver, cloud-init and Python 3.11 "
+                "or newer, or a type of machine without GPUs",
+                key=f"sites[{index}].machine.image",
+            )
+
+
+def _num_gpus(deployment: Deployment, site: SiteMachine) -> int:
+    """How many GPUs a machine of a cloud has; a cluster counts those of its pods."""
+    machine = site.machine
+    if machine.accelerator:
+        return machine.accelerators
+    return num_gpus(deployment.pools[site.pool], machine.type, machine.zones)
+
+
 def bring_up(
     deployment: Deployment,
     config: AggregatorConfig,
@@ -165,11 +196,15 @@ def bring_up(
     for site in sites:  # Before the first one costs anything.
         _check_kept(deployment, config, site, requests[site.name])
     nodes = {
-        site.name: roles.fill(deployment, requests[site.name], tell) for site in sites
+        site.name: roles.fill(deployment, requests[site.name], tell)
+        for site in sites
+        if f"{SITE_PREFIX}{site.name}" not in deployment.held_back
     }
     expected = {}
     for site in sites:
-        node = nodes[site.name]
+        node = nodes.get(site.name)
+        if node is None:  # It is held back.
+            continue
         if site.provider != KUBERNETES:
             expected[site.name] = _machine(site, node.id)
         elif _kept_key(operator, site) is None:
@@ -206,7 +241,9 @@ def _request(
     token = Token(
         address=address, authority=operator.authority, site=site.name, secret=b""
     )
-    settings = dict(plan.settings[site.name])
+    settings, gpus = dict(plan.settings[site.name]), _num_gpus(deployment, site)
+    if gpus:
+        settings["compute"] = {"gpus": gpus, **settings.get("compute", {})}
     is_pod = site.provider == KUBERNETES
     if machine.market == Market.SPOT.value and not is_pod:
         settings["compute"] = {"notices": site.provider, **settings.get("compute", {})}
@@ -232,6 +269,8 @@ def _request(
         machine=machine.type,
         zones=machine.zones,
         market=Market(machine.market),
+        accelerator=machine.accelerator,
+        gpus=gpus,
         image=machine.image or _IMAGES[site.provider],
         disk_gb=machine.disk_gb,
         identity=machine.identity,
@@ -291,14 +330,17 @@ def _await_key(
     expected: PlatformIdentity | None,
     tell: Tell,
 ) -> bytes:
-    """Wait until a machine has enrolled; the key of its identity."""
+    """Wait until a machine has enrolled; the key of its identity.
+
+    Of one that is held back, nobody is expected: its key must be known.
+    """
     role = f"{SITE_PREFIX}{site.name}"
     kept = _kept_key(operator, site)
     if kept is not None:
         tell(f"{role}: its keys are in {site.home.url}")
         return kept
     if expected is None:
-        raise AssertionError(site.name)
+        raise ComputeError(f"{role}: its machines could not start; see above")
     book = BookFile(folder=operator.aggregator)
 
     def look() -> tuple[bytes | None, str]:
@@ -340,8 +382,7 @@ def _await(
         expected: Why it is not there while nothing is wrong.
         tell: Called with a word whenever the reason is another one.
     """
-    clock, role = deployment.clock, f"{SITE_PREFIX}{site.name}"
-    end, told = clock.monotonic() + ENROL_SECONDS, expected
+    start, role, told = _Start(deployment, site), f"{SITE_PREFIX}{site.name}", expected
     while True:
         found, why = look()
         if found is not None:
@@ -351,14 +392,40 @@ def _await(
         if why != told:
             tell(f"{role}: {why}")
         told = why
-        if node is None or clock.monotonic() > end:
-            log = deployment.pools[site.pool].log(node.id) if node else ""
-            what = "has ended" if node is None else "is not ready in time"
-            raise ComputeError(
-                f"{role}: its machine {what}: {told}. Its console ends:\n"
-                f"{log[-_SHOWN_LOG:]}"
-            )
-        clock.sleep(_LOOK_SECONDS)
+        start.check(node, told)
+        deployment.clock.sleep(_LOOK_SECONDS)
+
+
+class _Start:
+    """The start of a site's machine, for as long as something of it is awaited."""
+
+    def __init__(self, deployment: Deployment, site: SiteMachine) -> None:
+        self._deployment, self._site = deployment, site
+        now = deployment.clock.monotonic()
+        self._end, self._next_log = now + ENROL_SECONDS, now + _LOG_SECONDS
+
+    def check(self, node: Node | None, told: str) -> None:
+        """Raise an error if it has ended, failed or takes too long.
+
+        Args:
+            node: The machine; None if it is gone.
+            told: Why it is still awaited.
+        """
+        what, log, now = "has ended", "", self._deployment.clock.monotonic()
+        if node is not None:
+            if now < min(self._next_log, self._end):
+                return
+            self._next_log = now + _LOG_SECONDS
+            log = self._deployment.pools[self._site.pool].log(node.id)
+            what = "is not ready in time"
+            if console.has_failed(log):
+                what = "could not start the site"
+            elif now < self._end:
+                return
+        raise ComputeError(
+            f"{SITE_PREFIX}{self._site.name}: its machine {what}: {told}. Its console "
+            f"ends:\n{console.end_of(log)}"
+        )
 
 
 def _node(deployment: Deployment, site: SiteMachine, role: str) -> Node | None:

@@ -80,12 +80,15 @@ class Deployment:
         pools: Compute services by their names, as ``SiteMachine.pool``.
         clock: Tells time.
         owner: Random name of this folder; every node carries it.
+        held_back: Roles of which no machine is launched now: the last ones could not
+            start.
     """
 
     plan: DeploymentPlan
     pools: Mapping[str, ComputePool]
     clock: Clock
     owner: str
+    held_back: frozenset[str] = frozenset()
     _launches: dict[str, int] = field(default_factory=dict)
 
     @property

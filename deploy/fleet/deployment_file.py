@@ -98,13 +98,17 @@ class CloudMachine:
         zones: Zones of the region to try, the best first. On AWS, by default all that
             have a subnet of the account.
         type: Type of machine, for example `g5.xlarge` or `g2-standard-4`.
+        accelerator: Type of the GPUs to attach to a machine of Google Cloud whose type
+            has none, for example `nvidia-tesla-t4` to `n1-standard-4`; for gcp only.
+        accelerators: How many of them.
         requires: What the machine needs at least, in place of its type: the cheapest
             that the region and its zones have is taken when the site is first started.
         market: `on-demand`, or `spot`, which is cheaper and may be taken back.
         image: What it starts from: the name of a container's image, which has none by
             default; the id of an AMI or `/aws/service/...` on AWS;
             `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
-            amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer.
+            amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer; one
+            with GPUs needs an image with NVIDIA's driver, so it has no default.
         disk_gb: Size of its encrypted disk.
         identity: Who its programs are to the cloud: the name of an instance profile on
             AWS, the address of a service account on Google Cloud. The machine proves
@@ -127,6 +131,8 @@ class CloudMachine:
     project: str = ""
     zones: tuple[str, ...] = ()
     type: str = ""
+    accelerator: str = ""
+    accelerators: int = key(default=1, low=1, high=16)
     requires: RequiresSpec = RequiresSpec()
     market: str = key(default=Market.ON_DEMAND.value, choices=MARKETS)
     image: str = ""
@@ -456,8 +462,17 @@ def _check_cloud(site: SiteMachine, table: str) -> None:
             raise JobError(
                 f"{zone!r} is not in region {machine.region}", key=f"{table}.zones"
             )
+    _check_accelerator(site, table, is_open=is_open)
     if site.provider == GCP and len(machine.subnets) > 1:
         raise JobError("names more than one for a region", key=f"{table}.subnets")
+
+
+def _check_accelerator(site: SiteMachine, table: str, *, is_open: bool) -> None:
+    if site.machine.accelerator and (site.provider != GCP or is_open):
+        raise JobError(
+            "is for a machine of gcp with a type: remove it, or name the type",
+            key=f"{table}.accelerator",
+        )
 
 
 # Why a key is nothing for a pod, by its name.
@@ -466,6 +481,8 @@ _NOT_IN_CLUSTERS = {
     "line": "it has the network of its cluster",
     "region": "the cluster is in cluster.context",
     "project": "the cluster is in cluster.context",
+    "accelerator": "state GPUs in cluster.gpus",
+    "accelerators": "state GPUs in cluster.gpus",
     "requires": "state what the pod gets in cluster, and type if it matters",
     "image": "it runs release.image",
     "role": "its service account may have one, and identity names that",

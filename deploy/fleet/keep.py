@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import CLOUDS
 from deploy.fleet.moves import Mover
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
+from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
 from federation.errors import ComputeError
 from privacy.keystream import RandomBytes
@@ -40,6 +42,7 @@ class Keeper:
         random_bytes: RandomBytes,
         tell: Tell,
         mover: Mover | None = None,
+        starts: Starts | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
 
@@ -50,7 +53,9 @@ class Keeper:
             random_bytes: ``os.urandom``.
             tell: Called with a word about every step.
             mover: Decides which machines it should have, if there is a deadline.
+            starts: What is known of starts of machines; None for nothing yet.
         """
+        self._starts = starts or starts_of(deployment, tell)
         self._mover = mover
         self._plan, self._clock = deployment.plan, deployment.clock
         self._restore, self._hourly = restore, hourly
@@ -69,6 +74,7 @@ class Keeper:
                 has ended the deployment.
         """
         now = self._clock.now()
+        self._starts.look(nodes)
         alive = [node for node in nodes if node.state is not NodeState.GONE]
         if self._since is None and alive:
             self._since = min(node.launched for node in alive)
@@ -123,9 +129,7 @@ class Keeper:
 
     def _replace(self, nodes: Sequence[Node]) -> None:
         """Bring the deployment up again if a node of it is gone."""
-        roles = {AGGREGATOR, *(f"{SITE_PREFIX}{s.name}" for s in self._plan.file.sites)}
-        works = {NodeState.STARTING, NodeState.RUNNING}
-        missing = roles - {n.labels.get(ROLE) for n in nodes if n.state in works}
+        missing = self._missing(nodes)
         is_early = self._clock.monotonic() < self._next_try
         if self._mover is not None:
             plan = self._mover.moved(self._plan, nodes, self._clock.now())
@@ -143,6 +147,9 @@ class Keeper:
         try:
             with self._opened() as deployment:
                 _check_wanted(deployment)
+                deployment.held_back = frozenset(
+                    role for role in self._starts.failed if role not in missing
+                )
                 if missing:
                     self._tell(f"{names}: gone, and replaced now")
                 self._restore(deployment)
@@ -154,6 +161,17 @@ class Keeper:
             self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
             self._is_moving = False
 
+    def _missing(self, nodes: Sequence[Node]) -> set[str]:
+        """Roles that a machine may be started for now."""
+        sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
+        works = {NodeState.STARTING, NodeState.RUNNING}
+        missing = {AGGREGATOR, *sites} - {
+            n.labels.get(ROLE, "") for n in nodes if n.state in works
+        }
+        if missing >= sites and all(map(self._starts.is_given_up, sites)):
+            self._end("none of its sites could be started; see above")
+        return {role for role in missing if self._starts.may_replace(role)}
+
     def _retry(self, message: str) -> None:
         """Report a refusal once, and try again later."""
         if message != self._told:
@@ -161,6 +179,24 @@ class Keeper:
         self._told = message
         self._next_try = self._clock.monotonic() + self._pause
         self._pause = min(2 * self._pause, _MOST_RETRY_SECONDS)
+
+
+def starts_of(deployment: Deployment, tell: Tell) -> Starts:
+    """Follow the starts of a deployment's machines of clouds.
+
+    What a pod writes does not say when its site is ready.
+    """
+    pools = {
+        f"{SITE_PREFIX}{site.name}": site.pool
+        for site in deployment.plan.file.sites
+        if site.provider in CLOUDS
+    }
+
+    def read_log(node: Node) -> str | None:
+        name = pools.get(node.labels.get(ROLE, ""))
+        return None if name is None else deployment.pools[name].log(node.id)
+
+    return Starts(read_log, role=ROLE, clock=deployment.clock, tell=tell)
 
 
 def _check_wanted(deployment: Deployment) -> None:

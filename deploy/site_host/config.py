@@ -73,6 +73,8 @@ class ComputeSpec:
     """What the site trains with.
 
     Attributes:
+        gpus: Number of GPUs that the agent must see, or it does not start; 0 trains
+            with those that are there.
         ranks: Number of processes that train together, each with its own GPU if there
             are GPUs. 1 trains in the agent's process, unless `compile` is set.
         sharding: `none`: every rank holds the whole model. `full`: each rank holds a
@@ -89,6 +91,7 @@ class ComputeSpec:
             those that Python, torch and a remote data source need.
     """
 
+    gpus: int = key(default=0, low=0, high=64)
     ranks: int = key(default=1, low=1, high=64)
     sharding: str = key(default="none", choices=("none", "full"))
     compile: bool = False

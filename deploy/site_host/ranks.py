@@ -15,6 +15,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 
 import tomli_w
+import torch
 
 from clients.privacy.site_plans import MakePrivate
 from clients.privacy.standardise import Statistics
@@ -53,6 +54,24 @@ _CLOUD = (
     "*_PROXY",
     "*_proxy",
 )
+
+
+def check_gpus(file: SiteFile) -> None:
+    """Refuse to work without the GPUs that the operator pays for.
+
+    Raises:
+        JobError: There are fewer.
+    """
+    wanted, found = file.compute.gpus, 0
+    if wanted:  # It takes seconds, and opens the devices.
+        found = torch.cuda.device_count()
+    if found < wanted:
+        raise JobError(
+            f"this site needs {wanted} GPUs and sees {found}: install NVIDIA's driver "
+            "and a torch for CUDA, let the service use the devices "
+            "(deploy/systemd/nvidia.conf), or set it to 0 to train with the CPU",
+            key="compute.gpus",
+        )
 
 
 def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:

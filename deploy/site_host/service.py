@@ -14,6 +14,7 @@ from deploy.site_host import (
     enrolment_machine,
     folder as site_folder,
     home as site_home,
+    ranks,
 )
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.config import SiteConfig
@@ -66,6 +67,7 @@ def serve(
         FederationError: Another agent works in the folder.
     """
     config = site_file.load(path)
+    ranks.check_gpus(config.file)
     if not config.file.home.url:
         check_keys(config)  # Before there is a folder.
     with file_errors("make", config.folder):

@@ -54,6 +54,8 @@ class Kept:
     def restore(self, deployment: Deployment) -> None:
         """Start both sites, in the order of the file."""
         for site, given in zip(deployment.plan.file.sites, SPECS, strict=True):
+            if f"site-{site.name}" in deployment.held_back:
+                continue
             market = Market(site.machine.market)
             spec = NodeSpec(
                 name=f"site-{site.name}",
@@ -229,3 +231,18 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
     assert len(mine) == 2
     (moved,) = [line for line in kept.told if "leave no slack" in line]
     assert moved.startswith(f"{ROLES[0]}: on-demand: aws {REGION} m5.large on-demand")
+
+
+def test_machines_that_cannot_start_are_not_launched_without_end(kept: Kept):
+    """Each launch succeeds, so nothing else would slow it down, or say why."""
+    failed = "pip: no such wheel\ncrossfed: the site was not started: line 9 failed"
+    kept.gcp.console = failed
+    for _ in range(10):
+        kept.look()  # Launches one,
+        kept.look()  # and sees it.
+        kept.gcp.instances.clear()  # It has ended itself, and is no longer listed.
+    assert len(kept.gcp.inserted) == 3
+    (first, *_, last) = [line for line in kept.told if "could not start" in line]
+    assert "pip: no such wheel" in first
+    assert "no more are launched" in last
+    assert kept.alive() == [ROLES[0]]

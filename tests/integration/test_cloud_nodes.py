@@ -15,6 +15,7 @@ from support.enrolments import Federation
 from support.fake_gce import FakeGce
 
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
+from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.exit_codes import BAD_JOB, FAILED
 from deploy.fleet import (
     cloud_sites,
@@ -23,10 +24,11 @@ from deploy.fleet import (
     reconcile,
 )
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.operator import open_operator
 from deploy.fleet.reconcile import NodeRole
 from deploy.fleet.start_checks import check_moved
-from federation.clock import SystemClock
-from federation.errors import ComputeError
+from federation.clock import SystemClock, VirtualClock
+from federation.errors import ComputeError, JobError
 
 pytestmark = pytest.mark.slow
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -201,3 +203,82 @@ def test_nothing_is_launched_while_a_site_would_lose_its_ledger(clouds: Clouds):
             tell=print,
         )
     assert clouds.aws.launches() == []
+
+
+GPU = {"m5.large": "g5.xlarge", fake_gce.TYPES[0]: fake_gce.TYPES[1]}
+
+
+@pytest.mark.parametrize("kind", GPU)
+def test_a_gpu_is_not_rented_for_an_image_without_its_driver(clouds: Clouds, kind: str):
+    """The site would train with the CPU, and nobody would know why it is slow."""
+    text = clouds.path.read_text()
+    clouds.path.write_text(text.replace(kind, GPU[kind]))
+    with clouds.opened() as deployment:
+        with pytest.raises(JobError, match="has 1 GPUs, and the default im") as caught:
+            cloud_sites.check_gpus(deployment)
+        assert caught.value.key.endswith("].machine.image")
+    clouds.path.write_text(
+        clouds.path.read_text().replace(f'"{GPU[kind]}"', f'"{GPU[kind]}"\nimage = "x"')
+    )
+    with clouds.opened() as deployment:
+        cloud_sites.check_gpus(deployment)
+    clouds.path.write_text(text)
+    with clouds.opened() as deployment:
+        cloud_sites.check_gpus(deployment)
+
+
+def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
+    """Its machine is launched with them, and its agent counts those that it sees."""
+    text = clouds.path.read_text()
+    wheel = f'wheel = "https://example.org/x.whl"\nsha256 = "{"ab" * 32}"'
+    attached = 'accelerator = "nvidia-tesla-t4"\naccelerators = 2\nimage = "x"'
+    kind = f'type = "{fake_gce.TYPES[0]}"'
+    clouds.path.write_text(
+        f"{text}\n[release]\n{wheel}\n".replace(kind, f"{kind}\n{attached}")
+    )
+    folder = clouds.path.parent / "enrolled"
+    folder.mkdir()
+    config = Federation(folder=folder).config
+    with clouds.opened() as deployment:
+        operator = open_operator(
+            deployment.plan.folder,
+            config.folder,
+            random_bytes=os.urandom,
+            verifier=PlatformVerifier(clock=SystemClock()),
+        )
+        asked = [
+            cloud_sites._request(deployment, operator, site, "192.0.2.1:8443").spec
+            for site in deployment.plan.file.sites
+        ]
+    assert [spec.gpus for spec in asked] == [0, 2]
+    assert "gpus = 2" in asked[1].user_data
+    assert "nvidia.conf" in asked[1].user_data
+    assert "nvidia" not in asked[0].user_data
+    assert asked[1].accelerator == "nvidia-tesla-t4"
+
+
+def test_the_agent_of_a_machine_without_its_gpus_ends(tmp_path: Path):
+    """With the code that systemd does not restart."""
+    site = tmp_path / "site.toml"
+    site.write_text(
+        'name = "a"\n[compute]\ngpus = 64\n[aggregator]\naddress = "127.0.0.1:1"\n'
+        'authority = "ca.crt"\n'
+    )
+    done = crossfed("site", "up", "--config", str(site), code=BAD_JOB)
+    assert "compute.gpus: this site needs 64 GPUs and sees" in done.stderr
+
+
+def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
+    """At once, though the machine is there for minutes, for somebody to look."""
+    clouds.gcp.console = "crossfed: the site was not started: line 9 failed"
+    with clouds.opened() as deployment:
+        clouds.launch(deployment.owner)
+        deployment.clock = VirtualClock()
+        site = deployment.plan.file.sites[1]
+        node = cloud_sites._node(deployment, site, f"site-{site.name}")
+        start = cloud_sites._Start(deployment, site)
+        start.check(node, "it has not enrolled yet")
+        deployment.clock.sleep(20.0)
+        with pytest.raises(ComputeError, match="could not start the site") as caught:
+            start.check(node, "it has not enrolled yet")
+    assert str(caught.value).endswith(clouds.gcp.console)

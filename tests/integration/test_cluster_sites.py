@@ -285,6 +285,7 @@ def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
         ('market = "spot"', 'region = "x"', "machine.region: is not for provider"),
         ('market = "spot"', 'image = "x"', "it runs release.image"),
         ('market = "spot"', "requires = { gpus = 1 }", "state what the pod gets"),
+        ('market = "spot"', 'accelerator = "x"', "state GPUs in cluster.gpus"),
         ('market = "spot"', 'firewalls = ["x"]', "network policies"),
         ('market = "spot"', 'identity = "A b"', "no service account"),
         (

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 import pytest
 
 from deploy.fleet import cloud_sites
+from deploy.fleet.starting import user_data
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -54,6 +55,17 @@ def test_it_has_the_units_that_machines_of_clouds_are_given(wheel: Path):
     with ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if n.startswith("deploy/systemd/")}
     assert {f"deploy/systemd/{name}" for name in cloud_sites._UNIT_NAMES} <= names
+
+
+def test_it_names_the_versions_that_machines_of_clouds_install(
+    wheel: Path, tmp_path: Path
+):
+    """By the very line that a machine runs."""
+    line = user_data._VERSIONS.format(file=wheel, versions=tmp_path / "versions")
+    line = line.replace("/opt/crossfed/bin/python", sys.executable)
+    output("bash", "-c", line, folder=tmp_path)
+    found = (tmp_path / "versions").read_bytes()
+    assert found == (ROOT / "constraints.txt").read_bytes()
 
 
 def test_it_trains_where_it_is_installed(wheel: Path, tmp_path: Path):

@@ -40,6 +40,7 @@ class FakeGce(GoogleServer):
         refusal: Given a launch, its zone and body, what its operation fails with: a
             code and a message, or None.
         page: How many instances a page has.
+        console: What every machine has written to its console at last.
         loses: Given a method, whether to carry it out and answer with a failure.
         faults: What the next requests are refused with; None lets one pass.
         slow_operations: Whether an operation is done only when somebody waits for it.
@@ -69,7 +70,7 @@ class FakeGce(GoogleServer):
         """Forget everything."""
         self.refusal: Callable[[str, Resource], tuple[str, str] | None]
         self.refusal = lambda *_: None
-        self.page = 500
+        self.page, self.console = 500, ""
         self.slow_operations = False
         self.mend()
         self.inserted: list[Resource] = []
@@ -189,7 +190,8 @@ class FakeGce(GoogleServer):
 
     def _serial(self, params: Params, body: Resource) -> Resource:
         name = self._get(params, body)["name"]
-        return {"contents": f"{name}: cloud-init finished\n", "next": "1", "start": "0"}
+        text = f"{name}: cloud-init finished\n{self.console}"
+        return {"contents": text, "next": "1", "start": "0"}
 
     def _list(self, params: Params, _: Resource) -> Resource:
         found = [

@@ -1,1 +1,1 @@
-"""What machines do when they start."""
+"""From the launch of a machine until its site is ready."""

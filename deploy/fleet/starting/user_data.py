@@ -2,8 +2,9 @@
 
 Pure: settings in, text out. The machine ends itself after its time whatever else goes
 wrong, installs one release and checks its digest, and says on its console that the
-site is ready or its container has started, or what failed; ``ComputePool.log`` shows
-that. There are no secrets in it, since every program on the machine can read it.
+site is ready, or what failed; ``ComputePool.log`` shows that. A wheel is installed with
+the versions that it names itself, so its digest pins them, too. There are no secrets in
+it, since every program on the machine can read it.
 
 The machine enrols by its cloud identity, and starts when the operator of the sites has
 signed whom it may trust.
@@ -19,16 +20,20 @@ from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
 from cloud_adapters.compute.pool import NodeSpec
+from deploy.fleet.starting import console
 
 # What EC2 takes.
 MAX_BYTES = 16 << 10
 # After a failure, so that someone can look; the machine costs money meanwhile.
 _MINUTES_LEFT = 5
 _FOLDER = "/var/lib/crossfed-site"
+# Of objects that the site's data is read from: it may go with the machine.
+_CACHE = "/var/cache/crossfed-site"
 _SETTINGS = "/etc/crossfed/site.toml"
 _SCRIPT = "/usr/local/sbin/crossfed-start"
 _UNIT, _ENROL_UNIT = "crossfed-site.service", "crossfed-enrol.service"
 _UNITS = "/etc/systemd/system"
+_NVIDIA, _GPU_DEVICES = "nvidia.conf", "--device nvidia.com/gpu=all"
 _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2})")
 _CONTAINERS_UNIT = """\
 [Unit]
@@ -37,14 +42,23 @@ Wants=network-online.target
 After=network-online.target
 
 [Service]
-# As user 10001 of the image, which owns the only folder that it can write to.
+# As user 10001 of the image, which owns the only folders that it can write to.
 ExecStart=/usr/bin/podman run --rm --name crossfed-site --read-only --tmpfs /tmp \
---cap-drop all --security-opt no-new-privileges --stop-timeout 30 \
---network host -v {folder}:/var/lib/crossfed/site {image}
+--cap-drop all --security-opt no-new-privileges --stop-timeout 30 {gpus}\
+--network host -v {folder}:/var/lib/crossfed/site \
+-v {cache}:/var/cache/crossfed -e CROSSFED_CACHE_DIR=/var/cache/crossfed {image}
 Restart=always
 RestartSec=5s
 RestartPreventExitStatus=2
 TimeoutStopSec=45s
+# Of podman, which has to be root; the container itself is closed off above.
+PrivateTmp=yes
+ProtectClock=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+LockPersonality=yes
+RestrictRealtime=yes
+SystemCallArchitectures=native
 
 [Install]
 WantedBy=multi-user.target
@@ -61,18 +75,59 @@ ExecStart=
 ExecStart={command}
 TimeoutStartSec=infinity
 """
+_CACHE_DROP_IN = """\
+[Service]
+CacheDirectory=crossfed-site
+CacheDirectoryMode=0700
+Environment=CROSSFED_CACHE_DIR={folder}
+"""
+# Disks that belong to the host and are empty when a machine starts.
+_MOUNT_CACHE = """\
+install -d -m 700 {folder}
+for disk in /dev/disk/by-id/nvme-Amazon_EC2_NVMe_Instance_Storage_* \\
+        /dev/disk/by-id/google-local-nvme-ssd-*; do
+    [ -b "$disk" ] || continue
+    if blkid --probe "$disk" > /dev/null; then continue; fi
+    mkfs.ext4 -q "$disk"
+    mount --options nodev,nosuid,noexec "$disk" {folder}
+    break
+done
+chown {owner} {folder}
+chmod 700 {folder}"""
+_CHECK_GPUS = """\
+gpus=$(nvidia-smi --list-gpus | grep --count '^GPU ' || true)
+[ "$gpus" -ge {wanted} ] || {{
+    tell "$gpus GPUs are visible, {wanted} are paid for:" \\
+        "machine.image needs NVIDIA's driver"
+    false
+}}"""
+_AWAIT_CONTAINER = """\
+for _ in $(seq 36); do
+    systemctl is-active --quiet {unit} || {{
+        journalctl --unit {unit} --lines 5 --output cat > /dev/console
+        false
+    }}
+    podman healthcheck run crossfed-site > /dev/null 2>&1 && break
+    sleep 5
+done"""
 _HEAD = """\
 #!/bin/bash
 # Written by crossfed: installs a site and starts it.
 set -euo pipefail
 tell() {{ echo "crossfed: $*" | tee /dev/console; }}
 failed() {{
-    tell "the site was not started: line $1 of {script} failed;" \\
+    tell "{failed}: line $1 of {script} failed;" \\
         "this machine ends in {minutes} minutes"
     shutdown --poweroff +{minutes}
 }}
 trap 'failed $LINENO' ERR
 """
+# What the wheel was tested with; ``constraints.txt`` of the source.
+_VERSIONS = (
+    "/opt/crossfed/bin/python -c 'import sys, zipfile; "
+    'sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("crossfed/constraints.txt"))'
+    "' {file} > {versions}"
+)
 _FETCH = {
     "https": "curl --fail --silent --show-error --location --proto '=https' --retry 5 "
     "--output {file} {url}",
@@ -166,22 +221,29 @@ def render(
         spec: The machine; ``max_seconds`` and ``name`` count here.
         release: What it installs.
         site_toml: Its configuration, without secrets.
-        units: Files of ``deploy/systemd`` by their names, for a wheel.
+        units: Files of ``deploy/systemd`` by their names, for a wheel; ``nvidia.conf``
+            is used on a machine with GPUs.
         invitation: How it enrols.
 
     Raises:
         ValueError: It is larger than clouds take.
     """
-    script = _script(release, invitation)
+    script = _script(release, invitation, spec.gpus)
     files = {_SCRIPT: (script, "0755"), _SETTINGS: (site_toml, "0644")}
     if release.image:
-        text = _CONTAINERS_UNIT.format(folder=_FOLDER, image=release.image)
+        text = _CONTAINERS_UNIT.format(
+            folder=_FOLDER,
+            cache=_CACHE,
+            gpus=f"{_GPU_DEVICES} " if spec.gpus else "",
+            image=release.image,
+        )
         files[f"{_UNITS}/{_UNIT}"] = (text, "0644")
     else:
         for name, text in units.items():
-            is_user = name.endswith(".sysusers.conf")
-            place = "/usr/lib/sysusers.d" if is_user else _UNITS
-            files[f"{place}/{name.replace('.sysusers', '')}"] = (text, "0644")
+            if name != _NVIDIA or spec.gpus:
+                files[_place(name)] = (text, "0644")
+        text = _CACHE_DROP_IN.format(folder=_CACHE)
+        files[f"{_UNITS}/{_UNIT}.d/cache.conf"] = (text, "0644")
         words = ["/opt/crossfed/bin/crossfed", *invitation.words(_FOLDER)]
         command = " ".join(map(_unit_word, words))
         text = _ENROL_DROP_IN.format(folder=_FOLDER, command=command)
@@ -235,23 +297,36 @@ def _unit_word(word: str) -> str:
     return f'"{word}"'
 
 
-def _script(release: Release, invitation: MachineInvitation) -> str:
-    head = _HEAD.format(script=_SCRIPT, minutes=_MINUTES_LEFT)
+def _place(name: str) -> str:
+    """Where a file of ``deploy/systemd`` is installed."""
+    if name == _NVIDIA:
+        return f"{_UNITS}/{_UNIT}.d/{name}"
+    if name.endswith(".sysusers.conf"):
+        return f"/usr/lib/sysusers.d/{name.replace('.sysusers', '')}"
+    return f"{_UNITS}/{name}"
+
+
+def _script(release: Release, invitation: MachineInvitation, gpus: int) -> str:
+    head = _HEAD.format(script=_SCRIPT, minutes=_MINUTES_LEFT, failed=console.FAILED)
+    # Before anything is downloaded: without its GPUs, the machine is of no use.
+    first = [_CHECK_GPUS.format(wanted=gpus)] if gpus else []
     if release.image:
-        steps = _image_steps(release, invitation)
+        steps = _image_steps(release, invitation, gpus)
     else:
         steps = _wheel_steps(release)
-    # Only the unit of a wheel waits until the site reports that it is ready.
-    word = "its container has started" if release.image else "it is ready"
     last = [
         "systemctl daemon-reload",
+        # The unit of a wheel starts when the site reports that it is ready.
         f"systemctl enable --now {_UNIT}",
-        f"tell 'site: {word}'",
+        *([_AWAIT_CONTAINER.format(unit=_UNIT)] if release.image else []),
+        f"tell '{console.READY}'",
     ]
-    return head + "\n".join([*steps, *last]) + "\n"
+    return head + "\n".join([*first, *steps, *last]) + "\n"
 
 
-def _image_steps(release: Release, invitation: MachineInvitation) -> list[str]:
+def _image_steps(
+    release: Release, invitation: MachineInvitation, gpus: int
+) -> list[str]:
     # In the machine's own network: the metadata service does not answer other networks.
     run = (
         "podman run --rm --read-only --tmpfs /tmp --cap-drop all --network host "
@@ -260,7 +335,9 @@ def _image_steps(release: Release, invitation: MachineInvitation) -> list[str]:
     words = invitation.words("/var/lib/crossfed/site")
     return [
         f"podman pull {shlex.quote(release.image)}",
+        *(["nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"] if gpus else []),
         f"install -d -m 700 -o 10001 -g 10001 {_FOLDER}",
+        _MOUNT_CACHE.format(folder=_CACHE, owner="10001:10001"),
         f"install -m 600 -o 10001 -g 10001 {_SETTINGS} {_FOLDER}/site.toml",
         "tell 'site: it enrols'",
         f"{run} {shlex.quote(release.image)} {shlex.join(words)}",
@@ -279,13 +356,16 @@ def _wheel_steps(release: Release) -> list[str]:
         source = shlex.quote(f"https://storage.googleapis.com/storage/v1/{place}")
     wanted = shlex.quote(f"/var/tmp/{name}[{','.join(release.extras)}]")  # noqa: S108
     check = f"printf '%s  %s\\n' {release.sha256} {file}"
+    versions = "/var/tmp/constraints.txt"  # noqa: S108 -- of a new machine's root
     owned = "-o crossfed-site -g crossfed-site"
     return [
         "systemd-sysusers",
         "python3 -m venv /opt/crossfed",
         _FETCH[url.scheme].format(file=file, url=source),
         f"{check} | sha256sum --check --quiet --strict",
-        f"/opt/crossfed/bin/pip install --quiet {wanted}",
+        _VERSIONS.format(file=file, versions=versions),
+        f"/opt/crossfed/bin/pip install --quiet --constraint {versions} {wanted}",
+        _MOUNT_CACHE.format(folder=_CACHE, owner="crossfed-site:crossfed-site"),
         f"install -d -m 700 {owned} {_FOLDER}",
         f"install -m 600 {owned} {_SETTINGS} {_FOLDER}/site.toml",
         "systemctl daemon-reload",

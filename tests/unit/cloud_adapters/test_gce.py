@@ -45,6 +45,22 @@ def spec(**changed: Any) -> NodeSpec:
     return NodeSpec(**{**given, **changed})
 
 
+def test_gpus_are_attached_to_a_machine_without_any(gce_server: FakeGce):
+    """Such a machine cannot move to another host while it runs, so it ends instead."""
+    gce_server.pool().launch(spec(accelerator="nvidia-tesla-t4", gpus=2), "one")
+    gce_server.pool().launch(spec(), "two")
+    body, plain = gce_server.inserted
+    assert body["guestAccelerators"] == [
+        {
+            "acceleratorType": f"zones/{ZONES[0]}/acceleratorTypes/nvidia-tesla-t4",
+            "acceleratorCount": 2,
+        }
+    ]
+    assert body["scheduling"]["onHostMaintenance"] == "TERMINATE"
+    assert "guestAccelerators" not in plain
+    assert "onHostMaintenance" not in plain["scheduling"]
+
+
 def test_instances_are_closed_and_end_for_good(gce_server: FakeGce):
     """The service deletes them, whoever is left to ask."""
     gce_server.pool().launch(

@@ -142,3 +142,13 @@ def test_the_agent_needs_no_gpu_of_its_own():
     job = small_job()
     assert site_ranks.agents_job(job, site_file(ranks=1)) == job
     assert site_ranks.agents_job(job, site_file()).training.device == "cpu"
+
+
+def test_an_agent_does_not_start_without_its_gpus():
+    """The unit then fails, and the machine says why on its console."""
+    there = torch.cuda.device_count()
+    site_ranks.check_gpus(replace(site_file(), compute=ComputeSpec(gpus=there)))
+    file = replace(site_file(), compute=ComputeSpec(gpus=there + 1))
+    with pytest.raises(JobError, match=f"needs {there + 1} GPUs and sees") as caught:
+        site_ranks.check_gpus(file)
+    assert caught.value.key == "compute.gpus"

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from privacy.membership.token import Token
 UNITS = {
     path.name: path.read_text()
     for path in (Path(__file__).parents[3] / "deploy" / "systemd").iterdir()
-    if path.name.startswith(("crossfed-site", "crossfed-enrol", "crossfed.sysusers"))
+    if path.name.startswith(
+        ("crossfed-site", "crossfed-enrol", "crossfed.sysusers", "nvidia")
+    )
 }
 SPEC = NodeSpec(name="site-a.b", labels={}, max_seconds=4 * 3600.0)
+GPU_SPEC = replace(SPEC, gpus=2)
 DIGEST = "ab" * 32
 WHEEL = "crossfed-0.1.0-py3-none-any.whl"
 RELEASES = {
@@ -45,15 +49,16 @@ INVITATION = MachineInvitation(
 SITE_TOML = 'name = "a.b"\n[policy]\nprivacy = "record"\n'
 
 
-def document(release: Release, **changed: Any) -> dict[str, Any]:
-    text = render(SPEC, release, changed.get("site_toml", SITE_TOML), UNITS, INVITATION)
+def document(release: Release, spec: NodeSpec = SPEC, **changed: Any) -> dict[str, Any]:
+    text = render(spec, release, changed.get("site_toml", SITE_TOML), UNITS, INVITATION)
     assert text.startswith("#cloud-config\n")
     found: dict[str, Any] = json.loads(text.partition("\n")[2])
     return found
 
 
-def files(release: Release) -> dict[str, str]:
-    return {each["path"]: each["content"] for each in document(release)["write_files"]}
+def files(release: Release, spec: NodeSpec = SPEC) -> dict[str, str]:
+    written = document(release, spec)["write_files"]
+    return {each["path"]: each["content"] for each in written}
 
 
 @pytest.mark.slow
@@ -64,7 +69,7 @@ def test_cloud_init_reads_it(kind: str, tmp_path: Path):
     if program is None:
         pytest.skip("cloud-init is not installed")
     path = tmp_path / "user-data"
-    path.write_text(render(SPEC, RELEASES[kind], SITE_TOML, UNITS, INVITATION))
+    path.write_text(render(GPU_SPEC, RELEASES[kind], SITE_TOML, UNITS, INVITATION))
     done = subprocess.run(
         [program, "schema", "--config-file", path],
         capture_output=True,
@@ -169,7 +174,7 @@ def test_the_machine_ends_whatever_fails(kind: str):
 @pytest.mark.parametrize("kind", RELEASES)
 def test_bash_reads_the_script(kind: str):
     """And the digest is compared before anything of the wheel is used."""
-    found = files(RELEASES[kind])
+    found = files(RELEASES[kind], GPU_SPEC)
     (script,) = (text for text in found.values() if text.startswith("#!/bin/bash"))
     done = subprocess.run(
         ["bash", "-n"],  # noqa: S607
@@ -202,6 +207,7 @@ def test_a_wheel_of_another_digest_is_refused(tmp_path: Path):
     """By the very line that the machine runs."""
     script = files(RELEASES["https"])["/usr/local/sbin/crossfed-start"]
     (line,) = (line for line in script.splitlines() if "sha256sum" in line)
+    assert script.index("sha256sum") < script.index("zipfile")
     wheel = tmp_path / WHEEL
     wheel.write_bytes(b"another")
     (place,) = re.findall(rf"/\S+/{WHEEL}", line)
@@ -254,3 +260,100 @@ def test_more_than_clouds_take_is_refused():
     """Before anything is launched."""
     with pytest.raises(ValueError, match=f"clouds take {MAX_BYTES}"):
         render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS, INVITATION)
+
+
+DROP_IN = "/etc/systemd/system/crossfed-site.service.d"
+SCRIPT = "/usr/local/sbin/crossfed-start"
+
+
+def run(script: str, programs: dict[str, str], folder: Path) -> str:
+    """What a part of a script writes, with programs of ours before others."""
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "console").touch()
+    for word, kept in (("tee", "tee -a"), (">", ">>")):  # A file is not a terminal.
+        script = script.replace(f"{word} /dev/console", f"{kept} {folder}/console")
+    done = subprocess.run(
+        ["bash", "-c", f"PATH={folder}:$PATH\n{script}\necho went on"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_machine_with_gpus_lets_the_site_use_them():
+    """The unit hides all devices but those of this drop-in."""
+    found = files(RELEASES["https"], GPU_SPEC)
+    assert "DeviceAllow=char-nvidia rw" in found[f"{DROP_IN}/nvidia.conf"]
+    assert f"{DROP_IN}/nvidia.conf" not in files(RELEASES["https"])
+    unit = "/etc/systemd/system/crossfed-site.service"
+    assert " --device nvidia.com/gpu=all " in files(RELEASES["image"], GPU_SPEC)[unit]
+    assert "nvidia" not in files(RELEASES["image"])[unit]
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_a_machine_without_its_gpus_is_told_and_ends(kind: str, tmp_path: Path):
+    """Before it downloads or enrols: its CPU would train at the price of GPUs."""
+    script = files(RELEASES[kind], GPU_SPEC)[SCRIPT]
+    head = script[: script.index("podman pull" if kind == "image" else "systemd-sys")]
+    one = "echo GPU 0: NVIDIA A10G"
+    programs = {"shutdown": "exit 0", "nvidia-smi": one}
+    assert "went on" not in run(head, programs, tmp_path)
+    console = (tmp_path / "console").read_text()
+    assert "1 GPUs are visible, 2 are paid for" in console
+    assert "the site was not started" in console
+    programs["nvidia-smi"] = f"{one}; {one}"
+    assert "went on" in run(head, programs, tmp_path)
+    assert "nvidia-smi" not in files(RELEASES[kind])[SCRIPT]
+
+
+def test_an_empty_disk_of_the_host_is_the_cache(tmp_path: Path):
+    """One that has a file system stays as it is."""
+    script = files(RELEASES["https"])[SCRIPT]
+    begin = script.index("install -d -m 700 /var/cache")
+    part = script[begin : script.index("chown", begin)].replace("-b", "-e")
+    part = part.replace("/dev/disk/by-id", str(tmp_path))
+    part = part.replace("/var/cache", str(tmp_path))
+    made = f"echo $(basename $0) $* >> {tmp_path}/done"
+    programs = {"mkfs.ext4": made, "mount": made, "blkid": '[[ "$2" = *_1 ]]'}
+    for name in ("1", "2"):
+        (tmp_path / f"nvme-Amazon_EC2_NVMe_Instance_Storage_{name}").touch()
+    assert run(f"set -e\n{part}", programs, tmp_path) == "went on\n"
+    disk = tmp_path / "nvme-Amazon_EC2_NVMe_Instance_Storage_2"
+    assert (tmp_path / "done").read_text().splitlines() == [
+        f"mkfs.ext4 -q {disk}",
+        f"mount --options nodev,nosuid,noexec {disk} {tmp_path}/crossfed-site",
+    ]
+
+
+def test_versions_are_those_of_the_wheel():
+    """Its digest pins them, too; the image has its own."""
+    lines = files(RELEASES["gs"])[SCRIPT].splitlines()
+    (install,) = (i for i, x in enumerate(lines) if "[flower]" in x)
+    assert "--constraint /var/tmp/constraints.txt" in lines[install]
+    assert "crossfed/constraints.txt" in lines[install - 1]
+
+
+@pytest.mark.parametrize(
+    ("active", "healthy", "said"),
+    [("exit 0", "exit 0", "site: it is ready"), ("exit 3", "exit 1", "not started")],
+)
+def test_a_container_is_ready_when_it_is_healthy(
+    tmp_path: Path, active: str, healthy: str, said: str
+):
+    """And one that has ended is a failure, with what it said last."""
+    script = files(RELEASES["image"])[SCRIPT]
+    head = script[: script.index("podman pull")]
+    tail = script[script.index("for _ in $(seq") :]
+    programs = {
+        "shutdown": "exit 0",
+        "systemctl": active,
+        "podman": healthy,
+        "journalctl": "echo no such key",
+    }
+    run(head + tail, programs, tmp_path)
+    console = (tmp_path / "console").read_text()
+    assert said in console
+    assert ("no such key" in console) == (said == "not started")

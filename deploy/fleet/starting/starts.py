@@ -1,0 +1,138 @@
+"""Which machines of clouds have started their sites, as their consoles say.
+
+A machine whose site cannot start ends itself, and the next one would fail like it: for
+hours, unseen, and paid for. So the console of each is read until it says that the site
+is ready, and what a failed one said last is reported.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from cloud_adapters.compute.pool import Node, NodeState
+from deploy.fleet.starting import console
+from federation.errors import ComputeError
+from federation.protocols import Clock
+
+_LOG_SECONDS = 15.0
+# Installing takes minutes: a machine that has lasted so long has started.
+_LONGEST_SECONDS = 1800.0
+# After a start that has failed: so long, then twice as long, up to the last.
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
+_MOST_FAILED = 3
+_WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
+
+Tell = Callable[[str], None]
+ReadLog = Callable[[Node], str | None]
+
+
+class Starts:
+    """The machines of one deployment that have yet to start."""
+
+    def __init__(
+        self, read_log: ReadLog, *, role: str, clock: Clock, tell: Tell
+    ) -> None:
+        """Begin.
+
+        Args:
+            read_log: Returns what a machine has written to its console; None for one
+                that does not write there whether its site is ready.
+            role: Name of the label that says what a machine does.
+            clock: Tells time.
+            tell: Called with a word about every start that has failed.
+        """
+        self._read_log, self._label = read_log, role
+        self._clock, self._tell = clock, tell
+        self._awaited: dict[str, Node] = {}
+        self._logs: dict[str, str] = {}
+        self._settled: set[str] = set()
+        self._refused: set[str] = set()
+        self._next_log = -_LOG_SECONDS
+        self._in_a_row: Counter[str] = Counter()
+        self._said_so: Counter[str] = Counter()
+        self._failed_at: dict[str, float] = {}
+
+    @property
+    def failed(self) -> Mapping[str, int]:
+        """How many starts in a row have failed, by role."""
+        return {role: number for role, number in self._in_a_row.items() if number}
+
+    def look(self, nodes: Sequence[Node]) -> None:
+        """Take note of all nodes of the deployment."""
+        listed = {node.id: node for node in nodes}
+        for node in nodes:
+            # Nodes of this host say by themselves whether they are ready.
+            if node.machine and node.id not in self._settled and node.state in _WORKS:
+                self._awaited[node.id] = node
+        is_due = self._clock.monotonic() - self._next_log >= _LOG_SECONDS
+        if is_due:
+            self._next_log = self._clock.monotonic()
+        for known in list(self._awaited.values()):
+            node = listed.get(known.id)
+            # Some services do not list what is gone.
+            is_over = node is None or node.state not in _WORKS
+            if is_due or is_over:
+                self._look(known, is_over=is_over)
+
+    def may_replace(self, role: str) -> bool:
+        """Whether another machine may be started for a role now."""
+        if role not in self._failed_at:
+            return True
+        pause = _RETRY_SECONDS * 2 ** (self._in_a_row[role] - 1)
+        waited = self._clock.monotonic() - self._failed_at[role]
+        return not self.is_given_up(role) and waited >= min(pause, _MOST_RETRY_SECONDS)
+
+    def is_given_up(self, role: str) -> bool:
+        """Whether so many of its machines have said that they failed, one by one."""
+        return self._said_so[role] >= _MOST_FAILED
+
+    def _look(self, node: Node, *, is_over: bool) -> None:
+        log = self._log(node)
+        if log is None:
+            self._settle(node)
+            return
+        role = node.labels.get(self._label, node.name)
+        is_long = node.seconds(self._clock.now()) >= _LONGEST_SECONDS
+        if console.is_ready(log) or (is_long and not console.has_failed(log)):
+            self._settle(node)
+            self._in_a_row[role] = self._said_so[role] = 0
+            self._failed_at.pop(role, None)
+        elif console.has_failed(log) or is_over:
+            self._settle(node)
+            self._fail(role, node, log)
+
+    def _log(self, node: Node) -> str | None:
+        """What a machine has said; the last that was heard if nothing is to be had."""
+        try:
+            found = self._read_log(node)
+        except ComputeError as error:
+            if node.id not in self._refused:
+                self._tell(f"{node.name}: {error}")
+            self._refused.add(node.id)
+            found = ""
+        if found is None:
+            return None
+        if found:
+            self._logs[node.id] = found
+        return self._logs.get(node.id, "")
+
+    def _settle(self, node: Node) -> None:
+        self._settled.add(node.id)
+        del self._awaited[node.id]
+
+    def _fail(self, role: str, node: Node, log: str) -> None:
+        self._in_a_row[role] += 1
+        self._said_so[role] += console.has_failed(log)
+        self._failed_at[role] = self._clock.monotonic()
+        what = "could not start the site"
+        if not console.has_failed(log):
+            what = "has ended before its site was ready"
+        self._tell(
+            f"{role}: its machine {node.id} {what}. Its console ends:\n"
+            f"{console.end_of(log)}"
+        )
+        if self._said_so[role] == _MOST_FAILED:
+            self._tell(
+                f"{role}: {_MOST_FAILED} machines in a row could not start it, and no "
+                "more are launched: mend what the console says, and give crossfed up "
+                "again"
+            )

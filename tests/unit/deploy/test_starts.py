@@ -1,0 +1,165 @@
+"""Machines whose sites cannot start are reported, and not replaced without end."""
+
+import pytest
+
+from cloud_adapters.compute.pool import Node, NodeState
+from deploy.fleet.starting.starts import Starts
+from federation.clock import VirtualClock
+from federation.errors import ComputeUnavailable
+
+ROLE = "site-a"
+FAILED = "pip: no such version\ncrossfed: the site was not started: line 9 failed"
+READY = "crossfed: site: it is ready"
+
+
+class Machines:
+    """Machines of one site, one after the other, and what they have said."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock(1.7e9)
+        self.told: list[str] = []
+        self.logs: dict[str, str] = {}
+        self.starts = Starts(
+            lambda node: self.logs[node.id],
+            role="role",
+            clock=self.clock,
+            tell=self.told.append,
+        )
+        self.number = 0
+
+    def start(self, log: str = "") -> Node:
+        self.number += 1
+        node = Node(
+            id=f"i-{self.number}",
+            name=ROLE,
+            state=NodeState.RUNNING,
+            labels={"role": ROLE},
+            machine="g5.xlarge",
+            launched=self.clock.now(),
+        )
+        self.logs[node.id] = log
+        self.look(node)
+        return node
+
+    def look(self, *nodes: Node) -> None:
+        self.clock.sleep(20.0)
+        self.starts.look(nodes)
+
+
+@pytest.fixture
+def machines() -> Machines:
+    return Machines()
+
+
+def test_a_start_that_fails_is_reported_with_its_console(machines: Machines):
+    """Once, while the machine is still there: some services then forget it."""
+    node = machines.start(FAILED)
+    machines.look(node)
+    (line,) = machines.told
+    assert line.startswith(f"{ROLE}: its machine i-1 could not start the site")
+    assert "pip: no such version" in line
+    assert machines.starts.failed == {ROLE: 1}
+
+
+def test_a_machine_that_goes_before_it_is_ready_is_reported(machines: Machines):
+    """With the last that was heard of it, though it is no longer listed."""
+    machines.start("cloud-init: begins\n")
+    machines.logs["i-1"] = ""
+    machines.look()
+    (line,) = machines.told
+    assert "i-1 has ended before its site was ready" in line
+    assert "cloud-init: begins" in line
+
+
+def test_one_that_was_ready_may_go(machines: Machines):
+    """It was taken back, and another is started at once."""
+    machines.start(READY)
+    machines.look()
+    assert machines.told == []
+    assert machines.starts.may_replace(ROLE)
+
+
+def test_one_that_has_worked_for_long_needs_no_console(machines: Machines):
+    """Consoles keep only their end; and a command may begin to watch late."""
+    node = machines.start("a later line")
+    machines.clock.sleep(1800.0)
+    machines.look(node)
+    machines.look()
+    assert machines.told == []
+
+
+def test_pauses_grow_with_every_start_that_fails(machines: Machines):
+    """Also when each launch succeeds."""
+    pauses = []
+    for _ in range(8):
+        machines.start()
+        machines.look()
+        waited = 0.0
+        while not machines.starts.may_replace(ROLE):
+            machines.clock.sleep(1.0)
+            waited += 1.0
+        pauses.append(waited)
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 5.0
+    assert pauses[-1] == 300.0
+    machines.start(READY)
+    machines.start()
+    machines.look()
+    assert machines.starts.failed == {ROLE: 1}
+
+
+def test_no_more_are_launched_after_three_that_say_that_they_failed(
+    machines: Machines,
+):
+    """The fourth would fail like them. Machines that were taken back say nothing."""
+    for _ in range(3):
+        assert not machines.starts.is_given_up(ROLE)
+        machines.start(FAILED)
+        machines.look()
+    machines.clock.sleep(1e6)
+    assert machines.starts.is_given_up(ROLE)
+    assert not machines.starts.may_replace(ROLE)
+    assert "no more are launched" in machines.told[-1]
+
+
+def test_a_console_that_cannot_be_read_stops_nothing():
+    """That is said once."""
+    told: list[str] = []
+
+    def refuse(_: Node) -> str:
+        raise ComputeUnavailable("cannot read the console of i-1")
+
+    clock = VirtualClock()
+    starts = Starts(refuse, role="role", clock=clock, tell=told.append)
+    node = Node(
+        id="i-1",
+        name=ROLE,
+        state=NodeState.STARTING,
+        labels={},
+        machine="m5.large",
+        launched=0.0,
+    )
+    for _ in range(2):
+        starts.look([node])
+        clock.sleep(20.0)
+    assert told == [f"{ROLE}: cannot read the console of i-1"]
+
+
+def test_nodes_that_do_not_say_when_they_are_ready_are_left_alone():
+    """Jobs of clusters: one that goes has not failed to start."""
+    told: list[str] = []
+    clock = VirtualClock()
+    starts = Starts(lambda _: None, role="role", clock=clock, tell=told.append)
+    node = Node(
+        id="job",
+        name=ROLE,
+        state=NodeState.RUNNING,
+        labels={"role": ROLE},
+        machine="m5.large",
+        launched=0.0,
+    )
+    starts.look([node])
+    clock.sleep(20.0)
+    starts.look([])
+    assert (told, starts.failed) == ([], {})
+    assert starts.may_replace(ROLE)
