@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,24 +35,13 @@ _MIB = 1 << 20
 
 
 def _up(options: argparse.Namespace) -> int:
-    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
-        deployment as fleet,
-        deployment_file,
-        offers,
-        spending,
-    )
+    from deploy.fleet import deployment as fleet, spending  # noqa: PLC0415 -- --help
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.start_checks import check_before, check_budget  # noqa: PLC0415
-    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
-    if options.keep and options.detach:
-        raise JobError("keeps nothing without watching: remove one", key="--keep")
-    plan = deployment_file.load(options.deployment)
-    job = deployment_file.load_job(plan)
-    check_before(plan, job)
-    plan = offers.with_types(plan, clock=options.clock, tell=tell)
-    hourly = spending.budget_prices(plan.file, now=options.clock.now())
+    plan, job = _checked(options)
+    hourly = spending.budget_prices(plan, now=options.clock.now())
     _await_window(plan, options.clock)
     with fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment:
         watch = _Watch(deployment)
@@ -97,6 +87,23 @@ def _up(options: argparse.Namespace) -> int:
     return code
 
 
+def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
+    """Deployment and job, if nothing is wrong that can be known before the start."""
+    from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
+    from deploy.fleet.start_checks import check_before  # noqa: PLC0415 -- --help
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+
+    if options.keep and options.detach:
+        raise JobError("keeps nothing without watching: remove one", key="--keep")
+    plan = deployment_file.load(options.deployment)
+    job = deployment_file.load_job(plan)
+    check_before(plan, job)
+    plan = offers.with_types(plan, clock=options.clock, tell=tell)
+    if options.keep:
+        _check_moves(plan, options.clock)
+    return plan, job
+
+
 def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | None":
     """Who moves sites of clouds before a deadline; None if there is none."""
     from deploy.fleet import moves, prices  # noqa: PLC0415 -- keeps `--help` fast
@@ -105,9 +112,26 @@ def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | 
     if plan.file.deadline_hours is None:
         return None
     today = prices.day_of(deployment.clock.now())
-    table = prices.load(None, today=today, warn=tell)
-
+    table = prices.load(plan.prices, today=today, warn=lambda _: None)
     return moves.Mover(plan, table, moves.ReadProgress(run, rounds), tell)
+
+
+def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
+    """Refuse what would end the watch in the middle of a run, for want of a price."""
+    from deploy.fleet import moves, prices, spending  # noqa: PLC0415 -- --help
+    from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
+
+    if plan.file.deadline_hours is None:
+        return
+    table = prices.load(plan.prices, today=prices.day_of(clock.now()), warn=tell)
+    moves.check_prices(plan, table)
+    for market in MARKETS:  # A budget counts either.
+        sites = tuple(
+            site.in_market(market) if moves.is_movable(site) else site
+            for site in plan.file.sites
+        )
+        moved = replace(plan, file=replace(plan.file, sites=sites))
+        spending.budget_prices(moved, now=clock.now())
 
 
 def _await_window(plan: "DeploymentPlan", clock: "Clock") -> None:
@@ -256,7 +280,7 @@ def _down(options: argparse.Namespace) -> int:
     is_purged = _confirmed(options, plan)
     job = _job_if_any(plan)
     today = prices.day_of(options.clock.now())
-    table = prices.load(None, today=today, warn=lambda _: None)
+    table = prices.load(plan.prices, today=today, warn=lambda _: None)
     deleted = 0
     with fleet.opened(
         plan,

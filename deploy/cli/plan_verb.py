@@ -109,7 +109,7 @@ def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:
     with naming_extras():
         from cloud_adapters.compute import aws_prices  # noqa: PLC0415 -- extra aws
     today = prices.day_of(options.clock.now())
-    old = prices.load(options.prices, today=today, warn=lambda _: None)
+    old = prices.load(options.prices or wanted.prices, today=today, warn=lambda _: None)
     found = refresh.refreshed(old, wanted.file, aws_prices.connect(), today=today)
     refresh.write(found, options.refresh_prices)
     tell("only prices of AWS were asked for: those of other clouds keep their day")

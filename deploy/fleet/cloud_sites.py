@@ -278,13 +278,21 @@ def _request(
         firewalls=machine.firewalls,
     )
     units = {name: (_UNITS / name).read_text(encoding="utf-8") for name in _UNIT_NAMES}
-    text = render(
-        spec, _release(plan, site), tomli_w.dumps(document), units, invitation
-    )
+
+    def text_of(seconds: float) -> str:
+        return render(
+            replace(spec, max_seconds=seconds),
+            _release(plan, site),
+            tomli_w.dumps(document),
+            units,
+            invitation,
+        )
+
+    text = text_of(spec.max_seconds)
     # Where it runs may differ; what it is and does may not.
     kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
     read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}".encode()
-    return NodeRequest(site.pool, replace(spec, user_data=text), read)
+    return NodeRequest(site.pool, replace(spec, user_data=text), read, text_of)
 
 
 def _check_kept(

@@ -6,7 +6,7 @@ part of what sites agree on.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,9 @@ class SiteMachine:
         dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
             in its price table, and nothing on this host. In a cluster it must be
             stated.
-        dollars_per_gigabyte: The same of traffic that leaves it.
+        on_demand_dollars_per_hour: What a machine on demand would cost, if this one is
+            a spot machine that a deadline may move.
+        dollars_per_gigabyte: What traffic costs that leaves its machine.
         machine: The machine.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
@@ -171,6 +173,7 @@ class SiteMachine:
     provider: str = key(default=LOCAL, choices=PROVIDERS)
     organisation: str = ""
     dollars_per_hour: float | None = key(default=None, low=0.0)
+    on_demand_dollars_per_hour: float | None = key(default=None, low=0.0)
     dollars_per_gigabyte: float | None = key(default=None, low=0.0)
     machine: CloudMachine = CloudMachine()
     data: LocalDataSpec = LocalDataSpec()
@@ -189,6 +192,19 @@ class SiteMachine:
         if self.machine.isolation == CONTAINER:
             return CONTAINERS
         return " ".join(filter(None, (self.provider, where.get(self.provider))))
+
+    def in_market(self, market: str) -> "SiteMachine":
+        """The site with a machine of another market, and what it states of its price.
+
+        Args:
+            market: One of ``MARKETS``.
+        """
+        if market == self.machine.market:
+            return self
+        is_spot = market == Market.SPOT.value
+        hourly = None if is_spot else self.on_demand_dollars_per_hour
+        machine = replace(self.machine, market=market)
+        return replace(self, machine=machine, dollars_per_hour=hourly)
 
     @property
     def line(self) -> Line | None:
@@ -242,12 +258,15 @@ class DeploymentFile:
         organisation: Who operates the aggregator and the sites.
         max_hours: Every machine ends by itself after so many hours, even if no one is
             left to end it.
-        max_dollars: What all its machines may cost together, in all its runs. `crossfed
-            up --keep` ends them when it is spent; needs prices that are younger than
-            90 days. None for no budget.
+        max_dollars: What all its machines may cost together, in all its runs. Each ends
+            by itself when all of them would have spent it, and `crossfed up --keep`
+            ends them when it is spent. Needs prices that are younger than 90 days. None
+            for no budget.
         deadline_hours: The run should be done so many hours after it has begun:
             `crossfed up --keep` then moves spot machines of sites with a home to
             machines on demand while there is time to. None for no deadline.
+        prices: Price table, relative to this file, in place of that of the release; for
+            example one that `crossfed plan --refresh-prices` has written.
         start: When `crossfed up` may start machines.
         folder: Folder for keys, runs and the state of local sites, relative to this
             file; by default `deployments/NAME`.
@@ -265,6 +284,7 @@ class DeploymentFile:
     max_hours: float = key(default=12.0, above=0.0, high=24.0 * 30)
     max_dollars: float | None = key(default=None, above=0.0)
     deadline_hours: float | None = key(default=None, above=0.0)
+    prices: str = ""
     start: StartSpec = StartSpec()
     folder: str = ""
     aggregator: AggregatorMachine = AggregatorMachine()
@@ -288,6 +308,7 @@ class DeploymentPlan:
         exchange: The table ``exchange`` of every party, in one of that name; empty if
             there is none.
         platforms: The same of the table ``platforms``, for the aggregator alone.
+        prices: The price table; None for that of this release.
     """
 
     file: DeploymentFile
@@ -297,6 +318,7 @@ class DeploymentPlan:
     settings: Mapping[str, Mapping[str, Any]]
     exchange: Mapping[str, Any]
     platforms: Mapping[str, Any] = field(default_factory=dict)
+    prices: Path | None = None
 
 
 def load(path: Path) -> DeploymentPlan:
@@ -327,6 +349,7 @@ def load(path: Path) -> DeploymentPlan:
         settings=settings,
         exchange=shared,
         platforms={n: document[n] for n in ("platforms",) if n in document},
+        prices=here / file.prices if file.prices else None,
     )
 
 
@@ -368,7 +391,8 @@ def _check(file: DeploymentFile) -> None:
 
 
 def _check_paths(file: DeploymentFile) -> None:
-    for name, text in (("job", file.job), ("folder", file.folder)):
+    paths = (("job", file.job), ("folder", file.folder), ("prices", file.prices))
+    for name, text in paths:
         if "\0" in text or (name == "job" and not text):
             raise JobError(f"{text!r:.200} is no path", key=name)
 

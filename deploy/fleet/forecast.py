@@ -296,7 +296,7 @@ def forecast(
         speeds: Stated or measured; None for bytes only.
         clock: To tell how old prices are.
         warn: Called with a word about prices that are old.
-        prices: The price table; None for that of this release.
+        prices: The price table; None for that of the deployment.
         terms: What prices depend on.
         is_decisive: Whether a budget depends on the prices, which may not be old then.
 
@@ -312,7 +312,7 @@ def forecast(
         quiet = warn if has_clouds(plan.file) else _ignore
         is_decisive = is_decisive and has_clouds(plan.file)
         table = price_table.load(
-            prices,
+            prices or plan.prices,
             today=today,
             warn=quiet,
             is_decisive=is_decisive,

@@ -17,7 +17,7 @@ from deploy.fleet.moves import Mover
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
-from federation.errors import ComputeError
+from federation.errors import ComputeError, JobError
 from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
@@ -59,6 +59,8 @@ class Keeper:
         self._mover = mover
         self._plan, self._clock = deployment.plan, deployment.clock
         self._restore, self._hourly = restore, hourly
+        # A table that becomes too old in the middle of a run must not end it.
+        self._priced_at = deployment.clock.now()
         self._random_bytes, self._tell = random_bytes, tell
         self._spending = costs.read(self._plan.folder)
         self._since: float | None = None
@@ -136,7 +138,7 @@ class Keeper:
             if plan != self._plan:
                 self._is_moving, self._plan = True, plan
                 # What comes costs something else.
-                self._hourly = costs.budget_prices(plan.file, now=self._clock.now())
+                self._hourly = costs.budget_prices(plan, now=self._priced_at)
         if (
             not (missing or self._is_moving)
             or is_early
@@ -155,7 +157,7 @@ class Keeper:
                 self._restore(deployment)
         except _TakenDown:
             raise
-        except ComputeError as error:
+        except (ComputeError, JobError) as error:
             self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
         else:
             self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS

@@ -22,6 +22,7 @@ from deploy.fleet.choosing.outlook import Left, MarketHistory, foresee
 from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan, SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from federation.errors import JobError
 from monitoring.runs.run_folder import RunFolder
 
 _LOG = "decisions.jsonl"
@@ -100,7 +101,7 @@ class Mover:
         """
         self._folder, self._hours = plan.folder, plan.file.deadline_hours or math.inf
         self._prices, self._progress, self._tell = prices, progress, tell
-        self._movable = {site.name for site in plan.file.sites if is_movable(site)}
+        self._movable = {s.name: s for s in plan.file.sites if is_movable(s)}
         self._alive: dict[str, str] = {}
         self._losses: Counter[str] = Counter()
         self._round: tuple[int, Counter[str]] | None = None
@@ -165,7 +166,7 @@ class Mover:
         if market.value == site.machine.market:
             return site
         self._log(role, choice, now)
-        return replace(site, machine=replace(site.machine, market=market.value))
+        return self._movable[site.name].in_market(market.value)
 
     def _situation(
         self,
@@ -210,8 +211,8 @@ class Mover:
             region=machine.region,
             machine=machine.type,
             market=market,
-            dollars_per_hour=self._prices.hourly(
-                site.provider, machine.region, machine.type, spot=market is Market.SPOT
+            dollars_per_hour=_hourly(
+                self._movable[site.name], market.value, self._prices
             ),
         )
 
@@ -227,6 +228,49 @@ class Mover:
         path = self._folder / _LOG
         with file_errors("write", path), path.open("a", encoding="utf-8") as log:
             log.write(f"{json.dumps(row)}\n")
+
+
+def check_prices(plan: DeploymentPlan, prices: Prices) -> None:
+    """Refuse a deadline for machines of unknown price, before anything is started.
+
+    Args:
+        plan: The deployment.
+        prices: The table.
+
+    Raises:
+        JobError: The price of a machine that a deadline may move is neither stated nor
+            in the table, in one market or the other.
+    """
+    if plan.file.deadline_hours is None:
+        return
+    for index, site in enumerate(plan.file.sites):
+        if not is_movable(site):
+            continue
+        for market, name in (
+            (Market.SPOT, "dollars_per_hour"),
+            (Market.ON_DEMAND, "on_demand_dollars_per_hour"),
+        ):
+            try:
+                _hourly(site, market.value, prices)
+            except JobError as error:
+                raise JobError(
+                    f"{plan.path}: is missing: deadline_hours weighs machines by their "
+                    f"prices, and {error.reason}",
+                    key=f"sites[{index}].{name}",
+                ) from None
+
+
+def _hourly(site: SiteMachine, market: str, prices: Prices) -> float:
+    """Dollars of an hour of a site's machine in a market: stated, or of the table.
+
+    Raises:
+        JobError: Neither.
+    """
+    wanted = site.in_market(market)
+    if wanted.dollars_per_hour is not None:
+        return wanted.dollars_per_hour
+    place = (site.provider, site.machine.region, site.machine.type)
+    return prices.hourly(*place, spot=market == Market.SPOT.value)
 
 
 _WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})

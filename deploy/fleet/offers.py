@@ -35,7 +35,7 @@ def with_types(
     if not any(_is_open(site) or _may_move(plan, site) for site in plan.file.sites):
         return plan
     today = price_table.day_of(clock.now())
-    table = price_table.load(prices, today=today, warn=tell)
+    table = price_table.load(prices or plan.prices, today=today, warn=tell)
     return resolved(plan, deployment.pools_of(plan, clock), table, tell)
 
 
@@ -59,13 +59,13 @@ def resolved(
     """
     sites = []
     for index, site in enumerate(plan.file.sites):
-        own = site.machine
+        own, market = site.machine, site.machine.market
         if _is_open(site) or _may_move(plan, site):
             node = _running(plan, site, pools[site.pool])
             if node is not None:
                 kind = node.machine if _is_open(site) else own.type
                 market = node.market.value if _may_move(plan, site) else own.market
-                own = replace(own, type=kind, market=market)
+                own = replace(own, type=kind)
             elif _is_open(site):
                 offer = _chosen(plan, index, pools[site.pool], prices)
                 own = replace(own, type=offer.machine)
@@ -74,7 +74,7 @@ def resolved(
                     f"${offer.dollars_per_hour:.3f} an hour is the cheapest that meets "
                     "machine.requires"
                 )
-        sites.append(replace(site, machine=own))
+        sites.append(replace(site, machine=own).in_market(market))
     return replace(plan, file=replace(plan.file, sites=tuple(sites)))
 
 

@@ -12,11 +12,12 @@ from cloud_adapters.compute.pool import (
     all_gone,
     wait_for,
 )
-from deploy.fleet import reconcile
+from deploy.fleet import reconcile, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import DEPLOYMENT, Decision, NodeRole
+from federation.errors import ComputeError
 
-_END_SECONDS = 90.0
+_END_SECONDS, _LEAST_SECONDS = 90.0, 60.0
 _SETTINGS_DIGITS = 16
 
 Tell = Callable[[str], None]
@@ -29,11 +30,14 @@ class NodeRequest(NamedTuple):
         pool: Name of the compute service, as ``SiteMachine.pool``.
         spec: The node; its name is that of the role. Labels are added to it.
         settings: All that it reads when it starts.
+        user_data: Its user data if it is to end after other seconds than those of
+            ``spec``; None if that is not in it.
     """
 
     pool: str
     spec: NodeSpec
     settings: bytes
+    user_data: Callable[[float], str] | None = None
 
 
 def decide(deployment: Deployment, request: NodeRequest) -> Decision:
@@ -79,14 +83,14 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
         )
     if decision.node is not None:
         return decision.node
-    number = decision.number
+    number, spec = decision.number, _within_budget(deployment, request)
     while True:
         deployment.note_launch(role_name, number)
         labels = reconcile.labels(
             deployment.name, deployment.owner, decision.role, number
         )
         node = pool.launch(
-            replace(request.spec, labels=labels),
+            replace(spec, labels=labels),
             f"{deployment.owner}/{role_name}/{number}",
         )
         if node.state is not NodeState.GONE:
@@ -94,3 +98,29 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
             return node
         # An earlier command launched it with this number, and it has ended since.
         number += 1
+
+
+def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
+    """The node, which ends by itself when the budget is spent, watched or not.
+
+    Raises:
+        ComputeError: It is spent, or a service fails.
+    """
+    spec, plan = request.spec, deployment.plan
+    if plan.file.max_dollars is None:
+        return spec
+    nodes = [
+        node
+        for pool in deployment.pools.values()
+        for node in pool.nodes({DEPLOYMENT: deployment.name})
+    ]
+    left = spending.seconds_left(plan, nodes, now=deployment.clock.now())
+    if left is None or left >= spec.max_seconds:
+        return spec
+    if left < _LEAST_SECONDS:
+        raise ComputeError(
+            f"{spec.name}: not launched: of max_dollars = {plan.file.max_dollars:g}, "
+            f"all machines together would have spent the rest in {left:.0f} s. Raise it"
+        )
+    text = request.user_data(left) if request.user_data else spec.user_data
+    return replace(spec, max_seconds=left, user_data=text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet import prices
-from deploy.fleet.deployment_file import LOCAL, DeploymentFile
+from deploy.fleet.deployment_file import LOCAL, DeploymentFile, DeploymentPlan
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
 from federation import durable_json
@@ -101,11 +101,11 @@ def _hourly(file: DeploymentFile, table: Prices | None) -> Mapping[str, float]:
     return found
 
 
-def budget_prices(file: DeploymentFile, *, now: float) -> Mapping[str, float]:
+def budget_prices(plan: DeploymentPlan, *, now: float) -> Mapping[str, float]:
     """Find the prices of a deployment, which a budget makes necessary.
 
     Args:
-        file: The deployment.
+        plan: The deployment.
         now: Seconds since 1970.
 
     Returns:
@@ -115,17 +115,51 @@ def budget_prices(file: DeploymentFile, *, now: float) -> Mapping[str, float]:
         JobError: There is a budget, and the table is older than 90 days or lacks a
             price.
     """
+    file = plan.file
     if file.max_dollars is None:
         return {}
     if all(s.provider == LOCAL or s.dollars_per_hour is not None for s in file.sites):
         return _hourly(file, None)
-    return _hourly(file, prices.load(None, today=prices.day_of(now), warn=_refuse))
+    clouds = {site.provider for site in file.sites}
+    table = prices.load(
+        plan.prices, today=prices.day_of(now), warn=_refuse, clouds=clouds
+    )
+    return _hourly(file, table)
+
+
+def seconds_left(
+    plan: DeploymentPlan, nodes: Sequence[Node], *, now: float
+) -> float | None:
+    """How long all machines can run together until the budget is spent.
+
+    What machines have cost so far is written down, since not every service still lists
+    them later.
+
+    Args:
+        plan: The deployment.
+        nodes: All nodes of it that their services list.
+        now: Seconds since 1970.
+
+    Returns:
+        None if there is no budget, or no machine has a price.
+
+    Raises:
+        JobError: Prices are missing or too old.
+        StoreUnavailable: The folder cannot be written.
+    """
+    hourly, limit = budget_prices(plan, now=now), plan.file.max_dollars
+    if limit is None or not sum(hourly.values()):
+        return None
+    spent = observed(read(plan.folder), nodes, hourly, now)
+    write(plan.folder, spent)
+    return max(0.0, limit - spent.dollars) / sum(hourly.values()) * _HOUR
 
 
 def _refuse(message: str) -> None:
     raise JobError(
-        f"a budget needs new prices, but {message}; or state dollars_per_hour of every "
-        "site",
+        f"a budget needs new prices, but {message}; name a newer table as prices in "
+        "the deployment file (crossfed plan --refresh-prices writes one), or state "
+        "dollars_per_hour of every site",
         key="max_dollars",
     )
 

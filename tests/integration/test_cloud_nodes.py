@@ -282,3 +282,24 @@ def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
         with pytest.raises(ComputeError, match="could not start the site") as caught:
             start.check(node, "it has not enrolled yet")
     assert str(caught.value).endswith(clouds.gcp.console)
+
+
+def test_up_refuses_a_deadline_without_prices(clouds: Clouds):
+    """They are needed when a site is moved, long after everything costs."""
+    text = clouds.path.read_text()
+    wheel = f'wheel = "https://example.org/x.whl"\nsha256 = "{"ab" * 32}"'
+    head = 'deadline_hours = 3\naggregator.address = "192.0.2.1:8443"\n'
+    aws = 'type = "m5.large"\nmarket = "spot"\nidentity = "p"\n'
+    role = 'role = "arn:aws:iam::123456789012:role/r"'
+    gcp = 'type = "e2-standard-4"\nidentity = "a@p-1.iam.gserviceaccount.com"'
+    text = text.replace("[[sites]]", f"{head}[[sites]]", 1)
+    text = text.replace('type = "m5.large"', f"{aws}{role}")
+    text = text.replace('type = "e2-standard-4"', gcp)
+    home = f"[sites.home]\nurl = 'file:///mnt/home'\n[[sites]]\nname = \"{SITES[1]}\""
+    text = text.replace(f'[[sites]]\nname = "{SITES[1]}"', home)
+    clouds.path.write_text(f"{text}\n[release]\n{wheel}\n")
+    up = crossfed("up", str(clouds.path), "--keep", code=BAD_JOB)
+    assert "sites[0].dollars_per_hour: " in up.stderr
+    assert "no price of a spot m5.large" in up.stderr
+    assert clouds.aws.launches() == []
+    assert not (clouds.path.parent / "deployments").exists()

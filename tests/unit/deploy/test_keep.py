@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
-from deploy.fleet import deployment as fleet, deployment_file, spending
+from deploy.fleet import (
+    deployment as fleet,
+    deployment_file,
+    prices,
+    roles,
+    spending,
+)
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keep import Keeper, Restore
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
+from deploy.fleet.roles import NodeRequest
 from deploy.fleet.spending import MachineCost, Spending, observed
 from deploy.fleet.start_checks import check_budget
 from federation import folder_lock
@@ -198,13 +205,13 @@ def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
     """Unless all are stated."""
     more = 'max_dollars = 5.0\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
     machine = '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
-    file = written(tmp_path, more + machine).file
+    plan = written(tmp_path, more + machine)
     with pytest.raises(JobError, match="a budget needs new prices, but the prices in"):
-        spending.budget_prices(file, now=4e9)
-    new = spending.budget_prices(file, now=1.782e9)
+        spending.budget_prices(plan, now=4e9)
+    new = spending.budget_prices(plan, now=1.782e9)
     assert new["site-gcp-us-central1"] == 1.006
     stated = more + "dollars_per_hour = 3.0\n" + machine
-    found = spending.budget_prices(written(tmp_path, stated).file, now=4e9)
+    found = spending.budget_prices(written(tmp_path, stated), now=4e9)
     assert found["site-gcp-us-central1"] == 3.0
 
 
@@ -237,7 +244,7 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     kept = Keeper(
         Deployment(plan=plan, pools={}, clock=clock, owner=""),
         lambda _: None,
-        hourly=spending.budget_prices(plan.file, now=now),
+        hourly=spending.budget_prices(plan, now=now),
         random_bytes=os.urandom,
         tell=told.append,
         mover=OnDemand(),
@@ -248,3 +255,59 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     kept.look([moved])
     costs = {each.id: each.dollars_per_hour for each in kept._spending.machines}
     assert costs["b"] > 2 * costs["a"] > 0
+
+
+def test_a_node_ends_by_itself_when_the_budget_is_spent(tmp_path: Path):
+    """Though nobody watches: all nodes together would have spent it then."""
+    more = "max_dollars = 6.0\n[aggregator]\ndollars_per_hour = 2.0\n"
+    plan = written(tmp_path, f"{more}[[sites]]\nname = 'b'\ndollars_per_hour = 4.0\n")
+    spec = NodeSpec(
+        name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=1e5
+    )
+    request = NodeRequest("local", spec, b"", lambda seconds: f"ends {seconds:.0f}")
+    with opened(plan) as deployment:
+        whole = roles._within_budget(deployment, request)
+        assert whole.max_seconds == pytest.approx(3600.0)
+        assert whole.user_data == "ends 3600"
+        # What has been spent before shortens the next one.
+        spent = MachineCost(id="x", role="b", dollars_per_hour=4.0, seconds=2700.0)
+        spending.write(plan.folder, Spending(machines=(spent,)))
+        assert roles._within_budget(deployment, request).max_seconds == pytest.approx(
+            1800.0
+        )
+        used = replace(spent, seconds=5380.0)
+        spending.write(plan.folder, Spending(machines=(used,)))
+        with pytest.raises(ComputeError, match=r"spent the rest in 13 s\. Raise it"):
+            roles._within_budget(deployment, request)
+
+
+def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
+    """What is left shrinks with every minute, and is no change of settings."""
+    plan = written(tmp_path, "max_dollars = 6.0\n[aggregator]\ndollars_per_hour = 2.0")
+    spec = NodeSpec(
+        name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=1e5
+    )
+    request = NodeRequest("local", spec, b"")
+    told: list[str] = []
+    with opened(plan) as deployment:
+        node = roles.fill(deployment, request, told.append)
+        spent = MachineCost(id="x", role="b", dollars_per_hour=4.0, seconds=2700.0)
+        spending.write(plan.folder, Spending(machines=(spent,)))
+        assert roles.fill(deployment, request, told.append).id == node.id
+        deployment.pools["local"].terminate({node.id})
+    ids = [each.id for each in spending.read(plan.folder).machines]
+    assert ids == ["x"]
+
+
+def test_prices_of_a_deployment_are_in_a_table_of_its_own(tmp_path: Path):
+    """That of the release becomes too old for a budget."""
+    more = (
+        'max_dollars = 5.0\nprices = "mine.toml"\n[[sites]]\n'
+        'name = "gcp-us-central1"\nprovider = "aws"\n'
+        '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
+    )
+    text = prices.PACKAGED.read_text().replace('as_of = "2026-06-17"', "as_of = 'D'")
+    (tmp_path / "mine.toml").write_text(text.replace("'D'", '"2096-06-17"'))
+    plan = written(tmp_path, more)
+    found = spending.budget_prices(plan, now=3.99e9)
+    assert found["site-gcp-us-central1"] == 1.006

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.fleet import deployment_file
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.moves import BOOT_HOURS, Mover, WorkLeft
+from deploy.fleet.moves import BOOT_HOURS, Mover, WorkLeft, check_prices
 from deploy.fleet.prices import MachinePrice, Prices
+from federation.errors import JobError
 
 HOUR = 3600.0
 PRICES = Prices(
@@ -122,3 +124,42 @@ def test_a_site_without_a_home_is_never_moved(plan: DeploymentPlan):
     bare = deployment_file.load(plan.path)
     mover = Mover(bare, PRICES, progress(8), lambda _: None)
     assert mover.moved(bare, [], 11.9 * HOUR) == bare
+
+
+def without(plan: DeploymentPlan, old: str, new: str) -> DeploymentPlan:
+    plan.path.write_text(plan.path.read_text().replace(old, new))
+    return deployment_file.load(plan.path)
+
+
+NO_SPOT = replace(PRICES, machines=(replace(PRICES.machines[0], spot=None),))
+
+
+def test_a_deadline_without_a_price_is_refused_before_the_start(plan: DeploymentPlan):
+    """In the middle of a run, it would end the watch, and machines went on unkept."""
+    with pytest.raises(JobError, match=r"no price of a spot g5\.xlarge") as caught:
+        check_prices(plan, NO_SPOT)
+    assert caught.value.key == "sites[0].dollars_per_hour"
+    check_prices(plan, PRICES)
+    stated = without(
+        plan, 'provider = "aws"', 'provider = "aws"\ndollars_per_hour = 0.2'
+    )
+    check_prices(stated, NO_SPOT)
+    with pytest.raises(JobError, match="no price of an on-demand") as caught:
+        check_prices(stated, replace(PRICES, machines=()))
+    assert caught.value.key == "sites[0].on_demand_dollars_per_hour"
+
+
+def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):
+    """And a machine that was moved is counted at the other one."""
+    stated = without(
+        plan,
+        'provider = "aws"',
+        'provider = "aws"\ndollars_per_hour = 0.2\non_demand_dollars_per_hour = 1.5',
+    )
+    told: list[str] = []
+    mover = Mover(stated, replace(PRICES, machines=()), progress(8), told.append)
+    now = (12 - 8 - BOOT_HOURS - 0.1) * HOUR
+    moved = mover.moved(stated, [node(state=NodeState.GONE)], now)
+    assert "at $1.500 an hour" in told[0]
+    assert moved.file.sites[0].dollars_per_hour == 1.5
+    assert stated.file.sites[0].in_market("spot").dollars_per_hour == 0.2
