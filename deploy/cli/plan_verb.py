@@ -64,6 +64,8 @@ def _plan(options: argparse.Namespace) -> int:
         plan_plot.write(_points(ways), options.plot)
     for notice in start_checks.notices(job):
         tell(notice)
+    for price in found.missing:
+        tell(f"dollars are unknown: {price}")
     if options.json:
         say_json([planning.document(one) for one in ways])
     else:
@@ -118,14 +120,21 @@ def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:
 
 
 def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]":
-    """Seconds and dollars of each way.
+    """Seconds and dollars of each way whose dollars are known.
 
     Raises:
         JobError: Nothing is known of them.
     """
-    found = {w.name: (w.cost.seconds, w.cost.total) for w in ways if w.cost is not None}
-    if not found:
+    timed = [way.cost for way in ways if way.cost is not None]
+    if not timed:
         raise JobError("time and cost need speeds: see --probe", key="--plot")
+    found = {
+        way.name: (way.cost.seconds, way.cost.total)
+        for way in ways
+        if way.cost is not None and way.cost.is_known
+    }
+    if not found:
+        raise JobError("has no dollars to draw: a price is missing", key="--plot")
     return found
 
 
@@ -136,12 +145,14 @@ def _chosen(options: argparse.Namespace, ways: "Sequence[Alternative]") -> int:
 
     if options.budget is None and options.deadline is None:
         return DONE
-    _points(ways)  # Refuses ways of unknown cost.
+    if all(way.cost is None for way in ways):
+        raise JobError("time and cost need speeds: see --probe", key="--deadline")
     deadline = None if options.deadline is None else options.deadline * _HOUR
     best = planning.choose(ways, budget=options.budget, deadline=deadline)
     if best is not None and best.cost is not None:
         took = format_duration(best.cost.seconds)
-        tell(f"best: {best.name}: {took}, {best.cost.total:,.4f} dollars")
+        dollars = planning.in_dollars(best.cost.total)
+        tell(f"best: {best.name}: {took}, {dollars} dollars")
         return DONE
     cheapest, fewest = planning.least(ways, deadline=deadline)
     if cheapest is not None and cheapest.cost is not None:
@@ -236,6 +247,8 @@ def keep_plan(
             clock=options.clock,
             warn=tell,
         )
+        if found.missing:
+            tell(f"the report will show no dollars: {'; '.join(found.missing)}")
         plan = forecast.run_plan(found, submitted=handed.request.at)
         if plan is not None:
             run_plan.write(plan, run.path)

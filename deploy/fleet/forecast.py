@@ -6,6 +6,7 @@ report compares it with what happened.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from clients.training.local_federation import Federation
@@ -66,6 +67,7 @@ def with_prices(
     *,
     traffic: Traffic,
     terms: PriceTerms = _NO_TERMS,
+    missing: list[str] | None = None,
 ) -> Speeds:
     """Add what machines and traffic cost, where the speeds do not say it.
 
@@ -75,10 +77,13 @@ def with_prices(
         prices: The table.
         traffic: What is sent: a month's tiers follow from it.
         terms: What the prices depend on.
+        missing: Takes a word about each price that the table lacks, and which key
+            states it; the price is then ``UNKNOWN``. None for an error.
 
     Raises:
         JobError: The table lacks a price.
     """
+    found = _Lookup(file, missing)
     stated = {site.name: site for site in file.sites}
     sent = cost.bytes_of_sites(traffic)
     return replace(
@@ -86,20 +91,52 @@ def with_prices(
         dollars_per_hour=speeds.dollars_per_hour or file.aggregator.dollars_per_hour,
         dollars_per_gigabyte=speeds.dollars_per_gigabyte
         or file.aggregator.dollars_per_gigabyte
-        or _from_aggregator(stated, sent, prices, terms),
+        or found.price(
+            "aggregator.dollars_per_gigabyte",
+            lambda: _from_aggregator(stated, sent, prices, terms),
+        ),
         sites=tuple(
             replace(
                 speed,
                 dollars_per_hour=speed.dollars_per_hour
-                or _hourly(stated[speed.name], prices, terms),
+                or found.price(
+                    f"{found.table(speed.name)}.dollars_per_hour",
+                    partial(_hourly, stated[speed.name], prices, terms),
+                ),
                 dollars_per_gigabyte=speed.dollars_per_gigabyte
-                or _from_site(stated[speed.name], stated, sent, prices, terms),
+                or found.price(
+                    f"{found.table(speed.name)}.dollars_per_gigabyte",
+                    partial(
+                        _from_site, stated[speed.name], stated, sent, prices, terms
+                    ),
+                ),
             )
             if speed.name in stated
             else speed
             for speed in speeds.sites
         ),
     )
+
+
+class _Lookup:
+    """Looks prices up, and remembers those that are missing."""
+
+    def __init__(self, file: DeploymentFile, missing: list[str] | None) -> None:
+        self._file, self._missing = file, missing
+
+    def table(self, name: str) -> str:
+        """Name the table of a site in the deployment file."""
+        names = [site.name for site in self._file.sites]
+        return f"sites[{names.index(name)}]"
+
+    def price(self, key: str, look_up: Callable[[], float]) -> float:
+        try:
+            return look_up()
+        except JobError as error:
+            if self._missing is None:
+                raise
+            self._missing.append(f"{error.reason}; or state {key}")
+        return cost.UNKNOWN
 
 
 def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
@@ -236,12 +273,14 @@ class RunForecast:
         traffic: What it sends; None if that cannot be predicted.
         speeds: With prices; None if none were stated or measured.
         prices: The price table, if it was needed.
+        missing: A word about each price that nobody has stated, and the table lacks.
     """
 
     federation: Federation
     traffic: Traffic | None
     speeds: Speeds | None
     prices: Prices | None
+    missing: tuple[str, ...] = ()
 
 
 def federation_of(plan: DeploymentPlan, job: JobSpec) -> Federation:
@@ -301,9 +340,10 @@ def forecast(
         is_decisive: Whether a budget depends on the prices, which may not be old then.
 
     Raises:
-        FederationError: Model or data cannot be loaded here, or a price is missing.
+        FederationError: Model or data cannot be loaded here, or a price is missing that
+            a budget depends on.
     """
-    federation = federation_of(plan, job)
+    federation, missing = federation_of(plan, job), list[str]()
     with wiring.torch_threads(job):
         traffic = sizes_of(federation)
     table = None
@@ -318,9 +358,20 @@ def forecast(
             is_decisive=is_decisive,
             clouds={site.provider for site in plan.file.sites},
         )
-        speeds = with_prices(speeds, plan.file, table, traffic=traffic, terms=terms)
+        speeds = with_prices(
+            speeds,
+            plan.file,
+            table,
+            traffic=traffic,
+            terms=terms,
+            missing=None if is_decisive else missing,
+        )
     return RunForecast(
-        federation=federation, traffic=traffic, speeds=speeds, prices=table
+        federation=federation,
+        traffic=traffic,
+        speeds=speeds,
+        prices=table,
+        missing=tuple(missing),
     )
 
 
@@ -356,8 +407,8 @@ def run_plan(found: RunForecast, *, submitted: float) -> RunPlan | None:
     known = cost.of_run(traffic, speeds)
     return replace(
         plan,
-        speeds=speeds,
+        speeds=None if found.missing else speeds,
         seconds=tuple(known.phases.items()),
-        dollars=tuple(known.dollars.items()),
+        dollars=() if found.missing else tuple(known.dollars.items()),
         prices_of="" if found.prices is None else found.prices.as_of,
     )

@@ -4,6 +4,7 @@ On the one model of bytes, seconds and dollars, ``federation.rounds.cost``. Byte
 computed. Seconds come from stated speeds, or from an earlier run's measurements.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -168,14 +169,16 @@ def choose(
         None if no way fits.
     """
     known = [(one, one.cost) for one in found if one.cost is not None]
+    # Without dollars, nothing can be said to be the cheapest but what takes least time.
+    known = [each for each in known if each[1].is_known] or known
     fits = [
         (each, of)
         for each, of in known
         if (budget is None or of.total <= budget)
         and (deadline is None or of.seconds <= deadline)
     ]
-    if deadline is None:
-        best = min(fits, key=lambda one: (one[1].seconds, one[1].total), default=None)
+    if deadline is None or not all(of.is_known for _, of in fits):
+        best = min(fits, key=lambda one: one[1].seconds, default=None)
     else:
         best = min(fits, key=lambda one: (one[1].total, one[1].seconds), default=None)
     return None if best is None else best[0]
@@ -186,7 +189,11 @@ def least(
 ) -> tuple[Alternative | None, float | None]:
     """The cheapest way before a deadline with its dollars, and the fewest seconds."""
     known = [(one, one.cost) for one in found if one.cost is not None]
-    fits = [each for each in known if deadline is None or each[1].seconds <= deadline]
+    fits = [
+        each
+        for each in known
+        if each[1].is_known and (deadline is None or each[1].seconds <= deadline)
+    ]
     cheapest = min(fits, key=lambda each: each[1].total, default=None)
     fewest = min((of.seconds for _, of in known), default=None)
     return (None if cheapest is None else cheapest[0]), fewest
@@ -215,9 +222,14 @@ def lines(
             f"{send} s receiving, {back} s returning"
         )
     parts = ", ".join(
-        f"{what} {price:,.4f}" for what, price in own.cost.dollars.items()
+        f"{what} {in_dollars(price)}" for what, price in own.cost.dollars.items()
     )
     yield f"dollars: {parts}"
+
+
+def in_dollars(price: float) -> str:
+    """A number of dollars, or a word for one that nobody knows."""
+    return "unknown" if math.isnan(price) else f"{price:,.4f}"
 
 
 def table(
@@ -230,8 +242,8 @@ def table(
     for one in found:
         cells = [one.name, units.format_bytes(one.num_bytes)]
         if one.cost is not None:
-            dollars = f"{one.cost.total:,.4f}"
-            cells += [units.format_duration(one.cost.seconds), dollars]
+            took = units.format_duration(one.cost.seconds)
+            cells += [took, in_dollars(one.cost.total)]
         keys = " ".join(f"{key}={value}" for key, value in one.changes.items())
         rows.append([*cells, keys])
     return names, rows
@@ -247,6 +259,9 @@ def document(one: Alternative) -> dict[str, Any]:
         found |= {
             "seconds": one.cost.seconds,
             "phases": dict(one.cost.phases),
-            "dollars": dict(one.cost.dollars),
+            "dollars": {
+                what: None if math.isnan(price) else price
+                for what, price in one.cost.dollars.items()
+            },
         }
     return found

@@ -4,6 +4,7 @@ Pure functions. A speeds file states what a user knows or has measured of sites 
 lines, and what they pay; no price and no speed is assumed.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ PHASES = ("set-up", "first round", "later rounds", "final evaluation")
 # See ``on_interface``.
 _ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
 
+UNKNOWN = math.nan
+"""A price that nobody knows: what follows from it is unknown, too."""
 GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
 _MOST_STEPS = 1 << 20
 
@@ -82,7 +85,8 @@ class Cost:
     Attributes:
         seconds: From its beginning to its end.
         phases: The same, by ``PHASES``.
-        dollars: By ``machines``, ``aggregator``, ``traffic up`` and ``traffic down``.
+        dollars: By ``machines``, ``aggregator``, ``traffic up`` and ``traffic down``;
+            ``UNKNOWN`` where a price is.
     """
 
     seconds: float
@@ -91,8 +95,13 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Dollars of everything."""
+        """Dollars of everything; ``UNKNOWN`` if a part of it is."""
         return sum(self.dollars.values())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its prices are known."""
+        return not math.isnan(self.total)
 
 
 @dataclass(frozen=True, slots=True)

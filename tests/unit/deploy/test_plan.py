@@ -1,5 +1,6 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
+import re
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -9,7 +10,14 @@ import pytest
 from support.small_jobs import small_job
 
 from deploy.cli import job_check
-from deploy.fleet import forecast, measured, plan, prices, start_checks
+from deploy.fleet import (
+    deployment_file,
+    forecast,
+    measured,
+    plan,
+    prices,
+    start_checks,
+)
 from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
 from deploy.wiring import parts
 from deploy.wiring.simulation import simulate
@@ -174,7 +182,7 @@ def test_machines_of_clouds_cost_what_the_table_says():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("spot = 1.804", "spot = 18.04", r"machines\[4\].spot: 18.04 is more than"),
+        ("spot = 1.804", "spot = 18.04", r"machines\[5\].spot: 18.04 is more than"),
         ("on_demand = 55.04", "on_demand = 5504", r"machines\[0\].on_demand"),
         ("dollars = 0.09", "dollars = 9", r"egress\[0\].tiers\[1\].dollars"),
         ("up_to = 10_240.0, dollars = 0.09", "up_to = 1, dollars = 0.09", "must rise"),
@@ -297,3 +305,56 @@ def test_old_prices_are_told():
     prices.load(None, today=date(2026, 9, 16), warn=told.append)
     assert len(told) == 1
     assert "are 91 days old" in told[0]
+
+
+def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
+    """Dollars are unknown, not nothing; and the key that states the price is named."""
+    job = virtual_job()
+    federation = parts.build_federation(job)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    site = cloud("aws", "us-east-1", "m7i.metal-24xl", market="spot")
+    file = DeploymentFile(name="x", job="j", sites=(site,))
+    traffic, missing = SIZES(federation), list[str]()
+    assert traffic is not None
+    priced = forecast.with_prices(speeds, file, TABLE, traffic=traffic, missing=missing)
+    (line,) = missing
+    assert "no price of a spot m7i.metal-24xl" in line
+    assert line.endswith("or state sites[0].dollars_per_hour")
+    ways = plan.alternatives(federation, priced, SIZES)
+    one = plan.document(ways[0])
+    assert one["dollars"]["machines"] is None
+    assert one["dollars"]["traffic up"] > 0
+    assert one["seconds"] > 0
+    _, rows = plan.table(ways)
+    assert {row[3] for row in rows} == {"unknown"}
+    assert any("machines unknown" in x for x in plan.lines("x", ways, priced))
+    # Nothing is in a budget that nobody knows; the fastest is before a deadline.
+    assert plan.choose(ways, budget=1e9, deadline=None) is None
+    fastest = min(way.cost.seconds for way in ways if way.cost)
+    best = plan.choose(ways, budget=None, deadline=1e9)
+    assert best is not None
+    assert best.cost is not None
+    assert best.cost.seconds == fastest
+    assert plan.least(ways, deadline=None) == (None, fastest)
+
+
+def test_machines_of_the_examples_have_prices():
+    """In the market that the file names: their plan is the first that a user sees."""
+    root = Path(__file__).parents[3]
+    files = [root / "deploy" / "examples" / "two-clouds.toml"]
+    for path in files:
+        file = deployment_file.load(path).file
+        assert forecast.has_clouds(file)
+        for site in file.sites:
+            assert forecast._hourly(site, TABLE, forecast.PriceTerms()) > 0
+            both = [forecast.PriceTerms(spot=spot) for spot in (True, False)]
+            spot, demand = (forecast._hourly(site, TABLE, term) for term in both)
+            assert spot < demand
+    text = "".join(
+        (root / "docs" / "howto" / name).read_text()
+        for name in ("two-clouds.md", "one-command.md")
+    )
+    kinds = set(re.findall(r'^type = "([^"]+)"', text, re.MULTILINE))
+    assert len(kinds) >= 2
+    known = {row.machine: row.spot for row in TABLE.machines}
+    assert {kind for kind in kinds if not known.get(kind)} == set()
