@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from deploy.fleet.deployment_file import DeploymentPlan
     from deploy.fleet.forecast import RunForecast
     from deploy.fleet.plan import Alternative, SizesOf
-    from deploy.fleet.prices import Prices
     from federation.job.spec import JobSpec
     from federation.rounds.cost import Speeds
     from monitoring.runs.run_folder import RunFolder
@@ -58,6 +57,8 @@ def _plan(options: argparse.Namespace) -> int:
     )
     if known is not None and found.prices is not None:
         ways += forecast.ways_to_rent(ways[0], known, wanted.file, found.prices, terms)
+    if found.prices is not None:
+        ways = [forecast.with_bucket(way, found.prices) for way in ways]
     if options.plot:
         from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
 
@@ -84,23 +85,30 @@ def _show(
     if found.prices is not None and forecast.has_clouds(wanted.file):
         hours = forecast.gpu_hours(ways[0], wanted.file, found.prices)
         say(f"GPU-hours: {hours:,.2f}; prices of {found.prices.as_of}")
-    for line in _kept(ways[0], found.prices):
+    for line in _kept(ways[0], found):
         say(line)
     names, rows = planning.table(ways)
     say_table(names, rows)
 
 
-def _kept(own: "Alternative", prices: "Prices | None") -> "Iterator[str]":
+def _kept(own: "Alternative", found: "RunForecast") -> "Iterator[str]":
     """Say what the run leaves in a bucket."""
     from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
     from monitoring.units import format_bytes  # noqa: PLC0415
 
-    kept = None if prices is None else forecast.storage(own, prices)
+    prices = found.prices
+    kept = None if prices is None else forecast.storage(own, prices, found.speeds)
     if kept is not None:
         month = kept.get("dollars_per_month")
         price = "an unknown price" if month is None else f"{month:,.4f} dollars"
         size = format_bytes(kept["bytes"])
         yield f"in the bucket afterwards: at least {size}, {price} a month"
+        if "access_seconds" in kept:
+            yield (
+                f"read in {kept['access_seconds']:,.2f} s over the fastest line: "
+                f"S = D x C / T = {kept['dollars_per_month_and_second']:,.4f} dollars "
+                "a month for each second"
+            )
 
 
 def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:

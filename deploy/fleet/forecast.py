@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from aggregator.checkpoint import CHUNK_BYTES
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
 from cloud_adapters.compute.pool import Market
@@ -29,12 +30,14 @@ from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec, SiteDataSpec
 from federation.protocols import Clock
-from federation.rounds import cost
+from federation.rounds import bucket, cost
 from federation.rounds.cost import Speeds
+from federation.rounds.server_optimizer import server_optimizer
 from federation.rounds.traffic import Traffic
 from monitoring.views.run_plan import LinkBytes, RunPlan
 
 _GIGA, _HOUR, _FLOAT_BYTES = 1e9, 3600.0, 4
+_MONTH = 730 * _HOUR
 
 SPEEDS = "speeds.toml"
 """File in a deployment's folder that ``crossfed plan --probe`` writes."""
@@ -233,20 +236,31 @@ def ways_to_rent(
             yield replace(own, name=name, cost=found)
 
 
-def storage(own: Alternative, prices: Prices) -> Mapping[str, float] | None:
+def _bucket_cloud(job: JobSpec) -> str | None:
+    """The cloud of a job's bucket; None if it is in none."""
+    return {"s3": AWS, "gs": GCP}.get(parse_url(job.storage.url).scheme)
+
+
+def storage(
+    own: Alternative, prices: Prices, speeds: Speeds | None = None
+) -> Mapping[str, float] | None:
     """What a run leaves in the bucket of its job; None if it is in no bucket.
 
     Args:
         own: The job.
         prices: The table.
+        speeds: Of the lines; None if they are not known.
 
     Returns:
-        ``bytes`` of the model and of the checkpoints that are kept, which hold the
-        model and what the server's optimiser needs besides, so at least so many; and
-        ``dollars_per_month``, S = D x C, if the table has the cloud.
+        ``bytes``, D, of the model and of the checkpoints that are kept, which hold the
+        model and what the server's optimiser needs besides, so at least so many;
+        ``dollars_per_month``, D x C, if the table has the cloud; and with speeds,
+        ``access_seconds``, T, to read all of it over the fastest line, and
+        ``dollars_per_month_and_second``, S = D x C / T, which grows with the price and
+        with the speed that it buys.
     """
     job = own.traffic.job
-    cloud = {"s3": AWS, "gs": GCP}.get(parse_url(job.storage.url).scheme)
+    cloud = _bucket_cloud(job)
     if cloud is None:
         return None
     model = _FLOAT_BYTES * own.traffic.layout.size
@@ -254,7 +268,40 @@ def storage(own: Alternative, prices: Prices) -> Mapping[str, float] | None:
     found, month = {"bytes": float(kept)}, prices.storage_month(cloud)
     if month is not None:
         found["dollars_per_month"] = kept / _GIGA * month
+    if month is not None and speeds is not None:
+        fastest = max(site.down_bytes_per_second for site in speeds.sites)
+        found["access_seconds"] = kept / fastest
+        dollars = found["dollars_per_month"] / found["access_seconds"]
+        found["dollars_per_month_and_second"] = dollars
     return found
+
+
+def with_bucket(way: Alternative, prices: Prices) -> Alternative:
+    """Add what the bucket of a job costs during its run: requests, and the bytes kept.
+
+    Args:
+        way: A way to run a job; one in no bucket is returned as it is.
+        prices: The table; a cloud that it lacks makes the dollars unknown.
+    """
+    job = way.traffic.job
+    cloud = _bucket_cloud(job)
+    if cloud is None or way.cost is None:
+        return way
+    model = _FLOAT_BYTES * way.traffic.layout.size
+    asked = bucket.requests_of_run(
+        model,
+        rounds=job.rounds,
+        keep=job.storage.keep_checkpoints,
+        vectors=len(server_optimizer(job.aggregation.server_optimizer).init(1)),
+        chunk_bytes=CHUNK_BYTES,
+    )
+    kept = storage(way, prices) or {}
+    month = kept.get("dollars_per_month", cost.UNKNOWN)
+    more = {
+        "requests": prices.requests(cloud, writes=asked.writes, reads=asked.reads),
+        "storage": month * way.cost.seconds / _MONTH,
+    }
+    return replace(way, cost=replace(way.cost, dollars={**way.cost.dollars, **more}))
 
 
 def gpu_hours(own: Alternative, file: DeploymentFile, prices: Prices) -> float:

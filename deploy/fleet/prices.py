@@ -266,6 +266,14 @@ class Prices:
         found = (e.per_gigabyte_month for e in self.storage if e.provider == provider)
         return next(found, None)
 
+    def requests(self, provider: str, *, writes: int, reads: int) -> float:
+        """Dollars of requests to a cloud's object storage; NaN if not known."""
+        for each in self.storage:
+            if each.provider == provider:
+                dollars = writes * each.per_thousand_writes
+                return (dollars + reads * each.per_thousand_reads) / 1000
+        return math.nan
+
     def key_month(self, provider: str) -> float | None:
         """Dollars of a key that a cloud keeps for a month; None if not known."""
         return next((e.per_month for e in self.keys if e.provider == provider), None)

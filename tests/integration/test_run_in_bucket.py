@@ -11,6 +11,7 @@ from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 from support.without_report import simulate
 
+from aggregator.checkpoint import CHUNK_BYTES
 from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.store import S3Store
 from deploy.wiring import run_store
@@ -24,6 +25,8 @@ from federation.event_log import read_events
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
+from federation.rounds.bucket import requests_of_run
+from federation.rounds.server_optimizer import server_optimizer
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -242,3 +245,25 @@ def test_a_failed_run_tells_what_it_used(tables: Any, tmp_path: Path):
     assert isinstance(used, StoreUsed)
     assert isinstance(finished, RunFinished)
     assert finished.status == "failed"
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("adam", 2), ("adam", 6), ("average", 5)])
+def test_requests_of_a_run_are_predicted(
+    bucket: dict[str, str], tmp_path: Path, name: str, rounds: int
+):
+    """As the service counts them: `plan` multiplies them with their price."""
+    chosen = {"server_optimizer": {"name": name, "lr": 0.1 if name == "adam" else 1.0}}
+    job = small_job(num_sites=2, rounds=rounds, aggregation=chosen, storage=bucket)
+    done = simulate(job, folder=tmp_path / "run", report=True)
+    (used,) = done.summary()["storage"]
+    asked = {use["operation"]: use["requests"] for use in used["uses"]}
+    optimizer = server_optimizer(job.aggregation.server_optimizer)
+    found = requests_of_run(
+        4 * sum(array.size for array in done.weights.values()),
+        rounds=rounds,
+        keep=job.storage.keep_checkpoints,
+        vectors=len(optimizer.init(1)),
+        chunk_bytes=CHUNK_BYTES,
+    )
+    assert found.writes == asked["put"] + asked["list"]
+    assert found.reads == asked.get("stat", 0) + asked.get("read", 0)

@@ -358,3 +358,43 @@ def test_machines_of_the_examples_have_prices():
     assert len(kinds) >= 2
     known = {row.machine: row.spot for row in TABLE.machines}
     assert {kind for kind in kinds if not known.get(kind)} == set()
+
+
+def test_a_bucket_is_part_of_what_a_run_costs():
+    """Its requests and what it keeps meanwhile, for every way that is compared."""
+    tables = {
+        "storage": {"url": "s3://bucket/runs"},
+        "aggregation": {"server_optimizer": {"name": "adam", "lr": 0.1}},
+    }
+    job = virtual_job(**tables)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    own, *others = plan.alternatives(parts.build_federation(job), speeds, SIZES)
+    found = forecast.with_bucket(own, TABLE)
+    assert own.cost is not None
+    assert found.cost is not None
+    # 5 checkpoints of model, optimiser, manifest and events; 4 + 3 x 4 lists; 2 of the
+    # checkpoints go, each with two blobs that are looked at first.
+    assert found.cost.dollars["requests"] == pytest.approx(
+        (5 * 4 + 16) * 0.005 / 1000 + 2 * 2 * 0.0004 / 1000
+    )
+    kept = forecast.storage(own, TABLE, speeds)
+    assert kept is not None
+    month = kept["dollars_per_month"]
+    assert found.cost.dollars["storage"] == pytest.approx(
+        month * own.cost.seconds / (730 * 3600)
+    )
+    assert found.cost.total > own.cost.total
+    fastest = max(site.down_bytes_per_second for site in speeds.sites)
+    assert kept["access_seconds"] == pytest.approx(kept["bytes"] / fastest)
+    assert kept["dollars_per_month_and_second"] == pytest.approx(
+        month / kept["access_seconds"]
+    )
+    half = next(x for x in others if x.name.startswith("twice the local"))
+    less = forecast.with_bucket(half, TABLE).cost
+    assert less is not None
+    assert less.dollars["requests"] < found.cost.dollars["requests"]
+    here = plan.alternatives(parts.build_federation(virtual_job()), speeds, SIZES)[0]
+    assert forecast.with_bucket(here, TABLE) == here
+    unknown = forecast.with_bucket(own, replace(TABLE, storage=())).cost
+    assert unknown is not None
+    assert not unknown.is_known
