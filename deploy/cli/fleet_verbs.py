@@ -221,7 +221,7 @@ class _Watch:
         if self.starts.failed:
             raise ComputeError(
                 f"{', '.join(self.starts.failed)}: not started; the console of its "
-                "machine is above. Mend what it says, and give crossfed up again, "
+                "machine is above. Fix what it says, and give crossfed up again, "
                 "which resumes the run"
             )
         for who, aggregators in (

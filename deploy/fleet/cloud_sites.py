@@ -390,7 +390,8 @@ def _await(
         expected: Why it is not there while nothing is wrong.
         tell: Called with a word whenever the reason is another one.
     """
-    start, role, told = _Start(deployment, site), f"{SITE_PREFIX}{site.name}", expected
+    wait, role = _EnrolmentWait(deployment, site), f"{SITE_PREFIX}{site.name}"
+    told = expected
     while True:
         found, why = look()
         if found is not None:
@@ -400,12 +401,12 @@ def _await(
         if why != told:
             tell(f"{role}: {why}")
         told = why
-        start.check(node, told)
+        wait.check(node, told)
         deployment.clock.sleep(_LOOK_SECONDS)
 
 
-class _Start:
-    """The start of a site's machine, for as long as something of it is awaited."""
+class _EnrolmentWait:
+    """The start of a site's machine, until it has enrolled."""
 
     def __init__(self, deployment: Deployment, site: SiteMachine) -> None:
         self._deployment, self._site = deployment, site

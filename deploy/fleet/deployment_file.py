@@ -144,6 +144,13 @@ class CloudMachine:
     endpoint: str = ""
     cluster: ClusterSpec = ClusterSpec()
 
+    @property
+    def priced_as(self) -> str:
+        """Its name in a price table: GPUs that are attached cost besides its type."""
+        if not self.accelerator:
+            return self.type
+        return f"{self.type} + {self.accelerators} x {self.accelerator}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteMachine:

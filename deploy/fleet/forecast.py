@@ -150,7 +150,8 @@ def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
         return site.dollars_per_hour or 0.0
     machine = site.machine
     is_spot = machine.market == Market.SPOT.value if spot is None else spot
-    return prices.hourly(site.provider, machine.region, machine.type, spot=is_spot)
+    kind = machine.priced_as
+    return prices.hourly(site.provider, machine.region, kind, spot=is_spot)
 
 
 def place_of(site: SiteMachine) -> Place:
@@ -307,7 +308,9 @@ def with_bucket(way: Alternative, prices: Prices) -> Alternative:
 def gpu_hours(own: Alternative, file: DeploymentFile, prices: Prices) -> float:
     """GPU-hours of a run, on machines that the table knows."""
     seconds = 0.0 if own.cost is None else own.cost.seconds
-    gpus = sum(prices.gpus(site.provider, site.machine.type) for site in file.sites)
+    gpus = sum(
+        prices.gpus(site.provider, site.machine.priced_as) for site in file.sites
+    )
     return gpus * seconds / _HOUR
 
 

@@ -269,7 +269,7 @@ def _hourly(site: SiteMachine, market: str, prices: Prices) -> float:
     wanted = site.in_market(market)
     if wanted.dollars_per_hour is not None:
         return wanted.dollars_per_hour
-    place = (site.provider, site.machine.region, site.machine.type)
+    place = (site.provider, site.machine.region, site.machine.priced_as)
     return prices.hourly(*place, spot=market == Market.SPOT.value)
 
 

@@ -94,7 +94,7 @@ def _hourly(file: DeploymentFile, table: Prices | None) -> Mapping[str, float]:
             hourly = table.hourly(
                 site.provider,
                 machine.region,
-                machine.type,
+                machine.priced_as,
                 spot=machine.market == Market.SPOT.value,
             )
         found[f"{SITE_PREFIX}{site.name}"] = hourly or 0.0

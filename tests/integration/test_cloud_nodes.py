@@ -276,7 +276,7 @@ def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
         deployment.clock = VirtualClock()
         site = deployment.plan.file.sites[1]
         node = cloud_sites._node(deployment, site, f"site-{site.name}")
-        start = cloud_sites._Start(deployment, site)
+        start = cloud_sites._EnrolmentWait(deployment, site)
         start.check(node, "it has not enrolled yet")
         deployment.clock.sleep(20.0)
         with pytest.raises(ComputeError, match="could not start the site") as caught:

@@ -59,10 +59,10 @@ class Starts:
     def look(self, nodes: Sequence[Node]) -> None:
         """Take note of all nodes of the deployment."""
         listed = {node.id: node for node in nodes}
-        for node in nodes:
+        for each in nodes:
             # Nodes of this host say by themselves whether they are ready.
-            if node.machine and node.id not in self._settled and node.state in _WORKS:
-                self._awaited[node.id] = node
+            if each.machine and each.id not in self._settled and each.state in _WORKS:
+                self._awaited[each.id] = each
         is_due = self._clock.monotonic() - self._next_log >= _LOG_SECONDS
         if is_due:
             self._next_log = self._clock.monotonic()
@@ -101,7 +101,7 @@ class Starts:
             self._fail(role, node, log)
 
     def _log(self, node: Node) -> str | None:
-        """What a machine has said; the last that was heard if nothing is to be had."""
+        """What a machine has said; the last that was heard if nothing can be read."""
         try:
             found = self._read_log(node)
         except ComputeError as error:
@@ -133,6 +133,6 @@ class Starts:
         if self._said_so[role] == _MOST_FAILED:
             self._tell(
                 f"{role}: {_MOST_FAILED} machines in a row could not start it, and no "
-                "more are launched: mend what the console says, and give crossfed up "
+                "more are launched: fix what the console says, and give crossfed up "
                 "again"
             )

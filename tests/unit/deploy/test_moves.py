@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.compute.pool import Market, Node, NodeState
-from deploy.fleet import deployment_file
+from deploy.fleet import deployment_file, spending
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.moves import BOOT_HOURS, Mover, WorkLeft, check_prices
 from deploy.fleet.prices import MachinePrice, Prices
@@ -163,3 +163,13 @@ def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):
     assert "at $1.500 an hour" in told[0]
     assert moved.file.sites[0].dollars_per_hour == 1.5
     assert stated.file.sites[0].in_market("spot").dollars_per_hour == 0.2
+
+
+def test_attached_gpus_are_not_forgotten_in_a_price(plan: DeploymentPlan):
+    """The type alone costs a fraction."""
+    site = plan.file.sites[0]
+    machine = replace(site.machine, accelerator="nvidia-tesla-t4", accelerators=2)
+    with pytest.raises(JobError, match=r"a spot g5\.xlarge \+ 2 x nvidia-tesla-t4"):
+        spending._hourly(
+            replace(plan.file, sites=(replace(site, machine=machine),)), PRICES
+        )
