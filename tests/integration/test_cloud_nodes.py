@@ -16,12 +16,14 @@ from support.fake_gce import FakeGce
 
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
 from cloud_adapters.identity.platforms import PlatformVerifier
+from deploy.cli.fleet_verbs import _Watch
 from deploy.exit_codes import BAD_JOB, FAILED
 from deploy.fleet import (
     cloud_sites,
     deployment as fleet,
     deployment_file,
     reconcile,
+    roles,
 )
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.operator import open_operator
@@ -303,3 +305,48 @@ def test_up_refuses_a_deadline_without_prices(clouds: Clouds):
     assert "no price of a spot m5.large" in up.stderr
     assert clouds.aws.launches() == []
     assert not (clouds.path.parent / "deployments").exists()
+
+
+def test_who_watches_is_told_of_a_start_that_fails(
+    clouds: Clouds, capsys: pytest.CaptureFixture[str]
+):
+    """Otherwise the run would wait for the site until its machine's hours are over."""
+    with clouds.opened() as deployment:
+        clouds.launch(deployment.owner)
+        watch = _Watch(deployment)
+        clouds.gcp.console = "crossfed: the site was not started: line 9 failed"
+        with pytest.raises(ComputeError, match=f"site-{SITES[1]}: not started"):
+            watch.look()
+    assert "line 9 failed" in capsys.readouterr().err
+
+
+def test_a_machine_of_a_cloud_ends_when_the_budget_is_spent(clouds: Clouds):
+    """By its own timer and by the service's, which nobody has to watch."""
+    text = clouds.path.read_text().replace(
+        'provider = "', 'dollars_per_hour = 3.0\nprovider = "'
+    )
+    wheel = f'wheel = "https://example.org/x.whl"\nsha256 = "{"ab" * 32}"'
+    head = f"max_dollars = 12.0\n[release]\n{wheel}\n[[sites]]"
+    clouds.path.write_text(text.replace("[[sites]]", head, 1))
+    folder = clouds.path.parent / "enrolled"
+    folder.mkdir()
+    config = Federation(folder=folder).config
+    with clouds.opened() as deployment:
+        operator = open_operator(
+            deployment.plan.folder,
+            config.folder,
+            random_bytes=os.urandom,
+            verifier=PlatformVerifier(clock=SystemClock()),
+        )
+        site = deployment.plan.file.sites[1]
+        request = cloud_sites._request(deployment, operator, site, "192.0.2.1:8443")
+        node = roles.fill(deployment, request, print)
+        assert roles.fill(deployment, request, print).id == node.id
+    (body,) = clouds.gcp.inserted
+    assert body["scheduling"]["maxRunDuration"] == {"seconds": str(2 * 3600)}
+    (user_data,) = (
+        item["value"]
+        for item in body["metadata"]["items"]
+        if item["key"] == "user-data"
+    )
+    assert "--on-boot=7200s" in user_data
