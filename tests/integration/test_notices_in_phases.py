@@ -6,7 +6,6 @@ five suffice, lives through all of them.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -228,8 +227,3 @@ def test_notice_costs_one_task_and_the_others_no_round(
         assert missed == []  # It has finished its task.
     # A busy host may end a process before its notice is out: it is asked once more.
     assert len(missed) <= 2
-
-
-def test_environment_of_the_gate_is_not_ours():
-    """A gate in this process would hold the test."""
-    assert phase_gate.PHASE not in os.environ
