@@ -117,7 +117,8 @@ def _end_unwanted(deployment: Deployment, tell: Tell) -> None:
     sites = (f"{SITE_PREFIX}{site.name}" for site in deployment.plan.file.sites)
     wanted = {AGGREGATOR, *sites}
     for pool in deployment.pools.values():
-        found = pool.nodes({DEPLOYMENT: deployment.name})
+        ours = {DEPLOYMENT: deployment.name, reconcile.OWNER: deployment.owner}
+        found = pool.nodes(ours)
         ids = {
             node.id
             for node in found

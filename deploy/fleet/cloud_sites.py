@@ -7,8 +7,8 @@ operator signs the roster: then the machines begin to work.
 """
 
 import ipaddress
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -31,10 +31,11 @@ from deploy.fleet.deployment_file import (
     SiteMachine,
 )
 from deploy.fleet.operator import Operator, open_operator
-from deploy.fleet.reconcile import DEPLOYMENT, SITE_PREFIX
+from deploy.fleet.reconcile import DEPLOYMENT, OWNER, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import console
 from deploy.fleet.starting.user_data import MachineInvitation, Release, render
+from deploy.fleet.take_down import give_way
 from federation import platform_identity
 from federation.addresses import parse_address
 from federation.errors import (
@@ -52,6 +53,8 @@ from privacy.secagg.agreement.roster import Roster
 # Installing takes minutes; the invitation holds a while longer.
 ENROL_SECONDS, INVITED_SECONDS = 1800.0, 3600.0
 _LOOK_SECONDS, _LOG_SECONDS = 1.0, 15.0
+# A service lists a new machine late, and one does not list those that are gone.
+_UNLISTED_SECONDS = 60.0
 _UNITS = Path(__file__).parents[1] / "systemd"
 _UNIT_NAMES = (
     "crossfed-site.service",
@@ -171,7 +174,7 @@ def bring_up(
 
     Raises:
         ComputeError: A machine could not be launched, has lost its keys, or has not
-            enrolled in time.
+            enrolled in time; or another folder was first with the name.
         RosterRefused: The aggregator's roster names keys that no site has shown.
     """
     sites = [each for each in deployment.plan.file.sites if each.provider != LOCAL]
@@ -195,26 +198,18 @@ def bring_up(
     }
     for site in sites:  # Before the first one costs anything.
         _check_kept(deployment, config, site, requests[site.name])
-    nodes = {
-        site.name: roles.fill(deployment, requests[site.name], tell)
-        for site in sites
-        if f"{SITE_PREFIX}{site.name}" not in deployment.held_back
-    }
+    starts = _SiteStarts(deployment=deployment, operator=operator, tell=tell)
+    nodes = starts.launch(requests)
     expected = {}
     for site in sites:
-        node = nodes.get(site.name)
-        if node is None:  # It is held back.
+        who = starts.expected(site, nodes.get(site.name))
+        if who is None:
             continue
-        if site.provider != KUBERNETES:
-            expected[site.name] = _machine(site, node.id)
-        elif _kept_key(operator, site) is None:
-            expected[site.name] = _await_pod(deployment, operator, site, node, tell)
-        else:  # It enrols nothing, and shows nothing.
-            continue
+        expected[site.name] = who
         enrolment_operator.invite_machine(
             config,
             site.name,
-            expected[site.name],
+            who,
             clock=deployment.clock,
             address=address,
             seconds=INVITED_SECONDS,
@@ -225,9 +220,10 @@ def bring_up(
         if each.provider == LOCAL
     }
     for site in sites:
-        keys[site.name] = _await_key(
-            deployment, operator, site, expected.get(site.name), tell
+        keys[site.name] = starts.await_key(
+            site, nodes.get(site.name), expected.get(site.name)
         )
+    give_way(deployment, tell)
     signed = operator.sign(keys, accept=accept)
     tell(f"roster {signed.serial} of {len(keys)} sites is signed")
     return signed
@@ -316,53 +312,104 @@ def _check_kept(
     )
 
 
-def _await_pod(
-    deployment: Deployment,
-    operator: Operator,
-    site: SiteMachine,
-    node: Node,
-    tell: Tell,
-) -> PlatformIdentity:
-    """Wait until a pod has shown which keys it has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SiteStarts:
+    """The start of all machines of a deployment, until they have enrolled.
 
-    def look() -> tuple[PlatformIdentity | None, str]:
-        return pod_sites.expected(deployment, operator, site, node), ""
-
-    return _await(deployment, site, look, "it has not shown its keys yet", tell)
-
-
-def _await_key(
-    deployment: Deployment,
-    operator: Operator,
-    site: SiteMachine,
-    expected: PlatformIdentity | None,
-    tell: Tell,
-) -> bytes:
-    """Wait until a machine has enrolled; the key of its identity.
-
-    Of one that is held back, nobody is expected: its key must be known.
+    Attributes:
+        deployment: The deployment.
+        operator: Checks what they enrol with.
+        tell: Called with a word about every step.
     """
-    role = f"{SITE_PREFIX}{site.name}"
-    kept = _kept_key(operator, site)
-    if kept is not None:
-        tell(f"{role}: its keys are in {site.home.url}")
-        return kept
-    if expected is None:
-        raise ComputeError(f"{role}: its machines could not start; see above")
-    book = BookFile(folder=operator.aggregator)
 
-    def look() -> tuple[bytes | None, str]:
-        # What is kept of a site that has been revoked since is not used any more.
-        if book.read().member(site.name) is None:
-            return None, ""
-        try:
-            return operator.checked(site.name, expected), ""
-        except (EnrolmentRefused, ProofRefused, PlatformUnavailable) as error:
-            return None, str(error)
+    deployment: Deployment
+    operator: Operator
+    tell: Tell
 
-    found = _await(deployment, site, look, "it has not enrolled yet", tell)
-    tell(f"{role}: {expected} is enrolled")
-    return found
+    def launch(self, requests: Mapping[str, NodeRequest]) -> Mapping[str, Node]:
+        """Have a machine for each site, by its name, that is not held back."""
+        nodes = {}
+        for name, request in requests.items():
+            if f"{SITE_PREFIX}{name}" not in self.deployment.held_back:
+                nodes[name] = roles.fill(self.deployment, request, self.tell)
+                give_way(self.deployment, self.tell)
+        return nodes
+
+    def expected(self, site: SiteMachine, node: Node | None) -> PlatformIdentity | None:
+        """Who may enrol as a site; None for nobody, if its key is known already.
+
+        A pod has to show its keys first; one whose keys are kept enrols nothing.
+        """
+        if node is None:
+            return None
+        if site.provider != KUBERNETES:
+            return _machine(site, node.id)
+        if _kept_key(self.operator, site) is not None:
+            return None
+
+        def look() -> tuple[PlatformIdentity | None, str]:
+            return pod_sites.expected(self.deployment, self.operator, site, node), ""
+
+        return self._await(site, node, look, "it has not shown its keys yet")
+
+    def await_key(
+        self, site: SiteMachine, node: Node | None, expected: PlatformIdentity | None
+    ) -> bytes:
+        """Wait until a machine has enrolled; the key of its identity.
+
+        Of one that is held back, nobody is expected: its key must be known.
+        """
+        role = f"{SITE_PREFIX}{site.name}"
+        kept = _kept_key(self.operator, site)
+        if kept is not None:
+            self.tell(f"{role}: its keys are in {site.home.url}")
+            return kept
+        if node is None or expected is None:
+            raise ComputeError(f"{role}: its machines could not start; see above")
+        book = BookFile(folder=self.operator.aggregator)
+
+        def look() -> tuple[bytes | None, str]:
+            # What is kept of a site that has been revoked since is not used any more.
+            if book.read().member(site.name) is None:
+                return None, ""
+            try:
+                return self.operator.checked(site.name, expected), ""
+            except (EnrolmentRefused, ProofRefused, PlatformUnavailable) as error:
+                return None, str(error)
+
+        found = self._await(site, node, look, "it has not enrolled yet")
+        self.tell(f"{role}: {expected} is enrolled")
+        return found
+
+    def _await(
+        self,
+        site: SiteMachine,
+        launched: Node,
+        look: Callable[[], tuple[_Found | None, str]],
+        expected: str,
+    ) -> _Found:
+        """Look for something of a machine until it is there, or the machine is gone.
+
+        Args:
+            site: Whose machine it is.
+            launched: The machine, which its service may list late.
+            look: Finds it, or says why it is not there; empty if nothing is wrong.
+            expected: Why it is not there while nothing is wrong.
+        """
+        wait = _EnrolmentWait(self.deployment, site, launched)
+        told = expected
+        while True:
+            found, why = look()
+            if found is not None:
+                return found
+            give_way(self.deployment, self.tell)
+            node = wait.look()
+            why = why or (node.trouble if node is not None else "") or expected
+            if why != told:
+                self.tell(f"{launched.name}: {why}")
+            told = why
+            wait.check(node, told)
+            self.deployment.clock.sleep(_LOOK_SECONDS)
 
 
 def _kept_key(operator: Operator, site: SiteMachine) -> bytes | None:
@@ -374,77 +421,53 @@ def _kept_key(operator: Operator, site: SiteMachine) -> bytes | None:
     return kept
 
 
-def _await(
-    deployment: Deployment,
-    site: SiteMachine,
-    look: Callable[[], tuple[_Found | None, str]],
-    expected: str,
-    tell: Tell,
-) -> _Found:
-    """Look for something of a machine until it is there, or the machine is gone.
-
-    Args:
-        deployment: The deployment.
-        site: Whose machine it is.
-        look: Finds it, or says why it is not there; empty if nothing is wrong.
-        expected: Why it is not there while nothing is wrong.
-        tell: Called with a word whenever the reason is another one.
-    """
-    wait, role = _EnrolmentWait(deployment, site), f"{SITE_PREFIX}{site.name}"
-    told = expected
-    while True:
-        found, why = look()
-        if found is not None:
-            return found
-        node = _node(deployment, site, role)
-        why = why or (node.trouble if node is not None else "") or expected
-        if why != told:
-            tell(f"{role}: {why}")
-        told = why
-        wait.check(node, told)
-        deployment.clock.sleep(_LOOK_SECONDS)
-
-
 class _EnrolmentWait:
     """The start of a site's machine, until it has enrolled."""
 
-    def __init__(self, deployment: Deployment, site: SiteMachine) -> None:
-        self._deployment, self._site = deployment, site
-        now = deployment.clock.monotonic()
-        self._end, self._next_log = now + ENROL_SECONDS, now + _LOG_SECONDS
+    def __init__(
+        self, deployment: Deployment, site: SiteMachine, launched: Node
+    ) -> None:
+        self._pool, self._clock = deployment.pools[site.pool], deployment.clock
+        self._labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+        self._launched = launched
+        now = self._clock.monotonic()
+        self._seen, self._end = now, now + ENROL_SECONDS
+        self._next_log = now + _LOG_SECONDS
+
+    def look(self) -> Node | None:
+        """What its service knows of the machine; None if it does not list it."""
+        # Others of this role may be listed, which have ended before.
+        nodes = self._pool.nodes(self._labels)
+        return next((node for node in nodes if node.id == self._launched.id), None)
 
     def check(self, node: Node | None, told: str) -> None:
         """Raise an error if it has ended, failed or takes too long.
 
         Args:
-            node: The machine; None if it is gone.
+            node: The machine, as it was looked for.
             told: Why it is still awaited.
         """
-        what, log, now = "has ended", "", self._deployment.clock.monotonic()
+        now = self._clock.monotonic()
         if node is not None:
-            if now < min(self._next_log, self._end):
+            self._seen = now
+        elif now - self._seen <= _UNLISTED_SECONDS:
+            return
+        what, log = "has ended", ""
+        if node is not None:
+            is_there = node.state is not NodeState.GONE
+            if is_there and now < min(self._next_log, self._end):
                 return
             self._next_log = now + _LOG_SECONDS
-            log = self._deployment.pools[self._site.pool].log(node.id)
-            what = "is not ready in time"
+            log = self._pool.log(node.id)
+            what = "is not ready in time" if is_there else what
             if console.has_failed(log):
                 what = "could not start the site"
-            elif now < self._end:
+            elif is_there and now < self._end:
                 return
         raise ComputeError(
-            f"{SITE_PREFIX}{self._site.name}: its machine {what}: {told}. Its console "
-            f"ends:\n{console.end_of(log)}"
+            f"{self._launched.name}: its machine {what}: {told}. Its console ends:\n"
+            f"{console.end_of(log)}"
         )
-
-
-def _node(deployment: Deployment, site: SiteMachine, role: str) -> Node | None:
-    """The machine of a role; None if it is gone."""
-    labels = {DEPLOYMENT: deployment.name}
-    nodes = deployment.pools[site.pool].nodes(labels)
-    alive = [
-        each for each in nodes if each.name == role and each.state is not NodeState.GONE
-    ]
-    return alive[-1] if alive else None
 
 
 def _machine(site: SiteMachine, instance: str = "") -> PlatformIdentity:

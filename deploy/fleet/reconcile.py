@@ -70,6 +70,30 @@ def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
         )
 
 
+def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
+    """Refuse to share a name with a folder that has launched under it before.
+
+    Two commands may start at once in two folders: neither finds a node, and each
+    launches its own. Who has the oldest node keeps the name; of two as old, one of
+    them. So whoever looks comes to the same answer, as soon as it sees both.
+
+    Raises:
+        ComputeError: The oldest node that is not gone has another owner.
+    """
+    alive = [node for node in nodes if node.state is not NodeState.GONE]
+    first = min(alive, key=_age, default=None)
+    if first is not None and first.labels.get(OWNER) != owner:
+        raise ComputeError(
+            f"deployment {deployment!r} is brought up from another folder at the same "
+            f"time, which was first: {first.name} ({first.id}). Use that folder or "
+            "choose another name"
+        )
+
+
+def _age(node: Node) -> tuple[float, str, str]:
+    return node.launched, node.labels.get(OWNER, ""), node.id
+
+
 def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
     """Decide what to do for a role.
 

@@ -14,7 +14,7 @@ from cloud_adapters.compute.pool import (
 )
 from deploy.fleet import reconcile, spending
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import DEPLOYMENT, Decision, NodeRole
+from deploy.fleet.reconcile import DEPLOYMENT, OWNER, Decision, NodeRole
 from federation.errors import ComputeError
 
 _END_SECONDS, _LEAST_SECONDS = 90.0, 60.0
@@ -51,7 +51,9 @@ def decide(deployment: Deployment, request: NodeRequest) -> Decision:
     if spec.line is not None:
         settings += repr(spec.line).encode()
     digest = hashlib.sha256(settings).hexdigest()[:_SETTINGS_DIGITS]
-    found = deployment.pools[request.pool].nodes({DEPLOYMENT: deployment.name})
+    # Another folder's node of this role is not ours to end.
+    ours = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+    found = deployment.pools[request.pool].nodes(ours)
     role = NodeRole(name=spec.name, settings=digest)
     return reconcile.decide(role, found, deployment.launched(spec.name))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE
 from federation.errors import ComputeError
 from federation.protocols import Clock
 
@@ -17,12 +17,13 @@ Tell = Callable[[str], None]
 def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     """End a deployment's nodes: sites first, so that they can say that they leave.
 
+    A service that fails keeps no node of the others alive, and a node of another
+    folder none of this one.
+
     Args:
         deployment: What is known of it.
         any_owner: Whether to end also what another folder has started.
         tell: Called with a word about every step.
-
-    A service that fails keeps no node of the others alive.
 
     Returns:
         How many nodes were ended.
@@ -36,7 +37,12 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     # The aggregator's, which is the first, comes last: sites tell it that they leave.
     for pool in reversed([*deployment.pools.values()]):
         try:
-            ended += _end_all(deployment, pool, any_owner=any_owner, tell=tell)
+            found = pool.nodes({DEPLOYMENT: deployment.name})
+            ended += _end_all(
+                deployment, pool, found if any_owner else _own(deployment, found), tell
+            )
+            if not any_owner:
+                reconcile.check_owner(found, deployment.owner, deployment.name)
         except ComputeError as error:
             failures.append(error)
     if not failures:
@@ -47,17 +53,39 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
         raise first
     told = "; ".join(map(str, failures))
     raise type(first)(
-        f"{told}; {ended} nodes of other services were ended. Give this command again"
+        f"{told}; {ended} other nodes were ended. Give this command again"
     ) from first
 
 
+def give_way(deployment: Deployment, tell: Tell) -> None:
+    """End all that this folder has started if another one was first with its name.
+
+    Raises:
+        ComputeError: Another one was, or a service fails.
+    """
+    found = [
+        node
+        for pool in deployment.pools.values()
+        for node in pool.nodes({DEPLOYMENT: deployment.name})
+    ]
+    try:
+        reconcile.check_first(found, deployment.owner, deployment.name)
+    except ComputeError as error:
+        tell(f"{error}; what was launched from this one is ended")
+        for pool in reversed([*deployment.pools.values()]):
+            own = _own(deployment, pool.nodes({DEPLOYMENT: deployment.name}))
+            _end_all(deployment, pool, own, tell)
+        raise
+
+
+def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
+    return [node for node in found if node.labels.get(OWNER) == deployment.owner]
+
+
 def _end_all(
-    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
+    deployment: Deployment, pool: ComputePool, found: Sequence[Node], tell: Tell
 ) -> int:
-    """End the nodes of one service; how many."""
-    found = pool.nodes({DEPLOYMENT: deployment.name})
-    if not any_owner:
-        reconcile.check_owner(found, deployment.owner, deployment.name)
+    """End nodes of one service; how many."""
     alive = [node for node in found if node.state is not NodeState.GONE]
     sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
     others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]

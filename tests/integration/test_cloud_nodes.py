@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_a_cloud_that_fails_keeps_no_machine_of_another(clouds: Clouds):
     assert [node["node"] for node in json.loads(shown.stdout)] == [f"site-{SITES[1]}"]
     down = crossfed("down", str(clouds.path), "--any-owner", code=FAILED)
     assert "ec2:RunInstances" in down.stderr
-    assert "1 nodes of other services were ended" in down.stderr
+    assert "1 other nodes were ended" in down.stderr
     assert clouds.gcp.instances == {}
     clouds.aws.refusal = lambda _: None
     crossfed("down", str(clouds.path), "--any-owner")
@@ -277,13 +278,29 @@ def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
         clouds.launch(deployment.owner)
         deployment.clock = VirtualClock()
         site = deployment.plan.file.sites[1]
-        node = cloud_sites._node(deployment, site, f"site-{site.name}")
-        start = cloud_sites._EnrolmentWait(deployment, site)
-        start.check(node, "it has not enrolled yet")
+        (node,) = deployment.pools[site.pool].nodes({})
+        wait = cloud_sites._EnrolmentWait(deployment, site, node)
+        wait.check(wait.look(), "it has not enrolled yet")
         deployment.clock.sleep(20.0)
         with pytest.raises(ComputeError, match="could not start the site") as caught:
-            start.check(node, "it has not enrolled yet")
+            wait.check(wait.look(), "it has not enrolled yet")
     assert str(caught.value).endswith(clouds.gcp.console)
+
+
+def test_a_machine_of_before_is_not_taken_for_one_that_is_listed_late(clouds: Clouds):
+    """EC2 lists one that has ended for an hour, and a new one only after a while."""
+    with clouds.opened() as deployment:
+        clouds.launch(deployment.owner)
+        site = deployment.plan.file.sites[0]
+        pool = deployment.pools[site.pool]
+        (node,) = pool.nodes({})
+        pool.terminate([node.id])
+        wait = cloud_sites._EnrolmentWait(deployment, site, replace(node, id="i-new"))
+        assert wait.look() is None
+        wait.check(None, "it has not enrolled yet")
+        old = cloud_sites._EnrolmentWait(deployment, site, node)
+        with pytest.raises(ComputeError, match="its machine has ended"):
+            old.check(old.look(), "it has not enrolled yet")
 
 
 def test_up_refuses_a_deadline_without_prices(clouds: Clouds):

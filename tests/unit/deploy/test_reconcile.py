@@ -1,5 +1,6 @@
 """What has to happen so that the nodes that run become those that are wanted."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,35 @@ def test_a_node_that_fits_is_kept():
     for state in (NodeState.STARTING, NodeState.RUNNING):
         found = decide(ROLE, [node(1, state)], 1)
         assert found == Decision(role=ROLE, node=node(1, state), number=1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.sampled_from(NodeState)),
+        max_size=6,
+    )
+)
+def test_of_two_folders_one_keeps_the_name(found: list[tuple[str, int, NodeState]]):
+    """Whatever both see: never none, and never both if both have a node."""
+    nodes = [
+        replace(node(at, state, owner=owner), launched=float(launched))
+        for at, (owner, launched, state) in enumerate(found)
+    ]
+    alive = {n.labels["crossfed-owner"] for n in nodes if n.state is not NodeState.GONE}
+    stay = set()
+    for owner in alive:
+        with contextlib.suppress(ComputeError):
+            reconcile.check_first(nodes, owner, "fed")
+            stay.add(owner)
+    assert len(stay) == min(1, len(alive))
+
+
+def test_who_was_first_is_named():
+    """By the node, which may be looked at."""
+    nodes = [node(2, NodeState.RUNNING), node(1, NodeState.STARTING, owner="other")]
+    with pytest.raises(ComputeError, match=r"was first: site-a \(site-a-1\)"):
+        reconcile.check_first(nodes, "o", "fed")
+    reconcile.check_first(nodes, "other", "fed")
 
 
 def test_the_first_launch_has_number_one():

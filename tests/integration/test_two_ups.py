@@ -1,0 +1,184 @@
+"""Two people bring up one federation at the same time, each from a folder of their own.
+
+Each command has looked before the other has launched anything, and found nobody.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from integration.test_cloud_nodes import (
+    SITES,
+    Clouds,
+    clouds as clouds,  # noqa: PLC0414 -- a fixture
+)
+from support.ec2_server import IMAGE
+from support.enrolments import Federation
+from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
+
+from cloud_adapters.compute.pool import NodeState
+from deploy.fleet import cloud_sites, deployment as fleet, deployment_file
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.reconcile import DEPLOYMENT, OWNER, ROLE
+from federation.clock import SystemClock, VirtualClock
+from federation.errors import ComputeError
+
+pytestmark = pytest.mark.slow
+
+RELEASE = f"""
+[release]
+wheel = "https://example.org/x.whl"
+sha256 = "{"ab" * 32}"
+"""
+MACHINES = {
+    'type = "m5.large"': f"""image = "{IMAGE}"
+identity = "crossfed-profile"
+role = "arn:aws:iam::{ACCOUNT}:role/{ROLE_NAME}"
+""",
+    'type = "e2-standard-4"': f'identity = "{EMAIL}"',
+}
+ROLES = [f"site-{site}" for site in SITES]
+
+
+class Pausing(VirtualClock):
+    """Has something happen while its owner waits for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock().now())
+        self.pause = cloud_sites.ENROL_SECONDS
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        what, self.meanwhile = self.meanwhile, lambda: None
+        what()
+        super().sleep(max(seconds, self.pause))
+
+
+class Person:
+    """One who has the deployment file, and has just given ``crossfed up``."""
+
+    def __init__(self, folder: Path, text: str, owner: bytes, stack: ExitStack) -> None:
+        folder.mkdir()
+        path = folder / "fed.toml"
+        path.write_text(text)
+        self.clock, self.told = Pausing(), list[str]()
+        self.config = Federation(folder=folder).config
+        plan = deployment_file.load(path)
+        # EC2 tells times to the second, so that names may decide.
+        self.deployment: Deployment = stack.enter_context(
+            fleet.opened(plan, random_bytes=lambda n: owner * n, clock=self.clock)
+        )
+
+    def up(self) -> str:
+        """Have the sites work; why that failed: no machine boots here."""
+        with pytest.raises(ComputeError) as raised:
+            cloud_sites.bring_up(
+                self.deployment,
+                self.config,
+                "192.0.2.1:8443",
+                accept="",
+                random_bytes=os.urandom,
+                tell=self.told.append,
+            )
+        return str(raised.value)
+
+    def alive(self) -> list[str]:
+        """Roles of the machines that anybody has, if all are this person's."""
+        found = [
+            node
+            for pool in self.deployment.pools.values()
+            for node in pool.nodes({DEPLOYMENT: "fed"})
+            if node.state is not NodeState.GONE
+        ]
+        assert {node.labels[OWNER] for node in found} <= {self.deployment.owner}
+        return sorted(node.labels[ROLE] for node in found)
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def people(clouds: Clouds, tmp_path: Path, stack: ExitStack) -> list[Person]:
+    clouds.aws.make_profile("crossfed-profile")
+    text = clouds.path.read_text()
+    for machine, more in MACHINES.items():
+        assert machine in text
+        text = text.replace(machine, f"{machine}\n{more}")
+    text += RELEASE
+    return [
+        Person(tmp_path / name, text, owner, stack)
+        for name, owner in (("first", b"a"), ("second", b"b"))
+    ]
+
+
+def test_who_launches_second_ends_its_own_machines_alone(
+    people: list[Person], clouds: Clouds
+):
+    """It names the machine that was there first; that one never notices."""
+    first, second = people
+    seen: list[str] = []
+    first.clock.meanwhile = lambda: seen.append(second.up())
+    # Nothing boots here: that it waits to the end shows that it goes on.
+    assert "is not ready in time" in first.up()
+    (refusal,) = seen
+    assert "from another folder at the same time, which was first: site-" in refusal
+    assert any("is ended" in line for line in second.told)
+    assert any("ended i-" in line for line in second.told)
+    assert first.alive() == ROLES
+    # The second had launched one machine before it looked again.
+    assert (len(clouds.aws.launches()), len(clouds.gcp.inserted)) == (2, 1)
+
+
+def test_nobody_ends_the_machines_of_the_other(people: list[Person], clouds: Clouds):
+    """Though they fill the same roles, with other settings."""
+    first, second = people
+    clouds.launch(first.deployment.owner)
+    assert "which was first" in second.up()
+    assert "its settings have changed" not in "".join(second.told)
+    assert first.alive() == ROLES
+
+
+def test_a_machine_that_has_ended_is_named_as_such(
+    people: list[Person], clouds: Clouds
+):
+    """And not one that its service lists late, as EC2 does."""
+    first, _ = people
+    first.clock.pause = 1.0
+    clouds.aws.is_blind = True
+
+    def appear() -> None:
+        clouds.aws.mend()
+        first.clock.meanwhile = end
+
+    def end() -> None:
+        pool = clouds.aws.pool()
+        pool.terminate([node.id for node in pool.nodes({})])
+
+    first.clock.meanwhile = appear
+    begin = first.clock.monotonic()
+    assert f"{ROLES[0]}: its machine has ended" in first.up()
+    assert first.clock.monotonic() - begin < 10
+    assert first.alive() == ROLES[1:]
+
+
+def test_who_was_first_is_seen_late(people: list[Person], clouds: Clouds):
+    """The service lists no machine for a while: each goes on until it does."""
+    first, second = people
+    clouds.launch(first.deployment.owner)
+    clouds.aws.is_blind = True
+    second.clock.pause = 1.0
+    hidden = clouds.gcp.instances.copy()
+    clouds.gcp.instances.clear()
+
+    def appear() -> None:
+        clouds.aws.mend()
+        clouds.gcp.instances.update(hidden)
+
+    second.clock.meanwhile = appear
+    assert "which was first" in second.up()
+    assert first.alive() == ROLES
