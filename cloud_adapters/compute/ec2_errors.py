@@ -108,7 +108,7 @@ _ROWS: Mapping[Refusal, str] = {
     Refusal(
         ComputeUnauthenticated,
         "the service does not know or accept these credentials: check which are in use "
-        "(aws sts get-caller-identity), and the region",
+        "(aws sts get-caller-identity), the region, and this machine's clock",
     ): "AuthFailure",
     Refusal(
         ComputeUnavailable,

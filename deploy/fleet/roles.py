@@ -14,8 +14,10 @@ from cloud_adapters.compute.pool import (
 )
 from deploy.fleet import reconcile, spending
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import CONTAINERS, LOCAL
 from deploy.fleet.reconcile import DEPLOYMENT, OWNER, Decision, NodeRole
 from federation.errors import ComputeError
+from privacy.membership.certificates import EARLY_SECONDS
 
 _END_SECONDS, _LEAST_SECONDS = 90.0, 60.0
 _SETTINGS_DIGITS = 16
@@ -67,7 +69,8 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
         tell: Called with a word about every step.
 
     Raises:
-        ComputeError: It could not be launched, or the one that it replaces not ended.
+        ComputeError: It could not be launched, or the one that it replaces not ended;
+            or this host's clock is wrong.
     """
     pool, role_name = deployment.pools[request.pool], request.spec.name
     decision = decide(deployment, request)
@@ -87,16 +90,21 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
         return decision.node
     number, spec = decision.number, _within_budget(deployment, request)
     while True:
+        # A launch that is repeated may find a machine that is hours old.
+        is_new = number > deployment.launched(role_name)
         deployment.note_launch(role_name, number)
         labels = reconcile.labels(
             deployment.name, deployment.owner, decision.role, number
         )
+        begin = deployment.clock.now()
         node = pool.launch(
             replace(spec, labels=labels),
             f"{deployment.owner}/{role_name}/{number}",
         )
         if node.state is not NodeState.GONE:
             tell(f"{role_name}: launched {node.id}")
+            if is_new and request.pool not in {LOCAL, CONTAINERS}:
+                _check_clock(deployment, request.pool, node, begin)
             return node
         # An earlier command launched it with this number, and it has ended since.
         number += 1
@@ -126,3 +134,25 @@ def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
         )
     text = request.user_data(left) if request.user_data else spec.user_data
     return replace(spec, max_seconds=left, user_data=text)
+
+
+def _check_clock(deployment: Deployment, pool: str, node: Node, begin: float) -> None:
+    """End a machine whose certificate would not be valid yet, or hours be miscounted.
+
+    Its cloud says when it was launched: that was between ``begin`` and now.
+
+    Raises:
+        ComputeError: This host's clock says something else.
+    """
+    ahead = begin - node.launched
+    behind = node.launched - deployment.clock.now()
+    if max(ahead, behind) <= EARLY_SECONDS:
+        return
+    deployment.pools[pool].terminate({node.id})
+    seconds, way = max((ahead, "ahead of"), (behind, "behind"))
+    raise ComputeError(
+        f"this host's clock is {seconds / 60:.0f} minutes {way} that of {pool}: "
+        "certificates would not be valid on machines, and hours and dollars would be "
+        f"wrong. Set it (timedatectl, chrony) and give this command again; {node.id} "
+        "is ended"
+    )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -335,8 +336,8 @@ def test_doctor_and_a_file_without_credentials(
 
 
 @pytest.mark.skipif(not network.possible(), reason="needs root")
-def test_machines_prove_who_they_are_at_the_services_real_address(tmp_path: Path):
-    """No setting names it: the libraries look where a machine would."""
+def test_machines_ask_the_service_at_its_real_address(tmp_path: Path):
+    """Who they are, and whether they are taken back; no setting names the address."""
     hosts = tmp_path / "hosts"
     hosts.write_text("169.254.169.254 metadata.google.internal\n")
     inside = (
@@ -354,9 +355,18 @@ def test_machines_prove_who_they_are_at_the_services_real_address(tmp_path: Path
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    aws, gcp = done.stdout.splitlines()
+    aws, aws_notice, gcp, gcp_notice = done.stdout.splitlines()
     assert aws == "aws 123456789012 crossfed-site i-0123456789abcdef0"
     assert gcp == "gcp p-1 site@p-1.iam.gserviceaccount.com europe-west4-a/site-b"
+    assert re.fullmatch(
+        r"spot EC2 will terminate this machine in 1[12]\d s: this site leaves after "
+        r"its task, within (9\d|100) s",
+        aws_notice,
+    )
+    assert gcp_notice == (
+        "spot Compute Engine preempts this machine in 30 s: this site leaves after its "
+        "task, within 10 s"
+    )
 
 
 def test_what_a_job_needs():

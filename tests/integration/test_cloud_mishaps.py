@@ -1,11 +1,15 @@
-"""Two people bring up one federation at the same time, each from a folder of their own.
+"""What may go wrong around a command that launches machines of clouds.
 
-Each command has looked before the other has launched anything, and found nobody.
+Two people bring up one federation at the same time, each from a folder of their own:
+each command has looked before the other has launched anything, and found nobody. A
+laptop is lost with its folder, or its clock is wrong.
 """
 
 import os
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from support.enrolments import Federation
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
 
 from cloud_adapters.compute.pool import NodeState
-from deploy.fleet import cloud_sites, deployment as fleet, deployment_file
+from deploy.fleet import cloud_sites, deployment as fleet, deployment_file, take_down
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import DEPLOYMENT, OWNER, ROLE
 from federation.clock import SystemClock, VirtualClock
@@ -47,8 +51,11 @@ class Pausing(VirtualClock):
 
     def __init__(self) -> None:
         super().__init__(SystemClock().now())
-        self.pause = cloud_sites.ENROL_SECONDS
+        self.pause, self.wrong = cloud_sites.ENROL_SECONDS, 0.0
         self.meanwhile: Callable[[], None] = lambda: None
+
+    def now(self) -> float:
+        return super().now() + self.wrong
 
     def sleep(self, seconds: float) -> None:
         what, self.meanwhile = self.meanwhile, lambda: None
@@ -182,3 +189,59 @@ def test_who_was_first_is_seen_late(people: list[Person], clouds: Clouds):
     second.clock.meanwhile = appear
     assert "which was first" in second.up()
     assert first.alive() == ROLES
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"), [(3, "180 minutes ahead of"), (-3, "180 minutes behind")]
+)
+def test_a_wrong_clock_is_named_and_costs_nothing(
+    people: list[Person], clouds: Clouds, hours: int, words: str
+):
+    """The machine would refuse the aggregator's certificate, and wait in vain.
+
+    Nor would hours and dollars be right. When the clock is, the same command goes on.
+    """
+    first, _ = people
+    first.clock.wrong = 3600.0 * hours
+    refusal = first.up()
+    assert f"this host's clock is {words} that of aws us-east-1" in refusal
+    assert first.alive() == []
+    assert clouds.gcp.inserted == []
+    first.clock.wrong = 0.0
+    assert "is not ready in time" in first.up()
+    assert first.alive() == ROLES
+    assert len(clouds.aws.launches()) == 2
+
+
+def test_machines_of_a_lost_laptop_are_found_and_ended(
+    people: list[Person], clouds: Clouds, tmp_path: Path, stack: ExitStack
+):
+    """From any other folder that has the file: their labels are all that is needed."""
+    first, _ = people
+
+    def lose() -> None:
+        raise KeyboardInterrupt
+
+    first.clock.meanwhile = lose
+    with pytest.raises(KeyboardInterrupt):
+        first.up()
+    assert first.alive() == ROLES
+    plan = first.deployment.plan
+    stack.close()
+    shutil.rmtree(plan.folder)
+
+    def other(**options: bool) -> AbstractContextManager[Deployment]:
+        moved = replace(plan, folder=tmp_path / "other")
+        return fleet.opened(
+            moved, random_bytes=os.urandom, clock=SystemClock(), **options
+        )
+
+    with pytest.raises(ComputeError, match="was brought up from another") as refused:
+        other().__enter__()
+    assert "--any-owner" in str(refused.value)
+    with other(any_owner=True, make=False) as found:
+        ended = take_down.take_down(found, any_owner=True, tell=first.told.append)
+    assert ended == len(ROLES)
+    assert first.alive() == []
+    with other():  # Now the name is free.
+        pass
