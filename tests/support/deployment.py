@@ -278,8 +278,9 @@ def deployed(
     environment: Mapping[str, str] | None = None,
     sites: Sequence[str] = SITES,
     forked: bool = True,
+    started: bool = True,
 ) -> Iterator[Deployment]:
-    """Make a federation as the how-to says, and end it.
+    """Make a federation as the how-to says, and end it; its sites may be started later.
 
     Its processes are started as people do, or as forks of one; see ``support.forked``.
     """
@@ -305,7 +306,8 @@ def deployed(
         for site in sites:
             _accept_roster(folder / site)
             _set_policy(folder / site / "site.toml", policy)
-            made.start_site(site)
+            if started:
+                made.start_site(site)
         yield made
     finally:
         made.stop()
