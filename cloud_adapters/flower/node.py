@@ -80,6 +80,8 @@ LEAVE_SECONDS = 1.0
 # Flower loses the answer of a node that has gone before the aggregator looked for it,
 # which it does ten times a second.
 TAKEN_SECONDS = 0.5
+# The same of a node that has time to end: a busy aggregator looks later.
+LAST_TAKEN_SECONDS = 5.0
 # How long a connection is kept for the next request: less than our proxy keeps it
 # (75 s), and less than firewalls remember one.
 KEPT_SECONDS = 60.0
@@ -247,13 +249,24 @@ class FlowerNode:
                 if isinstance(letter, Exception):
                     raise letter
                 self._take_or_drop(connection, letter)
-            ended.wait(max(0.0, self._sent_at + TAKEN_SECONDS - self.clock.monotonic()))
+            self._await_taken(letters)
             self.leave()
         finally:
             ended.set()
             for thread in threads:
                 thread.join()
             self._forget(letters)
+
+    def _await_taken(self, letters: "queue.Queue[Envelope | Exception]") -> None:
+        """Give the aggregator time to take the last answer; who asks anew has."""
+        while letters.empty() and self._left_of(LAST_TAKEN_SECONDS) > 0:
+            if self.stopped.wait(STOP_POLL_SECONDS):
+                break
+        self.clock.sleep(self._left_of(TAKEN_SECONDS))
+
+    def _left_of(self, seconds: float) -> float:
+        """What is left of a time after the last answer."""
+        return max(0.0, self._sent_at + seconds - self.clock.monotonic())
 
     def _beat(
         self,

@@ -206,6 +206,19 @@ def test_last_answer_of_a_node_that_stops_is_taken(
     assert answer == {"error": None, "right": True}, running.words
 
 
+def test_last_answer_of_a_node_with_time_is_taken_late(running: Running):
+    """It need not go within a second, and a busy aggregator looks later than that."""
+    running.agent.free.clear()
+    message = running.server.ask("push_query", node=running.node.node_id, size=8)
+    assert running.agent.asked.wait(superlink.PATIENCE_SECONDS)
+    running.node.last.set()
+    running.agent.free.set()
+    wait_for(lambda: running.node._sent_at > 0, "the answer is sent")
+    running.node.clock.sleep(2 * flower_node.TAKEN_SECONDS)
+    answer = running.server.ask("pull", message=message, size=8)
+    assert answer == {"error": None, "right": True}, running.words
+
+
 def test_second_node_with_a_key_waits_for_the_first(
     running: Running, key: ec.EllipticCurvePrivateKey
 ):
