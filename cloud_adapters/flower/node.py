@@ -258,7 +258,7 @@ class FlowerNode:
             self._forget(letters)
 
     def _await_taken(self, letters: "queue.Queue[Envelope | Exception]") -> None:
-        """Give the aggregator time to take the last answer; who asks anew has."""
+        """Give the aggregator time to take the last answer; whoever asks again has."""
         while letters.empty() and self._left_of(LAST_TAKEN_SECONDS) > 0:
             if self.stopped.wait(STOP_POLL_SECONDS):
                 break
