@@ -45,6 +45,6 @@ def requests_of_run(
     lists = _FIRST_LISTS + _LISTS * rounds + chunked * saves
     return BucketRequests(
         writes=saves * (objects + _FILES) + lists,
-        # Before an object is deleted, somebody looks whether it is still the same.
+        # Before an object is deleted, someone looks whether it is still the same.
         reads=max(0, saves - keep) * objects,
     )

@@ -90,12 +90,12 @@ def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     """No price table is read for it, not even for a budget; and nothing moves it."""
     path = tmp_path / "fed.toml"
     path.write_text(CLUSTER)
-    file = deployment_file.load(path).file
-    (site,) = file.sites
+    plan = deployment_file.load(path)
+    (site,) = plan.file.sites
     assert site.pool == "kubernetes c/n"
     assert forecast.place_of(site) == ("", "")
     a_century_later = 4e9
-    prices = spending.budget_prices(file, now=a_century_later)
+    prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5
     assert not moves.is_movable(site)
 
