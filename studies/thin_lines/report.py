@@ -315,7 +315,8 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         "on lines of the same width. The model\nof time has one constant for each kind "
         "of update, the seconds that messages take besides their bytes, from the\nrows "
         "marked *c*. DDP is predicted as a ring, without one. A step takes the stated "
-        "seconds by waiting; what a busy\nmachine adds to messages is in the rounds.\n"
+        "seconds by waiting; what a busy\nmachine adds to messages is in the rounds. "
+        "What overlap costs in loss is not measured here.\n"
     )
     heads = (
         "exchange",
