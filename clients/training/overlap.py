@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from federation.messages import MetricSums
-from federation.vectors import Arrays, IntegerVector, Vector
+from federation.vectors import Arrays, IntegerVector, Layout, Role, Vector
 
 _WEIGHTS, _INTEGERS = "overlap/weights", "overlap/integers"
 
@@ -69,6 +69,21 @@ def mixed(own_d: Vector, weights_d: Vector, *, mix: float) -> Vector:
     found_d = own_d * np.float32(mix)
     found_d += weights_d * np.float32(1 - mix)
     return found_d
+
+
+def arrived(
+    own_m: IntegerVector, integers_m: IntegerVector, layout: Layout
+) -> IntegerVector:
+    """Return the integers that a site continues with, each by its role.
+
+    Args:
+        own_m: The site's own, after the steps that it took ahead.
+        integers_m: The model's.
+        layout: Of the model.
+    """
+    largest_m = np.maximum(own_m, integers_m)
+    found_m = np.where(layout.integer_mask(Role.MAX), largest_m, integers_m)
+    return np.where(layout.integer_mask(Role.KEEP), own_m, found_m)
 
 
 class WorkAhead:

@@ -33,6 +33,7 @@ from clients.training.overlap import (
     AheadSteps,
     OwnWeights,
     WorkAhead,
+    arrived,
     mixed,
     own_weights,
 )
@@ -155,7 +156,7 @@ class TorchTrainer:
         mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
         seed = torch_seed(self._seed, "training", self.site, round_index, *mine)
         if self.job.training.overlap_steps and own_weights(kept) is not None:
-            return self._fit_overlapped(weights_d, round_index, kept, seed)
+            return self._fit_overlapped(weights_d, integers_m, round_index, kept, seed)
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
@@ -172,16 +173,22 @@ class TorchTrainer:
             self._ahead.begin(round_index, kept)
 
     def _fit_overlapped(
-        self, weights_d: Vector, round_index: int, kept: Arrays, seed: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        round_index: int,
+        kept: Arrays,
+        seed: int,
     ) -> LocalWeights:
         """Train on from steps that were taken ahead, mixed with the global weights."""
         training = self.job.training
         first = self._ahead.take(round_index, kept)
         start_d = mixed(first.weights_d, weights_d, mix=training.overlap_mix)
+        arrived_m = arrived(first.integers_m, integers_m, self.pool.layout)
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights:
-                model.load(start_d, first.integers_m)
+                model.load(start_d, arrived_m)
                 return self._train(
                     model.module,
                     round_index,

@@ -22,6 +22,7 @@ from federation.ids import SiteId
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights, Trainer
 from federation.rounds.cost import WorkSeconds
+from federation.vectors import Layout, Role
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
@@ -137,6 +138,37 @@ def test_nothing_is_begun_after_the_last_round():
     last = fit(trainer, *pool.initial_weights(), round_index=1)
     trainer.work_ahead(trainer.job.rounds + 1, last.kept)
     assert trainer._ahead._begun is None
+
+
+def test_integers_continue_by_their_role():
+    """The server's at every site, the largest, or the site's own."""
+    roles = (Role.FROM_SERVER, Role.MAX, Role.MAX, Role.KEEP)
+    tensors = [(f"i{n}", (), "int64", role) for n, role in enumerate(roles)]
+    tensors.append(("weight", (1,), "float32", Role.PARAMETER))
+    own_m, integers_m = np.array([7, 7, 7, 7]), np.array([5, 5, 9, 5])
+    found_m = overlap.arrived(own_m, integers_m, Layout.build(tensors))
+    assert found_m.tolist() == [5, 7, 9, 7]
+
+
+@pytest.mark.parametrize(
+    ("role", "calls"), [("from_server", STEPS - AHEAD), ("keep", 2 * STEPS)]
+)
+def test_a_counter_continues_by_its_role(role: str, calls: int):
+    """After steps ahead, from the server's value or from the site's own."""
+    job = small_job(
+        model={
+            "factory": "support.users_module:noting_network",
+            "options": {"in_frozen": False},
+            "integer_buffers": {"*": role},
+        },
+        training={"local_steps": STEPS, "overlap_steps": AHEAD, "batch_size": BATCH},
+    )
+    pool = ModelPool(job)
+    trainer = TorchTrainer(job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT)
+    weights_d, integers_m = pool.initial_weights()
+    first = fit(trainer, weights_d, integers_m, round_index=1)
+    second = fit(trainer, weights_d, integers_m, round_index=2, kept=first.kept)
+    assert second.integers_m.tolist() == [calls]
 
 
 def state_of(value: float) -> dict[str, np.ndarray]:
