@@ -29,7 +29,7 @@ from federation.compression.rotation import padded
 from federation.errors import FederationError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
-from federation.messages import RoundTask, SiteMessage, Task
+from federation.messages import FailureKind, RoundTask, SiteFailure, SiteMessage, Task
 from privacy.secagg.agreement.certificate import Certificate
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.digits import Digits
@@ -185,6 +185,41 @@ def test_restarted_site_gets_the_whole_model_and_follows_again(optimizer: str):
         for name, one in found.sites.items()
     }
     assert set(models.values()) == {digest(found.state.weights_d)}
+
+
+class Redelivered:
+    """A site that receives every task of a round twice, and answers both."""
+
+    def __init__(self, site: Any) -> None:
+        self.site = site
+        self.second: dict[int, SiteMessage] = {}
+
+    def handle(self, task: Task) -> SiteMessage:
+        first: SiteMessage = self.site.handle(task)
+        if isinstance(task, RoundTask):
+            self.second[task.round_index] = self.site.handle(task)
+        return first
+
+
+def test_redelivered_task_is_refused_as_answered():
+    """Not as one for which the site has no keys: that costs a new setup."""
+    twice: list[Redelivered] = []
+
+    def wrap(site: Any) -> Redelivered:
+        twice.append(Redelivered(site))
+        return twice[0]
+
+    sent = Sent()
+    found = run(level_job(**SUMS), fault=sent, wraps={SITE: wrap})
+    assert found.statuses() == ["completed"] * ROUNDS
+    kinds = {
+        index: (answer.kind, "already answered" in answer.message)
+        for index, answer in twice[0].second.items()
+        if isinstance(answer, SiteFailure)
+    }
+    refused = (FailureKind.INVALID, True)
+    assert kinds == dict.fromkeys(range(1, ROUNDS + 2), refused)
+    assert {index for index, _ in sent.wholes} == {1}
 
 
 class Restarts:
