@@ -18,6 +18,7 @@ from federation.rounds.cost import GOOD_SHARE, Cost, Speeds
 from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
 from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.levels import KEPT
 
 _MAX_SITES_WITH_LINES = 8
 
@@ -150,6 +151,23 @@ def _bytes(spans: tuple[Span, Span]) -> str:
     return f"{down} bytes down, {up} up"
 
 
+def _reach(job: JobSpec) -> str:
+    """How far a bad site can move the mean of one sum, and what helps."""
+    clip = job.update_clip_norm
+    if job.privacy.secure_aggregation.levels is None:
+        return (
+            f"the clip norm, {clip:g}. For a robust rule see "
+            "privacy.secure_aggregation.groups"
+        )
+    times = ""
+    if job.aggregation.weights != "uniform":
+        times = ", times the number of sites over the sum of their weights"
+    return (
+        f"{1 + KEPT:g} times the clip norm, {(1 + KEPT) * clip:g}{times}: with few "
+        f"levels an honest site may add what was left out, up to {KEPT:g} clip norms"
+    )
+
+
 def bad_site_notice(job: JobSpec) -> str:
     """Say what limits a bad site's part in a secure sum; empty without such sums."""
     secure, rule = job.privacy.secure_aggregation, job.aggregation.combine
@@ -158,8 +176,7 @@ def bad_site_notice(job: JobSpec) -> str:
     if secure.groups is None:
         return (
             f"one sum over {len(job.sites)} sites: a bad site can move the mean by up "
-            f"to the clip norm, {job.update_clip_norm:g}. For a robust rule see "
-            "privacy.secure_aggregation.groups"
+            f"to {_reach(job)}"
         )
     bad = job.aggregation.byzantine_sites
     sites = "site" if bad == 1 else "sites"
