@@ -15,7 +15,7 @@ from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
 )
-from federation.job.spec import JobSpec, OptimizerSpec, PartitionSpec
+from federation.job.spec import JobSpec, OptimizerSpec, PartitionSpec, TrainingSpec
 
 
 def check(job: JobSpec) -> JobSpec:
@@ -127,6 +127,11 @@ def _check_overlap(job: JobSpec) -> None:
     """Refuse steps ahead of their round where they would do something else."""
     training, key = job.training, "training.overlap_steps"
     if not training.overlap_steps:
+        if training.overlap_mix != TrainingSpec().overlap_mix:
+            raise JobError(
+                "nothing is mixed without overlap_steps: set it, or remove this key",
+                key="training.overlap_mix",
+            )
         return
     if training.local_steps is None or training.overlap_steps >= training.local_steps:
         raise JobError(

@@ -6,7 +6,11 @@ nothing.
 
 from federation.compression import codec
 from federation.errors import JobError
-from federation.job.privacy_job import LEVELS, DifferentialPrivacySpec
+from federation.job.privacy_job import (
+    LEVELS,
+    DifferentialPrivacySpec,
+    SecureAggregationSpec,
+)
 from federation.job.spec import JobSpec
 
 
@@ -46,12 +50,13 @@ def check_secure_aggregation(job: JobSpec) -> None:
         job.communication.codec.name != "identity",
         "communication.codec.name",
         f"updates are sent as masked ring elements of {table}.ring_bits bits: choose "
-        "identity here, and fewer bits there",
+        f"identity here, and fewer bits there, or {table}.levels",
     )
     _refuse(
         job.communication.links.changes,
         "communication.down_content",
-        "sites sign the digest of the whole model that they receive: use model",
+        "sites sign the digest of the whole model that they receive: use model, or sum "
+        f"with {table}.levels",
     )
     _refuse(
         job.aggregation.weights == "dynamic",
@@ -134,6 +139,11 @@ def _check_levels(job: JobSpec) -> None:
         key,
         f"{secure.levels} levels are not supported: choose one of "
         f"{', '.join(map(str, LEVELS))}",
+    )
+    _refuse(
+        secure.ring_bits != SecureAggregationSpec().ring_bits,
+        f"{table}.ring_bits",
+        "values in few levels are no words of the ring: remove one of the two keys",
     )
     _refuse(
         job.communication.links.sums

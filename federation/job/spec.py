@@ -21,7 +21,8 @@ from federation.job.storage_job import StorageSpec
 # Keys that other parts of the product will bring. Naming one is refused with this
 # word instead of "unknown key", so that no one believes it to be in force.
 PLANNED_KEYS: Mapping[str, str] = {
-    "communication.overlap": "overlapped communication",
+    "communication.overlap": "a round that begins before the last one has ended "
+    "(training.overlap_steps trains meanwhile)",
 }
 
 MAX_ROUNDS = 10**9

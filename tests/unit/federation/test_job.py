@@ -335,8 +335,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         (
             "updates are sent as masked ring elements of "
             "privacy.secure_aggregation.ring_bits bits: choose identity here, and "
-            "fewer bits there"
+            "fewer bits there, or privacy.secure_aggregation.levels"
         ),
+    ),
+    "few levels in a ring of few bits": (
+        secret(levels=4, ring_bits=16),
+        "privacy.secure_aggregation.ring_bits",
+        "values in few levels are no words of the ring: remove one of the two keys",
+    ),
+    "a mix without overlap": (
+        {"training": {"local_steps": 2, "overlap_mix": 0.3}},
+        "training.overlap_mix",
+        "nothing is mixed without overlap_steps: set it, or remove this key",
     ),
     "secret sum of a subset": (
         {"communication": {"codec": {"name": "subset"}}} | secret(),
