@@ -273,7 +273,7 @@ class Traffic:
 
     def _model(self, index: int, *, changed: bool) -> np.ndarray:
         """The words of a model, or of what a site computes it from."""
-        links = self.job.communication.links
+        links = self._links
         if changed and links.sums:
             assert self.secure is not None  # noqa: S101 -- as the job was checked
             return _nothing(self.secure.update(index - 1) // 8, "u8")

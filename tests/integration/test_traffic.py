@@ -114,10 +114,18 @@ def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> 
         job_of(
             communication={"down_codec": {"name": "bf16"}, "down_content": "change"}
         ),
+        job_of(
+            model={"factory": "support.users_module:norm_network"},
+            communication={
+                "codec": {"name": "int4"},
+                "down_codec": {"name": "int4"},
+                "down_content": "change",
+            },
+        ),
     ],
     ids=[
         *("plain", "no evaluation", "dynamic", "frozen", "private", "sampled"),
-        *("bf16 up", "fp16 down", "changes down"),
+        *("bf16 up", "fp16 down", "changes down", "running statistics in int4"),
     ],
 )
 def test_rounds_in_the_clear_send_what_was_predicted(
