@@ -6,6 +6,11 @@ a token belongs to one set of parameters. So a command that is killed, and repea
 these seconds while an earlier zone has machines again, may launch a second instance:
 the next look finds both, and ``crossfed up`` ends one.
 
+Whoever repeats a launch may ask for something else than before: settings, the rest of
+a budget and what an image's name means all change. The service refuses that for as long
+as it knows the token. Then the token's instance counts: that which is listed within a
+minute, or else one that is gone.
+
 Instances end, and are not stopped, when they shut themselves down: a node whose time is
 over costs nothing more, even if its operator is gone.
 
@@ -17,7 +22,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
@@ -27,12 +32,16 @@ from cloud_adapters.compute.machine_types import MachineType
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from federation.errors import MachineRefused, NoCapacity
 
+if TYPE_CHECKING:
+    from federation.protocols import Clock
+
 # Of the launch: the digest of its token.
 TOKEN_TAG = "crossfed-token"  # noqa: S105 -- the name of a tag
 _NAME_TAG = "Name"
 _PARAMETER = "/aws/service/"
 _TAGGED = ("instance", "volume", "network-interface")
 _NUM_FILTER_VALUES = 200
+_LOOK_SECONDS = 2.0
 _STATES: Mapping[str, NodeState] = {
     "pending": NodeState.STARTING,
     "running": NodeState.RUNNING,
@@ -56,13 +65,17 @@ class Ec2Pool:
         region: Name of the region, for messages.
         ec2: A client of boto3, which repeats what fails for a moment.
         ssm: Another one, for images that have a name.
+        clock: Tells time.
         page_size: How many instances to ask for at once.
+        list_seconds: After so long, each instance is listed that has not ended.
     """
 
     region: str
     ec2: Any
     ssm: Any
+    clock: "Clock"
     page_size: int = 200
+    list_seconds: float = 60.0
 
     def launch(self, spec: NodeSpec, token: str) -> Node:
         """See ``ComputePool``.
@@ -72,9 +85,9 @@ class Ec2Pool:
             QuotaReached: The account may not have more of them.
         """
         digest = hashlib.sha256(token.encode()).hexdigest()
-        known = self._found({TOKEN_TAG: digest})
-        if known:
-            return min(known, key=lambda node: (node.state is NodeState.GONE, node.id))
+        known = self._launched(digest)
+        if known is not None:
+            return known
         image, root = self._image(spec.image)
         refusals = []
         for zone, subnet in self._places(spec):
@@ -92,6 +105,8 @@ class Ec2Pool:
                 continue
             except _TokenSpent:
                 return _gone(spec, digest)
+            except _TokenUsed:
+                return self._listed(digest) or _gone(spec, digest)
             return _node(answer["Instances"][0])
         raise NoCapacity("; ".join(refusals))
 
@@ -148,6 +163,23 @@ class Ec2Pool:
             for each in answer["InstanceTypes"]
             if each["InstanceType"] in places
         ]
+
+    def _launched(self, digest: str) -> Node | None:
+        """The instance of a token; None if none is listed."""
+        return min(
+            self._found({TOKEN_TAG: digest}),
+            key=lambda node: (node.state is NodeState.GONE, node.id),
+            default=None,
+        )
+
+    def _listed(self, digest: str) -> Node | None:
+        """Wait for the instance of a token; None if it is not listed any more."""
+        end = self.clock.monotonic() + self.list_seconds
+        while (found := self._launched(digest)) is None:
+            if self.clock.monotonic() >= end:
+                return None
+            self.clock.sleep(_LOOK_SECONDS)
+        return found
 
     def _found(
         self, labels: Mapping[str, str], filters: Sequence[Answer] = ()
@@ -220,6 +252,8 @@ class Ec2Pool:
         except ec2_errors.FAILURES as error:
             if ec2_errors.code_of(error) == ec2_errors.TOKEN_IS_SPENT:
                 raise _TokenSpent from error
+            if ec2_errors.code_of(error) == ec2_errors.TOKEN_IS_USED:
+                raise _TokenUsed from error
             raise ec2_errors.translate(error, doing) from error
 
 
@@ -227,12 +261,17 @@ class _TokenSpent(Exception):
     """A token's instance has ended, and is no longer listed."""
 
 
-def connect(region: str, endpoint: str = "") -> Ec2Pool:
+class _TokenUsed(Exception):
+    """A token has launched an instance, other than the one that is asked for now."""
+
+
+def connect(region: str, endpoint: str = "", *, clock: "Clock") -> Ec2Pool:
     """Open the service with the environment's credentials.
 
     Args:
         region: For example ``us-east-1``.
         endpoint: URL of the service; empty for the region's own.
+        clock: Tells time.
 
     Raises:
         ComputeError: The profile that the environment names is not there, or region
@@ -261,7 +300,7 @@ def connect(region: str, endpoint: str = "") -> Ec2Pool:
         raise MachineRefused(f"cannot {doing}: {error}") from error
     except ec2_errors.FAILURES as error:
         raise ec2_errors.translate(error, doing) from error
-    return Ec2Pool(region=region, ec2=ec2, ssm=ssm)
+    return Ec2Pool(region=region, ec2=ec2, ssm=ssm, clock=clock)
 
 
 def _request(spec: NodeSpec, digest: str, subnet: str) -> dict[str, Any]:

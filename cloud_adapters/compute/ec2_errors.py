@@ -29,6 +29,8 @@ code_of = s3_errors.code_of
 
 # The service's word for a token whose instance has ended.
 TOKEN_IS_SPENT = "IdempotentInstanceTerminated"  # noqa: S105 -- no secret
+# For one that has launched another machine than is asked for now.
+TOKEN_IS_USED = "IdempotentParameterMismatch"  # noqa: S105 -- no secret
 
 # What a pool asks for, besides passing a role to instances.
 ACTIONS = (
@@ -93,7 +95,7 @@ _ROWS: Mapping[Refusal, str] = {
     ): (
         "InvalidParameter InvalidParameterValue InvalidParameterCombination "
         "MissingParameter InvalidBlockDeviceMapping VPCIdNotSpecified "
-        "InstanceCreditSpecification.NotSupported IdempotentParameterMismatch"
+        "InstanceCreditSpecification.NotSupported"
     ),
     Refusal(
         ComputeForbidden,

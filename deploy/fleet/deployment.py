@@ -1,10 +1,11 @@
 """A deployment's folder: who owns it, what was launched, and where its parties are.
 
-``deployment.json``: the owner's name, which every node carries, and the number of the
-last launch of each role. ``aggregator/``: the aggregator's folder. ``sites/NAME/``:
-folders of sites that run on this host. ``operator.pem``, ``operator.json``: see
-``deploy.fleet.operator``. ``nodes/``: processes of this host. ``lock``:
-held by the command that changes any of it. ``ended``: there after ``crossfed down``.
+``deployment.json``: the owner's name, which every node carries, and of the last launch
+of each role the number, and after how long its node ends. ``aggregator/``: the
+aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
+``operator.pem``, ``operator.json``: see ``deploy.fleet.operator``. ``nodes/``:
+processes of this host. ``lock``: held by the command that changes any of it.
+``ended``: there after ``crossfed down``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ _DAMAGED = (
 class _LastLaunch:
     role: str
     number: int
+    max_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class Deployment:
     clock: Clock
     owner: str
     held_back: frozenset[str] = frozenset()
-    _launches: dict[str, int] = field(default_factory=dict)
+    _launches: dict[str, _LastLaunch] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -166,15 +168,28 @@ class Deployment:
 
     def launched(self, role: str) -> int:
         """Number of the last launch of a role; 0 for none."""
-        return self._launches.get(role, 0)
+        last = self._launches.get(role)
+        return 0 if last is None else last.number
 
-    def note_launch(self, role: str, number: int) -> None:
+    def launched_for(self, role: str, number: int) -> float | None:
+        """Seconds after which the node of a launch ends; None if nobody knows."""
+        last = self._launches.get(role)
+        return last.max_seconds if last is not None and last.number == number else None
+
+    def note_launch(self, role: str, number: int, max_seconds: float) -> None:
         """Write down that a role is about to be launched with a number.
+
+        Args:
+            role: The role.
+            number: The number.
+            max_seconds: After so long, the node ends by itself.
 
         Raises:
             StoreUnavailable: The folder cannot be written.
         """
-        self._launches[role] = number
+        self._launches[role] = _LastLaunch(
+            role=role, number=number, max_seconds=max_seconds
+        )
         self._write(_places(self.plan))
 
     def forget_places(self) -> None:
@@ -187,13 +202,10 @@ class Deployment:
             self._write(_named(self.plan))
 
     def _write(self, places: Mapping[str, _PoolPlace]) -> None:
-        launches = tuple(
-            _LastLaunch(role=name, number=last) for name, last in self._launches.items()
-        )
         record = _Record(
             name=self.name,
             owner=self.owner,
-            launches=launches,
+            launches=tuple(self._launches.values()),
             places=tuple(places.values()),
         )
         durable_json.write(self.plan.folder / _RECORD, record)
@@ -260,7 +272,7 @@ def _cloud(place: _PoolPlace, clock: Clock) -> ComputePool:
         if place.provider == AWS:
             from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
 
-            return ec2.connect(place.region, place.endpoint)
+            return ec2.connect(place.region, place.endpoint, clock=clock)
         from cloud_adapters.compute import gce  # noqa: PLC0415 -- the extra gcp
 
         return gce.connect(place.project, place.endpoint)
@@ -329,5 +341,5 @@ def opened(
             pools=pools,
             clock=clock,
             owner=record.owner,
-            _launches={launch.role: launch.number for launch in record.launches},
+            _launches={launch.role: launch for launch in record.launches},
         )

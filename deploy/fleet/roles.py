@@ -1,7 +1,7 @@
 """Have one node fill each role of a deployment, with the settings of now."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,11 +15,19 @@ from cloud_adapters.compute.pool import (
 from deploy.fleet import reconcile, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import CONTAINERS, LOCAL
-from deploy.fleet.reconcile import DEPLOYMENT, OWNER, Decision, NodeRole
+from deploy.fleet.reconcile import (
+    DEPLOYMENT,
+    OWNER,
+    SETTINGS,
+    Decision,
+    NodeRole,
+)
 from federation.errors import ComputeError
 from privacy.membership.certificates import EARLY_SECONDS
 
 _END_SECONDS, _LEAST_SECONDS = 90.0, 60.0
+# A launch that is repeated within so long is the same one.
+_SAME_SECONDS = 300.0
 _SETTINGS_DIGITS = 16
 
 Tell = Callable[[str], None]
@@ -72,42 +80,95 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
         ComputeError: It could not be launched, or the one that it replaces not ended;
             or this host's clock is wrong.
     """
-    pool, role_name = deployment.pools[request.pool], request.spec.name
+    role_name, is_here = request.spec.name, request.pool in {LOCAL, CONTAINERS}
     decision = decide(deployment, request)
     if decision.end:
         tell(f"{role_name}: its settings have changed; the node that runs is replaced")
-        ids = {node.id for node in decision.end}
-        pool.terminate(ids)
-        wait_for(
-            pool,
-            {DEPLOYMENT: deployment.name},
-            lambda nodes: all_gone([node for node in nodes if node.id in ids]),
-            what=f"the replaced node of {role_name} ended",
-            seconds=_END_SECONDS,
-            clock=deployment.clock,
-        )
-    if decision.node is not None:
-        return decision.node
-    number, spec = decision.number, _within_budget(deployment, request)
+        _end(deployment, request, decision.end)
+    number, kept = decision.number, decision.node
+    if kept is not None and is_here and kept.state is NodeState.STARTING:
+        # A launch that was killed may have made it, but not started it.
+        return _launch(deployment, request, decision.role, number, request.spec)
+    if kept is not None:
+        return kept
+    spec = _as_written_down(deployment, request, number)
     while True:
         # A launch that is repeated may find a machine that is hours old.
         is_new = number > deployment.launched(role_name)
-        deployment.note_launch(role_name, number)
-        labels = reconcile.labels(
-            deployment.name, deployment.owner, decision.role, number
-        )
+        deployment.note_launch(role_name, number, spec.max_seconds)
         begin = deployment.clock.now()
-        node = pool.launch(
-            replace(spec, labels=labels),
-            f"{deployment.owner}/{role_name}/{number}",
-        )
-        if node.state is not NodeState.GONE:
+        node = _launch(deployment, request, decision.role, number, spec)
+        is_gone = node.state is NodeState.GONE
+        if not is_gone and (is_new or _fits(node, decision.role)):
             tell(f"{role_name}: launched {node.id}")
-            if is_new and request.pool not in {LOCAL, CONTAINERS}:
+            if is_new and not is_here:
                 _check_clock(deployment, request.pool, node, begin)
             return node
         # An earlier command launched it with this number, and it has ended since.
+        if not is_gone:  # Or it was listed only now, and has that command's settings.
+            tell(f"{role_name}: the settings of {node.id} have changed; it is replaced")
+            _end(deployment, request, [node])
         number += 1
+
+
+def _fits(node: Node, role: NodeRole) -> bool:
+    return node.labels.get(SETTINGS, role.settings) == role.settings
+
+
+def _launch(
+    deployment: Deployment,
+    request: NodeRequest,
+    role: NodeRole,
+    number: int,
+    spec: NodeSpec,
+) -> Node:
+    """Ask for the node of a number, which its service launches once."""
+    labels = reconcile.labels(deployment.name, deployment.owner, role, number)
+    return deployment.pools[request.pool].launch(
+        replace(spec, labels=labels), f"{deployment.owner}/{role.name}/{number}"
+    )
+
+
+def _end(deployment: Deployment, request: NodeRequest, nodes: Sequence[Node]) -> None:
+    """End nodes of a role, and wait until they have."""
+    pool, ids = deployment.pools[request.pool], {node.id for node in nodes}
+    pool.terminate(ids)
+    wait_for(
+        pool,
+        {DEPLOYMENT: deployment.name},
+        lambda nodes: all_gone([node for node in nodes if node.id in ids]),
+        what=f"the replaced node of {request.spec.name} ended",
+        seconds=_END_SECONDS,
+        clock=deployment.clock,
+    )
+
+
+def _as_written_down(
+    deployment: Deployment, request: NodeRequest, number: int
+) -> NodeSpec:
+    """The node as a launch with this number has asked for it before, if one has.
+
+    A service knows a repeated launch by its being the same. Only what is left of a
+    budget differs by a few seconds; if it differs by much, it counts.
+
+    Raises:
+        ComputeError: The budget is spent, or a service fails.
+    """
+    spec = _within_budget(deployment, request)
+    before = deployment.launched_for(spec.name, number)
+    if before is None or abs(before - spec.max_seconds) > _SAME_SECONDS:
+        return spec
+    return _ending(request, before)
+
+
+def _ending(request: NodeRequest, seconds: float) -> NodeSpec:
+    """The node, but so that it ends after other seconds."""
+    if seconds == request.spec.max_seconds:
+        return request.spec
+    text = request.spec.user_data
+    if request.user_data is not None:
+        text = request.user_data(seconds)
+    return replace(request.spec, max_seconds=seconds, user_data=text)
 
 
 def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
@@ -132,8 +193,7 @@ def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
             f"{spec.name}: not launched: of max_dollars = {plan.file.max_dollars:g}, "
             f"all machines together would have spent the rest in {left:.0f} s. Raise it"
         )
-    text = request.user_data(left) if request.user_data else spec.user_data
-    return replace(spec, max_seconds=left, user_data=text)
+    return _ending(request, left)
 
 
 def _check_clock(deployment: Deployment, pool: str, node: Node, begin: float) -> None:

@@ -204,6 +204,21 @@ def test_a_token_launches_one_node(pool: ComputePool, spec: Spec):
     assert len(pool.nodes(LABELS)) == 2
 
 
+def test_a_token_launches_one_node_whatever_is_asked_for(pool: ComputePool, spec: Spec):
+    """A command that is repeated may know other settings, or a smaller budget."""
+    node = pool.launch(spec(), "one")
+    other = spec(
+        max_seconds=300.0, user_data="#x\n", labels={**LABELS, "crossfed-settings": "2"}
+    )
+    again = pool.launch(other, "one")
+    assert again.id == node.id
+    assert "crossfed-settings" not in again.labels
+    assert len(pool.nodes(LABELS)) == 1
+    pool.terminate([node.id])
+    wait_for(pool, LABELS, all_gone, what="it has ended", seconds=60, clock=CLOCK)
+    assert pool.launch(other, "one").state is NodeState.GONE
+
+
 def test_a_token_of_a_node_that_has_ended_launches_none(pool: ComputePool, spec: Spec):
     """It says that the node is gone; whoever wants another takes another token."""
     node = pool.launch(spec(), "one")

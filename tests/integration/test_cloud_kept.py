@@ -1,6 +1,8 @@
 """Launches on two clouds that fail half-way are completed, once, by who keeps them."""
 
+import base64
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,15 +10,17 @@ from support import fake_gce
 from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
 from support.fake_gce import FakeGce
 
-from cloud_adapters.compute.pool import Market, NodeSpec, NodeState
-from deploy.fleet import deployment as fleet, deployment_file
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keep import Keeper
 from deploy.fleet.moves import Mover, WorkLeft
 from deploy.fleet.prices import MachinePrice, Prices
-from deploy.fleet.reconcile import DEPLOYMENT, ROLE
+from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
 from deploy.fleet.roles import NodeRequest, fill
+from deploy.fleet.spending import MachineCost, Spending
 from federation.clock import SystemClock, VirtualClock
+from federation.errors import ComputeUnavailable
 
 pytestmark = pytest.mark.slow
 SITES = ("aws-us-east-1", "gcp-us-central1")
@@ -32,7 +36,17 @@ NONE_THERE = ("ZONE_RESOURCE_POOL_EXHAUSTED", "told by a test")
 
 
 class Waiting(VirtualClock):
-    """Waits for nothing; its time of day is that of the clouds, whose time is real."""
+    """Waits for nothing; its time of day is that of the clouds, whose time is real.
+
+    Attributes:
+        slept: Called after each wait.
+    """
+
+    slept: Callable[[], object] = staticmethod(lambda: None)
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.slept()
 
     def now(self) -> float:
         return SystemClock().now()
@@ -194,6 +208,87 @@ def test_a_launch_whose_answer_is_lost_is_not_made_twice(kept: Kept):
     kept.look()
     assert kept.alive() == ROLES
     assert kept.launches() == len(ROLES)
+
+
+def spend(kept: Kept, dollars: float) -> None:
+    """As machines that are gone have."""
+    one = MachineCost(id="x", role="y", dollars_per_hour=dollars, seconds=3600.0)
+    spending.write(kept.plan.folder, Spending(machines=(one,)))
+
+
+def refill(kept: Kept, settings: bytes = b"1") -> Node:
+    """Fill the role of the site on AWS within a budget, as a new command does."""
+    spec = NodeSpec(
+        name=ROLES[0], labels={}, max_seconds=1e5, user_data="whole", **SPECS[0]
+    )
+    pool = kept.plan.file.sites[0].pool
+    request = NodeRequest(
+        pool, spec, settings, lambda seconds: f"ends after {seconds:.0f} s"
+    )
+    with fleet.opened(
+        kept.plan, random_bytes=os.urandom, clock=kept.clock
+    ) as deployment:
+        return fill(deployment, request, kept.told.append)
+
+
+@pytest.fixture
+def budgeted(kept: Kept) -> Kept:
+    """With ten hours for both machines, whose first launch on AWS was not answered."""
+    text = kept.plan.path.read_text().replace(
+        'provider = "', 'dollars_per_hour = 1.0\nprovider = "'
+    )
+    kept.plan.path.write_text(f"max_dollars = 20.0\n{text}")
+    kept.plan = deployment_file.load(kept.plan.path)
+    kept.aws.loses = lambda form: form["Action"] == "RunInstances"
+    with pytest.raises(ComputeUnavailable):
+        refill(kept)
+    kept.aws.mend()
+    return kept
+
+
+def said(kept: Kept) -> list[str]:
+    """What launches on AWS were to read, one by one."""
+    return [base64.b64decode(form["UserData"]).decode() for form in kept.aws.launches()]
+
+
+def test_a_repeated_launch_says_what_was_written_down_with_it(budgeted: Kept):
+    """What is left of a budget is less by then, and EC2 refuses a changed request."""
+    begin = budgeted.clock.monotonic()
+    spend(budgeted, 0.1)
+    budgeted.aws.is_blind = True
+    node = refill(budgeted)
+    assert {*said(budgeted)} == {"ends after 36000 s"}
+    assert budgeted.clock.monotonic() == begin
+    budgeted.aws.mend()
+    assert [each.id for each in budgeted.nodes()] == [node.id]
+
+
+def test_a_launch_that_is_repeated_much_later_has_the_time_that_is_left_then(
+    budgeted: Kept,
+):
+    """Though EC2 refuses it: the first machine has ended, and is no longer listed."""
+    spend(budgeted, 10.0)
+    (first,) = budgeted.nodes()
+    budgeted.pools[budgeted.plan.file.sites[0].pool].terminate({first.id})
+    budgeted.aws.is_blind = True
+    node = refill(budgeted)
+    assert node.labels[NUMBER] == "2"
+    assert said(budgeted)[-1] == "ends after 18000 s"
+    budgeted.aws.mend()
+    assert budgeted.alive() == ROLES[:1]
+
+
+def test_a_machine_of_earlier_settings_that_is_listed_late_is_replaced(
+    budgeted: Kept,
+):
+    """It is the one that the number has launched, but not the one that is wanted."""
+    (first,) = budgeted.nodes()
+    budgeted.aws.is_blind = True
+    budgeted.clock.slept = lambda: setattr(budgeted.aws, "is_blind", False)
+    node = refill(budgeted, b"2")
+    states = {each.id: each.state for each in budgeted.nodes()}
+    assert states == {first.id: NodeState.GONE, node.id: NodeState.RUNNING}
+    assert node.labels[NUMBER] == "2"
 
 
 PRICES = Prices(

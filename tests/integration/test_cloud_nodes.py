@@ -167,7 +167,7 @@ def test_a_site_that_moves_leaves_no_machine_unseen(clouds: Clouds):
     """The file names another region, but the folder knows where machines are."""
     with clouds.opened() as deployment:
         clouds.launch(deployment.owner)
-        deployment.note_launch(f"site-{SITES[0]}", 1)
+        deployment.note_launch(f"site-{SITES[0]}", 1, 600.0)
     text = clouds.path.read_text()
     clouds.path.write_text(text.replace(f'"{REGION}"', '"us-west-2"'))
     assert f"aws {REGION}" in {node["provider"] for node in clouds.nodes()}

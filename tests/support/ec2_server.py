@@ -1,7 +1,7 @@
 """An EC2 on loopback: moto's, and what Amazon's does but moto does not.
 
-Added here: tokens, of which each launches one instance at most, and refusals that a
-test asks for.
+Added here: tokens, of which each launches one instance at most, and with the parameters
+of its first request only; and refusals that a test asks for.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from support import s3_server
 from support.s3_server import ACCOUNT, REGION, App
 
 from cloud_adapters.compute.ec2 import Ec2Pool
+from federation.clock import VirtualClock
 
 # One that moto knows.
 IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
@@ -63,7 +64,8 @@ class Ec2Server:
         self._clients = self._clients or {
             name: s3_server.client(self.url, service=name) for name in ("ec2", "ssm")
         }
-        return Ec2Pool(**{"region": REGION, **self._clients, **options})
+        given = {"region": REGION, "clock": VirtualClock(), **self._clients}
+        return Ec2Pool(**{**given, **options})
 
     def make_profile(self, name: str) -> None:
         """Make an instance profile, once."""

@@ -12,6 +12,7 @@ from support.ec2_server import IMAGE, ZONES, Ec2Server, Form
 
 from cloud_adapters.compute import ec2, ec2_errors
 from cloud_adapters.compute.pool import Market, NodeSpec, NodeState
+from federation.clock import VirtualClock
 from federation.errors import (
     ComputeError,
     ComputeForbidden,
@@ -197,6 +198,39 @@ def test_a_launch_whose_answer_is_lost_is_repeated(ec2_server: Ec2Server):
     assert len(ec2_server.launches()) == 2
 
 
+class Patient(VirtualClock):
+    """After a wait, the service lists its instances."""
+
+    def __init__(self, server: Ec2Server) -> None:
+        super().__init__()
+        self.server = server
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.server.is_blind = False
+
+
+def test_a_token_with_other_parameters_waits_for_its_instance(ec2_server: Ec2Server):
+    """The service refuses it while the instance is not listed yet."""
+    pool = ec2_server.pool(clock=Patient(ec2_server))
+    node = pool.launch(spec(), "one")
+    ec2_server.is_blind = True
+    assert pool.launch(spec(user_data="#x\n"), "one").id == node.id
+    assert [each.id for each in pool.nodes({})] == [node.id]
+
+
+def test_a_token_with_other_parameters_whose_instance_has_ended_is_spent(
+    ec2_server: Ec2Server,
+):
+    """The service refuses it for a day, but lists the instance for an hour only."""
+    clock = VirtualClock()
+    pool = ec2_server.pool(clock=clock)
+    pool.terminate([pool.launch(spec(), "one").id])
+    ec2_server.is_blind = True
+    assert pool.launch(spec(user_data="#x\n"), "one").state is NodeState.GONE
+    assert 30.0 <= clock.monotonic() <= 120.0
+
+
 def test_the_actions_that_are_named_suffice(
     ec2_server: Ec2Server, request: pytest.FixtureRequest
 ):
@@ -286,4 +320,4 @@ def test_an_unknown_instance_profile_is_named():
 def test_a_region_that_is_malformed_is_refused():
     """Before any request."""
     with pytest.raises(ComputeError, match="open EC2 in no region"):
-        ec2.connect("no region")
+        ec2.connect("no region", clock=VirtualClock())

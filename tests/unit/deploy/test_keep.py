@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import (
+    Node,
+    NodeSpec,
+    NodeState,
+    all_gone,
+    wait_for,
+)
 from deploy.fleet import (
     deployment as fleet,
     deployment_file,
@@ -297,6 +303,26 @@ def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
         deployment.pools["local"].terminate({node.id})
     ids = [each.id for each in spending.read(plan.folder).machines]
     assert ids == ["x"]
+
+
+def test_a_node_that_a_killed_launch_has_made_is_started(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """Nobody else would: it is listed as one that starts."""
+    spec = NodeSpec(name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=60)
+    request = NodeRequest("local", spec, b"")
+    with opened(plan) as deployment:
+        pool = deployment.pools["local"]
+        node = roles.fill(deployment, request, told.append)
+        pool.terminate({node.id})
+        wait_for(pool, {}, all_gone, what="it ends", seconds=30, clock=deployment.clock)
+        # What there is between making its folder and starting its process.
+        for path in (plan.folder / "nodes" / node.id).iterdir():
+            if path.name != "node.json":
+                path.unlink()
+        again = roles.fill(deployment, request, told.append)
+        assert (again.id, again.state) == (node.id, NodeState.RUNNING)
+        pool.terminate({node.id})
 
 
 def test_prices_of_a_deployment_are_in_a_table_of_its_own(tmp_path: Path):
