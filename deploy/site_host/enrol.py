@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy.site_host import config as site_file
 from deploy.site_host.config import SiteConfig
-from deploy.site_host.enrolment_connection import Aggregator, Way
+from deploy.site_host.enrolment_connection import PASSING, Aggregator, Way
 from deploy.site_host.enrolment_roster import check_own_entry, parse_roster
 from federation.ids import SiteId
 from federation.os_errors import os_errors
@@ -40,8 +40,6 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import read_private, replace_private, write_new
 
-# An aggregator answers so that starts, or has had too many requests from an address.
-_PASSING = frozenset({429, 502, 503, 504})
 PATIENCE_SECONDS, _AGAIN_SECONDS = 30.0, 2.0
 
 # Opens it: address, root certificate (PEM), and the file of the site's certificate.
@@ -127,7 +125,8 @@ def enroll(
         )
     with os_errors(EnrolmentRefused, f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    root = connect(token.address, b"", None).authority(token.authority)
+    unknown = connect(token.address, b"", None)
+    root = _patiently(lambda: unknown.authority(token.authority), clock)
     own, node_key, key = _keys(folder), _node_key(folder / "node.pem"), new_key()
     request = enrolment.request_enrolment(
         token,
@@ -140,7 +139,7 @@ def enroll(
         prove=None if vouched is None else vouched.prove,
     )
     way = connect(token.address, root, None)
-    found = enrolment.read_answer(_patiently(way, request, clock))
+    found = enrolment.read_answer(_patiently(lambda: way.post(request), clock))
     expires = _check_certificate(found, key, root, clock=clock)
     members = _check_roster(found, SiteId(token.site), own)
     _replace(folder / "ca.crt", root)
@@ -259,17 +258,18 @@ def _ask(
         key=key,
     )
     aggregator = connect(config.file.aggregator.address, _read(config.authority), path)
-    return own, enrolment.read_answer(_patiently(aggregator, request, clock))
+    answer = _patiently(lambda: aggregator.post(request), clock)
+    return own, enrolment.read_answer(answer)
 
 
-def _patiently(way: Way, request: bytes, clock: Clock) -> bytes:
+def _patiently(send: Callable[[], bytes], clock: Clock) -> bytes:
     """Send a request, and repeat it while the aggregator cannot answer yet."""
     end = clock.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            return way.post(request)
+            return send()
         except EnrolmentRefused as error:
-            if error.status not in _PASSING or clock.monotonic() >= end:
+            if error.status not in PASSING or clock.monotonic() >= end:
                 raise
         clock.sleep(_AGAIN_SECONDS)
 

@@ -18,6 +18,8 @@ from privacy.secagg.errors import KeyFileRefused
 CALL_SECONDS = 60.0
 # Instead of a status, if there is no answer.
 NO_ANSWER = 0
+# An aggregator answers so that starts, or has had too many requests from an address.
+PASSING = frozenset({429, 502, 503, 504})
 _PATH = "/enroll"
 _DONE = 200
 
@@ -68,6 +70,11 @@ class Aggregator:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         status, body = self._call(context, "GET", b"")
+        if status in PASSING:
+            raise EnrolmentRefused(
+                f"{self.address} does not answer: {_reason(status, body)}",
+                status=status,
+            )
         try:
             root = parse_certificate(body)
         except KeyFileRefused:
@@ -140,8 +147,11 @@ def _reason(status: int, answer: bytes) -> str:
             "the site's certificate is expired or revoked; ask the aggregator's "
             "operator for an invitation"
         )
-    if status in {429, 502, 503, 504} and not answer.startswith(b"{"):
-        return f"HTTP {status}; it may be starting: try again in a minute"
+    if status in PASSING and not answer.startswith(b"{"):
+        return (
+            f"HTTP {status}; it may be starting, or this address has asked too often: "
+            "try again in a minute"
+        )
     if not answer.startswith(b"{"):
         return f"HTTP {status}; this may not be a crossfed aggregator"
     return read_refusal(answer)
