@@ -87,8 +87,11 @@ class Liar:
         self._update_d: Vector = np.empty(0, np.float32)
         self._honest_work = replace_work(site, self._work)
 
-    def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-        words, header_h = self._honest_work(_watched(work, self._keep), masking)
+    def _work(
+        self, work: Work, masking: Masking, *levels: Any
+    ) -> tuple[ByteVector, HeaderVector]:
+        honest = self._honest_work
+        words, header_h = honest(_watched(work, self._keep), masking, *levels)
         if not words.size:
             return words, header_h
         if self._attack == "garbage":
@@ -210,8 +213,10 @@ def replace_work(site: Site, work: WorkOfSite) -> WorkOfSite:
 
 
 def _watch(site: Site, keep: Callable[[Vector], None]) -> None:
-    def work(work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-        return honest(_watched(work, keep), masking)
+    def work(
+        work: Work, masking: Masking, *levels: Any
+    ) -> tuple[ByteVector, HeaderVector]:
+        return honest(_watched(work, keep), masking, *levels)
 
     honest = replace_work(site, work)
 
