@@ -111,9 +111,9 @@ class WorkAhead:
         begun, self._begun = self._begun, None
         if begun is not None:
             number, before, future = begun
-            result = future.result()
             if number == round_index and _is_same(before, kept):
-                return result
+                return future.result()
+            future.cancel()  # What becomes of it, an error too, is of no account.
         return self._steps(round_index, kept)
 
 

@@ -227,6 +227,30 @@ def test_an_error_of_the_steps_ahead_is_the_round_s():
         ahead.take(2, state_of(1.0))
 
 
+def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
+    """They began with a state that a resumed coordinator went back from."""
+    own = {"calls": 0}
+
+    def fails_once(round_index: int, kept: Any) -> AheadSteps:
+        own["calls"] += 1
+        if own["calls"] == 1:
+            raise FloatingPointError("in the model")
+        found = overlap.own_weights(kept)
+        assert found is not None
+        return AheadSteps(
+            weights_d=found.weights_d,
+            integers_m=found.integers_m,
+            kept={},
+            training=WHATEVER,
+        )
+
+    ahead = WorkAhead(fails_once)
+    ahead.begin(2, state_of(1.0))
+    assert ahead._begun is not None
+    assert ahead._begun[2].exception(10) is not None
+    assert ahead.take(3, state_of(1.0)).weights_d[0] == 1.0
+
+
 @pytest.mark.parametrize(("waited", "took"), [(0.0, 10.0), (3.0, 7.0), (60.0, 6.0)])
 def test_virtual_time_counts_steps_ahead_as_waiting(waited: float, took: float):
     """At most the steps that may be taken ahead, and at most the time there was."""
