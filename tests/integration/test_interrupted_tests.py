@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.slow]
 
 # As a worker of pytest that waits for a site that it has started.
 TESTS = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # If it was ignored here.
 sys.path.insert(0, sys.argv[1])
 from support import forked
 out, err = Path("out"), Path("err")

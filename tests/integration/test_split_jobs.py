@@ -34,6 +34,7 @@ from federation.messages import RoundTask, TaskKind
 from federation.protocols import RunState
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.agreement.policy import check_against_policy
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.protocol.of_job import contract_of
 from privacy.secagg.protocol.train import TrainBody, model_digest, task_digest
@@ -296,13 +297,16 @@ TASK = {
     "anchor": "compared with the site's own ledger; nothing is computed from it",
     "based_on": "copied into the answer; with 0 the model is compared with the job's",
     "fragment": "copied into the answer; nothing is computed from it",
-    "changed_to": "refused: secure jobs have no changes, so a site keeps no model",
+    "changed_to": "compared with the model that the site finds; model digest",
+    "counted": "of no account: the certificate says who was in a sum",
 }
 BODY = {
     "setup_hash": "context",
     "confirms": "all must carry the setup's hash",
     "certificate": "compared and kept; nothing is computed from it",
     "update_clip": "task digest",
+    "plan": "task digest; compared with the contract",
+    "divisor": "compared with the contract; model digest of what follows",
 }
 
 
@@ -324,7 +328,11 @@ def test_every_word_of_a_task_is_bound_or_compared():
     changed = {"kind": TaskKind.EVALUATE, "evaluate": True, "evaluate_after": True}
     digests = {task_digest(task, 1.0), task_digest(task, 2.0)}
     digests |= {task_digest(replace(task, **{k: v}), 1.0) for k, v in changed.items()}
-    assert len(digests) == 5
+    plan = LevelPlan(levels=4, steps_b=np.ones(1, np.float32))
+    digests |= {task_digest(task, 1.0, plan)}
+    digests |= {task_digest(task, 1.0, replace(plan, levels=8))}
+    digests |= {task_digest(task, 1.0, replace(plan, steps_b=plan.steps_b * 2))}
+    assert len(digests) == 8
     weights_d, integers_m = task.weights_d, task.integers_m
     joined = np.concatenate([weights_d, integers_m[:1].view(np.float32)])
     models = {

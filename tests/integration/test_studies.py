@@ -40,6 +40,8 @@ def test_every_row_runs_in_a_form_too_short_to_count(server: ForkServer):
     for row in rows:
         dense = 4 * row["parameters"] * 4 * row["steps"]
         assert row["x_up"] == pytest.approx(dense / row["bytes_up"])
+        if "secure" in row["row"]:  # Whole blocks, and a set-up, for so few values.
+            continue
         # A round's messages hold little beside the model's values.
         least = dense / row["local_steps"]
         assert least <= row["bytes_up"] < 1.05 * least
