@@ -102,7 +102,8 @@ class RingSeal:
         self._session: SiteSession | None = None
         # Round and levels of the newest update of this site.
         self._last_plan: tuple[int, LevelPlan] | None = None
-        self._followed = 0  # Round of the newest sum whose step this site has taken.
+        # Task in which this site took the newest step of a sum, and the sum's round.
+        self._followed: tuple[int, int] | None = None
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
@@ -336,7 +337,8 @@ class RingSeal:
             ProtocolError: The words are others than those that were certified.
         """
         contract, opened = session.contract, session.opened(body.certificate)
-        if opened.round_index == self._followed:
+        step = task.round_index, opened.round_index
+        if step == self._followed:
             return  # The same task once more, which is refused for that reason.
         if self._last_plan is None or self._last_plan[0] != opened.round_index:
             raise NotSetUp(_RESTARTED)
@@ -364,7 +366,7 @@ class RingSeal:
             divisor=body.divisor,
         ).mean_d
         work.held.follow(task, mean_f, fragment)
-        self._followed = opened.round_index
+        self._followed = step
 
     def _work(
         self,
