@@ -8,11 +8,13 @@ from federation.errors import MissingExtra
 _EXTRAS = {
     "boto3": "aws",
     "botocore": "aws",
+    "cmaes": "tune",
     "flwr": "flower",
     "google": "gcp",
     "httpx": "flower",
     "kubernetes": "kubernetes",
     "mlflow": "mlflow",
+    "optuna": "tune",
     "pyarrow": "parquet",
     "ray": "flower",
     "tensorboard": "tensorboard",

@@ -21,6 +21,7 @@ from deploy.aggregator_host import config as aggregator_file
 from deploy.cli import commands as cli
 from deploy.fleet import deployment_file
 from deploy.site_host import config as site_file
+from deploy.tuning import space as search_space
 from federation import errors, event_log, events, messages
 from federation.job import disclosure, spec as job
 from federation.job.job_keys import documented
@@ -67,6 +68,10 @@ privacy, with secure aggregation and in deployed runs; `-` means unrestricted. I
 several apply, the strictest counts. A field that may not exist in the form that it \
 has is empty in `events.jsonl`, on the terminal and in the report."""
 
+_SEARCH_FILE = """\
+What `crossfed tune` searches ([how-to](../howto/tune.md)). `[space]` has a table for
+each key of the job, by its dotted name."""
+
 _SPEEDS_FILE = """\
 Speeds and prices of sites and connections for `crossfed check-job JOB --speeds FILE`. \
 The prediction is only as good as these numbers: measure them, or take them from a \
@@ -108,6 +113,7 @@ def pages() -> dict[Path, str]:
         "site-file.md": _site_file,
         "aggregator-file.md": _aggregator_file,
         "deployment-file.md": _deployment_file,
+        "search-file.md": _search_file,
         "speeds-file.md": _speeds_file,
         "cli.md": _cli,
         "errors.md": _errors,
@@ -161,6 +167,11 @@ def _aggregator_file() -> Iterator[str]:
 def _deployment_file() -> Iterator[str]:
     yield from ("# Deployment file", "", _DEPLOYMENT_FILE, "")
     yield from _job_table(deployment_file.DeploymentFile, "")
+
+
+def _search_file() -> Iterator[str]:
+    yield from ("# Search file", "", _SEARCH_FILE, "")
+    yield from _job_table(search_space.TuneSpec, "")
 
 
 def _speeds_file() -> Iterator[str]:

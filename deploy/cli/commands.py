@@ -25,6 +25,7 @@ from deploy.cli import (
     simulate_verb,
     storage_verb,
     tool_verbs,
+    tune_verb,
 )
 from deploy.cli.arguments import load_job
 from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
@@ -198,6 +199,7 @@ _MODULES = (
     simulate_verb,
     storage_verb,
     tool_verbs,
+    tune_verb,
 )
 
 

@@ -40,7 +40,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     try:
         with (
-            _stop_on_signal() as stop,
+            stop_on_signal() as stop,
             run_progress(options.clock) as show,
             unable_to_exit(),
         ):
@@ -101,7 +101,7 @@ def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a request to stop; the second ends the process."""
     asked = False
 

@@ -84,10 +84,10 @@ def find(name: str, root: Path) -> list[Path]:
         raise RunNotFound(f"there is no ledger {name}: give a ledger or a run")
     # A site keeps no events of a run, so its folder is not a run folder.
     for folder in (direct, root / name):
-        if found := _below(folder):
+        if found := below(folder):
             return found
     run = find_run(name, root)
-    if not (found := _below(run.path)):
+    if not (found := below(run.path)):
         raise RunNotFound(
             f"the run in {run.path} has no ledger ({PLACES}): its job has no "
             "differential privacy, or its sites keep their own ledgers: add --config "
@@ -96,7 +96,7 @@ def find(name: str, root: Path) -> list[Path]:
     return found
 
 
-def _below(folder: Path) -> list[Path]:
+def below(folder: Path) -> list[Path]:
     """Find the ledgers of a run's folder, also if one of two files is missing."""
     folders = {
         path.parent

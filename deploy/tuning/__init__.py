@@ -1,0 +1,1 @@
+"""Search for the keys of a job that train best: ``crossfed tune``."""

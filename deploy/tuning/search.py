@@ -1,0 +1,430 @@
+"""The search itself: trials are runs, and Optuna chooses their values.
+
+Optuna (Akiba et al., KDD 2019) keeps its study in an SQLite file in the search's
+folder, beside the runs. A search that was killed goes on: the run of a trial that had
+not ended is resumed from its newest checkpoint, with the same values. The choice of a
+trial's values depends only on the seed, the trial's number and the trials before it,
+so a search that was interrupted finds what an uninterrupted one finds (with one worker;
+with more, the order in which trials end decides, too).
+"""
+
+import math
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from clients.user_code import sentence
+from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
+from deploy.tuning.spending import SearchSpending, refusal, spent
+from deploy.wiring import simulation
+from federation.errors import FederationError, JobError, RunConflict
+from federation.events import Event, ModelEvaluated, RunFinished
+from federation.folder_lock import hold
+from monitoring.pages.tuning_page import TrialRow, Tuning, write_tuning
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.result_json import history
+from monitoring.views.run_fold import RunFold
+
+if TYPE_CHECKING:
+    import optuna
+
+    from monitoring.runs.run_result import RunResult
+
+DATABASE = "study.db"
+PAGE = "tuning.html"
+TRIALS = "trials"
+_STUDY = "crossfed"
+_DIGEST, _REASON = "digest", "reason"
+# Trials that fail before any has succeeded: then it is not their values.
+_MOST_FAILURES = 3
+# Completed trials without which the page shows no importance.
+_LEAST_RANKED = 8
+
+Say = Callable[[str], None]
+_Direction = Literal["minimize", "maximize"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """One search and its folder.
+
+    Attributes:
+        space: What is searched.
+        folder: Holds the study, the runs and the page.
+        say: Called with a line for each trial that ends.
+        stop_requested: Whether to end after the trials that run.
+        workers: How many trials run at a time, each in a process of its own; 1 for in
+            this one.
+    """
+
+    space: Space
+    folder: Path
+    say: Say
+    stop_requested: Callable[[], bool] = lambda: False
+    workers: int = 1
+
+    def run(self) -> Tuning:
+        """Run the trials that are missing, and write the page after each.
+
+        Raises:
+            RunConflict: The folder holds another search.
+            FederationError: Another process works on it; or the first trials failed.
+            CorruptObject: A ledger of a trial is damaged.
+            JobError: No trial can start within the privacy budget.
+        """
+        busy = f"another process searches in {self.folder}: wait for it, or stop it"
+        with hold(self.folder / ".lock", busy):
+            study = self._study()
+            if self.workers > 1:
+                self._side_by_side(study)
+            else:
+                self._one_by_one(study)
+            return self._show(study)
+
+    def _study(self) -> "optuna.Study":
+        """Open the study, or begin it."""
+        import optuna  # noqa: PLC0415 -- an extra
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        spec = self.space.spec
+        study = optuna.create_study(
+            storage=_storage(self.folder),
+            study_name=_STUDY,
+            direction=cast("_Direction", spec.direction),
+            pruner=_pruner(spec),
+            load_if_exists=True,
+        )
+        digest, known = self.space.digest(), study.user_attrs.get(_DIGEST)
+        if known is None and not study.trials:
+            study.set_user_attr(_DIGEST, digest)
+        elif known != digest:
+            raise RunConflict(
+                f"{self.folder} holds a search of another space or job: name a new "
+                "folder with --out, or undo the change (only `trials` may change)"
+            )
+        return study
+
+    def _one_by_one(self, study: "optuna.Study") -> None:
+        for trial, values in self._asked(study):
+            run_trial(self.space, self.folder, trial, values, self.stop_requested)
+            self._tell(study, trial.number)
+
+    def _side_by_side(self, study: "optuna.Study") -> None:
+        """Run trials in processes; only this one asks for new ones."""
+        context = multiprocessing.get_context("spawn")
+        asked, going = self._asked(study), dict[Future[None], int]()
+        with ProcessPoolExecutor(self.workers, mp_context=context) as pool:
+            for trial, values in asked:
+                found = pool.submit(
+                    _in_process, self.space, self.folder, trial.number, values, sys.path
+                )
+                going[found] = trial.number
+                if len(going) == self.workers:
+                    self._collect(study, going)
+            while going:
+                self._collect(study, going)
+
+    def _collect(self, study: "optuna.Study", going: dict["Future[None]", int]) -> None:
+        for one in wait(going, return_when=FIRST_COMPLETED).done:
+            one.result()  # What was wrong with a worker ends the search.
+            self._tell(study, going.pop(one))
+
+    def _asked(
+        self, study: "optuna.Study"
+    ) -> Iterator[tuple["optuna.Trial", Mapping[str, Choice]]]:
+        """Yield trials to run: those that a process left, then new ones."""
+        import optuna  # noqa: PLC0415 -- an extra
+
+        spec = self.space.spec
+        states = optuna.trial.TrialState
+        for left in study.get_trials(states=(states.RUNNING,)):
+            if self.stop_requested():
+                return
+            study.sampler = _sampler(spec, left.number, workers=self.workers)
+            trial = optuna.Trial(study, left._trial_id)  # noqa: SLF001 -- resumes it
+            yield trial, _values(trial, spec.space)
+        while (number := len(study.trials)) < spec.trials:
+            if self.stop_requested() or not self._may_start(study):
+                return
+            study.sampler = _sampler(spec, number, workers=self.workers)
+            trial = study.ask()
+            yield trial, _values(trial, spec.space)
+
+    def _may_start(self, study: "optuna.Study") -> bool:
+        """Whether the budgets have room for another trial.
+
+        Raises:
+            FederationError: The first trials failed, or no trial fits the budget.
+        """
+        done = _finished(study)
+        failures = [trial for trial in done if trial.state.name == "FAIL"]
+        if len(failures) == len(done) == _MOST_FAILURES:
+            reason = failures[0].user_attrs.get(_REASON, "of an unknown error")
+            raise FederationError(
+                f"the first {_MOST_FAILURES} trials failed, the first because: {reason}"
+            )
+        total = self.space.spec.privacy
+        if not total.max_epsilon:
+            return True
+        why = refusal(
+            self.space.job({}),
+            self._spent(study),
+            epsilon_cap=total.max_epsilon,
+            delta=total.delta,
+        )
+        if why and not study.trials:
+            raise JobError(why, key="privacy.max_epsilon")
+        if why:
+            self.say(f"no further trial: {why}")
+        return not why
+
+    def _spent(self, study: "optuna.Study") -> SearchSpending | None:
+        return spent([_folder(self.folder, t.number) for t in study.trials])
+
+    def _tell(self, study: "optuna.Study", number: int) -> None:
+        trial = next(t for t in study.trials if t.number == number)
+        if trial.state.is_finished():
+            self.say(_line(_trial(trial, self.folder), self.space.spec))
+            self._show(study)
+
+    def _show(self, study: "optuna.Study") -> Tuning:
+        """Write the page, and return what it shows."""
+        spec, found = self.space.spec, self._spent(study)
+        delta = None
+        if found is not None:
+            delta = spec.privacy.delta or 2 * found.delta
+        tuning = Tuning(
+            name=spec.name,
+            metric=spec.metric,
+            direction=spec.direction,
+            sampler=spec.sampler,
+            wanted=spec.trials,
+            trials=[_trial(one, self.folder) for one in study.trials],
+            ranges={n: list(r.choices) or r.ends() for n, r in spec.space.items()},
+            logarithmic=frozenset(n for n, r in spec.space.items() if r.log),
+            importance=_importance(study),
+            epsilon=None if found is None or delta is None else found.epsilon(delta),
+            delta=delta,
+            page=self.folder / PAGE,
+        )
+        write_tuning(tuning)
+        return tuning
+
+
+def run_trial(
+    space: Space,
+    folder: Path,
+    trial: "optuna.Trial",
+    values: Mapping[str, Choice],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run one trial to its end, or resume it, and record what came of it.
+
+    A trial that was asked to stop stays open, to be resumed.
+    """
+    import optuna  # noqa: PLC0415 -- an extra
+
+    spec, own, states = (
+        space.spec,
+        _folder(folder, trial.number),
+        optuna.trial.TrialState,
+    )
+    watch = _TrialWatch(trial, spec.metric)
+    try:
+        job = space.job(values)
+        result = simulation.simulate(
+            job,
+            folder=own,
+            resume=own.is_dir() and RunFolder(own).run_id() is not None,
+            listeners=[watch],
+            stop_requested=lambda: stop_requested() or watch.ends_early(),
+            report=False,
+        )
+        value = _value(result, spec.metric)
+    except FederationError as error:
+        trial.set_user_attr(_REASON, sentence(error))
+        trial.study.tell(trial, state=states.FAIL)
+        return
+    if result.status == "stopped" and not watch.is_pruned:
+        return
+    if value is None or not math.isfinite(value):
+        trial.set_user_attr(_REASON, f"its last model has no {spec.metric}")
+        trial.study.tell(trial, state=states.FAIL)
+    elif watch.is_pruned and result.status == "stopped":
+        trial.study.tell(trial, state=states.PRUNED)
+    else:
+        trial.study.tell(trial, value)
+
+
+class _TrialWatch:
+    """Reports the metric of each round to the study, which may end the trial."""
+
+    def __init__(self, trial: "optuna.Trial", metric: str) -> None:
+        self._trial, self._metric = trial, metric
+        self._fold, self._told = RunFold(), 0
+        self.is_pruned = False
+
+    def __call__(self, event: Event) -> None:
+        self._fold.add(event)
+        if not isinstance(event, ModelEvaluated | RunFinished):
+            return
+        for row in history(self._fold.view()):
+            value = row.get(self._metric)
+            if row["round"] > self._told and value is not None:
+                self._told = row["round"]
+                if math.isfinite(value):
+                    self._trial.report(value, self._told)
+
+    def ends_early(self) -> bool:
+        if not self.is_pruned and self._told:
+            self.is_pruned = self._trial.should_prune()
+        return self.is_pruned
+
+
+def _in_process(
+    space: Space,
+    folder: Path,
+    number: int,
+    values: Mapping[str, Choice],
+    path: Sequence[str],
+) -> None:
+    """Run a trial in a process that the search has started."""
+    import optuna  # noqa: PLC0415 -- an extra
+
+    sys.path[:] = path  # Where a user's own models and data are found.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.load_study(
+        study_name=_STUDY, storage=_storage(folder), pruner=_pruner(space.spec)
+    )
+    study.sampler = _sampler(space.spec, number, workers=2)
+    found = next(t for t in study.trials if t.number == number)
+    trial = optuna.Trial(study, found._trial_id)  # noqa: SLF001 -- asked for elsewhere
+    run_trial(space, folder, trial, values)
+
+
+def _storage(folder: Path) -> "optuna.storages.RDBStorage":
+    import optuna  # noqa: PLC0415 -- an extra
+
+    return optuna.storages.RDBStorage(f"sqlite:///{(folder / DATABASE).absolute()}")
+
+
+def _folder(folder: Path, number: int) -> Path:
+    return folder / TRIALS / f"{number:04d}"
+
+
+def _sampler(
+    spec: TuneSpec, number: int, *, workers: int
+) -> "optuna.samplers.BaseSampler":
+    """The sampler of one trial: its draws depend on the trial's number."""
+    from optuna import samplers  # noqa: PLC0415 -- an extra
+
+    (seed,) = map(int, np.random.SeedSequence([spec.seed, number]).generate_state(1))
+    if spec.sampler == "random":
+        return samplers.RandomSampler(seed=seed)
+    if spec.sampler == "cma_es":
+        return samplers.CmaEsSampler(seed=seed)
+    if spec.sampler == "evolutionary":
+        return samplers.NSGAIISampler(seed=seed, population_size=min(20, spec.trials))
+    return samplers.TPESampler(seed=seed, constant_liar=workers > 1)
+
+
+def _pruner(spec: TuneSpec) -> "optuna.pruners.BasePruner":
+    from optuna import pruners  # noqa: PLC0415 -- an extra
+
+    if not spec.pruner.min_rounds:
+        return pruners.NopPruner()
+    return pruners.SuccessiveHalvingPruner(
+        min_resource=spec.pruner.min_rounds, reduction_factor=spec.pruner.factor
+    )
+
+
+def _values(
+    trial: "optuna.Trial", space: Mapping[str, RangeSpec]
+) -> Mapping[str, Choice]:
+    return {name: _suggested(trial, name, values) for name, values in space.items()}
+
+
+def _suggested(trial: "optuna.Trial", name: str, values: RangeSpec) -> Choice:
+    low, high = values.low, values.high
+    if values.choices:
+        found: Choice = trial.suggest_categorical(name, list(values.choices))
+        return found
+    if values.is_whole:
+        step = int(values.step or 1)
+        return trial.suggest_int(name, low, high, step=step, log=values.log)
+    return trial.suggest_float(name, low, high, step=values.step, log=values.log)
+
+
+def _value(result: "RunResult", metric: str) -> float | None:
+    known: dict[str, Any] = {"loss": result.loss, "accuracy": result.accuracy}
+    known |= result.metrics
+    if metric not in known:
+        names = ", ".join(sorted(name for name, value in known.items() if value))
+        raise JobError(
+            f"the job has no metric {metric!r}; it has {names}", key="metric"
+        )
+    value: float | None = known[metric]
+    return value
+
+
+def _finished(study: "optuna.Study") -> "Sequence[optuna.trial.FrozenTrial]":
+    return [trial for trial in study.trials if trial.state.is_finished()]
+
+
+def _importance(study: "optuna.Study") -> Mapping[str, float]:
+    """How much each key decides the result; empty where too few trials say."""
+    from optuna import importance  # noqa: PLC0415 -- an extra
+
+    done = [t for t in study.trials if t.state.name == "COMPLETE"]
+    if len(done) < _LEAST_RANKED or len(done[0].params) < 2:  # noqa: PLR2004
+        return {}
+    evaluator = importance.PedAnovaImportanceEvaluator(target_quantile=0.25)
+    found = importance.get_param_importances(study, evaluator=evaluator)
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _trial(trial: "optuna.trial.FrozenTrial", folder: Path) -> TrialRow:
+    values = trial.intermediate_values
+    return TrialRow(
+        number=trial.number,
+        state=_STATES[trial.state.name],
+        values=trial.params,
+        value=trial.value if trial.state.name == "COMPLETE" else None,
+        last=values[max(values)] if values else None,
+        rounds=max(values, default=0),
+        reason=str(trial.user_attrs.get(_REASON, "")),
+        folder=_folder(folder, trial.number),
+    )
+
+
+_STATES = {
+    "COMPLETE": "completed",
+    "PRUNED": "ended early",
+    "FAIL": "failed",
+    "RUNNING": "not finished",
+    "WAITING": "not finished",
+}
+
+
+def _line(trial: TrialRow, spec: TuneSpec) -> str:
+    values = "  ".join(f"{name}={_text(v)}" for name, v in trial.values.items())
+    result = (
+        f"{spec.metric} {trial.value:.4f}" if trial.value is not None else trial.state
+    )
+    if trial.state == "ended early":
+        result = (
+            f"ended early after round {trial.rounds}, {spec.metric} {trial.last:.4f}"
+        )
+    if trial.reason:
+        result = f"failed: {trial.reason}"
+    return f"trial {trial.number + 1:>3}/{spec.trials}  {result}  {values}"
+
+
+def _text(value: Choice) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

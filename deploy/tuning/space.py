@@ -1,0 +1,238 @@
+"""The file of a search: a job, and ranges of its keys."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job import code_files, job_file
+from federation.job.job_keys import key
+from federation.job.spec import JobSpec
+
+SAMPLERS = ("tpe", "cma_es", "evolutionary", "random")
+# Metrics that are better when they are smaller need no `direction`.
+_DIRECTIONS = {"loss": "minimize", "accuracy": "maximize"}
+
+Choice = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeSpec:
+    """The values that one key may take.
+
+    Attributes:
+        low: Smallest value. Two whole numbers give whole numbers.
+        high: Largest value.
+        step: Distance between values; none by default, 1 for whole numbers.
+        log: Draw evenly on a logarithmic axis.
+        choices: A list of values, in place of `low` and `high`.
+    """
+
+    low: Any = None
+    high: Any = None
+    step: Any = None
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the values are whole numbers."""
+        return all(isinstance(end, int) for end in (self.low, self.high))
+
+    def ends(self) -> tuple[Any, ...]:
+        """Values that a job must accept if it is to accept all of them."""
+        return self.choices or (self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunerSpec:
+    """When a trial ends early: successive halving (Li et al., arXiv:1810.05934).
+
+    Attributes:
+        min_rounds: Rounds of a trial before the first comparison. Later ones are after
+            `factor`, `factor`², ... times as many. 0: no trial ends early.
+        factor: One trial of so many goes on after a comparison.
+    """
+
+    min_rounds: int = key(default=0, low=0)
+    factor: int = key(default=3, low=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalPrivacySpec:
+    """What all trials together may spend, where the job has differential privacy.
+
+    Attributes:
+        max_epsilon: No trial starts that could take a site beyond this epsilon. 0: no
+            limit; the total is counted and shown all the same.
+        delta: The delta that goes with it. Default: the largest that a ledger has.
+    """
+
+    max_epsilon: float = key(default=0.0, low=0.0)
+    delta: float | None = key(default=None, above=0.0, below=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneSpec:
+    """What to search, and how.
+
+    Attributes:
+        job: The job file whose keys are searched, relative to this file.
+        trials: How many runs there are.
+        space: The keys and their values.
+        name: Of the search; by default, the job's name.
+        metric: `loss`, `accuracy`, or a metric of the job's objective, of the last
+            model of a run.
+        direction: `minimize` or `maximize`; needed for metrics of your own.
+        sampler: How values are chosen: `tpe` (tree-structured Parzen estimators),
+            `cma_es` (numbers only), `evolutionary` (NSGA-II) or `random`.
+        seed: Of the choice of values.
+        pruner: When a trial ends early.
+        privacy: What all trials may spend.
+    """
+
+    job: str
+    trials: int = key(default=20, low=1, high=100_000)
+    space: Mapping[str, RangeSpec]
+    name: str = ""
+    metric: str = "loss"
+    direction: str = key(default="", choices=("", "minimize", "maximize"))
+    sampler: str = key(default="tpe", choices=SAMPLERS)
+    seed: int = key(default=0, low=0)
+    pruner: PrunerSpec = field(default_factory=PrunerSpec)
+    privacy: TotalPrivacySpec = field(default_factory=TotalPrivacySpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A search that can begin.
+
+    Attributes:
+        spec: What the file says, with defaults filled in.
+        document: The job, without the keys that are searched.
+        path: Of the job file, beside which files of users are found.
+    """
+
+    spec: TuneSpec
+    document: Mapping[str, Any]
+    path: Path
+
+    def job(self, values: Mapping[str, Choice]) -> JobSpec:
+        """Return the job of a trial.
+
+        Raises:
+            JobError: These values do not fit together.
+        """
+        document: dict[str, Any] = json.loads(json.dumps(self.document))
+        for name, value in values.items():
+            job_file.override(document, name, value)
+        code_files.pin(document, self.path.parent)
+        job = job_file.parse(document)
+        if job.model.weights is None:
+            return job
+        from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
+
+        return pinned(job, self.path.parent)
+
+    def digest(self) -> str:
+        """SHA-256 of all that decides what trials compute."""
+        spec = self.spec
+        facts = asdict(replace(spec, trials=1, privacy=TotalPrivacySpec()))
+        facts["job"] = self.document
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def load(path: Path) -> Space:
+    """Read a search, and try both ends of every range in the job.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the message
+            names file and key.
+    """
+    try:
+        document = job_file.read_toml(path)
+        document["space"] = dict(_flat(document.get("space")))
+        return _checked(job_file.build(TuneSpec, document), path.parent)
+    except JobError as error:
+        if str(path) in error.reason:
+            raise
+        raise JobError(f"{path}: {error}") from error
+
+
+def _checked(spec: TuneSpec, folder: Path) -> Space:
+    for name, values in spec.space.items():
+        if values.choices:
+            _check_choices(f"space.{name}", values, spec.sampler)
+        else:
+            _check_ends(f"space.{name}", values)
+    path = folder / spec.job
+    document = job_file.read_toml(path)
+    spec = _filled(spec, str(document.get("name", "")))
+    space = Space(spec=spec, document=document, path=path)
+    _try_ends(space)
+    return space
+
+
+def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each range by its whole key, which need not be quoted in the file."""
+    if not isinstance(table, Mapping) or not table:
+        raise JobError("names no key to search", key="space")
+    for name, value in table.items():
+        is_table = isinstance(value, Mapping)
+        if is_table and not {"low", "high", "choices"} & set(value):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_choices(name: str, values: RangeSpec, sampler: str) -> None:
+    if replace(values, choices=()) != RangeSpec():
+        raise JobError("has choices, and needs nothing else", key=name)
+    if not all(isinstance(choice, Choice) for choice in values.choices):
+        raise JobError("choices are texts, numbers or booleans", key=name)
+    if sampler == "cma_es":
+        raise JobError('sampler = "cma_es" searches numbers only', key=name)
+
+
+def _check_ends(name: str, values: RangeSpec) -> None:
+    low, high, step = values.low, values.high, values.step
+    for end in (low, high, *([] if step is None else [step])):
+        if isinstance(end, bool) or not isinstance(end, int | float):
+            raise JobError("needs the numbers low and high, or choices", key=name)
+    if not low < high:
+        raise JobError(f"low is {low}, and must be below high, {high}", key=name)
+    if values.log and (low <= 0 or step is not None):
+        raise JobError("log needs a low above 0 and no step", key=name)
+    if step is not None and step <= 0:
+        raise JobError("step must be above 0", key=name)
+
+
+def _filled(spec: TuneSpec, job_name: str) -> TuneSpec:
+    direction = spec.direction or _DIRECTIONS.get(spec.metric, "")
+    if not direction:
+        raise JobError(
+            f"say whether {spec.metric} is better smaller or larger: minimize or "
+            "maximize",
+            key="direction",
+        )
+    try:
+        name = check_name(spec.name or job_name)
+    except ValueError as error:
+        raise JobError(str(error), key="name") from error
+    return replace(spec, direction=direction, name=name)
+
+
+def _try_ends(space: Space) -> None:
+    """Refuse a value that the job does not take, the others as in the job."""
+    for name, values in space.spec.space.items():
+        for value in values.ends():
+            try:
+                space.job({name: value})
+            except JobError as error:
+                raise JobError(
+                    f"the job does not take {value!r}: {error}", key=f"space.{name}"
+                ) from error

@@ -1,0 +1,198 @@
+"""Searches over the keys of a job, as runs on this machine."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli.commands import main
+from deploy.tuning.search import Search
+from deploy.tuning.space import load
+from federation.errors import CorruptObject, FederationError, JobError, RunConflict
+from federation.folder_lock import hold
+from monitoring.pages.tuning_page import Tuning
+
+pytest.importorskip("optuna")
+pytestmark = [
+    pytest.mark.slow,
+    # Optuna's own, and of the libraries under it.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+JOB = """
+name = "tiny"
+rounds = 3
+model.factory = "clients.models:logistic_regression"
+model.options = { inputs = 30, classes = 2 }
+data = { source = "clients.data:breast_cancer" }
+training = { local_steps = 2, batch_size = 16, optimizer = { name = "adam", lr = 0.1 } }
+sites = [{ name = "a" }, { name = "b" }]
+"""
+PRIVATE = """
+[aggregation]
+weights = "uniform"
+[privacy.differential_privacy]
+unit = "record"
+target_epsilon = 4.0
+delta = 1e-5
+"""
+SPACE = """
+job = "job.toml"
+trials = {trials}
+{keys}
+[space]
+training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }
+training.local_steps = { low = 1, high = 8 }
+"""
+
+
+def write(folder: Path, *, trials: int = 4, keys: str = "", job: str = JOB) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(job)
+    path = folder / "space.toml"
+    path.write_text(SPACE.replace("{trials}", str(trials)).replace("{keys}", keys))
+    return path
+
+
+def search(
+    folder: Path,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    workers: int = 1,
+    **keys: Any,
+) -> Tuning:
+    space = load(write(folder, **keys))
+    return Search(
+        space=space,
+        folder=folder / "search",
+        say=lambda _: None,
+        stop_requested=stop,
+        workers=workers,
+    ).run()
+
+
+def after(calls: int) -> Callable[[], bool]:
+    """Ask for a stop from that call on."""
+    count = itertools.count(1)
+    return lambda: next(count) >= calls
+
+
+def results(tuning: Tuning) -> list[Any]:
+    return [(t.number, t.state, dict(t.values), t.value) for t in tuning.trials]
+
+
+def test_a_search_that_was_stopped_finds_the_same(tmp_path: Path) -> None:
+    whole = search(tmp_path / "whole")
+    assert [t.state for t in whole.trials] == ["completed"] * 4
+    assert len({t.values["training.optimizer.lr"] for t in whole.trials}) == 4
+    # In the middle of a trial, then in a later one.
+    parts = [search(tmp_path / "parts", stop=after(calls)) for calls in (3, 6, 99)]
+    assert parts[0].trials[-1].state == "not finished"
+    assert results(parts[-1]) == results(whole)
+    assert whole.best is not None
+    assert whole.best.value == min(t.value or math.inf for t in whole.trials)
+    # Its run is where the page says, and is complete.
+    result = json.loads((whole.best.folder / "result.json").read_text())
+    assert result["status"] == "completed"
+    assert result["final"]["loss"] == whole.best.value
+
+
+def test_more_trials_continue_a_search(tmp_path: Path) -> None:
+    few = search(tmp_path, trials=2)
+    more = search(tmp_path, trials=3)
+    assert results(more)[:2] == results(few)
+    assert len(more.trials) == 3
+
+
+def test_another_search_does_not_continue_it(tmp_path: Path) -> None:
+    search(tmp_path, trials=1)
+    with pytest.raises(RunConflict, match="another space or job"):
+        search(tmp_path, trials=1, keys="seed = 1")
+    with (
+        hold(tmp_path / "search" / ".lock", "busy"),
+        pytest.raises(FederationError, match="another process searches"),
+    ):
+        search(tmp_path, trials=2)
+
+
+def test_poor_trials_end_early(tmp_path: Path) -> None:
+    keys = 'metric = "accuracy"\nsampler = "random"\npruner = { min_rounds = 1 }'
+    tuning = search(
+        tmp_path, trials=8, keys=keys, job=JOB.replace("rounds = 3", "rounds = 4")
+    )
+    early = [t for t in tuning.trials if t.state == "ended early"]
+    assert early
+    assert all(t.value is None and t.rounds < 4 for t in early)
+    best = tuning.best
+    assert best is not None
+    assert best.value is not None
+    assert all(best.value >= (t.last or 0) for t in early)
+
+
+def test_trials_in_processes(tmp_path: Path) -> None:
+    tuning = search(tmp_path, trials=3, workers=2)
+    assert [t.state for t in tuning.trials] == ["completed"] * 3
+
+
+def test_first_failures_end_a_search_with_their_reason(tmp_path: Path) -> None:
+    job = JOB.replace("breast_cancer", "no_such_data")
+    with pytest.raises(FederationError, match="no_such_data"):
+        search(tmp_path, job=job)
+    assert "no_such_data" in (tmp_path / "search" / "tuning.html").read_text()
+
+
+def test_a_metric_that_the_job_lacks(tmp_path: Path) -> None:
+    keys = 'metric = "recall"\ndirection = "maximize"'
+    with pytest.raises(FederationError, match="no metric 'recall'; it has accuracy"):
+        search(tmp_path, keys=keys)
+
+
+def test_all_trials_are_charged(tmp_path: Path) -> None:
+    one = search(tmp_path / "one", trials=1, job=JOB + PRIVATE)
+    three = search(tmp_path / "three", trials=3, job=JOB + PRIVATE)
+    assert one.epsilon is not None
+    assert three.epsilon is not None
+    assert one.epsilon <= 4.0 < three.epsilon
+    assert three.delta == 2e-5
+    ledger = next((tmp_path / "three").rglob("ledger.jsonl"))
+    ledger.write_text(ledger.read_text().replace("1", "2"))
+    with pytest.raises(CorruptObject, match="unknown"):
+        search(tmp_path / "three", trials=4, job=JOB + PRIVATE)
+
+
+def test_no_trial_starts_beyond_the_budget_of_all(tmp_path: Path) -> None:
+    keys = "privacy = { max_epsilon = 9.0 }"
+    tuning = search(tmp_path / "some", trials=9, keys=keys, job=JOB + PRIVATE)
+    assert 1 < len(tuning.trials) < 9
+    assert tuning.epsilon is not None
+    assert tuning.epsilon <= 9.0
+    with pytest.raises(JobError, match="max_epsilon"):
+        search(
+            tmp_path / "none",
+            keys="privacy = { max_epsilon = 3.9 }",
+            job=JOB + PRIVATE,
+        )
+
+
+def test_the_command(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, trials=2)
+    assert main(["tune", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [trial["state"] for trial in found["trials"]] == ["completed"] * 2
+    assert found["folder"] == "searches/tiny"
+    assert main(["tune", str(path)]) == 0
+    out = capsys.readouterr().out
+    best = found["trials"][found["best"]]["values"]
+    assert f"--set training.local_steps={best['training.local_steps']}" in out
+    page = (tmp_path / "searches/tiny/tuning.html").read_text()
+    assert "training.optimizer.lr" in page
+    assert "<script" not in page

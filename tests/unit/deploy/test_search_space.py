@@ -1,0 +1,148 @@
+"""Files of searches, and what a budget leaves room for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.tuning.space import load
+from deploy.tuning.spending import SearchSpending, refusal
+from federation.errors import JobError
+from federation.job import job_file
+from privacy.dp import accountant
+from privacy.dp.events import PrivacyEvent
+
+JOB = """
+name = "tiny"
+rounds = 2
+model.factory = "clients.models:logistic_regression"
+model.options = { inputs = 30, classes = 2 }
+data = { source = "clients.data:breast_cancer" }
+training = { local_steps = 5, optimizer = { name = "adam", lr = 0.1 } }
+sites = [{ name = "a" }, { name = "b" }]
+"""
+
+
+def write(folder: Path, space: str, extra: str = "") -> Path:
+    (folder / "job.toml").write_text(JOB)
+    path = folder / "space.toml"
+    path.write_text(f'job = "job.toml"\n{extra}\n[space]\n{space}\n')
+    return path
+
+
+def test_keys_need_no_quotes(tmp_path: Path) -> None:
+    space = load(
+        write(
+            tmp_path,
+            "training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }\n"
+            '"training.local_steps" = { low = 1, high = 9 }',
+        )
+    )
+    assert list(space.spec.space) == ["training.optimizer.lr", "training.local_steps"]
+    assert space.spec.space["training.local_steps"].is_whole
+    assert not space.spec.space["training.optimizer.lr"].is_whole
+    assert space.spec.name == "tiny"
+    assert space.spec.direction == "minimize"
+    job = space.job({"training.local_steps": 7})
+    assert job.training.local_steps == 7
+    assert space.document["training"]["local_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "said"),
+    [
+        ("training.lr = { low = 1e-3, high = 1.0 }", "space.training.lr", "lr"),
+        ("rounds = { low = 0, high = 3 }", "space.rounds", "does not take 0"),
+        ("rounds = { low = 3, high = 3 }", "space.rounds", "below high"),
+        ("rounds = { low = 3 }", "space.rounds", "low and high"),
+        ("rounds = { low = 1, high = true }", "space.rounds", "low and high"),
+        ("rounds = { low = 1, high = 9, step = 0 }", "space.rounds", "step"),
+        ("rounds = { low = 1, high = 9, step = 2, log = true }", "rounds", "no step"),
+        ("rounds = { low = 1, choices = [1] }", "space.rounds", "nothing else"),
+        ("rounds = { choices = [[1]] }", "space.rounds", "texts, numbers"),
+        (
+            'training.optimizer.name = { choices = ["adam", "none"] }',
+            "space.training.optimizer.name",
+            "'none'",
+        ),
+        ("rounds = 3", "space.rounds", "table"),
+    ],
+)
+def test_ranges_that_cannot_be_searched(
+    tmp_path: Path, line: str, key: str, said: str
+) -> None:
+    with pytest.raises(JobError) as found:
+        load(write(tmp_path, line))
+    assert "space.toml" in str(found.value)
+    assert key in str(found.value)
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ('metric = "recall"', "smaller or larger"),
+        ("trials = 0", "trials"),
+        ('sampler = "grid"', "sampler"),
+        ("pruner = { factor = 1 }", "pruner.factor"),
+        ('sampler = "cma_es"', "numbers only"),
+    ],
+)
+def test_searches_that_cannot_begin(tmp_path: Path, extra: str, said: str) -> None:
+    line = "training.shuffle = { choices = [true, false] }"
+    with pytest.raises(JobError, match=said):
+        load(write(tmp_path, line, extra))
+
+
+def test_an_empty_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="names no key to search"):
+        load(write(tmp_path, ""))
+
+
+def test_digest_is_of_all_but_the_number_of_trials(tmp_path: Path) -> None:
+    line = "rounds = { low = 1, high = 9 }"
+    first = load(write(tmp_path, line)).digest()
+    assert load(write(tmp_path, line, "trials = 99")).digest() == first
+    for other in ("seed = 1", 'sampler = "random"', 'metric = "accuracy"'):
+        assert load(write(tmp_path, line, other)).digest() != first
+    assert load(write(tmp_path, "rounds = { low = 1, high = 8 }")).digest() != first
+    path = write(tmp_path, line)
+    (tmp_path / "job.toml").write_text(JOB.replace("0.1", "0.2"))
+    assert load(path).digest() != first
+
+
+def private(**keys: Any) -> Any:
+    document = job_file.parse_toml(JOB)
+    terms = {"unit": "record", "target_epsilon": 2.0, "delta": 1e-5} | keys
+    given = {name: value for name, value in terms.items() if value is not None}
+    document["privacy"] = {"differential_privacy": given}
+    document["aggregation"] = {"weights": "uniform"}
+    return job_file.parse(document)
+
+
+EVENT = PrivacyEvent(noise_multiplier=1.0, sampling_rate=0.1, steps=50)
+SPENT = SearchSpending(
+    events={("a", "train"): [EVENT], ("b", "train"): [EVENT] * 2}, delta=1e-5
+)
+
+
+def test_spent_is_that_of_the_site_that_spent_most() -> None:
+    assert SPENT.epsilon(1e-5) == accountant.epsilon([EVENT, EVENT], 1e-5)
+
+
+def test_no_trial_starts_that_could_go_beyond_the_budget() -> None:
+    # One trial may spend 2 at 1e-5; what was spent counts at the rest of the delta.
+    so_far = SPENT.epsilon(1e-5)
+    job = private()
+    assert not refusal(job, SPENT, epsilon_cap=so_far + 2.0, delta=2e-5)
+    assert not refusal(job, SPENT, epsilon_cap=so_far + 2.0, delta=None)
+    assert "beyond" in refusal(job, SPENT, epsilon_cap=so_far + 1.99, delta=2e-5)
+    assert not refusal(job, None, epsilon_cap=2.0, delta=2e-5)
+    assert "beyond" in refusal(job, None, epsilon_cap=1.99, delta=2e-5)
+    assert not refusal(job, SPENT, epsilon_cap=0.0, delta=None)
+
+
+def test_a_budget_needs_deltas() -> None:
+    no_delta = refusal(private(delta=None), None, epsilon_cap=9.0, delta=None)
+    assert "needs a job with a delta" in no_delta
+    assert "larger" in refusal(private(), None, epsilon_cap=9.0, delta=1e-5)
