@@ -3,7 +3,8 @@
 JSON knows no NaN and no infinity; they are written as the strings ``"NaN"``,
 ``"Infinity"`` and ``"-Infinity"``, which only a float field turns back. Fields that are
 not known are passed over: a newer version has added them. Numbers by name, a field that
-is a mapping, are among the other fields of their object.
+is a mapping, are among the other fields of their object; a number whose name is that of
+such a field, or begins with the mapping's name and a dot, gets these two in front.
 """
 
 import dataclasses
@@ -21,11 +22,16 @@ _SHOWN_CHARS = 60
 def encode(value: Any) -> Any:
     """Encode a dataclass in values that ``json.dumps`` accepts."""
     if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         found: dict[str, Any] = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name)
-            named = item if isinstance(item, Mapping) else {field.name: item}
-            found |= {name: encode(inner) for name, inner in named.items()}
+        for field, item in fields.items():
+            if not isinstance(item, Mapping):
+                found[field] = encode(item)
+                continue
+            mark = f"{field}."
+            for name, number in item.items():
+                is_taken = name in fields or name.startswith(mark)
+                found[mark + name if is_taken else name] = encode(number)
         return found
     if isinstance(value, tuple):
         return [encode(item) for item in value]
@@ -93,18 +99,18 @@ def _decode_fields(value: Any, kind: type, where: str) -> Any:
     if not isinstance(value, dict):
         raise _unlike(value, "an object", where)
     hints = _hints(kind)
+    named = [name for name, hint in hints.items() if get_origin(hint) is Mapping]
     known = {
         name: decode(value[name], hint, where=f"{where}.{name}")
         for name, hint in hints.items()
-        if name in value
+        if name in value and name not in named
     }
-    for name, hint in hints.items():
-        if get_origin(hint) is Mapping:
-            known[name] = {
-                inner: _decode_number(value[inner], f"{where}.{inner}")
-                for inner in value
-                if inner not in hints
-            }
+    for name in named:
+        known[name] = {
+            inner.removeprefix(f"{name}."): _decode_number(number, f"{where}.{inner}")
+            for inner, number in value.items()
+            if inner not in hints
+        }
     for field in dataclasses.fields(kind):
         if field.name not in known and field.default is dataclasses.MISSING:
             raise ValueError(f"{where} has no {field.name!r}")

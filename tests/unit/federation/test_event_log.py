@@ -14,7 +14,7 @@ from support import event_samples
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.event_log import KINDS, EventWriter, from_line, read_events, to_line
 from federation.events import Event, RoundFinished, SiteFailed, Warned
-from federation.messages import FailureKind, Phase
+from federation.messages import FailureKind, MetricSums, Phase
 
 pytestmark = pytest.mark.slow
 
@@ -267,3 +267,14 @@ def test_metrics_lie_beside_the_loss():
         "far": math.inf,
     }
     assert json.loads(to_line(event))["training"] == json.loads(line)["training"]
+
+
+@pytest.mark.parametrize("name", ["count", "loss_sum", "metrics", "metrics.count"])
+def test_a_metric_may_have_the_name_of_a_field(name: str):
+    """No job can name one so, but a log that holds one must be readable."""
+    sums = MetricSums(count=4, loss_sum=1.5, metrics={name: 0.5, "correct": 3})
+    finished = next(
+        e for e in event_samples.two_sites(1) if isinstance(e, RoundFinished)
+    )
+    event = dataclasses.replace(finished, training=sums)
+    assert from_line(to_line(event)) == event
