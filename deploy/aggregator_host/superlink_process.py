@@ -90,7 +90,11 @@ def prepare(database: Path) -> int:
 
 def main(arguments: list[str]) -> None:
     """Become a SuperLink."""
-    from cloud_adapters.superlink import gate as flower_gate, guard as flower_guard  # noqa: PLC0415 -- seconds
+    from cloud_adapters.superlink import (  # noqa: PLC0415 -- seconds
+        gate as flower_gate,
+        guard as flower_guard,
+        shortcuts as flower_shortcuts,
+    )
 
     facts = json.loads(arguments[0])
     secrets = Path(facts["secrets"])
@@ -99,6 +103,7 @@ def main(arguments: list[str]) -> None:
         runtime=host_secrets.read(secrets / host_secrets.RUNTIME),
         public=PUBLIC_PATHS,
     )
+    flower_shortcuts.install()
     flower_gate.install(Limits(**facts["limits"]), Path(facts["database"]))
     flower_gate.run_superlink(arguments[1:])
 

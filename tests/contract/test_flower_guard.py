@@ -20,7 +20,8 @@ from flwr.common.serde import fab_to_proto, user_config_to_proto  # noqa: E402
 from flwr.proto.control_pb2 import StartRunRequest  # noqa: E402
 from flwr.supercore.fab import Fab  # noqa: E402
 from flwr.superlink import extensions  # noqa: E402
-from flwr.superlink.main import create_app  # noqa: E402
+from flwr.superlink.main import _get_middleware, create_app  # noqa: E402
+from starlette.responses import Response  # noqa: E402
 from support import bundles, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
@@ -28,6 +29,7 @@ from cloud_adapters.local import landlock  # noqa: E402
 from cloud_adapters.superlink import (  # noqa: E402
     guard as flower_guard,
     launcher as flower_launcher,
+    shortcuts as flower_shortcuts,
 )
 from cloud_adapters.superlink.guard import HEADER, control_word, runtime_word  # noqa: E402
 from deploy.aggregator_host import host_secrets  # noqa: E402
@@ -203,3 +205,58 @@ def _start(running: SuperLink, fab: Fab) -> None:
     config = user_config_to_proto({"folder": "", "config": ""})
     with running.control() as control:
         control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+
+
+def _middleware(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Flower's middleware by name, after short ways were installed; they are undone."""
+    found: list[Any] = [each.cls for each in _get_middleware()]
+    kinds = {kind.__name__: kind for kind in found}
+    for kind in kinds.values():
+        monkeypatch.setattr(kind, "__call__", kind.__call__)
+    flower_shortcuts.install()
+    return kinds
+
+
+PATHS = ("/v1/control/", "/v1/fleet/", "/v1/runtime/")
+ALL = {*PATHS, "/health"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ControlAuthenticationMiddleware", {"/v1/control/"}),
+        ("ControlEventLogMiddleware", {"/v1/control/"}),
+        ("ControlLicenseMiddleware", {"/v1/control/"}),
+        ("ControlSensitiveResponseMiddleware", {"/v1/control/"}),
+        ("FleetEventLogMiddleware", {"/v1/fleet/"}),
+        ("NodeAuthMiddleware", {"/v1/fleet/"}),
+        ("RuntimeTracingMiddleware", {"/v1/runtime/"}),
+        ("BaseHTTPMiddleware", ALL),
+        ("ProtobufTranslationMiddleware", ALL),
+    ],
+)
+def test_middleware_of_an_interface_sees_its_requests_alone(
+    name: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    """All of them: a node is authenticated before every call of a site."""
+    kinds = _middleware(monkeypatch)
+    seen, past = set(), set()
+
+    async def dispatch(request: Any, _: Any) -> Any:
+        seen.add(request.url.path)
+        return Response()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        past.add(scope["path"])
+        await Response()(scope, receive, send)
+
+    made = kinds[name](app)
+    made.dispatch_func = dispatch
+    for path in ALL:
+        assert Client(made).request("POST", path).status_code == 200
+    assert (seen, past) == (expected, ALL - expected)
+
+
+def test_every_middleware_is_known(monkeypatch: pytest.MonkeyPatch):
+    """A new version of Flower may have one more, which has to be looked at."""
+    assert len(_middleware(monkeypatch)) == 9

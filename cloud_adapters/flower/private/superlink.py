@@ -17,4 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.utils import uint64_to_int64 as uint64_to_int64
 from flwr.superlink.cli import flower_superlink as flower_superlink
+from flwr.superlink.main import _get_middleware
 from flwr.superlink.servicer.fleet import fleet_handlers as fleet_handlers
+
+superlink_middleware = _get_middleware
