@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools manifest-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,10 @@ nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
 # A worker more than two cores have: the slowest tests mostly wait for processes.
 test: $(READY) ## Run every test but the long ones
 	$(PYTEST) -m "not long" -n 3 --dist loadgroup
+
+# After `make coverage`, for CI. Properties run again here, with all their examples.
+test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
+	$(PYTEST) -m "not long and not fast" -n 3 --dist loadgroup
 
 deploy-tools: $(VENV)-deploy/.ready ## Install what checks the files of deploy/, in .venv-deploy
 
@@ -112,9 +116,12 @@ newest:
 mutants: $(READY) ## Put known faults into a copy, one at a time, and see that tests find them
 	$(BIN)/python tools/mutants.py
 
-# In one process: with sysmon, which would cost less, branches need Python 3.14.
-coverage: $(READY) ## Measure what the fast tests cover, branches too, and demand a floor
-	OMP_NUM_THREADS=1 $(BIN)/python -I -m coverage run -m pytest $(FAST) -p no:xdist --quiet
+# Python 3.11 traces branches at half as much processor time again; sysmon, which would
+# cost less, can do that from Python 3.14 on.
+coverage: $(READY) ## Run the fast tests, measure lines and branches, and demand a floor
+	$(BIN)/python -m coverage erase
+	COVERAGE_PROCESS_START=pyproject.toml $(PYTEST) $(FAST) -n 2 --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set

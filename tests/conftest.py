@@ -4,12 +4,21 @@ import gc
 import logging
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+
+# For `make coverage`, before our own modules are imported: workers are processes of
+# their own, which `coverage run` would not follow.
+if {"COVERAGE_PROCESS_START", "PYTEST_XDIST_WORKER"} <= os.environ.keys():
+    import coverage
+
+    coverage.process_startup()
+    del os.environ["COVERAGE_PROCESS_START"]  # Not for what tests start.
 
 # Before torch is imported, here and in all that tests start: threads of several
 # processes that wait for each other keep two cores busy with waiting.
@@ -67,6 +76,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     served = any(isinstance(v, str) and v in _SERVED for v in params.values())
     if served or _SERVERS & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.slow)
+    if _is_fast(item):
+        item.add_marker(pytest.mark.fast)
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    """Whether `make test-fast` runs all of it; properties get fewer examples there."""
+    top = item.path.relative_to(Path(__file__).parent).parts[0]
+    others = map(item.get_closest_marker, ("slow", "flower", "deploy"))
+    is_property = is_hypothesis_test(getattr(item, "obj", None))
+    return top in {"contract", "unit"} and not (is_property or any(others))
+
+
+def pytest_sessionfinish() -> None:
+    """Save what a worker has measured: it ends without the interpreter's farewell."""
+    if "coverage" in sys.modules and "PYTEST_XDIST_WORKER" in os.environ:
+        running = sys.modules["coverage"].Coverage.current()
+        if running is not None:
+            running.stop()
+            running.save()
 
 
 @pytest.hookimpl(trylast=True)

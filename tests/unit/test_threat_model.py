@@ -136,3 +136,27 @@ def test_make_test_leaves_out_nothing_but_what_is_long():
     (command,) = re.findall(r"^test:.*\n\t(.*)$", makefile, re.MULTILINE)
     workers = r"-n \d+ --dist loadgroup"
     assert re.fullmatch(rf'\$\(PYTEST\) -m "not long" {workers}', command)
+
+
+def test_ci_runs_all_of_make_test_in_two_parts():
+    """The fast tests, and then what is not fast: no test is in neither."""
+    root = TESTS.parent
+    script = (root / ".ci/run").read_text("utf-8")
+    parts = re.findall(r"^make (\S+)", script, re.MULTILINE)
+    assert parts[0] == "coverage"
+    assert parts[-1] == "test-rest"
+    makefile = (root / "Makefile").read_text("utf-8")
+    (rest,) = re.findall(r"^test-rest:.*\n\t(.*)$", makefile, re.MULTILINE)
+    assert '-m "not long and not fast"' in rest
+    (measured,) = re.findall(r"^\t.*COVERAGE_PROCESS_START.*$", makefile, re.MULTILINE)
+    assert "$(PYTEST) $(FAST)" in measured
+
+
+def test_what_is_fast_is_what_make_check_runs(request: pytest.FixtureRequest):
+    """Of the tests of this run: but for properties, which it runs in part."""
+    fast = [i for i in request.session.items if i.get_closest_marker("fast")]
+    assert request.node in fast
+    for item in fast:
+        assert item.path.relative_to(TESTS).parts[0] in {"contract", "unit"}
+        for mark in ("slow", "flower", "deploy", "long"):
+            assert item.get_closest_marker(mark) is None, item.nodeid
