@@ -2,7 +2,7 @@
 
 Every draw is a pure function of the job's seed, the site, the round and a purpose.
 Nothing is carried from round to round, so a resumed run draws what an
-uninterrupted one would have drawn, on whatever machine. The generators of
+uninterrupted one would have drawn, on any machine. The generators of
 ``random`` and of ``numpy.random`` are not looked after: a model or a dataset that
 draws from those is not reproducible.
 

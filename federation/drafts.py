@@ -32,7 +32,7 @@ def private_draft(path: Path, data: bytes) -> Iterator[Path]:
     _sweep(path)
     draft, handle = _create(path)
     try:
-        os.fchmod(handle, 0o600)  # Whatever the umask is.
+        os.fchmod(handle, 0o600)  # For any umask.
         with os.fdopen(handle, "wb", closefd=False) as file:
             file.write(data)
         os.fsync(handle)

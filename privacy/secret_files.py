@@ -22,7 +22,7 @@ def write_new(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     handle = os.open(path, flags, mode)
     with os.fdopen(handle, "wb") as file:
-        os.fchmod(handle, mode)  # Whatever the umask is.
+        os.fchmod(handle, mode)  # For any umask.
         file.write(data)
         file.flush()
         os.fsync(handle)

@@ -3,7 +3,7 @@
 Robust rules over sums of groups rest on groups that nobody chose
 (``privacy.secagg.agreement.groups``). An aggregator that could have them drawn again
 would choose all the same, by throwing away what it does not like. So a site takes part
-in one draw for each dataset, whatever the job, its seed or its model, all of which the
+in one draw for each dataset, for any job, seed or model, all of which the
 aggregator chooses. What a site committed itself with, and the commitments of the others
 for which it revealed its secret, are durable before they leave. Only a draw that did
 not come to its end is followed by another, without the sites that kept it from ending;

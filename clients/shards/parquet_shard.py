@@ -1,4 +1,4 @@
-"""Shards as Parquet files, for tabular data and whatever reads tables.
+"""Shards as Parquet files, for tabular data and tools that read tables.
 
 One row for each example: ``x`` is a list of fixed length (inputs, flattened),
 ``class`` an integer or ``y`` a list like ``x``, ``group`` the index of its group.

@@ -200,7 +200,7 @@ class Site:
         self._trainer: Trainer | None = None
 
     def handle(self, task: Task) -> SiteMessage:
-        """Answer a task; whatever goes wrong becomes a ``SiteFailure``."""
+        """Answer a task; any error becomes a ``SiteFailure``."""
         try:
             if isinstance(task, SecureTask):
                 return self._seal.step(task, lambda: self._current_trainer().layout())

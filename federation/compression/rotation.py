@@ -1,7 +1,7 @@
 """A shared randomised rotation, which spreads each value over a block.
 
 Blocks of 4,096 values are multiplied by random signs and by a Hadamard matrix. What was
-concentrated in a few values is then nearly Gaussian, whatever the model, so that a few
+concentrated in a few values is then nearly Gaussian for any model, so that a few
 levels of one step per block suit all of them (Suresh et al. 2017, arXiv:1611.00429,
 section 3). The signs follow from a public seed of the run: all parties rotate alike,
 and a sum of rotated vectors is the rotated sum.

@@ -1,7 +1,7 @@
 """What a job must not request if sites run Flower apps.
 
 Such an app was not written for this product: it gets the model and gives one back.
-Whatever must happen at the site beyond that does not happen there.
+Anything else that a site must do does not happen there.
 """
 
 from federation.errors import JobError

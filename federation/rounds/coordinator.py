@@ -71,7 +71,7 @@ class ServerParts:
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.
-        first_round: Numbers before this one are used up, whatever the checkpoints say.
+        first_round: Earlier numbers are used up, even without a checkpoint.
     """
 
     run_id: RunId

@@ -5,7 +5,7 @@ succeeds more often than (epsilon, delta) allows, noise, clipping, sampling or
 accounting are wrong. If it does not, nothing is proved: better attacks may exist.
 
 Canaries are records made for the attack, each of which is in the data with
-probability 1/2. Their bound holds whatever the training algorithm does. Where the
+probability 1/2. Their bound holds for any training algorithm. Where the
 scores come from is in ``clients.audit.canaries`` and
 ``clients.audit.membership_scores``.
 

@@ -44,7 +44,7 @@ class PValues:
     """Largest probabilities, under the hypothesis, of scores as clear as these.
 
     Attributes:
-        one_run: Whatever canaries do to each other.
+        one_run: Valid even if canaries influence each other.
         independent: If they do not influence each other.
     """
 

@@ -15,13 +15,13 @@ Guarantee:
     adds zero.
 
     The proof for ``hooks``: squares are added in float32 over at most 256 values, in
-    whatever order, and in float64 beyond that; the norm is then off by a factor of at
+    any order, and in float64 beyond that; the norm is then off by a factor of at
     most 1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin of 2^-12 by
     which records are clipped below the bound, thirty times. What the sum rounds has a
     margin of its own: ``sum_margin``.
 
     The proof for ``ghost``: the square of a matrix's norm comes from inner products
-    that may cancel. What they may be wrong by, for the widths at hand and in whatever
+    that may cancel. What they may be wrong by, for the widths at hand and in any
     order of addition, is added to it: r A^2, where A is the sum of the terms' norms
     and r at least 3 * 2^-24 (``privacy.dp_sgd.ghost``). So A is at most 2^11.3 times
     the norm that the record is clipped by. Factors are scaled in float32, each value
@@ -196,7 +196,7 @@ def sum_margin(expected_records: int) -> float:
     """What the clip norm is lowered by, as a part of it, for the rounding of a sum.
 
     A Poisson sample has at most S records: see ``most_records``. Up to 16 at a time
-    are added in float32, in whatever order: off by at most 2^-20 times the sum of
+    are added in float32, in any order: off by at most 2^-20 times the sum of
     their norms, to first order (Higham 2002, Accuracy and Stability of Numerical
     Algorithms, section 3.1). These sums are added in float64. Two sums are off by at
     most 2^-19 S clip norms together; a further 2^-6 of that is for higher orders, and

@@ -8,7 +8,7 @@ embedding's it is the same with ``l_t`` a unit vector. Its squared norm is ``sum
 Source: Li et al. 2021, arXiv:2110.05679, section 4.1; Bu et al. 2022,
 arXiv:2210.00038, for the weighted sum.
 
-What the norms are proven with: an inner product of n float32 values, added in whatever
+What the norms are proven with: an inner product of n float32 values, added in any
 order and with or without fused operations, is off by at most g(n) |x| |y|, where g(n) =
 n u / (1 - n u) and u = 2^-24 (Higham 2002, Accuracy and Stability of Numerical
 Algorithms, equation 3.5), and by n times 2^-125 (1 + |x| + |y|) where values or
@@ -190,7 +190,7 @@ def _width(use: MatrixUse) -> int:
 def _lengths(use: MatrixUse) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over the places of ``|l_t| |r_t|`` and of ``|l_t| + |r_t|``, float64.
 
-    Neither is less than it is: norms are added in float32, in whatever order.
+    Neither is less than it is: norms are added in float32, in any order.
     """
     columns_bt = _norms(use.columns_bti)
     rows_bt = torch.ones_like(columns_bt) if use.is_embedding else _norms(use.rows)

@@ -47,7 +47,7 @@ _EXTREME = 1000.0  # times the largest value
 _WEIGHT_NOISE = 0.05  # times a parameter's root mean square
 _LEAST_NOISE = 0.02  # for parameters that begin at zero
 _CANCELLED = 0.01  # Gradients below this part of the largest one are rounding, maybe.
-_SAME_SHAPE = 1 / 32  # Kernels of one shape treat a row alike, whatever the others.
+_SAME_SHAPE = 1 / 32  # Kernels of one shape treat a row alike, beside any others.
 
 
 def check_records_apart(
@@ -216,7 +216,7 @@ class _Probe:
             return self._trace(batch, quiet=quiet)
         except JobError:
             raise
-        except Exception:  # noqa: BLE001 - whatever the user's code raises.
+        except Exception:  # noqa: BLE001 - the user's code may raise anything.
             return None
 
     def _trace(self, batch: _Pass, *, quiet: bool = False) -> _Trace:
@@ -246,7 +246,7 @@ class _Probe:
         """A copy with other weights: no part of it is zero and out of sight."""
         try:
             module = copy.deepcopy(self.module)
-        except Exception as error:  # Whatever the user's class raises.
+        except Exception as error:  # The user's class may raise anything.
             raise JobError(
                 "the model cannot be copied, but private steps test a copy first "
                 f"({type(error).__name__}): do not store locks, files or results of "

@@ -131,7 +131,7 @@ class Authority:
         """Certify a site by its signing request; PEM.
 
         Args:
-            name: Of the site; whatever name the request holds is not looked at.
+            name: Of the site; the name in the request is ignored.
             request: PKCS #10, PEM.
 
         Raises:

@@ -356,7 +356,7 @@ class FileLedger(_LockedLedger):
         return self._recovered
 
     def restore(self, event: PrivacyEvent, *, purpose: Purpose, count: int) -> None:
-        """Write down charges that were lost, whatever the cap.
+        """Write down charges that were lost, even above the cap.
 
         They are entered in round 0, since their own is unknown.
 

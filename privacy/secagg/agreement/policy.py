@@ -57,7 +57,7 @@ class LocalPolicy:
         levels: Numbers of levels that are accepted, where updates are rounded to few.
         max_clip_norm: Largest clip norm, in weight units.
         max_element_bound: Largest bound of an element, in weight units; None for
-            whatever the clip norm allows.
+            all that the clip norm allows.
         weight_rules: Weight rules that are accepted.
         max_rounds: Most rounds of a run.
         header_slots: Slots of the header that this site's code sends, in their

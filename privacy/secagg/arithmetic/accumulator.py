@@ -1,4 +1,4 @@
-"""The aggregator's arithmetic: one sum in memory, whatever the number of sites.
+"""The aggregator's arithmetic: one sum in memory for any number of sites.
 
 Masked updates are added as they arrive. Masks that do not cancel (self masks of
 the sites that answered, pairwise masks of those that did not) are removed at the

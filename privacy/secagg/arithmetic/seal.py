@@ -103,7 +103,7 @@ def seal_(
        or subtracted.
 
     In place because a model may fill the machine: beyond the update, under 2 MiB
-    per thread are used, whatever the size.
+    per thread are used for any size.
 
     Args:
         update_d: Site update, shape ``(d,)``, float32, contiguous, in weight
@@ -274,7 +274,7 @@ def _plan(measured: Measurement, spec: RingSpec, *, factor: float) -> _Plan:
     return _Plan(
         factor=np.float32(factor),
         limit=np.float32(spec.largest_scaled),
-        # Bounded by the norm, elements are small enough whatever the rows say.
+        # Bounded by the norm, elements are small enough for any rows.
         over=(bounds * factor > spec.largest_scaled) & (spec.element_bound is not None),
     )
 
