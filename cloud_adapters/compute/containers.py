@@ -58,6 +58,17 @@ _NO_IMAGE = Refusal(MachineRefused, "build or pull the image first")
 _OTHER = Refusal(ComputeError, "see podman's own words")
 
 
+def lacks(image: str) -> str:
+    """Why an image that is made on its host cannot be started; empty if it can be."""
+    if not image.startswith("localhost/"):
+        return ""  # Podman can pull it.
+    done = _call("image", "exists", image)
+    if not done.returncode:
+        return ""
+    said = done.stderr.strip()
+    return said or f"there is no image {image}: build it (deploy/containers)"
+
+
 def refusal() -> str:
     """Why this host cannot run containers as nodes; empty if it can."""
     if shutil.which("podman") is None:
@@ -107,6 +118,14 @@ class ContainerPool:
         with self._networked(spec, name) as options:
             words = ("run", "--rm", "--interactive", *options)
             return _podman(*words, spec.image, *spec.command, given=given)
+
+    def run_in(self, node_id: str, *command: str) -> str:
+        """Run a command in a node that is at work, and return its output.
+
+        Raises:
+            ComputeError: It failed, or the node is not at work; with what was said.
+        """
+        return _podman("exec", node_id, *command)
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``."""
@@ -167,15 +186,18 @@ class ContainerPool:
             try:
                 _podman(*words, spec.image, *spec.command)
             except ComputeError:
-                _call("rm", "--force", name)  # What could not be started.
+                # What could not be started; never another's that has this name.
+                if self._find(name) is not None:
+                    _call("rm", "--force", name)
                 raise
 
     @contextlib.contextmanager
     def _networked(self, spec: NodeSpec, name: str) -> Iterator[Sequence[str]]:
         """What a container has that is not its own: a network and a folder."""
-        mounts = [f"--volume={spec.folder}:{INSIDE}:Z"] if spec.folder else []
-        line = spec.line or Line()
-        with local_network.joined(self.folder, name, line) as network:
+        inside = spec.inside or INSIDE
+        mounts = [f"--volume={spec.folder}:{inside}:Z"] if spec.folder else []
+        line, serves = spec.line or Line(), spec.served
+        with local_network.joined(self.folder, name, line, serves) as network:
             yield [*_CLOSED, f"--network=ns:{network}", *mounts]
 
 

@@ -98,6 +98,9 @@ class NodeSpec:
             this host's.
         folder: The only folder of this host that a container has, in which it may
             write; empty for none.
+        inside: Where that folder is in the container; empty for a site's.
+        served: The address on the network of nodes of this host at which it serves
+            the others; empty for a node that none of them reaches.
         limits: What a node of a cluster may use; None for all of its machine.
     """
 
@@ -119,6 +122,8 @@ class NodeSpec:
     firewalls: Sequence[str] = ()
     line: Line | None = None
     folder: str = ""
+    inside: str = ""
+    served: str = ""
     limits: NodeLimits | None = None
 
 

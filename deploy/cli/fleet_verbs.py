@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from cloud_adapters.compute.pool import Node, NodeState, all_gone
@@ -58,7 +59,8 @@ def _up(options: argparse.Namespace) -> int:
         options.aggregator = deployment.aggregator / "aggregator.toml"
     if run is None:
         return DONE
-    plan_verb.keep_plan(options, plan, job, run)
+    if deployment.boxed is None:  # Else, its container alone writes there.
+        plan_verb.keep_plan(options, plan, job, run)
     if options.detach:
         if options.json:
             say_json({"run_id": run.path.name, "folder": str(run.path)})
@@ -87,6 +89,25 @@ def _up(options: argparse.Namespace) -> int:
     return code
 
 
+def _plan(options: argparse.Namespace) -> "DeploymentPlan":
+    """What the deployment file says, or its rehearsal on this host."""
+    from deploy.cli import rehearsal  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import deployment_file  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+
+    for key, given, needs, is_there in (
+        ("--containers", options.containers, "--provider local", options.provider),
+        ("--images", options.images, "--containers", options.containers),
+    ):
+        if given and not is_there:
+            raise JobError(f"needs {needs}", key=key)
+    plan = deployment_file.load(options.deployment)
+    if not options.provider:
+        return plan
+    images = options.images or f"localhost/crossfed:{version('crossfed')}-cpu"
+    return rehearsal.on_this_host(plan, images=images if options.containers else "")
+
+
 def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     """Deployment and job, if nothing is wrong that can be known before the start."""
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
@@ -95,7 +116,7 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
 
     if options.keep and options.detach:
         raise JobError("keeps nothing without watching: remove one", key="--keep")
-    plan = deployment_file.load(options.deployment)
+    plan = _plan(options)
     job = deployment_file.load_job(plan)
     check_before(plan, job)
     plan = offers.with_types(plan, clock=options.clock, tell=tell)
@@ -270,13 +291,12 @@ class _Watch:
 def _down(options: argparse.Namespace) -> int:
     from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
         deployment as fleet,
-        deployment_file,
         prices,
         remains,
         take_down,
     )
 
-    plan = deployment_file.load(options.deployment)
+    plan = _plan(options)
     is_purged = _confirmed(options, plan)
     job = _job_if_any(plan)
     today = prices.day_of(options.clock.now())
@@ -376,10 +396,10 @@ def _nodes(options: argparse.Namespace) -> int:
 
     A service that fails is reported, and hides no node of the others.
     """
-    from deploy.fleet import deployment as fleet, deployment_file  # noqa: PLC0415
+    from deploy.fleet import deployment as fleet  # noqa: PLC0415 -- --help
     from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
 
-    plan = deployment_file.load(options.deployment)
+    plan = _plan(options)
     now, code = options.clock.now(), DONE
     rows: list[dict[str, Any]] = []
     for provider, pool in fleet.pools_of(plan, options.clock).items():

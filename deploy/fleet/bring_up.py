@@ -54,6 +54,7 @@ _TOKEN = "token"  # noqa: S105 -- the name of a file
 _HEALTH_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
 _OK = 200
+_PORT, _ROSTER = 8443, "roster.toml"
 _SHOWN_LOG = 2000
 _WRITTEN = "# Written by crossfed up from the deployment file: change that one."
 
@@ -106,7 +107,7 @@ def bring_up(
         tell=tell,
     )
     for site in sites:
-        _accept_roster(deployment, site, Parties.load(config.folder).roster, signed)
+        _accept_roster(deployment, site, roster.load(config.folder / _ROSTER), signed)
     for site in sites:
         fill(deployment, _site_request(deployment, site), tell)
     return _hand_over(deployment, config, job, random_bytes, tell)
@@ -139,11 +140,13 @@ def _aggregator(
     path = deployment.aggregator / _AGGREGATOR_TOML
     machine = deployment.plan.file.aggregator
     check_aggregator_kept(deployment)
-    meeting = deployment.host()
+    meeting, boxed = deployment.meeting(), deployment.boxed
     if path.exists():
         address = machine.address or aggregator_file.load(path).address
     else:
-        address = machine.address or f"{meeting}:{free_port(meeting)}"
+        # Every port is free where it is alone.
+        port = free_port(meeting) if boxed is None else _PORT
+        address = machine.address or f"{meeting}:{port}"
     host, _ = parse_address(address, key="aggregator.address")
     deployment.check_host(host)
     if not path.exists():
@@ -161,6 +164,8 @@ def _aggregator(
             random_bytes=random_bytes,
             clock=deployment.clock,
         )
+        if boxed is not None:
+            boxed.give_new(draft)
         with file_errors("make", deployment.aggregator):
             draft.rename(deployment.aggregator)
     _write_settings(
@@ -175,8 +180,13 @@ def _aggregator(
     )
     config = aggregator_file.load(path)
     words = ("aggregator", "up", "--config", str(path))
-    spec = _program(deployment, AGGREGATOR, words)
-    fill(deployment, NodeRequest(machine.provider, spec, path.read_bytes()), tell)
+    read = path.read_bytes()
+    if boxed is None:
+        spec = _program(deployment, AGGREGATOR, words)
+    else:
+        spec = boxed.spec(deployment.max_seconds, meeting)
+        read += spec.image.encode()
+    fill(deployment, NodeRequest(machine.pool, spec, read), tell)
     _await_health(deployment, config, tell)
     return config
 
@@ -221,7 +231,7 @@ def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) 
     address = _address(deployment, config)
     while (trouble := _trouble(config, address)) is not None:
         if clock.monotonic() - begin > _HEALTH_SECONDS:
-            pool = deployment.pools[deployment.plan.file.aggregator.provider]
+            pool = deployment.pools[deployment.plan.file.aggregator.pool]
             labels = {DEPLOYMENT: deployment.name, reconcile.ROLE: AGGREGATOR}
             *_, newest = pool.nodes(labels)
             raise ComputeError(
@@ -313,13 +323,17 @@ def _token(
         book = BookFile(folder=config.folder).read().at(deployment.clock.now())
         if any(each.digest == kept.digest for each in book.invitations):
             return kept
-    made = enrolment_operator.invite(
-        config,
-        site,
-        random_bytes=random_bytes,
-        clock=deployment.clock,
-        address=_address(deployment, config),
-    )
+    address, boxed = _address(deployment, config), deployment.boxed
+    if boxed is not None:
+        made = boxed.invite(site, address)
+    else:
+        made = enrolment_operator.invite(
+            config,
+            site,
+            random_bytes=random_bytes,
+            clock=deployment.clock,
+            address=address,
+        )
     with file_errors("make", pending.parent):
         own_folder.make(pending.parent)
     replace_private(pending, made.text.encode())
@@ -355,8 +369,8 @@ def _hand_over(
     tell: Tell,
 ) -> RunFolder | None:
     """Submit the job, or resume or find its newest run."""
-    parties = Parties.load(config.folder)
-    enrolled = {entry.site for entry in parties.roster.sites}
+    known = roster.load(config.folder / _ROSTER)
+    enrolled = {entry.site for entry in known.sites}
     missing = [site.name for site in job.sites if site.name not in enrolled]
     if missing:
         tell(
@@ -371,7 +385,6 @@ def _hand_over(
         if one.run.path.parent.name == job.name
     ]
     newest = runs[-1] if runs else None
-    now = deployment.clock.now()
     if newest is not None and not _is_another(job, newest.run):
         if newest.outcome is None:
             return newest.run
@@ -382,20 +395,50 @@ def _hand_over(
                 "starts another"
             )
             return newest.run
-        run = run_queue.find_ended(job, config.runs)
-        check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
-        run_queue.take_up(run, at=now)
+        run = _resumed(deployment, config, job)
         tell(f"run {run.path.name} is resumed")
         return run
-    check(job, parties)
+    run = _submitted(deployment, config, job, random_bytes)
+    tell(f"run {run.path.name} is submitted")
+    return run
+
+
+def _resumed(
+    deployment: Deployment, config: AggregatorConfig, job: JobSpec
+) -> RunFolder:
+    """Have the aggregator take up the job's newest run, which ended early."""
+    if deployment.boxed is not None:
+        name = deployment.boxed.hand_over(_text(job), resume=True)
+        return RunFolder(config.runs / job.name / name)
+    run = run_queue.find_ended(job, config.runs)
+    check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
+    run_queue.take_up(run, at=deployment.clock.now())
+    return run
+
+
+def _submitted(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    job: JobSpec,
+    random_bytes: RandomBytes,
+) -> RunFolder:
+    """Hand a new run of the job to the aggregator."""
+    if deployment.boxed is not None:
+        name = deployment.boxed.hand_over(_text(job), resume=False)
+        return RunFolder(config.runs / job.name / name)
+    check(job, Parties.load(config.folder))
     if job.model.weights is not None:  # The coordinator looks for it there.
         from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
 
         starting_weights.find(job, config.folder)
+    now = deployment.clock.now()
     run = RunFolder(config.runs / job.name / new_run_id(now, random_bytes(3)))
     run_queue.submit(job, run, at=now)
-    tell(f"run {run.path.name} is submitted")
     return run
+
+
+def _text(job: JobSpec) -> bytes:
+    return tomli_w.dumps(job_file.document(job)).encode()
 
 
 def _is_another(job: JobSpec, run: RunFolder) -> bool:

@@ -22,7 +22,7 @@ from cloud_adapters.extras import naming_extras
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import reconcile
-from deploy.fleet.container_site import ContainerSite
+from deploy.fleet.container_site import ContainerAggregator, ContainerSite
 from deploy.fleet.deployment_file import (
     AWS,
     CONTAINERS,
@@ -103,6 +103,18 @@ class Deployment:
         """Folder of the aggregator."""
         return self.plan.folder / "aggregator"
 
+    @property
+    def boxed(self) -> ContainerAggregator | None:
+        """The aggregator in its container; None if it is in none."""
+        pool = self.pools[self.plan.file.aggregator.pool]
+        if not isinstance(pool, ContainerPool):
+            return None
+        image = self.plan.file.aggregator.image
+        labels = {reconcile.DEPLOYMENT: self.name, reconcile.OWNER: self.owner}
+        return ContainerAggregator(
+            image=image, folder=self.aggregator, pool=pool, labels=labels
+        )
+
     def container(self, site: SiteMachine) -> ContainerSite | None:
         """A site of the file in its container; None if it is in none."""
         pool = self.pools[site.pool]
@@ -120,13 +132,23 @@ class Deployment:
             return LOOPBACK
         return local_network.address(_nodes(self.plan))
 
+    def meeting(self) -> str:
+        """Address of the aggregator for sites of this host, by default.
+
+        Raises:
+            ComputeError: It cannot be had.
+        """
+        if self.plan.file.aggregator.pool == CONTAINERS:
+            return local_network.served(_nodes(self.plan))
+        return self.host()
+
     def check_host(self, host: str) -> None:
         """Refuse an address of the aggregator that sites on this host cannot reach.
 
         Raises:
             JobError: Sites with networks of their own cannot.
         """
-        if host == LOOPBACK != self.host():
+        if host == LOOPBACK != self.meeting():
             raise JobError(
                 f"{self.plan.path}: sites with networks of their own cannot reach an "
                 f"aggregator at {host}: name another folder for it, or an "
@@ -223,9 +245,9 @@ def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
     pools: dict[str, ComputePool] = {
         LOCAL: LocalPool(folder=_nodes(plan), working_folder=here, clock=clock)
     }
-    for site in plan.file.sites:
-        if site.pool == CONTAINERS:
-            pools[CONTAINERS] = ContainerPool(folder=_nodes(plan))
+    named = {plan.file.aggregator.pool, *(site.pool for site in plan.file.sites)}
+    if CONTAINERS in named:
+        pools[CONTAINERS] = ContainerPool(folder=_nodes(plan))
     pools.update((name, _cloud(place, clock)) for name, place in _places(plan).items())
     return pools
 

@@ -49,8 +49,12 @@ class AggregatorMachine:
     """The machine of the aggregator.
 
     Attributes:
-        provider: Who runs the machine: `local` is a process on this host, where its
-            keys stay.
+        provider: Who runs the machine: `local` is this host, where its keys stay.
+        isolation: What it is there: a `process`, or a `container` of podman, which has
+            the aggregator's folder alone and a network in which it reaches its sites
+            and this host, and nothing else. A container needs root, and sites that
+            are containers or namespaces of this host.
+        image: Of such a container: an image of an aggregator (deploy/containers).
         address: `HOST:PORT` where sites reach it; by default a free port of the
             loopback interface, chosen once.
         listen: `ADDRESS:PORT` to listen on; by default, `address`.
@@ -60,11 +64,18 @@ class AggregatorMachine:
     """
 
     provider: str = key(default=LOCAL, choices=(LOCAL,))
+    isolation: str = key(default=PROCESS, choices=(PROCESS, CONTAINER))
+    image: str = ""
     address: str = ""
     listen: str = ""
     connect_seconds: float = key(default=600.0, above=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+
+    @property
+    def pool(self) -> str:
+        """Name of the compute service."""
+        return CONTAINERS if self.isolation == CONTAINER else self.provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +401,7 @@ def _check(file: DeploymentFile) -> None:
             parse_address(address, key=f"aggregator.{name}")
     _check_paths(file)
     _check_names(file)
+    _check_aggregator(file)
     start_window.parse(file.start.window, key="start.window")
     for index, site in enumerate(file.sites):
         _check_machine(site, f"sites[{index}].machine")
@@ -415,6 +427,33 @@ def _check_names(file: DeploymentFile) -> None:
             raise JobError(str(error), key=f"sites[{index}].name") from None
         if name in names[:index]:
             raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
+
+
+def _check_aggregator(file: DeploymentFile) -> None:
+    machine = file.aggregator
+    is_container = machine.isolation == CONTAINER
+    if is_container is not bool(machine.image):
+        raise JobError(
+            "is missing: name an image of an aggregator (deploy/containers)"
+            if is_container
+            else f"is for isolation {CONTAINER!r}: remove it, or name that",
+            key="aggregator.image",
+        )
+    if not is_container:
+        return
+    for name in ("address", "listen"):
+        if getattr(machine, name):
+            raise JobError(
+                f"is not for isolation {CONTAINER!r}, which has an address of its own",
+                key=f"aggregator.{name}",
+            )
+    for index, site in enumerate(file.sites):
+        if site.line is None:
+            raise JobError(
+                f"{site.name!r} cannot reach an aggregator in a container: name "
+                f"{CONTAINER!r} or {NAMESPACE!r}",
+                key=f"sites[{index}].machine.isolation",
+            )
 
 
 def _check_settings(site: SiteMachine, table: str) -> None:

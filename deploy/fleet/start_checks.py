@@ -35,15 +35,29 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
         if site.provider != LOCAL:
             cloud_sites.check(plan, index)
             _check_home(plan, index)
-        why = "" if site.line is None else local_network.refusal(site.line)
-        if site.pool == CONTAINERS:
-            why = why or containers.refusal()
-        if why:
-            raise JobError(f"{path}: {why}", key=f"sites[{index}].machine")
+    _check_here(plan)
     try:
         check_job(job)
     except JobError as error:
         raise JobError(f"{plan.job}: {error}") from None
+
+
+def _check_here(plan: DeploymentPlan) -> None:
+    """Refuse networks and containers that this host cannot have."""
+    aggregator = plan.file.aggregator
+    asked = [("aggregator.image", aggregator.pool, aggregator.image)]
+    for index, site in enumerate(plan.file.sites):
+        key = f"sites[{index}].machine"
+        asked.append((key, site.pool, site.machine.image))
+        why = "" if site.line is None else local_network.refusal(site.line)
+        if why:
+            raise JobError(f"{plan.path}: {why}", key=key)
+    for key, pool, image in asked:
+        if pool != CONTAINERS:
+            continue
+        why = containers.refusal() or containers.lacks(image)
+        if why:
+            raise JobError(f"{plan.path}: {why}", key=key)
 
 
 def _check_home(plan: DeploymentPlan, index: int) -> None:
