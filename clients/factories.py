@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -78,7 +79,7 @@ def call_factory(
         JobError: The factory does not take these options, or needs others.
         UserCodeError: The factory itself failed; the cause is kept.
     """
-    _check_options(factory, options, key=key)
+    check_options(factory, options, key=key)
     try:
         return factory(**options)
     except FederationError:
@@ -175,9 +176,14 @@ def _reason(text: str) -> str:
     return text and f": {text}"
 
 
-def _check_options(
+def check_options(
     factory: Factory, options: Mapping[str, Any], *, key: str | None
 ) -> None:
+    """Refuse options that a function does not take.
+
+    Raises:
+        JobError: The first one; the message names those that it takes.
+    """
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # Some functions written in C hide theirs.
@@ -206,6 +212,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def name_of(factory: Factory) -> str:
     """Name a function by its file or module, for people."""
+    while isinstance(factory, partial):
+        factory = factory.func
     module = getattr(factory, "__module__", type(factory).__module__)
     if module.startswith(_PREFIX):
         module = f"{module.partition('.')[2].replace('.', '/')}.py"

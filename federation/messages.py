@@ -15,6 +15,7 @@ from federation.vectors import ByteVector, HeaderVector, IntegerVector, Words
 
 MAX_METRICS = 16  # Of an objective of a user's.
 MAX_CLASSES = 32  # Of a confusion matrix, which is so many squared sums.
+MAX_MEASURED = 256  # Sums of ``training.measures``.
 METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 

@@ -6,13 +6,20 @@ A dataset of a user's is one of
 - a tuple ``(inputs, targets)`` of NumPy arrays or torch tensors of one length;
   ``targets`` may be None for language models; each may be a tuple, list or dict of
   arrays, nested as you like, and an objective gets batches in the same nesting;
-- any map-style dataset: ``len(d)``, and ``d[i]`` returning ``(x, y)``; with an
-  attribute ``targets`` it can be dealt out by class.
+- any map-style dataset: ``len(d)``, and ``d[i]`` returning ``(x, y)`` or a dict; with
+  an attribute ``targets`` it can be dealt out by class; a list of such items;
+- a ``torch.utils.data.DataLoader``, for its dataset and its ``collate_fn``; an
+  ``IterableDataset``, which is read to its end;
+- columns of one length: a dict of arrays, or a frame of pandas.
+
+Of dicts and columns, ``labels``, ``label`` or ``targets`` holds the targets, and all
+else is inputs, in a dict of that order; ``inputs`` alone stands for itself.
 
 Nothing has to be inherited or registered. ``as_dataset`` makes a ``Dataset`` of any.
 Models see float32 and int64 only: floating-point and boolean inputs become
-float32, integer inputs are tokens and become int64 (so scale integer images to
-floating point), and integer targets are classes and become int64.
+float32, integer inputs are tokens and become int64, and integer targets are classes and
+become int64. Arrays of uint8 with four axes or more are images: their inputs become
+float32 from 0 to 1.
 
 Where datasets come from is in ``data``, how one is dealt out to sites in
 ``partition``.
@@ -22,24 +29,38 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
-from federation.errors import SiteError
+from clients.user_code import place_of
+from federation.errors import SiteError, UserCodeError
 from federation.tree import Tree, leaves, map_tree, num_records
 
 Indices = NDArray[np.int64]
 Batch = tuple[Tree, Tree]
 
 _EXPECTED = (
-    "expected clients.data.Examples, a tuple (inputs, targets) of arrays, or a "
-    "map-style dataset whose items are (x, y)"
+    "expected clients.data.Examples, a tuple (inputs, targets) of arrays, a dict of "
+    "columns, or a map-style dataset whose items are (x, y) or dicts"
 )
 _PAIR = 2
+_TARGETS = ("labels", "label", "targets")
+_IMAGE_AXES = 4  # Records, channels, height and width, in any order of the last three.
+_MOST_ITEMS = 10**7  # Of an ``IterableDataset``: one without an end is a mistake.
+
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,15 +158,57 @@ def as_dataset(obj: object, *, name: str) -> Dataset:
     Raises:
         SiteError: It is something else, malformed or empty.
     """
+    if hasattr(obj, "columns") and hasattr(obj, "to_numpy"):  # Of pandas.
+        obj = {str(column): obj[column].to_numpy() for column in obj.columns}  # type: ignore[index]
     if isinstance(obj, Examples):
         dataset = _from_examples(obj)
     elif isinstance(obj, tuple):
         dataset = _from_examples(_examples_of_tuple(obj, name=name))
+    elif isinstance(obj, Mapping):
+        columns = {key: _column(part, name, key) for key, part in obj.items()}
+        pair = parts_of_dict(columns, name=name)
+        dataset = _from_examples(_examples_of_tuple(pair, name=name))
+    elif isinstance(obj, DataLoader):
+        dataset = _from_loader(obj, name=name)
     else:
         dataset = _from_items(obj, name=name)
     if len(dataset) == 0:
         raise SiteError(f"{name} has no example")
     return dataset
+
+
+def parts_of_dict(item: Mapping[str, Any], *, name: str) -> tuple[Tree, Tree]:
+    """Split a record, a batch or columns into inputs and targets.
+
+    Raises:
+        SiteError: There is no input, or there are several kinds of targets.
+    """
+    known = [key for key in _TARGETS if key in item]
+    if len(known) > 1:
+        raise SiteError(
+            f"{name} has the columns {' and '.join(known)}: keep one of them as the "
+            "targets, and remove or rename the other"
+        )
+    inputs = {key: value for key, value in item.items() if key not in known}
+    if not inputs:
+        raise SiteError(f"{name} has no column besides {known[0] if known else 'none'}")
+    alone = inputs["inputs"] if inputs.keys() == {"inputs"} else inputs
+    return alone, item[known[0]] if known else None
+
+
+def _column(values: object, name: str, key: str) -> object:
+    """A column as an array, if its rows have one length."""
+    if isinstance(values, list):
+        try:
+            return np.asarray(values)
+        except ValueError as error:
+            raise SiteError(
+                f"{name}: the column {key!r} holds rows of different lengths: return "
+                "a DataLoader of a list of dicts, whose collate_fn pads them"
+            ) from error
+    if isinstance(values, np.ndarray) and values.dtype == object and values.size:
+        return _column([np.asarray(row) for row in values], name, key)
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,6 +260,8 @@ def _as_tensor(
     indices: Indices, integer_kinds: str, array: NDArray[Any]
 ) -> torch.Tensor:
     rows = array[indices]
+    if rows.dtype == np.uint8 and rows.ndim >= _IMAGE_AXES and "b" not in integer_kinds:
+        return torch.from_numpy(rows.astype(np.float32) / 255)
     dtype = np.int64 if rows.dtype.kind in integer_kinds else np.float32
     return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
@@ -238,16 +303,43 @@ def _labels_of(targets: object, size: int) -> Indices | None:
     return array.astype(np.int64)
 
 
-def _from_items(obj: Any, *, name: str) -> _View:
+def _from_loader(loader: "DataLoader[Any]", *, name: str) -> _View:
+    """Take dataset and collate of a loader; batches and their order are the job's."""
+    data, usual = loader.dataset, (RandomSampler, SequentialSampler)
+    if not isinstance(data, IterableDataset) and not isinstance(loader.sampler, usual):
+        raise SiteError(
+            f"{name} is a DataLoader with a {type(loader.sampler).__name__}, but the "
+            "job decides which records make a batch (training.batch_size): remove the "
+            "sampler, or repeat records in the dataset"
+        )
+    is_own = loader.collate_fn not in {default_collate, default_convert}
+    return _from_items(data, name=name, collate=loader.collate_fn if is_own else None)
+
+
+def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View:
     """Wrap a map-style dataset, after a look at its first item."""
+    if isinstance(obj, IterableDataset):
+        obj = list(islice(obj, _MOST_ITEMS + 1))
+        if len(obj) > _MOST_ITEMS:
+            raise SiteError(
+                f"{name} is an IterableDataset of more than {_MOST_ITEMS} records, and "
+                "a site reads it to its end: limit it, or write shards with crossfed "
+                "data shard"
+            )
     has_methods = hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
     if not has_methods or isinstance(obj, (np.ndarray, torch.Tensor, Mapping, str)):
         raise SiteError(f"{name} is {describe(obj)}: {_EXPECTED}")
     size = len(obj)
-    if size:
-        _check_item(obj[0], name=name)
+    if collate is None:
+        fetch: Callable[[Indices], Batch] = partial(_fetch_items, obj, name=name)
+        if size:
+            _check_item(obj[0], name=name)
+    else:
+        fetch = partial(_collated, obj, collate=collate, name=name)
+        if size:
+            fetch(np.zeros(1, np.int64))
     return _View(
-        fetch=partial(_fetch_items, obj),
+        fetch=fetch,
         index=np.arange(size),
         all_labels=_labels_of(getattr(obj, "targets", None), size),
         all_groups=None,
@@ -256,6 +348,8 @@ def _from_items(obj: Any, *, name: str) -> _View:
 
 
 def _check_item(item: object, *, name: str) -> None:
+    if isinstance(item, Mapping):
+        item = parts_of_dict(item, name=f"items of {name}")
     if not isinstance(item, (tuple, list)) or len(item) != _PAIR:
         raise SiteError(f"items of {name} are {describe(item)}: {_EXPECTED}")
     try:
@@ -272,8 +366,41 @@ def _check_item(item: object, *, name: str) -> None:
         )
 
 
-def _fetch_items(items: Any, indices: Indices) -> Batch:
+def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> Batch:
+    """Make a batch by the collate of the user's."""
+    try:
+        batch = collate([items[int(i)] for i in indices])
+    except Exception as error:
+        # Foreign code may raise anything. This translates and does not continue.
+        raise UserCodeError(f"collate_fn of {name}", error, place_of(error)) from error
+    pair = parts_of_dict(batch, name=name) if isinstance(batch, Mapping) else batch
+    if not isinstance(pair, (tuple, list)) or len(pair) != _PAIR:
+        raise SiteError(
+            f"collate_fn of {name} returned {describe(batch)}: expected (inputs, "
+            "targets) or a dict"
+        )
+    for part in leaves(tuple(pair)):
+        if not isinstance(part, torch.Tensor) or len(part) != len(indices):
+            fault = (
+                f"collate_fn of {name} must return tensors with one row per record: "
+                "stack and pad the records"
+            )
+            raise SiteError(
+                f"{fault}; for {len(indices)} records it returned {describe(part)}",
+                outside=fault,
+            )
+    return (
+        map_tree(_as_model_type, pair[0]),
+        map_tree(partial(_as_model_type, bools=torch.int64), pair[1]),
+    )
+
+
+def _fetch_items(items: Any, indices: Indices, *, name: str) -> Batch:
     found = [items[int(i)] for i in indices]
+    found = [
+        parts_of_dict(item, name=name) if isinstance(item, Mapping) else item
+        for item in found
+    ]
     inputs, targets = zip(*found, strict=True)
     try:
         return (
@@ -283,10 +410,11 @@ def _fetch_items(items: Any, indices: Indices) -> Batch:
                 *targets,
             ),
         )
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         fault = (
             "records of one batch have different shapes or types and cannot be "
-            "stacked: pad or crop them in the dataset's __getitem__"
+            "stacked: pad or crop them in the dataset's __getitem__, or return a "
+            "DataLoader whose collate_fn pads them"
         )
         forms = [[describe(part) for part in item] for item in found]
         odd = next((i for i, form in enumerate(forms) if form != forms[0]), 0)

@@ -6,31 +6,42 @@ Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from clients.data.datasets import Batch
-from clients.factories import import_factory
+from clients.factories import check_options, import_factory
+from clients.models import tasks
+from clients.models.applying import (
+    describe,
+    logits_of,
+    misfit,
+    one_tensor,
+)
 from clients.user_code import place_of
 from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.code_files import unpinned
 from federation.job.metrics import (
     BUILT_IN,
     CONFUSION,
+    LABELLED,
     LOSS,
     Metric,
+    evaluated_of,
+    has_own_bounds,
     loss_of,
     metrics_of,
 )
 from federation.job.spec import TrainingSpec
-from federation.tree import Tree, leaves, num_records
+from federation.tree import Tree, num_records
 
 _KEY = "training.task"
+_PART = 1 << 14  # Predictions that are sorted into a confusion matrix at a time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +54,24 @@ class BatchLoss:
         loss: The same sum as it is reported: clipped, where the job bounds it.
         metrics: Sums of the job's metrics, by name, in their order; the cells of a
             confusion matrix in one tensor.
+        means_b: Each record's mean loss over its own predictions, where records make
+            different numbers of them; otherwise None.
     """
 
     total: torch.Tensor
     count: int
     loss: torch.Tensor
     metrics: Mapping[str, torch.Tensor]
+    means_b: torch.Tensor | None = None
+
+    def sum_of_means(self, num_records: int) -> torch.Tensor:
+        """Sum over the records of each one's mean loss; carries the gradient.
+
+        What a record adds depends on no other record, as private steps need.
+        """
+        if self.means_b is not None:
+            return self.means_b.sum()
+        return self.total / (self.count / num_records)
 
 
 class Objective(Protocol):
@@ -73,13 +96,31 @@ def objective_of(training: TrainingSpec) -> Objective:
     Raises:
         JobError: There is no such function.
     """
-    if training.task == "causal_lm":
+    task, num_classes = training.task, len(training.classes)
+    if task in LABELLED:
+        return LabelledPlaces(
+            task,
+            max_places=training.max_tokens,
+            num_classes=num_classes,
+            **training.options,
+        )
+    if task == "causal_lm":
         return partial(causal_lm, max_tokens=training.max_tokens)
-    if training.classes:
-        return partial(classification, num_classes=len(training.classes))
-    if training.task in BUILT_IN:
-        return OBJECTIVES[training.task]
-    return UserObjective(training)
+    if task == "classification":
+        if not num_classes and not training.measures:
+            return classification
+        return partial(
+            classification, num_classes=num_classes, measures=training.measures
+        )
+    if task in tasks.TASKS:
+        return RecordObjective(training, partial(tasks.TASKS[task], **training.options))
+    function = import_factory(task, key=_KEY)
+    if training.options:
+        batch = (object(),) * 3  # Model, inputs and targets.
+        check_options(
+            partial(function, *batch), training.options, key="training.options"
+        )
+    return RecordObjective(training, partial(function, **training.options))
 
 
 def classification(
@@ -90,43 +131,71 @@ def classification(
     *,
     max_loss: float | None = None,
     num_classes: int = 0,
+    measures: Sequence[str] = (),
 ) -> BatchLoss:
     """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``.
 
-    With ``num_classes``, evaluation also counts predictions by label and class.
+    With ``num_classes``, evaluation also counts predictions by label and class, and
+    with ``measures`` what ``calibration`` and ``recall_at_K`` are computed from.
 
     Raises:
         SiteError: Labels or logits have another shape or type, or the model has
             another number of outputs.
     """
-    if labels is None:
-        raise SiteError("classification needs targets, and the data has none")
-    labels = _one_tensor(labels, "targets of classification")
-    if labels.ndim != 1 or labels.is_floating_point():
-        raise _misfit(
-            "classification needs one integer class per example: make the targets "
-            "integers of shape (n,), or name your own objective in training.task",
-            f"the targets are {labels.dtype} of shape {tuple(labels.shape)}",
-        )
-    logits_bk = _logits(model, inputs)
+    labels = _checked_labels(labels)
+    logits_bk = logits_of(model, inputs)
     if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
-        raise _misfit(
+        raise misfit(
             "classification needs logits of shape (examples, classes)",
             f"for {len(labels)} examples the model returned {tuple(logits_bk.shape)}",
         )
     if num_classes not in {0, logits_bk.shape[1]}:
-        raise _misfit(
+        raise misfit(
             "training.classes must name each output of the model, in order",
             f"it names {num_classes}, and the model has {logits_bk.shape[1]} outputs",
         )
     found = _cross_entropy(logits_bk, labels, max_loss)
-    if not num_classes or torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         return found
+    metrics = dict(found.metrics)
+    if num_classes:
+        metrics[CONFUSION] = _confusion(logits_bk.argmax(1), labels, num_classes)
+    for measure in measures:
+        each = tasks.recalls(logits_bk, labels, [measure])
+        if measure == "calibration":
+            score_b, label_b = logits_bk.double().softmax(1).max(1)
+            each = tasks.calibration_gaps(score_b, (label_b == labels).double())
+        metrics |= {name: value_b.double().sum() for name, value_b in each.items()}
+    return replace(found, metrics=metrics)
+
+
+def _checked_labels(labels: Tree) -> torch.Tensor:
+    if labels is None:
+        raise SiteError("classification needs targets, and the data has none")
+    found = one_tensor(labels, "targets of classification")
+    if found.ndim != 1 or found.is_floating_point():
+        raise misfit(
+            "classification needs one integer class per example: make the targets "
+            "integers of shape (n,), or name your own objective in training.task",
+            f"the targets are {found.dtype} of shape {tuple(found.shape)}",
+        )
+    return found
+
+
+def _confusion(
+    predicted_b: torch.Tensor, labels_b: torch.Tensor, num_classes: int
+) -> torch.Tensor:
+    """Cells of a confusion matrix, row by row; a label below 0 is in none."""
     # Compared and not counted: torch.bincount would wait for the device.
-    cells_b = labels * num_classes + logits_bk.argmax(1)
+    cells_b = labels_b * num_classes + predicted_b
+    cells_b = cells_b.masked_fill(labels_b < 0, -1)
     cells_k = torch.arange(num_classes**2, device=cells_b.device)
-    confusion_k = (cells_b[:, None] == cells_k).sum(0)
-    return replace(found, metrics={**found.metrics, CONFUSION: confusion_k})
+    total_k = torch.zeros_like(cells_k)
+    # In parts, since the cells of many pixels at once would fill the memory.
+    for start in range(0, len(cells_b), _PART):
+        part = cells_b[start : start + _PART]
+        total_k += (part[:, None] == cells_k).sum(0)
+    return total_k
 
 
 def causal_lm(
@@ -144,27 +213,162 @@ def causal_lm(
         SiteError: Tokens or logits have another shape or type, or T is more than
             ``max_tokens``.
     """
-    tokens = _one_tensor(tokens, "inputs of causal_lm")
+    tokens = one_tensor(tokens, "inputs of causal_lm")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
-        raise _misfit(
+        raise misfit(
             "causal_lm needs windows of at least two integer tokens",
             f"the inputs are {tokens.dtype} of shape {tuple(tokens.shape)}",
         )
     inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
     if targets_bt.shape[1] > max_tokens:
-        raise _misfit(
+        raise misfit(
             f"a record has more predictions than the job's {max_tokens}: use shorter "
             "windows, or raise training.max_tokens",
             f"it has {targets_bt.shape[1]}",
         )
-    logits_btv = _logits(model, inputs_bt)
+    logits_btv = logits_of(model, inputs_bt)
     if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
-        raise _misfit(
+        raise misfit(
             "causal_lm needs logits of shape (windows, predictions, vocabulary)",
             f"for {tuple(targets_bt.shape)} predictions the model returned "
             f"{tuple(logits_btv.shape)}",
         )
     return _cross_entropy(logits_btv.flatten(0, 1), targets_bt.reshape(-1), max_loss)
+
+
+class LabelledPlaces:
+    """Cross-entropy of each place that has a label, of pixels or of tokens.
+
+    Places with the label ``ignore_index`` are no predictions. Losses are added over all
+    predictions of a batch, as torch and transformers do; private steps take the mean of
+    each record instead.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        max_places: int,
+        num_classes: int = 0,
+        ignore_index: int = -100,
+    ) -> None:
+        """Set the task.
+
+        Args:
+            task: ``segmentation``: logits ``(B, K, ...)`` and labels ``(B, ...)``.
+                ``masked_lm``: logits ``(B, T, V)`` and labels ``(B, T)``.
+                ``sft``: the same, but each place predicts the next one's label.
+                ``seq2seq_lm``: the same as ``masked_lm``; the decoder's inputs are
+                ``decoder_input_ids`` among the inputs, or made of the labels by the
+                model's ``prepare_decoder_input_ids_from_labels``.
+            max_places: Most places of a record.
+            num_classes: Classes of a confusion matrix on held-out data; 0 for none.
+            ignore_index: Label of places that are not predicted.
+        """
+        self._task, self._most, self._ignored = task, max_places, ignore_index
+        self._num_classes = num_classes
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        inputs: Tree,
+        labels: Tree,
+        /,
+        *,
+        max_loss: float | None = None,
+    ) -> BatchLoss:
+        """Add up the cross-entropies of all labelled places.
+
+        Raises:
+            SiteError: Labels or logits have another shape or type, or a record has too
+                many places.
+        """
+        logits, labels = self._matched(self.logits(model, inputs, labels), labels)
+        size, classes = len(labels), logits.shape[-1]
+        flat_n = labels.reshape(-1)
+        is_counted_n = flat_n != self._ignored
+        known_n = flat_n.masked_fill(~is_counted_n, -1)
+        if known_n.device.type == "cpu" and not self._are_classes(known_n, classes):
+            raise classes_misfit(classes, known_n[is_counted_n])
+        loss_n = functional.cross_entropy(
+            logits.reshape(-1, classes),
+            flat_n,
+            ignore_index=self._ignored,
+            reduction="none",
+        )
+        if max_loss is not None:
+            loss_n = loss_n.nan_to_num(nan=max_loss).clamp(max=max_loss)
+        # One wait for the device a batch: what the gradient is divided by.
+        count = int(is_counted_n.sum())
+        counts_b = is_counted_n.view(size, -1).sum(1).clamp(min=1)
+        predicted_n = logits.argmax(-1).reshape(-1)
+        metrics = {"correct": ((predicted_n == flat_n) & is_counted_n).sum()}
+        if self._num_classes and not torch.is_grad_enabled():
+            if self._num_classes != classes:
+                raise misfit(
+                    "training.classes must name each output of the model, in order",
+                    f"it names {self._num_classes}, and the model has {classes}",
+                )
+            metrics[CONFUSION] = _confusion(predicted_n, known_n, classes)
+        total = loss_n.sum()
+        means_b = loss_n.view(size, -1).sum(1) / counts_b
+        return BatchLoss(total, count, total.detach(), metrics, means_b)
+
+    def logits(
+        self, model: torch.nn.Module, inputs: Tree, labels: Tree
+    ) -> torch.Tensor:
+        """Apply the model to a batch."""
+        if labels is None:
+            raise SiteError(f"{self._task} needs targets, and the data has none")
+        labels = one_tensor(labels, f"targets of {self._task}")
+        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if (
+            self._task == "seq2seq_lm"
+            and prepare is not None
+            and isinstance(inputs, Mapping)
+            and "decoder_input_ids" not in inputs
+        ):
+            inputs = {**inputs, "decoder_input_ids": prepare(labels=labels)}
+        return logits_of(model, inputs)
+
+    def _matched(
+        self, logits: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits with the classes last, and the label of each place."""
+        is_image = self._task == "segmentation"
+        if labels.is_floating_point() or labels.ndim < 2:  # noqa: PLR2004
+            raise misfit(
+                f"{self._task} needs one integer label for each "
+                f"{'pixel' if is_image else 'token'}, and {self._ignored} where there "
+                "is none",
+                f"the targets are {labels.dtype} of shape {tuple(labels.shape)}",
+            )
+        if is_image and logits.ndim == labels.ndim + 1:
+            logits = logits.movedim(1, -1)
+        if logits.ndim != labels.ndim + 1 or logits.shape[:-1] != labels.shape:
+            form = (
+                "(records, classes, height, width)"
+                if is_image
+                else ("(records, tokens, vocabulary)")
+            )
+            raise misfit(
+                f"{self._task} needs logits of shape {form} and a label for each place",
+                f"for labels {tuple(labels.shape)} the model returned "
+                f"{tuple(logits.shape)}",
+            )
+        if labels[0].numel() > self._most:
+            raise misfit(
+                f"a record has more predictions than the job's {self._most}: use "
+                "smaller records, or raise training.max_tokens",
+                f"it has {labels[0].numel()}",
+            )
+        if self._task == "sft":
+            return logits[:, :-1], labels[:, 1:]
+        return logits, labels
+
+    @staticmethod
+    def _are_classes(known_n: torch.Tensor, num_classes: int) -> bool:
+        return bool(((known_n >= -1) & (known_n < num_classes)).all())
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -173,21 +377,28 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
-class UserObjective:
-    """A user's function: from model, inputs and targets to values of each record.
+class RecordObjective:
+    """A function from model, inputs and targets to values of each record.
 
-    It returns a dict of tensors of shape ``(B,)``: ``loss``, and the job's metrics.
+    It returns a dict of tensors of shape ``(B,)``: ``loss``, and the job's metrics. It
+    is the user's, or one of ``clients.models.tasks``.
     """
 
-    def __init__(self, training: TrainingSpec) -> None:
-        """Import the function.
+    def __init__(self, training: TrainingSpec, function: Callable[..., object]) -> None:
+        """Set the function.
 
-        Raises:
-            JobError: There is no such function.
+        Args:
+            training: The job's.
+            function: With the job's options.
         """
+        self._is_built_in = training.task in BUILT_IN
         self._name = unpinned(training.task)
-        self._function = import_factory(training.task, key=_KEY)
-        self._bounds = {LOSS: loss_of(training), **metrics_of(training)}
+        self._function = function
+        self._measures = training.measures
+        self._trained = {LOSS: loss_of(training), **metrics_of(training)}
+        self._evaluated = {LOSS: loss_of(training), **evaluated_of(training)}
+        # A built-in task's are those of noise; ``max_loss`` says when they count.
+        self._clips_loss = not has_own_bounds(training)
 
     def __call__(
         self,
@@ -196,43 +407,56 @@ class UserObjective:
         targets: Tree,
         /,
         *,
-        max_loss: float | None = None,  # noqa: ARG002 -- the job's bounds hold anyway
+        max_loss: float | None = None,
     ) -> BatchLoss:
         """Add up the function's values for each record.
 
         Raises:
             SiteError: It failed, or gave something else.
         """
-        values = self.values(model, inputs, targets)
-        sums = {name: self._bounded_sum(name, values[name]) for name in self._bounds}
+        values, bounds = self.values(model, inputs, targets), self._bounds()
+        if not self._clips_loss:
+            high = math.inf if max_loss is None else max_loss
+            bounds |= {LOSS: Metric() if max_loss is None else Metric(low=0, high=high)}
+        sums = {name: _bounded_sum(bounds[name], values[name]) for name in bounds}
         loss = sums.pop(LOSS)
         return BatchLoss(values[LOSS].sum(), num_records(inputs), loss, sums)
 
-    def values(
-        self, model: torch.nn.Module, inputs: Tree, targets: Tree
-    ) -> Mapping[str, torch.Tensor]:
-        """The function's values for each record, shape ``(B,)``, by name."""
+    def _bounds(self) -> dict[str, Metric]:
+        return dict(self._trained if torch.is_grad_enabled() else self._evaluated)
+
+    def _call(self, model: torch.nn.Module, inputs: Tree, targets: Tree) -> object:
+        if self._is_built_in:
+            if self._measures and not torch.is_grad_enabled():
+                return self._function(model, inputs, targets, measures=self._measures)
+            return self._function(model, inputs, targets)
         try:
-            found = self._function(model, inputs, targets)
+            return self._function(model, inputs, targets)
         except FederationError:
             raise
         except Exception as error:
             # Foreign code may raise anything. This translates and does not continue.
             raise UserCodeError(self._name, error, place_of(error)) from error
-        if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
+
+    def values(
+        self, model: torch.nn.Module, inputs: Tree, targets: Tree
+    ) -> Mapping[str, torch.Tensor]:
+        """The function's values for each record, shape ``(B,)``, by name."""
+        found, bounds = self._call(model, inputs, targets), self._bounds()
+        if not isinstance(found, Mapping) or found.keys() != bounds.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__
-            raise _misfit(
-                f"{self._name} must return a dict of {list(self._bounds)}: name its "
+            raise misfit(
+                f"{self._name} must return a dict of {list(bounds)}: name its "
                 "metrics in training.metrics",
                 f"it returned {names}",
             )
         shape = (num_records(inputs),)
         for name, values in found.items():
             if not isinstance(values, torch.Tensor) or values.shape != shape:
-                raise _misfit(
+                raise misfit(
                     f"{self._name} must return {name!r} as a tensor with one value per "
                     "record: do not call mean() or sum() over the records",
-                    f"it returned {_describe(values)} instead of shape {shape}",
+                    f"it returned {describe(values)} instead of shape {shape}",
                 )
             if values.is_complex():
                 raise SiteError(
@@ -256,13 +480,13 @@ class UserObjective:
             return values[LOSS]
         return torch.stack([v.double() for v in values.values()], dim=1)
 
-    def _bounded_sum(self, name: str, values_b: torch.Tensor) -> torch.Tensor:
-        metric: Metric = self._bounds[name]
-        exact = values_b.detach().double()
-        if metric != Metric():
-            # NaN counts as the worst, so that nothing is infinitely good.
-            exact = exact.nan_to_num(nan=metric.high).clamp(metric.low, metric.high)
-        return exact.sum()
+
+def _bounded_sum(metric: Metric, values_b: torch.Tensor) -> torch.Tensor:
+    exact = values_b.detach().double()
+    if metric != Metric():
+        # NaN counts as the worst, so that nothing is infinitely good.
+        exact = exact.nan_to_num(nan=metric.high).clamp(metric.low, metric.high)
+    return exact.sum()
 
 
 def results_by_record(
@@ -278,10 +502,13 @@ def results_by_record(
         training: The job's.
         gradients: Only what gradients are computed from.
     """
-    if isinstance(objective, UserObjective):
+    if isinstance(objective, RecordObjective):
         return partial(objective.by_record, gradients=gradients)
-    by_window = training.task == "causal_lm"
-    return lambda model, batch: model(batch[0][:, :-1] if by_window else batch[0])
+    if isinstance(objective, LabelledPlaces):
+        return lambda model, batch: objective.logits(model, *batch)
+    if training.task == "causal_lm":
+        return lambda model, batch: logits_of(model, batch[0][:, :-1])
+    return lambda model, batch: logits_of(model, batch[0])
 
 
 def _cross_entropy(
@@ -314,67 +541,7 @@ def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
             "one for each class: give it two for a yes and a no, or name your own "
             "objective in training.task"
         )
-    return _misfit(
+    return misfit(
         fault,
         f"there are classes from {targets.min()} to {targets.max()}",
     )
-
-
-def _misfit(fault: str, found: str) -> SiteError:
-    """What was found may count or quote records, and stays at the site."""
-    return SiteError(f"{fault}; {found}", outside=fault)
-
-
-def _one_tensor(values: Tree, what: str) -> torch.Tensor:
-    if not isinstance(values, torch.Tensor):
-        raise SiteError(f"{what} are {_describe(values)}, but must be one tensor")
-    return values
-
-
-def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
-    """Apply the model; losses are taken with float32 at least."""
-    try:
-        logits = model(inputs)
-    except Exception as error:
-        error.add_note(_advice(model, inputs))  # Notes stay where the error is.
-        raise
-    if not isinstance(logits, torch.Tensor):
-        raise SiteError(
-            f"the model returned a {type(logits).__name__} and not a tensor of logits: "
-            "make its factory return a module that returns only the logits"
-        )
-    return logits if logits.dtype is torch.float64 else logits.float()
-
-
-def _advice(model: torch.nn.Module, inputs: Tree) -> str:
-    parts = list(leaves(inputs))
-    shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-    said = f"the model (model.factory) received inputs {shapes}"
-    if not isinstance(inputs, torch.Tensor):
-        said += (
-            f" as a {type(inputs).__name__}: a list becomes one tensor per item; make "
-            "it an array to get a single tensor"
-        )
-    if not all(part.is_floating_point() for part in parts):
-        said += (
-            "; integer inputs are tokens and stay integers: scale images to floating "
-            "point in the data function, for example x / 255"
-        )
-    if num_records(inputs) == 1 and model.training and _compares_records(model):
-        said += (
-            "; batch normalisation needs two records or more: change "
-            "training.batch_size, so that no batch has a single record, or use "
-            "torch.nn.GroupNorm"
-        )
-    return said
-
-
-def _compares_records(model: torch.nn.Module) -> bool:
-    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-    return any(isinstance(part, kinds) for part in model.modules())
-
-
-def _describe(values: Any) -> str:
-    if isinstance(values, torch.Tensor):
-        return f"a tensor of shape {tuple(values.shape)}"
-    return f"a {type(values).__name__}"

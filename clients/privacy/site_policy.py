@@ -10,7 +10,7 @@ from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest
-from federation.job.metrics import BUILT_IN
+from federation.job.metrics import BUILT_IN, is_function
 from federation.job.spec import JobSpec
 from federation.vectors import Layout
 from privacy.secagg.agreement.code_hash import code_hash
@@ -244,6 +244,10 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     named = [("model.factory", job.model.factory)]
     if job.training.task not in BUILT_IN:
         named.append(("training.task", job.training.task))
+    for table in ("optimizer", "learning_rate"):
+        name = getattr(job.training, table).name
+        if is_function(name):
+            named.append((f"training.{table}.name", name))
     sources = [("data.source", "" if job.data is None else job.data.source)]
     sources += [
         (f"sites[{at}].data.source", site.data.source)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from clients.data.datasets import first_not_finite
+from clients.models.applying import logits_of
 from clients.models.objectives import classes_misfit
 from clients.training.local_federation import Federation
 from clients.training.private_steps import takes_private_steps
@@ -102,7 +103,7 @@ def _check_step(federation: Federation, name: SiteId) -> int:
         if job.training.task != "classification":
             return 0
         with torch.no_grad():
-            logits_bk = model.module.eval()(batch[0])
+            logits_bk = logits_of(model.module.eval(), batch[0])
     sums = logits_bk.sum(1)
     if logits_bk.min() >= 0 and torch.allclose(sums, torch.ones_like(sums)):
         raise JobError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from clients.data.datasets import Indices
+from clients.factories import call_factory, import_factory
 from clients.models.hidden_matrices import hidden_matrices
 from federation.errors import JobError
+from federation.job.code_files import unpinned
+from federation.job.metrics import is_function
 from federation.job.spec import JobSpec, LearningRateSpec, OptimizerSpec
 from federation.vectors import NO_ARRAYS, Arrays
 
@@ -44,10 +48,28 @@ def rate_of(job: JobSpec, step: int) -> float:
     """Learning rate of a job at a step, counted over the run from 0.
 
     Every step of a site reads as many examples, so the schedule follows tokens, too.
+
+    Raises:
+        JobError: A schedule of the user's gave something else than a number.
+        UserCodeError: It failed.
     """
     training = job.training
     steps = job.rounds * (training.local_steps or 0)
-    return learning_rate(training.learning_rate, training.optimizer.lr, step, steps)
+    spec, lr = training.learning_rate, training.optimizer.lr
+    if not is_function(spec.name):
+        return learning_rate(spec, lr, step, steps)
+    key = "training.learning_rate.name"
+    function = import_factory(spec.name, key=key)
+    factor = call_factory(
+        partial(function, step, steps), spec.options, key=f"{key[:-5]}.options"
+    )
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise JobError(
+            f"{unpinned(spec.name)} returned {factor!r:.80} at step {step}: return the "
+            "factor of the learning rate, a number of at least 0",
+            key=key,
+        )
+    return lr * factor
 
 
 def make_optimizers(
@@ -58,8 +80,9 @@ def make_optimizers(
     Each trained parameter is in exactly one of them.
 
     Raises:
-        JobError: ``muon`` finds no hidden matrix, see ``clients.models``; or torch is
-            older than it.
+        JobError: ``muon`` finds no hidden matrix, see ``clients.models``; torch is
+            older than it; or an optimiser does not take the job's options.
+        UserCodeError: A function of the user's failed.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if spec.name == "sgd":
@@ -72,8 +95,10 @@ def make_optimizers(
                 weight_decay=spec.weight_decay,
             ),
         )
-    if spec.name != "muon":
+    if spec.name in {"adam", "adamw"}:
         return (_adam(trained, spec),)
+    if spec.name != "muon":
+        return (_other(trained, spec),)
     if not hasattr(torch.optim, "Muon"):
         raise JobError(
             f"'muon' came with torch 2.9, and this is {torch.__version__}: install a "
@@ -94,6 +119,38 @@ def make_optimizers(
     )
     rest = [p for p in trained if id(p) not in found]
     return (muon, _adam(rest, spec)) if rest else (muon,)
+
+
+def _other(
+    trained: Sequence[torch.nn.Parameter], spec: OptimizerSpec
+) -> torch.optim.Optimizer:
+    """Make an optimiser of torch by its name, or one of the user's."""
+    key, options = "training.optimizer", dict(spec.options)
+    if is_function(spec.name):
+        make = import_factory(spec.name, key=f"{key}.name")
+    else:
+        names = {name.lower(): name for name in dir(torch.optim)}
+        make = getattr(torch.optim, names[spec.name])
+        if spec.weight_decay:
+            options["weight_decay"] = spec.weight_decay
+    found = call_factory(
+        partial(make, list(trained)), {"lr": spec.lr, **options}, key=f"{key}.options"
+    )
+    if not isinstance(found, torch.optim.Optimizer):
+        raise JobError(
+            f"{unpinned(spec.name)} returned a {type(found).__name__}, not a "
+            "torch.optim.Optimizer",
+            key=f"{key}.name",
+        )
+    held = [id(p) for group in found.param_groups for p in group["params"]]
+    if sorted(held) != sorted(map(id, trained)):
+        raise JobError(
+            f"{unpinned(spec.name)} must give each parameter that it receives to "
+            f"exactly one group: it received {len(trained)}, and its groups hold "
+            f"{len(held)}",
+            key=f"{key}.name",
+        )
+    return found
 
 
 def _adam(
@@ -129,6 +186,10 @@ class LocalOptimizer:
             else []
         )
         self._optimizers = make_optimizers(model, job.training.optimizer)
+        self._rates = [
+            [group["lr"] for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
         self._state_of: dict[torch.nn.Parameter, dict[str, Any]] = {
             parameter: optimizer.state[parameter]  # An empty one begins to be used.
             for optimizer in self._optimizers
@@ -152,10 +213,11 @@ class LocalOptimizer:
             add_proximal(self._parameters, self._anchor, training.proximal_mu)
         if training.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
-        rate = rate_of(self._job, number)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        rate, full = rate_of(self._job, number), self._job.training.optimizer.lr
+        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
+            for group, own in zip(optimizer.param_groups, rates, strict=True):
+                # A user's groups may have rates of their own.
+                group["lr"] = rate if own == full else own * rate / full
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -202,7 +264,13 @@ class LocalOptimizer:
             self._state_of[parameter][kind] = value
 
 
-def _array(value: torch.Tensor) -> NDArray[Any]:
+def _array(value: object) -> NDArray[Any]:
+    if not isinstance(value, torch.Tensor):
+        raise JobError(
+            f"this optimiser keeps a {type(value).__name__}, and only tensors can be "
+            'kept between rounds: use state = "fresh"',
+            key="training.optimizer.state",
+        )
     wide = value.float() if value.dtype is torch.bfloat16 else value
     found: NDArray[Any] = wide.detach().cpu().contiguous().numpy().copy()
     return found

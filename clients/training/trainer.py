@@ -374,7 +374,7 @@ class TorchTrainer:
         # Every example of a step counts the same, whatever its batch and its rank;
         # the mean over the ranks is still to be taken.
         share = len(chosen) * self.peers.count / num_examples
-        mean = loss.total / (loss.count / share)
+        mean = loss.total / (max(loss.count, 1) / share)
         mean.backward()  # type: ignore[no-untyped-call]
         sums.add(loss.loss, loss.count, loss.metrics)
 
@@ -453,7 +453,7 @@ class TorchTrainer:
         inputs, targets = batch
         with self._autocast():
             loss = self._objective(model, inputs, targets)
-        return loss.total / (loss.count / num_records(inputs))
+        return loss.sum_of_means(num_records(inputs))
 
     def check_apart(
         self, model: torch.nn.Module, batch: Batch, *, gradients: bool

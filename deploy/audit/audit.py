@@ -26,7 +26,6 @@ from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
-from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings
@@ -34,6 +33,8 @@ from privacy.dp.auditing import epsilon_lower_bound
 from privacy.dp.budget import default_delta
 
 LEAST_CANARIES = 100
+
+_TASKS = ("classification", "causal_lm")
 
 
 def plan_sites(federation: Federation, clock: Clock) -> PrivateSites | None:
@@ -121,10 +122,10 @@ def _check(job: JobSpec, attack: Attack) -> None:
         raise JobError(
             f"the confidence must be between 0 and 1, not {attack.confidence}"
         )
-    if job.training.task not in BUILT_IN:
+    if job.training.task not in _TASKS:
         raise JobError(
-            "canaries and their scores work only with cross-entropy, and an audit of "
-            f"your own objective would show nothing: use {' or '.join(BUILT_IN)}",
+            "canaries and their scores work only with the cross-entropy of one class "
+            f"or of each next token: use {' or '.join(_TASKS)}",
             key="training.task",
         )
     if job.privacy.differential_privacy.unit == "site":

@@ -23,6 +23,7 @@ FOLDERS = "CROSSFED_CODE"
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 _KEYS = {"factory", "source", "task"}  # of a job that name functions
+_FULL_KEYS = {"training.optimizer.name", "training.learning_rate.name"}
 
 Sources = Mapping[str, tuple[str, bytes]]
 
@@ -111,7 +112,8 @@ def pin(document: Any, folder: Path, name: str = "") -> None:
         full = f"{name}.{key}" if name else str(key)
         if isinstance(value, dict | list | tuple) and key != "options":
             pin(value, folder, full)
-        file = parse(value) if key in _KEYS and isinstance(value, str) else None
+        may_name = key in _KEYS or full in _FULL_KEYS
+        file = parse(value) if may_name and isinstance(value, str) else None
         if file is None or file.digest:
             continue
         try:

@@ -6,7 +6,7 @@ Anything else that a site must do does not happen there.
 
 from federation.errors import JobError
 from federation.job.flower_app_job import FlowerAppSpec
-from federation.job.metrics import BUILT_IN
+from federation.job.metrics import BUILT_IN, CORRECT
 from federation.job.spec import JobSpec
 
 # What the record of settings says by itself.
@@ -107,9 +107,14 @@ def _check_job(job: JobSpec, name: str) -> None:
             "aggregation.weights",
         ),
         (
-            job.training.task not in BUILT_IN,
+            BUILT_IN.get(job.training.task) != CORRECT,
             "it reports loss and accuracy, not the metrics of an objective",
             "training.task",
+        ),
+        (
+            bool(job.training.measures),
+            "it reports loss and accuracy, and no further measures; leave them out",
+            "training.measures",
         ),
         (
             bool(job.training.classes),

@@ -4,18 +4,35 @@ Combinations that are unsafe or cannot work are refused here, each with its key 
 what to write instead; those of differential privacy are in ``privacy_checks``.
 """
 
+import difflib
 import math
+from collections.abc import Sequence
 
 from federation.compression.choice import FOR_MODELS, unused
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
-from federation.job.metrics import check_objective
+from federation.job.metrics import check_objective, is_function
 from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
 )
-from federation.job.spec import JobSpec, OptimizerSpec, PartitionSpec, TrainingSpec
+from federation.job.spec import (
+    JobSpec,
+    LearningRateSpec,
+    OptimizerSpec,
+    PartitionSpec,
+    TrainingSpec,
+)
+
+SCHEDULES = ("constant", "linear", "cosine")
+# The first four have keys of their own. Not here: LBFGS, which calls the model several
+# times a step, and SparseAdam, whose gradients cannot be clipped.
+OPTIMIZERS = (
+    *("sgd", "adam", "adamw", "muon"),
+    *("adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam"),
+    *("rmsprop", "rprop"),
+)
 
 
 def check(job: JobSpec) -> JobSpec:
@@ -111,6 +128,7 @@ def _check_training(job: JobSpec) -> None:
             "takes: use local_steps instead of local_epochs",
             key="training.learning_rate.name",
         )
+    _check_schedule(training.learning_rate)
     _check_overlap(job)
     device = training.device
     known = device in {"auto", "cpu", "cuda"} or (
@@ -121,6 +139,34 @@ def _check_training(job: JobSpec) -> None:
             f"{device!r} is not a device: use auto, cpu, cuda or cuda:N",
             key="training.device",
         )
+
+
+def _check_schedule(rate: LearningRateSpec) -> None:
+    """Refuse unknown schedules, and options that no function takes."""
+    key = "training.learning_rate"
+    if is_function(rate.name):
+        if rate.warmup_steps or rate.final_fraction:
+            raise JobError(
+                "your own schedule returns the whole factor of the rate: remove "
+                "warmup_steps and final_fraction",
+                key=f"{key}.name",
+            )
+        return
+    if rate.name not in SCHEDULES:
+        raise JobError(_unknown(rate.name, SCHEDULES), key=f"{key}.name")
+    if rate.options:
+        raise JobError(
+            f"has no effect with {rate.name!r}: remove this key", key=f"{key}.options"
+        )
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
+    return (
+        f"{name!r:.80} is not a choice and not of the form module:function or "
+        f"./file.py:function: {hint}"
+    )
 
 
 def _check_overlap(job: JobSpec) -> None:
@@ -156,13 +202,15 @@ def _check_overlap(job: JobSpec) -> None:
 def _check_optimizer(job: JobSpec) -> None:
     optimizer = job.training.optimizer
     table = "training.optimizer"
+    _check_optimizer_name(optimizer, table)
     if optimizer.name == "sgd":
         _check_sgd(optimizer, table)
     elif optimizer.name == "muon":
         _check_muon(optimizer, table)
     elif optimizer.momentum:
         raise JobError(
-            f"{optimizer.name!r} has no momentum: use betas", key=f"{table}.momentum"
+            f"{optimizer.name!r} has no momentum: use betas",
+            key=f"{table}.momentum",
         )
     elif optimizer.nesterov:
         raise JobError(
@@ -177,6 +225,21 @@ def _check_optimizer(job: JobSpec) -> None:
     if len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas):  # noqa: PLR2004
         raise JobError(
             "give two numbers, each at least 0 and below 1", key=f"{table}.betas"
+        )
+
+
+def _check_optimizer_name(optimizer: OptimizerSpec, table: str) -> None:
+    if optimizer.name not in OPTIMIZERS and not is_function(optimizer.name):
+        raise JobError(_unknown(optimizer.name, OPTIMIZERS), key=f"{table}.name")
+    if optimizer.options and optimizer.name in OPTIMIZERS[:4]:
+        raise JobError(
+            f"{optimizer.name!r} has keys of its own: use them, or remove this one",
+            key=f"{table}.options",
+        )
+    if optimizer.weight_decay and is_function(optimizer.name):
+        raise JobError(
+            "is not passed to your own optimiser: give it in options",
+            key=f"{table}.weight_decay",
         )
 
 

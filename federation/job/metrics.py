@@ -56,17 +56,51 @@ CORRECT: Mapping[str, Metric] = {"correct": Metric(low=0.0, high=1.0, is_whole=T
 # Of one cell of a confusion matrix: confusion_LABEL_PREDICTION, both from 0.
 CONFUSION = "confusion"
 MAX_CLASS_CHARS = 40
+# Of yes or no: true positives, false positives, false negatives; of several labels the
+# share of a record's labels.
+_FOUND = {name: Metric(low=0.0, high=1.0) for name in ("tp", "fp", "fn")}
 BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
     "classification": CORRECT,
+    "binary": {**CORRECT, **_FOUND},
+    "multi_label": {**CORRECT, **_FOUND},
+    "regression": {},  # Its bounds are in the unit of the targets: the job's.
+    "segmentation": CORRECT,
     "causal_lm": CORRECT,
+    "masked_lm": CORRECT,
+    "seq2seq_lm": CORRECT,
+    "sft": CORRECT,
+    "contrastive": CORRECT,
+    "ranking": CORRECT,
+}
+# Cross-entropies in nats, with the bounds above; errors are bounded by the job.
+ENTROPIES = frozenset(BUILT_IN) - {"regression"}
+ERRORS = ("absolute_error", "squared_error")  # of regression
+# Of tokens; and those that predict only the places that have a label.
+LANGUAGE = frozenset({"causal_lm", "masked_lm", "seq2seq_lm", "sft"})
+LABELLED = frozenset({"masked_lm", "seq2seq_lm", "sft", "segmentation"})
+# Options of the built-in tasks, each with the values that it takes.
+_Values = tuple[str, ...] | type
+OPTIONS: Mapping[str, Mapping[str, _Values]] = {
+    "regression": {"loss": ("mse", "mae", "huber"), "delta": float},
+    "binary": {"positive_weight": float},
+    "segmentation": {"ignore_index": int},
+    "contrastive": {"temperature": float},
+}
+AUC_BINS, CALIBRATION_BINS = 32, 15
+_MEASURES: Mapping[str, str] = {
+    "classification": "calibration|recall_at_[1-9][0-9]?",
+    "binary": "auc|calibration",
+    "contrastive": "recall_at_[1-9][0-9]?",
 }
 
 
 def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """Metrics of the job's objective, by name, in the order of messages.
 
-    On held-out data those of ``confusion_of`` follow.
+    On held-out data those of ``cells_of`` follow.
     """
+    if training.task == "regression":
+        return {name: _bounds(training, name) for name in ERRORS}
     built_in = BUILT_IN.get(training.task)
     if built_in is not None:
         return built_in
@@ -80,28 +114,54 @@ def confusion_of(training: TrainingSpec) -> Mapping[str, Metric]:
     return dict.fromkeys(names, CORRECT["correct"])
 
 
+def measured_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Sums that the job's ``training.measures`` are computed from, in their order."""
+    count, found = CORRECT["correct"], dict[str, Metric]()
+    for measure in training.measures:
+        if measure == "auc":
+            sides = [f"auc_{side}" for side in ("pos", "neg")]
+            found |= {f"{s}_{b}": count for s in sides for b in range(AUC_BINS)}
+        elif measure == "calibration":
+            # Confidence less hits: the error needs no more of a bin.
+            gap = Metric(low=-1.0, high=1.0)
+            found |= {f"calibration_{b}": gap for b in range(CALIBRATION_BINS)}
+        else:
+            found[measure] = count
+    return found
+
+
+def cells_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Sums that are reported on held-out data only."""
+    return {**confusion_of(training), **measured_of(training)}
+
+
 def evaluated_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """All metrics that are reported on held-out data."""
-    return {**metrics_of(training), **confusion_of(training)}
+    return {**metrics_of(training), **cells_of(training)}
+
+
+def has_own_bounds(training: TrainingSpec) -> bool:
+    """Whether the task itself bounds its loss and metrics, and not the job."""
+    return training.task in ENTROPIES
 
 
 def loss_of(training: TrainingSpec) -> Metric:
     """Bounds of the loss of one prediction, where noise is added."""
-    if training.task in BUILT_IN:
+    if has_own_bounds(training):
         return Metric(low=0.0, high=MAX_LOSS)
     return _bounds(training, LOSS)
 
 
 def reported_loss_of(training: TrainingSpec) -> Metric:
     """Bounds of a site's mean loss in a secure sum, where no noise is added."""
-    if training.task in BUILT_IN:
+    if has_own_bounds(training):
         return Metric(low=0.0, high=MAX_MEAN_LOSS)
     return _bounds(training, LOSS)
 
 
 def most_of_a_record(training: TrainingSpec) -> int:
-    """Most predictions of a record: one, but for windows of tokens."""
-    return training.max_tokens if training.task == "causal_lm" else 1
+    """Most predictions of a record: one, but for tokens and for pixels."""
+    return training.max_tokens if training.task in LANGUAGE | LABELLED else 1
 
 
 def _bounds(training: TrainingSpec, name: str) -> Metric:
@@ -117,7 +177,10 @@ def check_objective(job: JobSpec) -> None:
     """
     training, key = job.training, "training.metrics"
     _check_classes(job)
-    if training.task in BUILT_IN:
+    _check_measures(job)
+    _check_apart(job)
+    _check_options(training)
+    if has_own_bounds(training):
         if training.metrics:
             raise JobError(
                 f"{training.task} reports its own metrics: remove the table, or name "
@@ -125,7 +188,7 @@ def check_objective(job: JobSpec) -> None:
                 key=key,
             )
         return
-    if not (_FUNCTION.fullmatch(training.task) or code_files.parse(training.task)):
+    if training.task not in BUILT_IN and not is_function(training.task):
         raise JobError(
             f"{training.task!r:.80} is none of {', '.join(BUILT_IN)} and not of the "
             "form module:function or ./file.py:function",
@@ -135,17 +198,106 @@ def check_objective(job: JobSpec) -> None:
         raise JobError(f"names more than {MAX_METRICS} metrics", key=key)
     for name, stated in training.metrics.items():
         fault = _fault(name, stated)
+        if training.task == "regression" and name not in {LOSS, *ERRORS}:
+            fault = (
+                f"is no metric of regression, which reports {LOSS}, "
+                f"{' and '.join(ERRORS)}: remove it, or name your own objective in "
+                "training.task"
+            )
         if fault:
             raise JobError(fault, key=f"{key}.{name}")
     _check_bounded(job)
+
+
+def is_function(name: str) -> bool:
+    """Whether a value of a job names a user's function."""
+    return bool(_FUNCTION.fullmatch(name) or code_files.parse(name))
+
+
+def _check_options(training: TrainingSpec) -> None:
+    """Refuse options that a built-in task does not have."""
+    if training.task not in BUILT_IN:
+        return
+    known = OPTIONS.get(training.task, {})
+    for name, value in training.options.items():
+        key = f"training.options.{name}"
+        if name not in known:
+            said = ", ".join(known) or "none"
+            raise JobError(
+                f"{training.task} has no such option; its options are {said}", key=key
+            )
+        values = known[name]
+        if isinstance(values, tuple):
+            if value not in values:
+                raise JobError(f"must be one of {', '.join(values)}", key=key)
+        elif values is int and type(value) is not int:
+            raise JobError("must be a whole number", key=key)
+        elif values is float and (type(value) not in {int, float} or value <= 0):
+            raise JobError("must be a number above 0", key=key)
+
+
+def _check_measures(job: JobSpec) -> None:
+    """Refuse measures that the task does not have, or whose noise is too large."""
+    training, private = job.training, job.privacy.differential_privacy
+    form = _MEASURES.get(training.task, "")
+    for at, name in enumerate(training.measures):
+        key = f"training.measures[{at}]"
+        if name in training.measures[:at]:
+            raise JobError(f"{name!r:.40} is there twice", key=key)
+        if not (form and re.fullmatch(form, name)):
+            having = [task for task, f in _MEASURES.items() if re.fullmatch(f, name)]
+            hint = (
+                f"it is a measure of {' and '.join(having)}"
+                if having
+                else (
+                    "the measures are auc, calibration and recall_at_K, K from 1 to 99"
+                )
+            )
+            raise JobError(
+                f"{name!r:.40} cannot be computed for {training.task}: {hint}", key=key
+            )
+        if private.enabled and private.held_out == "noise" and job.evaluation.every:
+            raise JobError(
+                f"{name} is computed from many sums, which would need too much noise "
+                "under differential privacy: leave it out, or set privacy."
+                'differential_privacy.held_out to "public" if the held-out data is '
+                "public",
+                key=key,
+            )
+
+
+def _check_apart(job: JobSpec) -> None:
+    """Refuse built-in tasks for which the promise to one record does not hold."""
+    private, task = job.privacy.differential_privacy, job.training.task
+    if not private.enabled:
+        return
+    if task == "contrastive" and private.unit in {"record", "joint"}:
+        raise JobError(
+            "contrastive compares each record with the others of its batch, so that "
+            f'unit = "{private.unit}" cannot clip what one record adds: use '
+            'unit = "site", or another task',
+            key="training.task",
+        )
+    is_noised = private.held_out == "noise" and job.evaluation.every > 0
+    if is_noised and (task == "contrastive" or task in LABELLED):
+        raise JobError(
+            f"held-out results of {task} cannot get noise, since one record changes "
+            "how many predictions are made, or those of other records: set "
+            'evaluation.every = 0, or privacy.differential_privacy.held_out = "public" '
+            "if the held-out data is public",
+            key="training.task",
+        )
 
 
 def _check_classes(job: JobSpec) -> None:
     """Refuse a confusion matrix without classes, or one with too much noise."""
     classes, private = job.training.classes, job.privacy.differential_privacy
     fault = ""
-    if job.training.task != "classification":
-        fault = "names classes: set training.task to classification, or leave it out"
+    if job.training.task not in {"classification", "segmentation"}:
+        fault = (
+            "names classes: set training.task to classification or segmentation, or "
+            "leave it out"
+        )
     elif not 2 <= len(set(classes)) == len(classes) <= MAX_CLASSES:  # noqa: PLR2004
         fault = f"must be 2 to {MAX_CLASSES} different names"
     elif any(not (0 < len(c) <= MAX_CLASS_CHARS and c.isprintable()) for c in classes):

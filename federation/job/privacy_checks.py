@@ -6,6 +6,7 @@ nothing.
 
 from federation.compression import codec
 from federation.errors import JobError
+from federation.job.metrics import LANGUAGE
 from federation.job.privacy_job import (
     LEVELS,
     DifferentialPrivacySpec,
@@ -282,7 +283,7 @@ def _check_standardise(job: JobSpec, table: str) -> None:
         "table",
     )
     _refuse(
-        job.training.task == "causal_lm",
+        job.training.task in LANGUAGE,
         table,
         "tokens have no mean: remove this table",
     )

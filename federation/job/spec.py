@@ -104,8 +104,13 @@ class OptimizerSpec:
     """The optimiser of local training.
 
     Attributes:
-        name: Algorithm. `muon`: Muon for the hidden weight matrices, AdamW for all
-            other parameters: embeddings, the output head, convolutions, biases, gains.
+        name: Algorithm: `sgd`, `adam`, `adamw`, `muon`, any other of `torch.optim` by
+            its name in lower case, such as `rmsprop`; or `module:function` or
+            `./file.py:function`, called with the trained parameters, `lr` and
+            `options`. `muon`: Muon for the hidden weight matrices, AdamW for all other
+            parameters: embeddings, the output head, convolutions, biases, gains.
+        options: Further keyword arguments of an algorithm other than the first four,
+            such as `{ alpha = 0.9 }` of `rmsprop`.
         lr: Learning rate. With `muon` it is that of both: a matrix's step is scaled to
             the size of a step of AdamW.
         momentum: Momentum; `sgd` and `muon`, which needs one (0.95 is usual).
@@ -121,7 +126,8 @@ class OptimizerSpec:
             it trained.
     """
 
-    name: str = key(default="sgd", choices=("sgd", "adam", "adamw", "muon"))
+    name: str = "sgd"
+    options: Mapping[str, Any] = key(default={})
     lr: float = key(default=0.01, above=0.0)
     momentum: float = key(default=0.0, low=0.0, below=1.0)
     nesterov: bool = False
@@ -139,13 +145,18 @@ class LearningRateSpec:
     over tokens. It continues from round to round, also where a site has missed some.
 
     Attributes:
-        name: Shape of the decay from the optimiser's `lr` to `final_fraction` of it.
+        name: Shape of the decay from the optimiser's `lr` to `final_fraction` of it:
+            `constant`, `linear`, `cosine`; or `module:function` or
+            `./file.py:function`, called with the number of the step from 0, the number
+            of steps of the run and `options`, which returns the factor of `lr`.
+        options: Keyword arguments of your own schedule.
         warmup_steps: Number of local steps, counted over the run, in which the rate
             rises linearly from 0.
         final_fraction: Fraction of `lr` at the end of the run; not for `constant`.
     """
 
-    name: str = key(default="constant", choices=("constant", "linear", "cosine"))
+    name: str = "constant"
+    options: Mapping[str, Any] = key(default={})
     warmup_steps: int = key(default=0, low=0)
     final_fraction: float = key(default=0.0, low=0.0, high=1.0)
 
@@ -156,19 +167,27 @@ class TrainingSpec:
 
     Attributes:
         task: What is minimised: `classification` (cross-entropy of one label per
-            example), `causal_lm` (cross-entropy of each next token), or
-            `module:function` or `./file.py:function`, your own objective; called with
-            model, inputs and targets.
+            example), `binary`, `multi_label`, `regression`, `segmentation`,
+            `causal_lm` (cross-entropy of each next token), `masked_lm`, `seq2seq_lm`,
+            `sft`, `contrastive`, `ranking`; or `module:function` or
+            `./file.py:function`, your own objective; called with model, inputs and
+            targets.
+        options: Options of the task, or keyword arguments of your own objective.
         metrics: Metrics that your own objective returns, by name, each with the bounds
             `[low, high]` of one record; reported values are clipped to them. `loss`
-            bounds the reported loss. `[]` means no bounds; differential privacy and
+            bounds the reported loss. `regression` has `loss`, `absolute_error` and
+            `squared_error`. `[]` means no bounds; differential privacy and
             secure aggregation require bounds.
-        classes: Names of the classes, from label 0 on. With them, `classification`
-            reports a confusion matrix on held-out data, which the report shows. At most
-            32; not with noise on held-out results.
-        max_tokens: Maximum number of predictions in one `causal_lm` record: its tokens
-            minus one. A site refuses longer records; the largest count that it may add
-            to a sum follows from this.
+        classes: Names of the classes, from label 0 on. With them, `classification` and
+            `segmentation` report a confusion matrix on held-out data, which the report
+            shows. At most 32; not with noise on held-out results.
+        measures: Further measures on held-out data: `auc` (`binary`), `calibration`
+            (`classification`, `binary`), `recall_at_K` (`classification`,
+            `contrastive`). Not with noise on held-out results.
+        max_tokens: Maximum number of predictions in one record of a language task
+            (`causal_lm`: its tokens minus one) or of `segmentation` (its pixels). A
+            site refuses longer records; the largest count that it may add to a sum
+            follows from this.
         local_steps: Optimiser steps per site and round. Set either this or
             `local_epochs`. 1 is FedSGD: each round combines gradients.
         local_epochs: Passes of each site over its own data per round.
@@ -198,8 +217,10 @@ class TrainingSpec:
     """
 
     task: str = "classification"
+    options: Mapping[str, Any] = key(default={})
     metrics: Mapping[str, tuple[float, ...]] = key(default={})
     classes: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ()
     max_tokens: int = key(default=1 << 16, low=1)
     local_steps: int | None = key(default=None, low=1)
     local_epochs: int | None = key(default=None, low=1)

@@ -15,6 +15,7 @@ from federation.errors import WireError
 from federation.ids import check_name
 from federation.messages import (
     MAX_CLASSES,
+    MAX_MEASURED,
     MAX_METRICS,
     METRIC_NAME,
     FailureKind,
@@ -34,7 +35,7 @@ MAX_PHASES = 64
 MAX_PHASE_NAME_CHARS = 64
 MAX_TEXT_CHARS = 1000
 
-_MAX_SUMS = max(MAX_METRICS, 1 + MAX_CLASSES**2)
+_MAX_SUMS = MAX_METRICS + MAX_CLASSES**2 + MAX_MEASURED
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Controls, line and paragraph separators, direction overrides and lone surrogates

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from federation.job.metrics import BUILT_IN
+from federation.job.metrics import ENTROPIES
 from monitoring import privacy_words, units
 from monitoring.pages import plots, report_privacy
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE
@@ -80,7 +80,7 @@ def _words(view: RunView) -> Mapping[str, str]:
     """The texts of captions for this run."""
     kind = view.data.label_kind if view.data else ""
     # How much noise an objective of a user's has is in no event.
-    shades = privacy_words.has_noise(view.privacy) and view.started.task in BUILT_IN
+    shades = privacy_words.has_noise(view.privacy) and view.started.task in ENTROPIES
     num_timed = min(len(view.rounds), MAX_ROUNDS_IN_TIMELINE)
     return {
         "whose": _TOGETHER if view.is_secret else _EACH,

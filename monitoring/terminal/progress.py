@@ -25,6 +25,7 @@ from federation.events import (
     SitesLeftOut,
     Warned,
 )
+from federation.job.metrics import LANGUAGE
 from federation.messages import FailureKind
 from monitoring import privacy_words
 from monitoring.units import (
@@ -36,7 +37,7 @@ from monitoring.units import (
     format_number,
 )
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
-from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, LANGUAGE
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
 
 # A failure whose message is longer is not written out a second time.
 _LONG_MESSAGE, _MOST_MESSAGES = 60, 100
@@ -139,7 +140,7 @@ class PlainProgress(Closing):
         self._is_at_work = True
         self._waiting = [line for line in self._waiting if isinstance(line, str)]
         self.close()
-        self._is_language = event.task == LANGUAGE
+        self._is_language = event.task in LANGUAGE
         self._is_secret = event.secure_aggregation
         self._rounds, self._num_sites = event.rounds, len(event.sites)
         verb = "resumes" if event.first_round > 1 else "starts"
@@ -266,8 +267,9 @@ class PlainProgress(Closing):
             text += f"  perplexity {noisy}{format_number(value)}"
         for name, mean in metrics_of(event.pooled).items():
             text += f"  {name} {noisy}{format_number(mean)}"
-        if not self._is_language and not metrics_of(event.pooled):
-            text += f"  accuracy {noisy}{format_fraction(accuracy_of(event.pooled))}"
+        accuracy = accuracy_of(event.pooled)
+        if not self._is_language and accuracy is not None:
+            text += f"  accuracy {noisy}{format_fraction(accuracy)}"
             noise = privacy_words.accuracy_noise(self._privacy, event)
             text += "" if noise is None else f" +-{privacy_words.format_points(noise)}"
         missing = self._num_sites - len(event.sites)

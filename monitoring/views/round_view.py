@@ -13,6 +13,7 @@ from federation.events import (
     StepTaken,
 )
 from federation.messages import MetricSums, Phase
+from monitoring.views.derived_metrics import derived, means
 
 RUNNING = "running"
 
@@ -150,10 +151,10 @@ def accuracy_of(sums: MetricSums | None) -> float | None:
 
 
 def metrics_of(sums: MetricSums | None) -> Mapping[str, float]:
-    """Means of the metrics of a user's objective, by name."""
-    if sums is None or not sums.count or "correct" in sums.metrics:
+    """Metrics besides loss and accuracy, by name: means, and what follows from sums."""
+    if sums is None or not sums.count:
         return {}
-    return {name: sums.mean(name) for name in sums.metrics}
+    return {**means(sums), **derived(sums)}
 
 
 def perplexity(loss: float) -> float:

@@ -29,7 +29,7 @@ from federation.events import (
     StoreUsed,
     Warned,
 )
-from federation.job.metrics import BUILT_IN, CONFUSION
+from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE
 from federation.messages import MetricSums, PrivacySpent
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
@@ -47,7 +47,6 @@ EXHAUSTED = "exhausted"
 INTERRUPTED = "interrupted"
 DEPLOYED = "deployed"
 VIRTUAL = "virtual"
-LANGUAGE = "causal_lm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +132,12 @@ class RunView:
     @property
     def is_language(self) -> bool:
         """Whether the model predicts tokens, so that perplexity is of interest."""
-        return self.started.task == LANGUAGE
+        return self.started.task in LANGUAGE
 
     @property
     def loss_unit(self) -> str:
         """`` in nats`` of a cross-entropy; the unit of others is unknown."""
-        return " in nats" if self.started.task in BUILT_IN else ""
+        return " in nats" if self.started.task in ENTROPIES else ""
 
     @property
     def rounds_completed(self) -> int:

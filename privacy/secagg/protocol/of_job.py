@@ -8,7 +8,7 @@ from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
-from federation.job.metrics import confusion_of, metrics_of
+from federation.job.metrics import cells_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
 from privacy.counts import coarse
@@ -116,7 +116,7 @@ def header_slots(job: JobSpec) -> tuple[str, ...]:
     training = job.training
     levels = job.privacy.secure_aggregation.levels is not None
     return slots_of(
-        metrics_of(training), confusion_of(training), adapts=adapts, levels=levels
+        metrics_of(training), cells_of(training), adapts=adapts, levels=levels
     )
 
 

@@ -51,6 +51,9 @@ _MOST_STEPS_BYTES = 16 << 20  # Of a model of 17 billion values.
 WEIGHT = "weight"
 TRAINING, EVALUATION = "training", "evaluation"
 _COUNTS = ("count", "loss", *CORRECT)
+_COUNTED_CELLS = tuple(
+    f"{EVALUATION}_{kind}_" for kind in (CONFUSION, "auc", "recall_at")
+)
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"
 # Of updates in few levels: values beyond the outermost one; and the sum of the squares
@@ -153,7 +156,7 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
     counts.append(CLIPPED)
     slots = [
         Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
-        if name in counts or name.startswith(f"{EVALUATION}_{CONFUSION}_")
+        if name in counts or name.startswith(_COUNTED_CELLS)
         else Slot(
             name=name,
             kind=SlotKind.FRACTION,

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from sklearn.datasets import load_breast_cancer, load_digits
-from torch.utils.data import TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from clients.data import (
     Examples,
@@ -214,7 +219,12 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
     [
         (INPUTS, r"is ndarray\[6, 2\]: expected"),
         (None, "is None: expected"),
-        ({"x": INPUTS}, "is a dict: expected"),
+        ({"labels": CLASSES}, "has no column besides labels"),
+        (
+            {"x": INPUTS, "label": CLASSES, "labels": CLASSES},
+            "columns labels and label: keep one",
+        ),
+        ({"x": [[1], [1, 2]], "label": [0, 1]}, "column 'x' holds rows of different"),
         (iter([]), "is a list_iterator: expected"),
         ((INPUTS,), "tuple of length 1"),
         ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, ndarray\[6\]\)"),
@@ -225,7 +235,7 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ((INPUTS[:0], None), "has no example"),
         ([], "has no example"),
         ([INPUTS], r"items of train of x:y are ndarray\[6, 2\]"),
-        (OneItem({"x": 1}), "items of train of x:y are a dict"),
+        (OneItem({"label": 1}), "items of train of x:y has no column besides"),
         (OneItem((object(), 1)), "cannot be stacked"),
         (OneItem(("text", 1)), r"are \(a str, a int\)"),
         (OneItem((None, None)), r"are \(None, None\)"),
@@ -473,3 +483,106 @@ def test_unigram_entropy():
     windows = np.frombuffer(b"aabcaabc" * 5000, np.uint8).reshape(-1, 4)
     entropy = unigram_entropy(read((windows, None)))
     assert entropy == pytest.approx(1.5 * np.log(2))
+
+
+def columns(rows: Sequence[Any], **_: object) -> dict[str, torch.Tensor]:
+    """Pad tokens to the longest of a batch, as a user's collate does."""
+    size = max(len(row["ids"]) for row in rows)
+    padded = [row["ids"] + [0] * (size - len(row["ids"])) for row in rows]
+    return {
+        "ids": torch.tensor(padded),
+        "labels": torch.tensor([row["label"] for row in rows]),
+    }
+
+
+RAGGED = [{"ids": [1, 2, 3], "label": 1}, {"ids": [4], "label": 0}]
+
+
+def test_columns_and_rows_of_dicts_are_the_same():
+    """The targets' column is apart; all others are arguments of the model by name."""
+    rows = [{"x": x, "label": int(y)} for x, y in zip(INPUTS, CLASSES, strict=True)]
+    by_column = {"x": INPUTS.tolist(), "label": CLASSES}
+    for obj in (rows, by_column):
+        dataset = as_dataset(obj, name="train")
+        inputs, targets = dataset.batch(np.array([1, 4]))
+        assert list(inputs) == ["x"]
+        assert torch.equal(inputs["x"], torch.from_numpy(INPUTS[[1, 4]]).float())
+        assert targets.tolist() == CLASSES[[1, 4]].tolist()
+    assert as_dataset(by_column, name="train").labels() is not None
+
+
+def test_frame_is_its_columns():
+    """Of pandas, which need not be installed: only what is used of it is here."""
+
+    class Frame:
+        columns = ("age", "label")
+
+        def __getitem__(self, name: str) -> Any:
+            return Column({"age": INPUTS[:, 0], "label": CLASSES}[name])
+
+        def to_numpy(self) -> None:
+            raise AssertionError("columns are read one by one")
+
+    class Column:
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def to_numpy(self) -> Any:
+            return self.values
+
+    inputs, targets = as_dataset(Frame(), name="train").batch(np.array([2]))
+    assert inputs["age"].tolist() == [np.float32(INPUTS[2, 0])]
+    assert targets.tolist() == [CLASSES[2]]
+
+
+def test_ragged_records_are_padded_by_the_loaders_collate():
+    loader = DataLoader(RAGGED, batch_size=1, collate_fn=columns)  # type: ignore[type-var]
+    inputs, targets = as_dataset(loader, name="train").batch(np.array([1, 0]))
+    assert inputs["ids"].tolist() == [[4, 0, 0], [1, 2, 3]]
+    assert targets.tolist() == [0, 1]
+    with pytest.raises(SiteError, match="return a DataLoader whose collate_fn pads"):
+        as_dataset(
+            [(torch.tensor(row["ids"]), 0) for row in RAGGED], name="train"
+        ).batch(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda _: {"ids": torch.zeros(3)}, "for 1 records it returned"),
+        (lambda _: torch.zeros(1), "returned Tensor"),
+        (lambda _: {}["missing"], "collate_fn of train failed with KeyError"),
+    ],
+)
+def test_wrong_collate_is_explained(collate: Callable[..., Any], message: str):
+    loader = DataLoader(RAGGED, collate_fn=collate)  # type: ignore[type-var]
+    with pytest.raises(SiteError, match=message):
+        as_dataset(loader, name="train")
+
+
+def test_loader_with_a_sampler_of_its_own_is_refused():
+    """Weights of records would be lost without a word."""
+    sampler = WeightedRandomSampler([0.5, 0.5], 2)
+    loader = DataLoader(RAGGED, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(SiteError, match="WeightedRandomSampler"):
+        as_dataset(loader, name="train")
+
+
+def test_stream_is_read_to_its_end():
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+            return ((torch.full((2,), i), i % 2) for i in range(5))
+
+    dataset = as_dataset(Stream(), name="train")
+    assert len(dataset) == 5
+    assert dataset.batch(np.array([3]))[1].tolist() == [1]
+
+
+def test_images_of_bytes_are_scaled():
+    """A text of bytes stays integers: only images have so many axes."""
+    images = np.full((2, 3, 4, 4), 51, np.uint8)
+    inputs, _ = as_dataset((images, CLASSES[:2]), name="train").batch(np.array([0]))
+    assert inputs.dtype is torch.float32
+    assert inputs.unique().tolist() == [np.float32(0.2)]
+    labels = as_dataset((INPUTS[:2], images), name="train").batch(np.array([0]))[1]
+    assert labels.dtype is torch.int64

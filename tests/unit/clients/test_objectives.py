@@ -153,7 +153,7 @@ def test_batch_norm_of_one_record_says_what_to_change(records: int):
     [
         (torch.zeros(2, 3, 4), TOKENS, r"for \(2, 2\) predictions"),
         (torch.zeros(2, 4), TOKENS, r"returned \(2, 4\)"),
-        ({"logits": torch.zeros(2, 2, 4)}, TOKENS, "returned a dict"),
+        ({"hidden": torch.zeros(2, 2, 4)}, TOKENS, "returned a dict"),
         (torch.zeros(2, 0, 4), TOKENS[:, :1], "at least two"),
         (torch.zeros(2, 2, 4), TOKENS.float(), "integer tokens"),
         (torch.zeros(2, 2, 4), TOKENS[0], "windows"),

@@ -72,7 +72,7 @@ def classes(*names: str) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "task": (own("regression"), "training.task", "none of classification"),
+    "task": (own("regresion"), "training.task", "none of classification"),
     "metrics of a built-in task": (
         own("causal_lm", error=[0.0, 1.0]),
         "training.metrics",

@@ -1,0 +1,88 @@
+"""How an objective applies a model to a batch, and what it says where they misfit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from federation.errors import SiteError
+from federation.tree import Tree, leaves, num_records
+
+
+def misfit(fault: str, found: str) -> SiteError:
+    """What was found may count or quote records, and stays at the site."""
+    return SiteError(f"{fault}; {found}", outside=fault)
+
+
+def one_tensor(values: Tree, what: str) -> torch.Tensor:
+    """Refuse a nested batch where a task needs one tensor.
+
+    Raises:
+        SiteError: It is something else; ``what`` names it.
+    """
+    if not isinstance(values, torch.Tensor):
+        raise SiteError(f"{what} are {describe(values)}, but must be one tensor")
+    return values
+
+
+def apply_model(model: torch.nn.Module, inputs: Tree) -> Any:
+    """Call the model: a dict gives its arguments by name, a tuple by place."""
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    except Exception as error:
+        error.add_note(_advice(model, inputs))  # Notes stay where the error is.
+        raise
+
+
+def logits_of(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
+    """Apply the model; losses are taken with float32 at least.
+
+    A result with ``logits``, as models of transformers return it, stands for these.
+    """
+    logits = apply_model(model, inputs)
+    if isinstance(logits, Mapping) and "logits" in logits:
+        logits = logits["logits"]
+    if not isinstance(logits, torch.Tensor):
+        raise SiteError(
+            f"the model returned a {type(logits).__name__} and not a tensor of logits: "
+            "make its factory return a module that returns only the logits"
+        )
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def _advice(model: torch.nn.Module, inputs: Tree) -> str:
+    parts = list(leaves(inputs))
+    shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+    said = f"the model (model.factory) received inputs {shapes}"
+    if not isinstance(inputs, torch.Tensor):
+        said += (
+            f" as a {type(inputs).__name__}: a dict gives the model's arguments by "
+            "name, a tuple by place, and a list is one argument; make it an array to "
+            "get a single tensor"
+        )
+    if not all(part.is_floating_point() for part in parts):
+        said += (
+            "; integer inputs are tokens and stay integers: scale images to floating "
+            "point in the data function, for example x / 255"
+        )
+    if num_records(inputs) == 1 and model.training and _compares_records(model):
+        said += (
+            "; batch normalisation needs two records or more: change "
+            "training.batch_size, so that no batch has a single record, or use "
+            "torch.nn.GroupNorm"
+        )
+    return said
+
+
+def _compares_records(model: torch.nn.Module) -> bool:
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    return any(isinstance(part, kinds) for part in model.modules())
+
+
+def describe(values: Any) -> str:
+    """Describe a value without its content, which may be private."""
+    if isinstance(values, torch.Tensor):
+        return f"a tensor of shape {tuple(values.shape)}"
+    return f"a {type(values).__name__}"

@@ -1,0 +1,102 @@
+"""Metrics that are no means but follow from sums over all predictions of all sites.
+
+Found by the names of the sums, so that a user's objective that returns ``tp``, ``fp``
+and ``fn`` has an F1 score too. Each is the exact value over the pooled data, but the
+area under the curve and the calibration error, whose scores are in bins.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from federation.job.metrics import (
+    AUC_BINS,
+    CALIBRATION_BINS,
+    CONFUSION,
+)
+from federation.messages import MetricSums
+
+_FOUND = ("tp", "fp", "fn")
+_HIDDEN = (f"{CONFUSION}_", "auc_", "calibration_")  # Cells, which are not of interest.
+
+
+def means(sums: MetricSums) -> Mapping[str, float]:
+    """Means of the metrics that are of interest by themselves."""
+    counted = _FOUND if _has(sums, _FOUND) else ()
+    return {
+        name: sums.mean(name)
+        for name in sums.metrics
+        if name not in {"correct", *counted} and not name.startswith(_HIDDEN)
+    }
+
+
+def derived(sums: MetricSums) -> Mapping[str, float]:
+    """Metrics that follow from sums, where the sums are there."""
+    found = sums.metrics
+    result: dict[str, float] = {}
+    if "squared_error" in found and found["squared_error"] >= 0:
+        result["rmse"] = math.sqrt(sums.mean("squared_error"))
+    if _has(sums, _FOUND):
+        tp, fp, fn = (found[name] for name in _FOUND)
+        result |= {
+            "precision": _share(tp, tp + fp),
+            "recall": _share(tp, tp + fn),
+            "f1": _share(2 * tp, 2 * tp + fp + fn),
+        }
+    sides = [[f"auc_{side}_{b}" for b in range(AUC_BINS)] for side in ("pos", "neg")]
+    if _has(sums, (*sides[0], *sides[1])):
+        result["auc"] = _auc(*([found[name] for name in names] for names in sides))
+    gaps = [f"calibration_{b}" for b in range(CALIBRATION_BINS)]
+    if _has(sums, gaps):
+        total = math.fsum(abs(found[name]) for name in gaps)
+        result["calibration_error"] = total / sums.count
+    return {**result, **_of_confusion(sums)}
+
+
+def _has(sums: MetricSums, names: Sequence[str]) -> bool:
+    return all(name in sums.metrics for name in names)
+
+
+def _share(part: float, whole: float) -> float:
+    """As scikit-learn: 0 where there is nothing to find and nothing was found."""
+    return part / whole if whole else 0.0
+
+
+def _auc(pos: Sequence[float], neg: Sequence[float]) -> float:
+    """Share of the pairs of a positive and a negative record in the right order.
+
+    Pairs in one bin count half. NaN if there is no pair.
+    """
+    below, right = 0.0, 0.0
+    for p, n in zip(pos, neg, strict=True):
+        right += p * (below + n / 2)
+        below += n
+    pairs = sum(pos) * below
+    return right / pairs if pairs else math.nan
+
+
+def _of_confusion(sums: MetricSums) -> Mapping[str, float]:
+    """Macro F1 and mean intersection over union, over the classes that occur."""
+    cells = [name for name in sums.metrics if name.startswith(f"{CONFUSION}_")]
+    size = math.isqrt(len(cells))
+    if not cells:
+        return {}
+    found = [
+        [sums.metrics[f"{CONFUSION}_{label}_{other}"] for other in range(size)]
+        for label in range(size)
+    ]
+    both = [row for row in _hits_and_misses(found) if sum(row)]
+    if not both:
+        return {}
+    return {
+        "macro_f1": sum(2 * hit / (2 * hit + miss) for hit, miss in both) / len(both),
+        "mean_iou": sum(hit / (hit + miss) for hit, miss in both) / len(both),
+    }
+
+
+def _hits_and_misses(
+    found: Sequence[Sequence[float]],
+) -> Iterator[tuple[float, float]]:
+    """For each class its hits, and what has its label or its prediction only."""
+    for label, row in enumerate(found):
+        hit = row[label]
+        yield hit, sum(row) + sum(other[label] for other in found) - 2 * hit
