@@ -12,6 +12,8 @@ _EXTRAS = {
     "flwr": "flower",
     "google": "gcp",
     "httpx": "flower",
+    "peft": "huggingface",
+    "transformers": "huggingface",
     "kubernetes": "kubernetes",
     "mlflow": "mlflow",
     "optuna": "tune",

@@ -15,6 +15,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name.
 
+from clients.models.pretrained import hugging_face, tokenizer, with_lora
+
+__all__ = [
+    "digits_cnn",
+    "gpt",
+    "hugging_face",
+    "logistic_regression",
+    "mlp",
+    "tokenizer",
+    "with_lora",
+]
+
 
 def digits_cnn(classes: int = 10, width: int = 32) -> nn.Module:
     """Small convolutional network for one-channel images of 8 x 8 pixels.

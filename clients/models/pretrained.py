@@ -1,0 +1,297 @@
+"""Models of Hugging Face's transformers, by configuration or from a local folder.
+
+Nothing is downloaded and no code of a folder is run: a name of the hub is refused, and
+so are a configuration with an ``auto_map`` and weights that are not safetensors.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from federation.errors import JobError, MissingExtra
+from federation.os_errors import os_errors
+
+_KEY = "model.options"
+_TOKENIZER_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "sentencepiece.bpe.model",
+        "special_tokens_map.json",
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    }
+)
+_MODEL_ENDS = (".safetensors", ".safetensors.index.json")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_METHODS = ("ffa", "plain")
+
+
+def hugging_face(
+    auto: str = "AutoModelForCausalLM",
+    config: Mapping[str, Any] | None = None,
+    folder: str | None = None,
+    sha256: str | None = None,
+    *,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    lora: Mapping[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Build a model of transformers.
+
+    Args:
+        auto: Class of transformers, such as ``AutoModelForSequenceClassification``.
+        config: Configuration of a new model, whose weights are drawn with the job's
+            seed: ``model_type`` and what the class of that type takes.
+        folder: In place of ``config``: a folder with ``config.json`` and weights as
+            safetensors.
+        sha256: Digest of the files of ``folder``; needed with it. It is part of the
+            job, so that each site has the same files.
+        dtype: Of the parameters: ``float32`` or ``bfloat16``.
+        gradient_checkpointing: Compute activations again in the backward pass.
+        lora: Train only low-rank adapters, by peft: ``rank``, ``alpha``, ``targets``
+            (names of layers), ``train`` (names of layers that are trained as they
+            are, such as a new head), ``dropout``, ``dora`` and ``method``, see
+            ``with_lora``.
+
+    Raises:
+        JobError: An option does not fit, or the folder is not what the job names.
+        MissingExtra: transformers or peft is not installed.
+    """
+    transformers = _transformers()
+    kind = getattr(transformers, auto, None)
+    if not auto.startswith("AutoModel") or kind is None:
+        raise JobError(
+            f"{auto!r:.80} is not an AutoModel class of transformers",
+            key=f"{_KEY}.auto",
+        )
+    if (config is None) == (folder is None):
+        raise JobError("give either config or folder", key=_KEY)
+    if dtype not in _DTYPES:
+        raise JobError(f"use one of {', '.join(_DTYPES)}", key=f"{_KEY}.dtype")
+    if folder is not None:
+        path = checked_folder(folder, sha256, key=_KEY, tokenizer=False)
+        model = _from_folder(kind, path)
+    else:
+        model = kind.from_config(_config(transformers, dict(config or {})))
+    model.config.use_cache = False
+    model.to(_DTYPES[dtype])
+    if gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        if lora is not None:
+            model.enable_input_require_grads()
+    if lora is not None:
+        model = with_lora(model, **lora)
+    return model  # type: ignore[no-any-return]
+
+
+def with_lora(
+    model: torch.nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float | None = None,
+    targets: list[str] | str = "all-linear",
+    train: list[str] | None = None,
+    dropout: float = 0.0,
+    dora: bool = False,
+    method: str = "ffa",
+) -> torch.nn.Module:
+    """Put low-rank adapters ``B A`` beside layers of a model, and freeze all else.
+
+    The mean of the sites' products is the product of their means only if one factor is
+    the same everywhere. With ``ffa`` that is A, drawn with the job's seed and frozen:
+    sums are exact (Sun et al. 2024, arXiv:2403.12313, FFA-LoRA). ``plain`` trains and
+    averages both, which is not exact.
+
+    Args:
+        model: A model of transformers, or any that peft takes.
+        rank: Rank of the adapters.
+        alpha: Numerator of their scale ``alpha / rank``; twice the rank by default.
+        targets: Names of layers; ``all-linear`` for all but the head.
+        train: Names of layers that are trained as they are.
+        dropout: Share of the adapters' inputs that is set to zero in training.
+        dora: Train the magnitude of the weights as well (arXiv:2402.09353); ``plain``
+            only.
+        method: ``ffa`` or ``plain``.
+
+    Raises:
+        JobError: An option does not fit, or no layer has such a name.
+        MissingExtra: peft is not installed.
+    """
+    key = f"{_KEY}.lora"
+    if method not in _METHODS:
+        raise JobError(f"use one of {', '.join(_METHODS)}", key=f"{key}.method")
+    if dora and method == "ffa":
+        raise JobError(
+            "the norm of DoRA is not linear in B, so that sums would not be exact: set "
+            'method = "plain", or remove this key',
+            key=f"{key}.dora",
+        )
+    peft = _peft()
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules=targets,
+        modules_to_save=train,
+        lora_dropout=dropout,
+        use_dora=dora,
+        # GPT-2's layers, which store their matrices the other way round.
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+    )
+    try:
+        adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise JobError(f"peft refuses these adapters: {error}", key=key) from error
+    if method == "ffa":
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name or ".lora_embedding_A." in name:
+                parameter.requires_grad = False
+    return adapted  # type: ignore[no-any-return]
+
+
+def tokenizer(folder: str, sha256: str | None = None) -> Any:
+    """Load a tokeniser of transformers, for a data source.
+
+    Pass both from the source's options: then the job names the tokeniser, and a site
+    whose files differ refuses it.
+
+    Args:
+        folder: Where ``save_pretrained`` wrote it.
+        sha256: Digest of its files.
+
+    Returns:
+        A ``transformers.PreTrainedTokenizerBase``.
+
+    Raises:
+        JobError: The folder is not what the job names; the message has its digest.
+        MissingExtra: transformers is not installed.
+    """
+    path = checked_folder(folder, sha256, key="data.options", tokenizer=True)
+    transformers = _transformers()
+    return transformers.AutoTokenizer.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False
+    )
+
+
+def checked_folder(
+    folder: str, sha256: str | None, *, key: str, tokenizer: bool
+) -> Path:
+    """Check that a folder holds the files that the job names.
+
+    Args:
+        folder: Of a model or a tokeniser.
+        sha256: What ``folder_digest`` returned for the author of the job.
+        key: Table of the job file with both.
+        tokenizer: Whether only the tokeniser's files count.
+
+    Raises:
+        JobError: There is no such folder, or its digest is another.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise JobError(
+            f"there is no folder {folder!r}: models and tokenisers are read from local "
+            "folders and never downloaded",
+            key=f"{key}.folder",
+            outside="there is no such folder",
+        )
+    found = folder_digest(path, tokenizer=tokenizer)
+    if sha256 != found:
+        said = "is missing" if sha256 is None else f"is {sha256!r:.80}"
+        what = "tokeniser" if tokenizer else "model"
+        raise JobError(
+            f"{said}, and the digest of the {what} in {folder} is {found}: use the "
+            "same files at all sites, or write this digest into the job",
+            key=f"{key}.sha256",
+            outside=f"the {what}'s files here differ from those that the job names",
+        )
+    return path
+
+
+def folder_digest(path: Path, *, tokenizer: bool) -> str:
+    """SHA-256 over names and contents of a model's or a tokeniser's files.
+
+    Raises:
+        JobError: A file cannot be read, or there is none.
+    """
+    with os_errors(JobError, f"read {path}"):
+        names = sorted(each.name for each in path.iterdir() if each.is_file())
+    if tokenizer:
+        names = [name for name in names if name in _TOKENIZER_FILES]
+    else:
+        names = [n for n in names if n == "config.json" or n.endswith(_MODEL_ENDS)]
+    if not names:
+        what = "tokeniser" if tokenizer else "config.json and no safetensors"
+        raise JobError(f"{path} holds no {what}", outside=f"it holds no {what}")
+    whole = hashlib.sha256()
+    for name in names:
+        with os_errors(JobError, f"read {path / name}"), (path / name).open("rb") as f:
+            part = hashlib.file_digest(f, "sha256").digest()
+        whole.update(hashlib.sha256(name.encode()).digest() + part)
+    return whole.hexdigest()
+
+
+def _transformers() -> Any:
+    # Before the import, which reads them. A site trains without the network.
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        os.environ[name] = "1"
+    try:
+        import transformers  # noqa: PLC0415 -- an extra, which takes seconds to import
+    except ImportError as error:
+        raise MissingExtra("transformers", "huggingface") from error
+    return transformers
+
+
+def _peft() -> Any:
+    try:
+        import peft  # noqa: PLC0415 -- an extra, which takes seconds to import
+    except ImportError as error:
+        raise MissingExtra("peft", "huggingface") from error
+    return peft
+
+
+def _config(transformers: Any, options: dict[str, Any]) -> Any:
+    key = f"{_KEY}.config"
+    kind = options.pop("model_type", None)
+    if kind is None:
+        raise JobError("is missing, for example gpt2 or bert", key=f"{key}.model_type")
+    _refuse_remote_code(options)
+    try:
+        return transformers.AutoConfig.for_model(kind, **options)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"transformers refuses it: {error}", key=key) from error
+
+
+def _from_folder(kind: Any, path: Path) -> Any:
+    transformers = _transformers()
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(
+            str(path), local_files_only=True
+        )
+        _refuse_remote_code(config)
+        return kind.from_pretrained(str(path), use_safetensors=True, **local)
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"transformers cannot read {path}: {error}",
+            key=f"{_KEY}.folder",
+            outside="transformers cannot read it",
+        ) from error
+
+
+def _refuse_remote_code(config: Mapping[str, Any]) -> None:
+    if "auto_map" in config:
+        raise JobError(
+            "the configuration names Python code of its own (auto_map), which is never "
+            "run: use a class of transformers, or write a factory of your own",
+            key=_KEY,
+        )

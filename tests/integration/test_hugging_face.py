@@ -1,0 +1,361 @@
+"""Models of transformers and adapters of peft, with random weights and no network."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.hugging_face import BERT, GPT2, save_tokenizer
+from support.small_jobs import small_job
+
+from clients.models import hugging_face
+from clients.models.model_pool import ModelPool
+from clients.models.objectives import objective_of
+from clients.models.pretrained import folder_digest
+from clients.training.local_federation import Federation
+from deploy.wiring.parts import build_federation
+from deploy.wiring.simulation import simulate
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.protocols import LocalWeights
+from privacy.dp_sgd.clipping import ClippedSum
+from privacy.dp_sgd.fit import fit_for_privacy
+
+_WHY = "needs the extra huggingface"
+transformers = pytest.importorskip("transformers", reason=_WHY)
+pytest.importorskip("peft", reason=_WHY)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("huggingface"),  # Their imports take seconds.
+    # peft asks transformers by an old name.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+
+SECURE = {
+    "enabled": True,
+    "clip_norm": 5.0,
+    "max_examples": 100,
+    "ring_bits": 16,
+    "two_sites_waiver": True,
+}
+ROOT = Path(__file__).parents[2]
+HEADER_BYTES = 4096
+FFA, PLAIN = {"rank": 2}, {"rank": 2, "method": "plain"}
+
+
+def job(*, num_sites: int = 2, rounds: int = 3, **changes: Any) -> JobSpec:
+    options = {"config": GPT2, **changes.pop("options", {})}
+    training = {
+        "task": "sft",
+        "local_steps": 4,
+        "batch_size": 8,
+        "optimizer": {"name": "adam", "lr": 0.02},
+        **changes.pop("training", {}),
+    }
+    return small_job(
+        num_sites=num_sites,
+        rounds=rounds,
+        model={"factory": "clients.models:hugging_face", "options": options},
+        **{
+            "data": {"source": "support.hugging_face:examples"},
+            "training": training,
+            **changes,
+        },
+    )
+
+
+def test_loss_and_weights_are_those_of_the_same_steps_by_hand():
+    """With transformers' own loss, masks and shift, and torch's optimiser."""
+    whole = {"batch_size": 32, "local_steps": 3, "optimizer": {"lr": 0.5}}
+    result = simulate(job(num_sites=1, rounds=2, training=whole))
+    spec = job(num_sites=1)
+    pool = ModelPool(spec)
+    with pool.borrow() as model:
+        model.load(*pool.initial_weights())
+        module = model.module
+        from support.hugging_face import examples  # noqa: PLC0415
+
+        train, held_out = (
+            {name: torch.from_numpy(rows) for name, rows in part.items()}
+            for part in examples()
+        )
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        module.train()
+        for _ in range(6):
+            module(**train).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            loss = module.eval()(**held_out).loss.item()
+        found = {n: p.detach().numpy().copy() for n, p in module.named_parameters()}
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    for name, values in found.items():
+        np.testing.assert_allclose(result.weights[name], values, atol=2e-6)
+
+
+@pytest.mark.parametrize("lora", [None, FFA])
+def test_secure_sums_of_gpt2(lora: dict[str, Any] | None):
+    """The loss falls; only what is trained travels."""
+    options = {} if lora is None else {"lora": lora}
+    plain = simulate(job(options=options))
+    secure = simulate(job(options=options, privacy={"secure_aggregation": SECURE}))
+    assert plain.view.initial is not None
+    assert plain.loss is not None
+    assert plain.loss < plain.view.initial.pooled.loss
+    assert secure.loss == pytest.approx(plain.loss, rel=1e-2)
+    values = ModelPool(job(options=options)).num_trained
+    for report in secure.view.rounds[-1].reports:
+        # 16 bits a value, and the header with its signature.
+        assert 0 < report.bytes_up - 2 * values < HEADER_BYTES
+
+
+def test_bert_predicts_masked_tokens():
+    result = simulate(
+        job(
+            rounds=2,
+            options={"auto": "AutoModelForMaskedLM", "config": BERT},
+            training={"task": "masked_lm"},
+        )
+    )
+    assert result.view.initial is not None
+    assert result.loss is not None
+    assert result.loss < result.view.initial.pooled.loss
+
+
+def test_checkpointing_changes_no_gradient_and_bfloat16_halves_the_model():
+    torch.manual_seed(0)
+    plain = hugging_face(config=GPT2)
+    less = hugging_face(config=GPT2, gradient_checkpointing=True)
+    less.load_state_dict(plain.state_dict())
+    tokens = torch.arange(8).view(1, 8)
+    for model in (plain.train(), less.train()):
+        model(tokens, labels=tokens).loss.backward()
+    assert less.is_activation_checkpointing
+    for one, other in zip(plain.parameters(), less.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    half = hugging_face(config=GPT2, dtype="bfloat16")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def adapters(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of A and B of each layer, by name."""
+    named = {n: p.detach().double().clone() for n, p in module.named_parameters()}
+    return {
+        name: (factor, named[name.replace("lora_A", "lora_B")])
+        for name, factor in named.items()
+        if "lora_A" in name
+    }
+
+
+def errors_of_the_mean(lora: dict[str, Any]) -> list[float]:
+    """Of ``mean(B) mean(A)`` as a product of matrices, relative to ``mean(B A)``."""
+    federation: Federation = build_federation(job(num_sites=3, options={"lora": lora}))
+    pool = federation.pool
+    weights_d, integers_m = pool.initial_weights()
+    sites = []
+    for number in range(3):
+        trainer = federation.trainer(SiteId(f"site-{number}"))
+        update = trainer.fit(weights_d, integers_m, round_index=1)
+        assert isinstance(update, LocalWeights)
+        sites.append(update.weights_d)
+    with pool.borrow() as model:
+        products = []
+        for site_d in sites:
+            model.load(site_d, integers_m)
+            products.append(adapters(model.module))
+        model.load(np.mean(sites, axis=0, dtype=np.float64).astype("f4"), integers_m)
+        averaged = adapters(model.module)
+    errors = []
+    for name, (a, b) in averaged.items():
+        exact = sum(site[name][1] @ site[name][0] for site in products) / 3
+        assert isinstance(exact, torch.Tensor)
+        assert exact.norm() > 0
+        errors.append(((b @ a - exact).norm() / exact.norm()).item())
+    return errors
+
+
+def test_ffa_is_the_exact_mean_and_plain_averaging_is_not():
+    assert max(errors_of_the_mean(FFA)) < 1e-6
+    assert min(errors_of_the_mean(PLAIN)) > 1e-3
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("lora", [FFA, PLAIN])
+def test_gradients_of_records_are_those_one_by_one(lora: dict[str, Any], clipping: str):
+    """Below the margin by which records are clipped, to 3e-5 of the clip norm."""
+    torch.manual_seed(0)
+    model, _ = fit_for_privacy(hugging_face(config=GPT2, lora=lora))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # They begin at 0, which would hide errors of A.
+            torch.nn.init.normal_(parameter.data)
+    tokens = torch.randint(0, 16, (5, 9))
+    labels = tokens.clone()
+    labels[2, :6] = -100
+    objective = objective_of(job().training)
+    clipped = ClippedSum(model, clip_norm=0.5, clipping=clipping, batch_size=5)
+    clipped.add_(lambda: objective(model, (tokens,), labels).sum_of_means(5), 5)
+    expected, num_clipped = torch.zeros_like(clipped.sum_d), 0
+    for number in range(5):
+        one = slice(number, number + 1)
+        model.zero_grad()
+        objective(model, (tokens[one],), labels[one]).sum_of_means(1).backward()
+        parts = [p.grad.flatten() for p in clipped.parameters.values()]
+        gradient = torch.cat(parts).double()
+        num_clipped += int(gradient.norm() > clipped._limit)
+        expected += gradient * min(1.0, clipped._limit / gradient.norm())
+    assert num_clipped > 0
+    assert (clipped.sum_d - expected).norm() < 3e-5 * 0.5
+
+
+def test_record_level_privacy_trains_adapters():
+    private = {
+        "unit": "record",
+        "target_epsilon": 8.0,
+        "delta": 1e-5,
+        "held_out": "public",
+    }
+    result = simulate(
+        job(
+            rounds=1,
+            options={"lora": FFA},
+            training={"local_steps": 2},
+            aggregation={"weights": "uniform"},
+            privacy={"differential_privacy": private},
+        )
+    )
+    assert result.status == "completed"
+
+
+def test_adapters_of_a_billion_values_are_a_few_megabytes():
+    """On the meta device; the other half of the claim is in the test of GPT-2."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    }
+    lora = {"rank": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    with torch.device("meta"):
+        model = hugging_face(config=config, lora=lora)
+    assert sum(p.numel() for p in model.parameters()) > 1e9
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == 16 * 8 * (2048 + 512 + 512 + 2048)
+    up, down = 2 * trained, 4 * trained  # 16 bits in the sum, float32 in the model.
+    assert up + down + 2 * HEADER_BYTES < 5e6
+
+
+WORDS = ("the", "a", "cat", "dog", "sat", "ran")
+
+
+def test_tokenizer_is_in_the_job_and_another_is_refused(tmp_path: Path):
+    for folder, words in (("ours", WORDS), ("theirs", WORDS[::-1])):
+        save_tokenizer(tmp_path / folder, words)
+    digest = folder_digest(tmp_path / "ours", tokenizer=True)
+
+    def with_folder(name: str, sha256: str | None) -> JobSpec:
+        options = {"folder": str(tmp_path / name)}
+        options |= {} if sha256 is None else {"sha256": sha256}
+        data = {"source": "support.hugging_face:sentences", "options": options}
+        return job(data=data, rounds=1)
+
+    assert simulate(with_folder("ours", digest)).status == "completed"
+    with pytest.raises(JobError, match="use the same files at all sites") as caught:
+        build_federation(with_folder("theirs", digest))
+    assert caught.value.key == "data.options.sha256"
+    with pytest.raises(JobError, match=f"is missing, and .* is {digest}"):
+        build_federation(with_folder("ours", None))
+
+
+def test_model_of_a_folder(tmp_path: Path):
+    """Its weights are those of the folder; a changed file is another model."""
+    torch.manual_seed(0)
+    saved = hugging_face(config=GPT2)
+    saved.save_pretrained(tmp_path)
+    digest = folder_digest(tmp_path, tokenizer=False)
+    found = hugging_face(folder=str(tmp_path), sha256=digest)
+    for one, other in zip(saved.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(JobError, match="use the same files"):
+        hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path):
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    config = '{"model_type": "gpt2", "auto_map": {"AutoConfig": "evil.Config"}}'
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    digest = folder_digest(tmp_path, tokenizer=False)
+    with pytest.raises(JobError, match="auto_map"):
+        hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+def test_weights_by_pickle_are_never_read(tmp_path: Path):
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    digest = folder_digest(tmp_path, tokenizer=False)
+    with pytest.raises(JobError, match="transformers cannot read"):
+        hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "text"),
+    [
+        (
+            {"auto": "pipeline", "config": GPT2},
+            "model.options.auto",
+            "not an AutoModel",
+        ),
+        ({}, "model.options", "either config or folder"),
+        ({"config": {"n_layer": 1}}, "model.options.config.model_type", "is missing"),
+        ({"config": {"model_type": "gpt9"}}, "model.options.config", "refuses it"),
+        ({"folder": "gpt2"}, "model.options.folder", "never downloaded"),
+        ({"config": GPT2, "dtype": "int8"}, "model.options.dtype", "use one of"),
+        (
+            {"config": GPT2, "lora": {"targets": ["no_such_layer"]}},
+            "model.options.lora",
+            "no_such_layer",
+        ),
+        (
+            {"config": GPT2, "lora": {"method": "fedex"}},
+            "model.options.lora.method",
+            "ffa, plain",
+        ),
+        (
+            {"config": GPT2, "lora": {"dora": True}},
+            "model.options.lora.dora",
+            "not linear in B",
+        ),
+    ],
+)
+def test_wrong_options_are_explained(options: dict[str, Any], key: str, text: str):
+    with pytest.raises(JobError, match=text) as caught:
+        hugging_face(**options)
+    assert caught.value.key == key
+
+
+def test_dora_trains_with_plain_averaging():
+    result = simulate(job(rounds=1, options={"lora": {**PLAIN, "dora": True}}))
+    assert result.status == "completed"
+
+
+def test_job_of_the_page_trains(tmp_path: Path):
+    """Not with the other pages' jobs, since it needs the extra."""
+    page = (ROOT / "docs" / "howto" / "hugging-face.md").read_text()
+    for kind, name in (("toml", "sft.toml"), ("python", "counting.py")):
+        blocks = re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
+        (tmp_path / name).write_text(blocks[0])
+    spec = job_file.load(tmp_path / "sft.toml", ["rounds=1"])
+    result = simulate(spec)
+    assert result.view.initial is not None
+    assert result.loss is not None
+    assert result.loss < result.view.initial.pooled.loss
