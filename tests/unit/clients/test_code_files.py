@@ -102,6 +102,15 @@ def test_the_digest_of_a_job_covers_what_is_loaded(folder: Path, name: str):
     assert job_digest.digest(job_file.load(folder / "job.toml")) != before
 
 
+@pytest.mark.parametrize("table", ["optimizer", "learning_rate"])
+def test_an_optimizer_and_a_schedule_are_pinned(folder: Path, table: str):
+    """A site trains with that code only."""
+    name = f'training.{table}.name="./my_model.py:net"'
+    job = job_file.load(folder / "job.toml", [name])
+    found = getattr(job.training, table).name
+    assert re.fullmatch(rf"\./my_model\.py@{SHA}:net", found)
+
+
 def test_what_is_not_imported_does_not_count(folder: Path):
     before = pinned(folder)
     (folder / "alone.py").write_text("def net(): return 1\n")

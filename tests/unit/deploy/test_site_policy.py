@@ -204,6 +204,15 @@ def test_default_policy_accepts_no_job_without_privacy():
             "training.task",
             "does not accept 'os:system' (policy.functions)",
         ),
+        *(
+            (
+                small_job(training={"local_steps": 1, table: {"name": "os:system"}}),
+                OPEN,
+                f"training.{table}.name",
+                "does not accept 'os:system' (policy.functions)",
+            )
+            for table in ("optimizer", "learning_rate")
+        ),
         (
             small_job(sites=[{"name": "site-0", "data": {"source": "os:system"}}]),
             OPEN,
