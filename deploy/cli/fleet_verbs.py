@@ -14,13 +14,14 @@ from cloud_adapters.compute.pool import Node, NodeState, all_gone
 from deploy.cli import plan_verb
 from deploy.cli.run_verbs import follow, is_over
 from deploy.cli.terminal import say, say_json, say_table, tell
-from deploy.exit_codes import DONE, FAILED
+from deploy.exit_codes import DONE, FAILED, STOPPED
 from federation.errors import ComputeError
 
 if TYPE_CHECKING:
     from deploy.fleet.deployment import Deployment
     from deploy.fleet.deployment_file import DeploymentPlan
-    from deploy.fleet.keep import Keeper
+    from deploy.fleet.keeping.keep import Keeper
+    from deploy.fleet.keeping.sizes import Sizer
     from deploy.fleet.moves import Mover
     from deploy.fleet.remains import Remains
     from deploy.fleet.starting.starts import Starts
@@ -36,9 +37,10 @@ _MIB = 1 << 20
 
 
 def _up(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
     from deploy.fleet import deployment as fleet, spending  # noqa: PLC0415 -- --help
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
     plan, job = _checked(options)
@@ -75,10 +77,15 @@ def _up(options: argparse.Namespace) -> int:
             random_bytes=os.urandom,
             tell=tell,
             mover=_mover(deployment, run, job.rounds),
+            sizer=_sizer(deployment, run, job.rounds),
+            stop=partial(run_queue.ask_to_stop, run),
             starts=watch.starts,
         )
     try:
         code = follow(options, run, watch.look)
+        while watch.keeper is not None and watch.keeper.is_resizing and code == STOPPED:
+            watch.keeper.resize()
+            code = follow(options, run, watch.look)
     finally:
         watch.read_logs()
     if watch.keeper is not None:
@@ -137,6 +144,19 @@ def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | 
     return moves.Mover(plan, table, moves.ReadProgress(run, rounds), tell)
 
 
+def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
+    """Who changes sizes of machines; None if no site states any."""
+    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
+
+    plan = deployment.plan
+    if not sizes.is_elastic(plan):
+        return None
+    today = prices.day_of(deployment.clock.now())
+    table = prices.load(plan.prices, today=today, warn=lambda _: None)
+    return sizes.Sizer(plan, table, run, rounds, tell)
+
+
 def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     """Refuse what would end the watch in the middle of a run, for want of a price."""
     from deploy.fleet import moves, prices, spending  # noqa: PLC0415 -- --help
@@ -174,7 +194,7 @@ class _Watch:
     """Reports what keeps nodes from working, each once, while a run is shown."""
 
     def __init__(self, deployment: "Deployment") -> None:
-        from deploy.fleet.keep import starts_of  # noqa: PLC0415 -- keeps `--help` fast
+        from deploy.fleet.keeping.keep import starts_of  # noqa: PLC0415 -- keeps `--help` fast
 
         self.keeper: Keeper | None = None
         self.starts: Starts = starts_of(deployment, tell)

@@ -84,6 +84,9 @@ class Deployment:
         owner: Random name of this folder; every node carries it.
         held_back: Roles of which no machine is launched now: the last ones could not
             start.
+        launch_first: Roles whose new machine is launched before the old one ends, which
+            goes on if there is no capacity. Their sites have a home, whose lease lets
+            one of them work.
     """
 
     plan: DeploymentPlan
@@ -91,6 +94,7 @@ class Deployment:
     clock: Clock
     owner: str
     held_back: frozenset[str] = frozenset()
+    launch_first: frozenset[str] = frozenset()
     _launches: dict[str, _LastLaunch] = field(default_factory=dict)
 
     @property

@@ -164,6 +164,21 @@ class CloudMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSpec:
+    """A machine that a site may have instead, between rounds.
+
+    Attributes:
+        type: Its type.
+        speed: Work per second, in any unit that is the same for all sizes of the site.
+        dollars_per_hour: Its price in the site's market; by default that of the table.
+    """
+
+    type: str
+    speed: float = key(above=0.0)
+    dollars_per_hour: float | None = key(default=None, low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteMachine:
     """A site that this deployment starts, and what its operator decides.
 
@@ -185,6 +200,9 @@ class SiteMachine:
         policy: As `[policy]` in `site.toml`.
         home: As `[home]` in `site.toml`. With it, another machine takes over the site's
             keys and ledgers.
+        sizes: Machines that it may have, that of `machine.type` among them: `crossfed
+            up --keep` then gives it a larger one between rounds while all others wait
+            for it, and a smaller one while it waits. By default, it keeps its machine.
     """
 
     name: str
@@ -198,6 +216,17 @@ class SiteMachine:
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()
     home: HomeSpec = HomeSpec()
+    sizes: tuple[SizeSpec, ...] = ()
+
+    def sized(self, kind: str) -> "SiteMachine":
+        """The site with one of its sizes, and what that states of its price.
+
+        Args:
+            kind: Type of one of ``sizes``.
+        """
+        (size,) = (each for each in self.sizes if each.type == kind)
+        machine = replace(self.machine, type=kind)
+        return replace(self, machine=machine, dollars_per_hour=size.dollars_per_hour)
 
     @property
     def pool(self) -> str:
@@ -406,6 +435,7 @@ def _check(file: DeploymentFile) -> None:
     for index, site in enumerate(file.sites):
         _check_machine(site, f"sites[{index}].machine")
         _check_settings(site, f"sites[{index}]")
+        _check_sizes(file, index)
     exchange.check(file.exchange)
 
 
@@ -471,6 +501,45 @@ def _check_settings(site: SiteMachine, table: str) -> None:
         site_file.check(whole)
     except JobError as error:
         raise JobError(error.reason, key=f"{table}.{error.key}") from None
+
+
+def _check_sizes(file: DeploymentFile, index: int) -> None:
+    """Refuse sizes that a site could not be moved between."""
+    site, table = file.sites[index], f"sites[{index}]"
+    if not site.sizes:
+        return
+    kinds = [size.type for size in site.sizes]
+    is_spot = site.machine.market == Market.SPOT.value
+    for name, is_wrong, why in (
+        ("sizes", site.provider not in CLOUDS, f"is for {AWS} and {GCP}: remove it"),
+        (
+            "sizes",
+            site.machine.type not in kinds or len({*kinds}) < len(kinds),
+            "must name machine.type, and each type once",
+        ),
+        (
+            "machine.accelerator",
+            bool(site.machine.accelerator),
+            "is the same on every size, so nothing would be gained: remove it or sizes",
+        ),
+        (
+            "home.url",
+            not site.home.url,
+            "is missing: another machine would have none of its keys and ledgers",
+        ),
+        (
+            "dollars_per_hour",
+            site.dollars_per_hour is not None,
+            "is of one machine: state it in sizes",
+        ),
+        (
+            "sizes",
+            is_spot and file.deadline_hours is not None,
+            "and deadline_hours both move a spot machine: remove one of them",
+        ),
+    ):
+        if is_wrong:
+            raise JobError(why, key=f"{table}.{name}")
 
 
 def _check_machine(site: SiteMachine, table: str) -> None:

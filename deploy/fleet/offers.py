@@ -32,7 +32,7 @@ def with_types(
 
     Clouds are asked, and prices read, only if there is one.
     """
-    if not any(_is_open(site) or _may_move(plan, site) for site in plan.file.sites):
+    if not any(_is_kept(plan, site) for site in plan.file.sites):
         return plan
     today = price_table.day_of(clock.now())
     table = price_table.load(prices or plan.prices, today=today, warn=tell)
@@ -45,7 +45,7 @@ def resolved(
     """Name the type of every machine that the file leaves open.
 
     A machine that runs keeps its type, whatever costs less now: it has the site's keys.
-    One that a deadline has moved keeps its market.
+    One that a deadline has moved keeps its market, and one with sizes its size.
 
     Args:
         plan: The deployment.
@@ -60,9 +60,12 @@ def resolved(
     sites = []
     for index, site in enumerate(plan.file.sites):
         own, market = site.machine, site.machine.market
-        if _is_open(site) or _may_move(plan, site):
+        if _is_kept(plan, site):
             node = _running(plan, site, pools[site.pool])
-            if node is not None:
+            if node is not None and node.machine in {each.type for each in site.sizes}:
+                # A change of size before has chosen it.
+                own = replace(own, type=node.machine)
+            elif node is not None:
                 kind = node.machine if _is_open(site) else own.type
                 market = node.market.value if _may_move(plan, site) else own.market
                 own = replace(own, type=kind)
@@ -74,7 +77,8 @@ def resolved(
                     f"${offer.dollars_per_hour:.3f} an hour is the cheapest that meets "
                     "machine.requires"
                 )
-        sites.append(replace(site, machine=own).in_market(market))
+        found = replace(site, machine=own).in_market(market)
+        sites.append(found.sized(own.type) if site.sizes else found)
     return replace(plan, file=replace(plan.file, sites=tuple(sites)))
 
 
@@ -159,6 +163,11 @@ def _running(plan: DeploymentPlan, site: SiteMachine, pool: ComputePool) -> Node
 
 def _may_move(plan: DeploymentPlan, site: SiteMachine) -> bool:
     return plan.file.deadline_hours is not None and moves.is_movable(site)
+
+
+def _is_kept(plan: DeploymentPlan, site: SiteMachine) -> bool:
+    """Whether a running machine may differ from what the file says."""
+    return _is_open(site) or _may_move(plan, site) or bool(site.sizes)
 
 
 def _is_open(site: SiteMachine) -> bool:

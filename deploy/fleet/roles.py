@@ -82,9 +82,10 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
     """
     role_name, is_here = request.spec.name, request.pool in {LOCAL, CONTAINERS}
     decision = decide(deployment, request)
+    first, later = _to_end(deployment, decision)
     if decision.end:
         tell(f"{role_name}: its settings have changed; the node that runs is replaced")
-        _end(deployment, request, decision.end)
+    _end(deployment, request, first)
     number, kept = decision.number, decision.node
     if kept is not None and is_here and kept.state is NodeState.STARTING:
         # A launch that was killed may have made it, but not started it.
@@ -103,12 +104,21 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
             tell(f"{role_name}: launched {node.id}")
             if is_new and not is_here:
                 _check_clock(deployment, request.pool, node, begin)
+            _end(deployment, request, later)
             return node
         # An earlier command launched it with this number, and it has ended since.
         if not is_gone:  # Or it was listed only now, and has that command's settings.
             tell(f"{role_name}: the settings of {node.id} have changed; it is replaced")
             _end(deployment, request, [node])
         number += 1
+
+
+def _to_end(
+    deployment: Deployment, decision: Decision
+) -> tuple[Sequence[Node], Sequence[Node]]:
+    """Nodes to end before a launch, and those to end after it."""
+    is_later = decision.role.name in deployment.launch_first and decision.node is None
+    return ((), decision.end) if is_later else (decision.end, ())
 
 
 def _fits(node: Node, role: NodeRole) -> bool:
@@ -131,6 +141,8 @@ def _launch(
 
 def _end(deployment: Deployment, request: NodeRequest, nodes: Sequence[Node]) -> None:
     """End nodes of a role, and wait until they have."""
+    if not nodes:
+        return
     pool, ids = deployment.pools[request.pool], {node.id for node in nodes}
     pool.terminate(ids)
     wait_for(

@@ -3,6 +3,7 @@
 import base64
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from support.fake_gce import FakeGce
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.keep import Keeper
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.keeping.keep import Keeper
+from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.moves import Mover, WorkLeft
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
@@ -21,6 +24,7 @@ from deploy.fleet.roles import NodeRequest, fill
 from deploy.fleet.spending import MachineCost, Spending
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeUnavailable
+from monitoring.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 SITES = ("aws-us-east-1", "gcp-us-central1")
@@ -85,7 +89,10 @@ class Kept:
                 market=market,
                 **given,
             )
-            request = NodeRequest(site.pool, spec, market.value.encode())
+            if site.sizes:
+                spec = replace(spec, machine=site.machine.type)
+            read = f"{market.value} {spec.machine}".encode()
+            request = NodeRequest(site.pool, spec, read)
             fill(deployment, request, self.told.append)
 
     def look(self) -> None:
@@ -333,6 +340,89 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
     assert len(mine) == 2
     (moved,) = [line for line in kept.told if "leave no slack" in line]
     assert moved.startswith(f"{ROLES[0]}: on-demand: aws {REGION} m5.large on-demand")
+
+
+class Growing(Sizer):
+    """Wants the larger machine, whatever was measured; the rule has its own tests."""
+
+    def wanted(self, plan: DeploymentPlan, now: float) -> DeploymentPlan:
+        del now
+        first, *others = plan.file.sites
+        file = replace(plan.file, sites=(first.sized("m5.xlarge"), *others))
+        return replace(plan, file=file)
+
+
+@pytest.fixture
+def growing(kept: Kept, tmp_path: Path) -> Kept:
+    """Both sites run, and the keeper has asked the run to pause."""
+    text = kept.plan.path.read_text()
+    more = """sizes = [
+    { type = "m5.large", speed = 1.0, dollars_per_hour = 0.1 },
+    { type = "m5.xlarge", speed = 2.0, dollars_per_hour = 0.2 },
+]
+home = { url = "file:///mnt/home" }
+"""
+    text = text.replace('provider = "aws"\n', f'provider = "aws"\n{more}', 1)
+    kept.plan.path.write_text(text)
+    kept.plan = deployment_file.load(kept.plan.path)
+    kept.keeper._plan = kept.plan
+    kept.look()
+    run = RunFolder(tmp_path / "run")
+    kept.keeper._sizer = Growing(kept.plan, PRICES, run, 10, kept.told.append)
+    kept.keeper._stop = lambda: kept.told.append("asked to pause")
+    kept.look()
+    kept.look()
+    assert kept.told.count("asked to pause") == 1
+    assert kept.keeper.is_resizing
+    return kept
+
+
+def sizes(kept: Kept) -> list[tuple[str, NodeState]]:
+    mine = [node for node in kept.nodes() if node.labels[ROLE] == ROLES[0]]
+    return sorted((node.machine, node.state) for node in mine)
+
+
+def test_a_larger_machine_takes_over_while_no_round_runs(growing: Kept):
+    """Nothing is replaced before the run has paused, and nothing else after it."""
+    assert sizes(growing) == [("m5.large", NodeState.RUNNING)]
+    growing.keeper.resize()
+    grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
+    assert sizes(growing) == grown
+    assert not growing.keeper.is_resizing
+    assert len(growing.gcp.inserted) == 1
+
+
+def test_a_machine_stays_if_a_larger_one_cannot_be_had(growing: Kept):
+    """It is never ended in between."""
+    growing.aws.refusal = lambda form: (
+        "InsufficientInstanceCapacity" if form["Action"] == "RunInstances" else None
+    )
+    growing.keeper.resize()
+    assert sizes(growing) == [("m5.large", NodeState.RUNNING)]
+    assert any("keeps m5.large: m5.xlarge cannot be had" in x for x in growing.told)
+
+
+def test_a_change_that_was_killed_after_the_launch_is_completed(
+    growing: Kept, monkeypatch: pytest.MonkeyPatch
+):
+    """Between the launch and the end of the old machine; then one of two is left."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pool = growing.pools[growing.plan.file.sites[0].pool]
+    new = growing.keeper._resized
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pool), "terminate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            growing.keeper.resize()
+    both = [("m5.large", NodeState.RUNNING), ("m5.xlarge", NodeState.RUNNING)]
+    assert sizes(growing) == both
+    assert new is not None
+    with fleet.opened(new, random_bytes=os.urandom, clock=growing.clock) as again:
+        growing.restore(again)
+    grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
+    assert sizes(growing) == grown
 
 
 def test_machines_that_cannot_start_are_not_launched_without_end(kept: Kept):

@@ -141,6 +141,27 @@ def resize(load: FederationLoad, *, rounds: int = 3) -> Sequence[Resize]:
     ]
 
 
+def dollars(
+    load: FederationLoad, changes: Sequence[Resize], *, rounds: int = 3
+) -> float:
+    """Forecast what the rounds left cost on the machines after changes.
+
+    The seconds of the change are paid for on the new machines, and once more for each
+    old machine that runs beside its successor until that is launched.
+    """
+    busy = {site.name: median(site.busy_seconds[-rounds:]) for site in load.sites}
+    sizes = {change.site: change.size for change in changes}
+    _, rest = _rest(load, busy, sizes)
+    if not changes:
+        return rest
+    hourly = load.other_dollars_per_hour + sum(
+        sizes.get(site.name, site.size).dollars_per_hour
+        + (site.size.dollars_per_hour if site.name in sizes else 0.0)
+        for site in load.sites
+    )
+    return rest + load.change_seconds * hourly / 3600.0
+
+
 def _steps(
     load: FederationLoad,
     site: MeasuredSite,

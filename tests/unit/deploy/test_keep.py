@@ -22,7 +22,7 @@ from deploy.fleet import (
     spending,
 )
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.keep import Keeper, Restore
+from deploy.fleet.keeping.keep import Keeper, Restore
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.roles import NodeRequest
 from deploy.fleet.spending import MachineCost, Spending, observed

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import CLOUDS
+from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan
+from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.moves import Mover
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
@@ -42,6 +43,8 @@ class Keeper:
         random_bytes: RandomBytes,
         tell: Tell,
         mover: Mover | None = None,
+        sizer: Sizer | None = None,
+        stop: Callable[[], None] = lambda: None,
         starts: Starts | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
@@ -53,10 +56,14 @@ class Keeper:
             random_bytes: ``os.urandom``.
             tell: Called with a word about every step.
             mover: Decides which machines it should have, if there is a deadline.
+            sizer: Decides on sizes of machines, if any site states several.
+            stop: Asks the run to pause after its round, so that sizes can change.
             starts: What is known of starts of machines; None for nothing yet.
         """
         self._starts = starts or starts_of(deployment, tell)
         self._mover = mover
+        self._sizer, self._stop = sizer, stop
+        self._resized: DeploymentPlan | None = None
         self._plan, self._clock = deployment.plan, deployment.clock
         self._restore, self._hourly = restore, hourly
         # A table that becomes too old in the middle of a run must not end it.
@@ -94,6 +101,58 @@ class Keeper:
             )
         else:
             self._replace(nodes)
+            self._decide_sizes(now)
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether it has asked the run to pause, to change sizes of machines."""
+        return self._resized is not None
+
+    def resize(self) -> None:
+        """Change the sizes of machines, while no round runs, and resume the run.
+
+        A machine that cannot be had is not asked for again: the old one stays, which
+        ends only when the new one is launched.
+
+        Raises:
+            ComputeError: The old machines cannot be had, either.
+        """
+        old, new = self._plan, self._resized
+        if new is None or self._sizer is None:
+            return
+        self._resized = None
+        changed = {
+            f"{SITE_PREFIX}{after.name}"
+            for before, after in zip(old.file.sites, new.file.sites, strict=True)
+            if before != after
+        }
+        self._plan = new
+        self._hourly = costs.budget_prices(new, now=self._priced_at)
+        try:
+            self._bring_up(changed)
+        except _TakenDown:
+            raise
+        except ComputeError as error:
+            self._plan = old
+            self._hourly = costs.budget_prices(old, now=self._priced_at)
+            self._sizer.refused(old, new, str(error), self._clock.now())
+            self._bring_up(changed)
+        self._sizer.changed()
+
+    def _bring_up(self, first: set[str]) -> None:
+        with self._opened() as deployment:
+            _check_wanted(deployment)
+            deployment.launch_first = frozenset(first)
+            deployment.held_back = frozenset(self._starts.failed)
+            self._restore(deployment)
+
+    def _decide_sizes(self, now: float) -> None:
+        if self._sizer is None or self._resized is not None:
+            return
+        plan = self._sizer.wanted(self._plan, now)
+        if plan != self._plan:
+            self._resized = plan
+            self._stop()
 
     def end(self) -> None:
         """End every machine, because the run has ended.

@@ -1,0 +1,1 @@
+"""While a run goes on: keep its machines, and change their sizes."""

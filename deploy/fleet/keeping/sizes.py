@@ -1,0 +1,249 @@
+"""Between rounds, give the slowest site a larger machine and idle sites smaller ones.
+
+The rule is ``elasticity``; here are its inputs, from a run's events, and its bounds. A
+decision is made once after each round. Whether it changes anything or not, it is a line
+of ``decisions.jsonl`` in the deployment's folder.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from cloud_adapters.compute.pool import Market
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.fleet import spending
+from deploy.fleet.choosing.elasticity import (
+    FederationLoad,
+    MachineSize,
+    MeasuredSite,
+    Resize,
+    dollars,
+    resize,
+)
+from deploy.fleet.deployment_file import LOCAL, DeploymentPlan, SiteMachine
+from deploy.fleet.prices import Prices
+from deploy.fleet.reconcile import SITE_PREFIX
+from federation.errors import JobError
+from federation.events import SiteAnswered
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.round_view import RoundView
+from monitoring.views.run_view import RunView
+
+_LOG = "decisions.jsonl"
+_HOUR = 3600.0
+# From the request of a machine until its site works, and the run is taken up again.
+CHANGE_SECONDS = 0.25 * _HOUR
+_ROUNDS = 3
+
+Tell = Callable[[str], None]
+# Seconds of each site in a round, and of the whole round.
+_Round = tuple[Mapping[str, float], float]
+
+
+class Sizer:
+    """Decides on the sizes of all sites of a deployment that state ``sizes``."""
+
+    def __init__(
+        self,
+        plan: DeploymentPlan,
+        prices: Prices | None,
+        run: RunFolder,
+        rounds: int,
+        tell: Tell,
+    ) -> None:
+        """Begin; rounds that have ended before do not count.
+
+        Args:
+            plan: The deployment.
+            prices: The table; None if every machine has a stated price.
+            run: Its run.
+            rounds: Rounds of the job.
+            tell: Called with a word about every change.
+
+        Raises:
+            JobError: A size has no price.
+        """
+        self._folder, self._prices = plan.folder, prices
+        self._run, self._rounds, self._tell = run, rounds, tell
+        self._size, self._refused = -1, set[tuple[str, str]]()
+        # The first round on new machines is longer than the others.
+        self._skipped = self._looked = max(1, self._ended())
+        for site in plan.file.sites:
+            for each in site.sizes:
+                self._hourly(site.sized(each.type))
+
+    def wanted(self, plan: DeploymentPlan, now: float) -> DeploymentPlan:
+        """The deployment with the machines that it should have after this round.
+
+        The clock counts only for a deadline: a clock that jumps changes nothing before
+        the next round has ended.
+        """
+        size = self._run.events.stat().st_size if self._run.exists() else -1
+        if size == self._size:
+            return plan
+        self._size = size
+        if size < 0:
+            return plan
+        view = self._run.view()
+        ended = max((row.index for row in view.rounds if row.finished), default=0)
+        if ended <= self._looked or ended >= self._rounds:
+            return plan
+        self._looked = ended
+        changes, why = self._changes(plan, view, ended, now)
+        if not changes:
+            self._log(now, "", "keep", None, f"after round {ended}: {why}")
+        for change in changes:
+            self._log(now, change.site, "resize", change.size.machine, change.reason)
+            self._tell(
+                f"{SITE_PREFIX}{change.site}: {change.reason}; the run pauses after "
+                "its round"
+            )
+        return _changed(plan, changes)
+
+    def changed(self) -> None:
+        """Count rounds again, because machines have changed."""
+        self._skipped = self._looked = self._ended() + 1
+
+    def refused(
+        self, old: DeploymentPlan, new: DeploymentPlan, why: str, now: float
+    ) -> None:
+        """Never ask again for the machines that a service has refused.
+
+        Args:
+            old: The machines that are kept.
+            new: Those that were asked for.
+            why: What the service said.
+            now: Seconds since 1970.
+        """
+        for before, after in zip(old.file.sites, new.file.sites, strict=True):
+            if before.machine.type != after.machine.type:
+                self._refused.add((after.name, after.machine.type))
+                reason = f"{after.machine.type} cannot be had: {why}"
+                kept = before.machine.type
+                self._log(now, after.name, "keep", kept, reason)
+                self._tell(f"{SITE_PREFIX}{after.name}: keeps {kept}: {reason}")
+
+    def _ended(self) -> int:
+        if not self._run.exists():
+            return 0
+        rows = self._run.view().rounds
+        return max((row.index for row in rows if row.finished), default=0)
+
+    def _changes(
+        self, plan: DeploymentPlan, view: RunView, ended: int, now: float
+    ) -> tuple[Sequence[Resize], str]:
+        """Changes to make; if there are none, why not."""
+        names = [site.name for site in plan.file.sites]
+        rows = [row for row in view.rounds if row.index > self._skipped]
+        measured = [found for row in rows if (found := _measured(row, names))]
+        if len(measured) < _ROUNDS:
+            return (), (
+                f"{len(measured)} of {_ROUNDS} rounds in which every site has answered "
+                "on the present machines"
+            )
+        load = self._load(plan, measured[-_ROUNDS:], self._rounds - ended)
+        if plan.file.deadline_hours is not None:
+            end = view.first_started_at + plan.file.deadline_hours * _HOUR
+            load = replace(load, seconds_left=max(0.0, end - now))
+        changes = resize(load, rounds=_ROUNDS)
+        if not changes:
+            return (), "no change that is allowed saves 5 % of the rest"
+        rest, limit = dollars(load, changes, rounds=_ROUNDS), plan.file.max_dollars
+        spent = spending.read(self._folder).dollars
+        is_dearer = rest > dollars(load, (), rounds=_ROUNDS)
+        if limit is not None and is_dearer and spent + rest > limit:
+            return (), (
+                f"with {', '.join(each.size.machine for each in changes)} the run "
+                f"would cost ${spent + rest:,.2f}, and max_dollars = {limit:g}"
+            )
+        forecast = f"the rest is expected to cost ${rest:,.2f}"
+        return [replace(c, reason=f"{c.reason}; {forecast}") for c in changes], ""
+
+    def _load(
+        self, plan: DeploymentPlan, rounds: Sequence[_Round], rounds_left: int
+    ) -> FederationLoad:
+        sites = []
+        for site in plan.file.sites:
+            sizes = [
+                MachineSize(
+                    machine=each.type,
+                    speed=each.speed,
+                    dollars_per_hour=self._hourly(site.sized(each.type)),
+                )
+                for each in site.sizes
+                if (site.name, each.type) not in self._refused
+            ]
+            own = [each for each in sizes if each.machine == site.machine.type]
+            fixed = MachineSize(
+                machine=site.machine.type,
+                speed=1.0,
+                dollars_per_hour=0.0 if own else self._hourly(site),
+            )
+            sites.append(
+                MeasuredSite(
+                    name=site.name,
+                    busy_seconds=[busy[site.name] for busy, _ in rounds],
+                    size=own[0] if own else fixed,
+                    sizes=sizes if own else (),
+                )
+            )
+        return FederationLoad(
+            sites=sites,
+            other_seconds=median(
+                max(0.0, seconds - max(busy.values())) for busy, seconds in rounds
+            ),
+            other_dollars_per_hour=plan.file.aggregator.dollars_per_hour,
+            rounds_left=rounds_left,
+            change_seconds=CHANGE_SECONDS,
+        )
+
+    def _hourly(self, site: SiteMachine) -> float:
+        if site.dollars_per_hour is not None or site.provider == LOCAL:
+            return site.dollars_per_hour or 0.0
+        if self._prices is None:
+            raise JobError(f"no price of {site.machine.type}", key="sites.sizes")
+        is_spot = site.machine.market == Market.SPOT.value
+        place = (site.provider, site.machine.region, site.machine.priced_as)
+        return self._prices.hourly(*place, spot=is_spot)
+
+    def _log(
+        self, now: float, site: str, action: str, offer: str | None, why: str
+    ) -> None:
+        row = {
+            "at": now,
+            "role": f"{SITE_PREFIX}{site}" if site else "",
+            "action": action,
+            "offer": offer,
+            "reason": why,
+        }
+        path: Path = self._folder / _LOG
+        with file_errors("write", path), path.open("a", encoding="utf-8") as log:
+            log.write(f"{json.dumps(row)}\n")
+
+
+def is_elastic(plan: DeploymentPlan) -> bool:
+    """Whether any site may have machines of other sizes."""
+    return any(site.sizes for site in plan.file.sites)
+
+
+def _measured(row: RoundView, names: Sequence[str]) -> _Round | None:
+    """What a round took; None unless every site has answered it."""
+    busy = {
+        each.site: each.answered_seconds - each.asked_seconds
+        for each in row.reports
+        if isinstance(each, SiteAnswered)
+    }
+    if row.finished is None or not {*names} <= busy.keys():
+        return None
+    return {name: busy[name] for name in names}, row.finished.seconds
+
+
+def _changed(plan: DeploymentPlan, changes: Sequence[Resize]) -> DeploymentPlan:
+    types = {change.site: change.size.machine for change in changes}
+    sites = tuple(
+        site.sized(types[site.name]) if site.name in types else site
+        for site in plan.file.sites
+    )
+    return replace(plan, file=replace(plan.file, sites=sites)) if types else plan

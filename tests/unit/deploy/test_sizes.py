@@ -1,0 +1,194 @@
+"""Sizes of machines change between rounds, as the run's events suggest."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.event_samples import TWO_SITES, Script, run as played
+
+from cloud_adapters.compute.pool import Node, NodeState
+from deploy.fleet import deployment_file
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.keeping.sizes import Sizer
+from deploy.fleet.offers import resolved
+from deploy.fleet.prices import Prices
+from federation.errors import JobError
+from federation.event_log import to_line
+from federation.events import RoundFinished, RunFinished, SiteAnswered
+from monitoring.runs.run_folder import RunFolder
+
+SITE = """
+[[sites]]
+name = "{name}"
+provider = "aws"
+sizes = [
+    {{ type = "g5.xlarge", speed = 1.0, dollars_per_hour = 1.0 }},
+    {{ type = "g5.2xlarge", speed = 1.8, dollars_per_hour = 2.0 }},
+    {{ type = "g5.4xlarge", speed = 3.2, dollars_per_hour = 6.0 }},
+]
+[sites.machine]
+region = "us-east-1"
+type = "g5.2xlarge"
+[sites.home]
+url = "file:///mnt/{name}"
+"""
+SLOW = 600.0
+ROUNDS = 100
+
+
+def written(folder: Path, more: str = "") -> DeploymentPlan:
+    path = folder / "fed.toml"
+    sites = "".join(SITE.format(name=name) for name in TWO_SITES)
+    path.write_text(f'name = "fed"\njob = "job.toml"\nfolder = "."\n{more}\n{sites}')
+    return deployment_file.load(path)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> DeploymentPlan:
+    return written(tmp_path)
+
+
+def happens(folder: Path, rounds: int, *busy: float) -> RunFolder:
+    """A run that has ended so many rounds, with the seconds of each site in them."""
+    seconds = dict(zip(TWO_SITES, busy, strict=True))
+    lines = []
+    for event in played(Script(rounds=ROUNDS, stop_after=rounds)):
+        if isinstance(event, SiteAnswered):
+            end = event.asked_seconds + seconds[event.site]
+            lines.append(to_line(replace(event, answered_seconds=end)))
+        elif isinstance(event, RoundFinished):
+            lines.append(to_line(replace(event, seconds=max(busy) + 1.0)))
+        elif not isinstance(event, RunFinished):
+            lines.append(to_line(event))
+    run = RunFolder(folder / "run")
+    run.path.mkdir(exist_ok=True)
+    run.events.write_text("".join(f"{line.rstrip()}\n" for line in lines))
+    return run
+
+
+def types(plan: DeploymentPlan) -> list[str]:
+    return [site.machine.type for site in plan.file.sites]
+
+
+def sizer(plan: DeploymentPlan, tell: Callable[[str], None] = print) -> Sizer:
+    return Sizer(plan, None, RunFolder(plan.folder / "run"), ROUNDS, tell)
+
+
+def rows(plan: DeploymentPlan) -> list[dict[str, object]]:
+    lines = (plan.folder / "decisions.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_an_idle_site_shrinks_and_says_why(plan: DeploymentPlan):
+    told: list[str] = []
+    ours = sizer(plan, told.append)
+    happens(plan.folder, 4, SLOW, SLOW / 4)
+    assert types(ours.wanted(plan, 0.0)) == ["g5.2xlarge", "g5.xlarge"]
+    (line,) = told
+    assert "the rest is expected to cost $" in line
+    (row,) = rows(plan)
+    assert (row["action"], row["offer"]) == ("resize", "g5.xlarge")
+
+
+def test_the_slowest_site_grows_when_the_deadline_is_near(tmp_path: Path):
+    plan = written(tmp_path, "deadline_hours = 14.0")
+    ours = sizer(plan)
+    run = happens(plan.folder, 4, SLOW, SLOW * 0.9)
+    began = run.view().first_started_at
+    assert types(ours.wanted(plan, began)) == ["g5.4xlarge", "g5.2xlarge"]
+
+
+def test_what_is_not_changed_has_a_reason_too(plan: DeploymentPlan):
+    """Once after each round, however often it is asked."""
+    ours = sizer(plan)
+    happens(plan.folder, 3, SLOW, SLOW / 4)
+    for now in (0.0, 1e12, -1e12):  # A clock that jumps decides nothing.
+        assert ours.wanted(plan, now) == plan
+    happens(plan.folder, 4, SLOW, SLOW)
+    assert ours.wanted(plan, 0.0) == plan
+    first, second = (str(row["reason"]) for row in rows(plan))
+    assert first.startswith("after round 3: 2 of 3 rounds in which every site")
+    assert second.startswith("after round 4: no change that is allowed saves 5 %")
+
+
+def test_three_whole_rounds_pass_between_two_changes(plan: DeploymentPlan):
+    """The first round on new machines does not count, so nothing swings."""
+    ours = sizer(plan)
+    happens(plan.folder, 4, SLOW, SLOW / 4)
+    changed = ours.wanted(plan, 0.0)
+    assert changed != plan
+    happens(plan.folder, 5, SLOW, SLOW / 4)
+    ours.changed()
+    for ended in (6, 7, 8):
+        happens(plan.folder, ended, SLOW / 8, SLOW)
+        assert ours.wanted(changed, 0.0) == changed
+    happens(plan.folder, 9, SLOW / 8, SLOW)
+    assert types(ours.wanted(changed, 0.0)) != types(changed)
+
+
+def test_a_size_that_was_refused_is_not_asked_for_again(plan: DeploymentPlan):
+    ours = sizer(plan)
+    happens(plan.folder, 4, SLOW, SLOW / 4)
+    ours.refused(plan, ours.wanted(plan, 0.0), "no capacity", 1.0)
+    happens(plan.folder, 5, SLOW, SLOW / 4)
+    assert ours.wanted(plan, 0.0) == plan
+    assert "g5.xlarge cannot be had: no capacity" in str(rows(plan)[1]["reason"])
+
+
+def test_a_change_beyond_the_budget_is_not_made(tmp_path: Path):
+    """Though a deadline calls for it."""
+    plan = written(tmp_path, "deadline_hours = 14.0\nmax_dollars = 20.0")
+    ours = sizer(plan)
+    run = happens(plan.folder, 4, SLOW, SLOW * 0.9)
+    assert ours.wanted(plan, run.view().first_started_at) == plan
+    assert "max_dollars = 20" in str(rows(plan)[0]["reason"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"g5.2xlarge"\n[sites.home]', '"m5.large"\n[sites.home]', "sizes"),
+        ('url = "file:', '# "', "home.url"),
+        ('provider = "aws"', 'provider = "aws"\ndollars_per_hour = 1.0', "dollars"),
+    ],
+)
+def test_sizes_that_a_site_could_not_move_between_are_refused(
+    plan: DeploymentPlan, old: str, new: str, key: str
+):
+    text = plan.path.read_text()
+    assert old in text
+    plan.path.write_text(text.replace(old, new, 1))
+    with pytest.raises(JobError, match=rf"sites\[0\]\.{key}"):
+        deployment_file.load(plan.path)
+
+
+def test_a_size_without_a_price_is_refused_before_the_run(plan: DeploymentPlan):
+    text = plan.path.read_text()
+    plan.path.write_text(text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0"))
+    with pytest.raises(JobError, match=r"no price of g5\.xlarge"):
+        sizer(deployment_file.load(plan.path))
+
+
+def test_the_next_command_keeps_the_size_that_runs(plan: DeploymentPlan):
+    """With the price of that size, not of the one that the file names."""
+
+    class Pool:
+        def nodes(self, labels: dict[str, str]) -> list[Node]:
+            mine = labels["crossfed-role"] == f"site-{TWO_SITES[0]}"
+            node = Node(
+                id="i-1",
+                name="n",
+                state=NodeState.RUNNING,
+                labels=labels,
+                machine="g5.4xlarge",
+                launched=0.0,
+            )
+            return [node] if mine else []
+
+    pools = {site.pool: Pool() for site in plan.file.sites}
+    table = Prices(as_of="2026-11-01", machines=(), egress=())
+    found = resolved(plan, pools, table, print)
+    assert types(found) == ["g5.4xlarge", "g5.2xlarge"]
+    assert [site.dollars_per_hour for site in found.file.sites] == [6.0, 2.0]
