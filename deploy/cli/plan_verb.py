@@ -1,6 +1,7 @@
 """The verb ``plan``: what a deployment's run will send, take and cost."""
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -112,17 +113,29 @@ def _kept(own: "Alternative", found: "RunForecast") -> "Iterator[str]":
 
 
 def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:
-    """Write a new price table, from those of AWS and the old one."""
+    """Write a new price table, from those of clouds and the old one."""
     from cloud_adapters.extras import naming_extras  # noqa: PLC0415 -- --help
     from deploy.fleet import prices, refresh  # noqa: PLC0415 -- keeps `--help` fast
 
     with naming_extras():
-        from cloud_adapters.compute import aws_prices  # noqa: PLC0415 -- extra aws
+        from cloud_adapters.compute import (  # noqa: PLC0415 -- extra aws
+            aws_prices,
+            gcp_prices,
+        )
     today = prices.day_of(options.clock.now())
     old = prices.load(options.prices or wanted.prices, today=today, warn=lambda _: None)
-    found = refresh.refreshed(old, wanted.file, aws_prices.connect(), today=today)
+    secret = gcp_prices.key_of(os.environ)
+    google = None if secret is None else gcp_prices.GcpPrices(secret)
+    found = refresh.refreshed(
+        old, wanted.file, aws_prices.connect(), google, today=today
+    )
     refresh.write(found, options.refresh_prices)
-    tell("only prices of AWS were asked for: those of other clouds keep their day")
+    if google is None:
+        tell(
+            "only prices of AWS were asked for: those of other clouds keep their day. "
+            f"Google's need an API key, in {gcp_prices.KEY} or a file that "
+            f"{gcp_prices.KEY_FILE} names"
+        )
     say(str(options.refresh_prices))
     return DONE
 

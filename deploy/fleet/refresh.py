@@ -1,17 +1,18 @@
 """``crossfed plan --refresh-prices``: a new dated price table from a cloud's own lists.
 
-Asked for are AWS's machines of the table and of the deployment, and its traffic.
-Everything else is kept with the day that it is of, so that its age is still seen.
+Asked for are the machines of the table and of the deployment, on AWS and, where there
+is a key for its price list, on Google Cloud; and AWS's traffic. Everything else is kept
+with the day that it is of, so that its age is still seen.
 """
 
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import tomli_w
 
-from deploy.fleet.deployment_file import AWS, DeploymentFile
+from deploy.fleet.deployment_file import AWS, GCP, DeploymentFile
 from deploy.fleet.prices import (
     Egress,
     EgressTier,
@@ -30,44 +31,67 @@ if TYPE_CHECKING:
 # A price that has changed by more is rather a slip, of theirs or of ours.
 _MOST_CHANGE = 3.0
 _SOURCE = "AWS Price List and spot price history"
+_SOURCES = {AWS: _SOURCE, GCP: "Google Cloud Billing Catalog, sum of parts"}
 _HEAD = "# Written by crossfed plan --refresh-prices. `--prices` takes this file.\n"
 
 _Row = TypeVar("_Row", MachinePrice, Egress, Transfer, Storage, Keys)
 
 
+class MachinePrices(Protocol):
+    """A cloud that can be asked for prices: ``aws_prices``, ``gcp_prices``."""
+
+    def on_demand(self, machine: str, region: str) -> float:
+        """Dollars of an hour; an error if that is not known."""
+        ...
+
+    def spot(self, machine: str, region: str) -> float | None:
+        """The same of a spot machine; None if there is none."""
+        ...
+
+
 def refreshed(
-    old: Prices, file: DeploymentFile, aws: "AwsPrices", *, today: date
+    old: Prices,
+    file: DeploymentFile,
+    aws: "AwsPrices",
+    gcp: MachinePrices | None = None,
+    *,
+    today: date,
 ) -> Prices:
     """Make a new table of an old one.
 
     Args:
         old: The table.
-        file: The deployment, whose machines of AWS are added.
+        file: The deployment, whose machines of these clouds are added.
         aws: AWS's prices.
+        gcp: Google's; None to keep the old ones.
         today: The day of the new prices.
 
     Raises:
         JobError: A price has changed too much to be believed.
-        ComputeError: AWS does not have one of them, or cannot be asked.
+        ComputeError: A cloud does not have one of them, or cannot be asked.
     """
     day = today.isoformat()
+    clouds: dict[str, MachinePrices] = {AWS: aws} | ({} if gcp is None else {GCP: gcp})
     wanted = {
-        (row.region, row.machine): row for row in old.machines if row.provider == AWS
+        (row.provider, row.region, row.machine): row
+        for row in old.machines
+        if row.provider in clouds
     }
-    regions = sorted({region for region, _ in wanted})
+    known = {*wanted}
+    regions = sorted({region for provider, region, _ in wanted if provider == AWS})
     for site in file.sites:
-        if site.provider == AWS:
-            place = (site.machine.region, site.machine.type)
-            regions.insert(0, place[0])  # A deployment's own first.
+        if site.provider in clouds:
+            place = (site.provider, site.machine.region, site.machine.type)
+            if site.provider == AWS:
+                regions.insert(0, place[1])  # A deployment's own first.
             wanted.setdefault(
                 place,
                 MachinePrice(
-                    provider=AWS, region=place[0], machine=place[1], on_demand=1.0
+                    provider=place[0], region=place[1], machine=place[2], on_demand=1.0
                 ),
             )
-    known = {(row.region, row.machine) for row in old.machines if row.provider == AWS}
     machines = [
-        _machine(row, aws, day, is_new=place not in known)
+        _machine(row, clouds[row.provider], day, is_new=place not in known)
         for place, row in wanted.items()
     ]
     return replace(
@@ -75,7 +99,7 @@ def refreshed(
         as_of=day,
         machines=(
             *machines,
-            *(_kept(row, old) for row in old.machines if row.provider != AWS),
+            *(_kept(row, old) for row in old.machines if row.provider not in clouds),
         ),
         egress=tuple(
             _egress(row, aws, regions[0], day)
@@ -94,16 +118,17 @@ def _kept(row: _Row, old: Prices) -> _Row:
 
 
 def _machine(
-    row: MachinePrice, aws: "AwsPrices", day: str, *, is_new: bool
+    row: MachinePrice, cloud: MachinePrices, day: str, *, is_new: bool
 ) -> MachinePrice:
-    demand = aws.on_demand(row.machine, row.region)
-    spot = aws.spot(row.machine, row.region)
+    demand = cloud.on_demand(row.machine, row.region)
+    spot = cloud.spot(row.machine, row.region)
     what = f"{row.machine} in {row.region}"
     if not is_new:
         _check_change(f"an hour of {what}", row.on_demand, demand)
+    source = _SOURCES[row.provider]
     if spot is not None and spot > demand:
         spot = None  # No one who has a choice would pay it.
-    return replace(row, on_demand=demand, spot=spot, source=_SOURCE, as_of=day)
+    return replace(row, on_demand=demand, spot=spot, source=source, as_of=day)
 
 
 def _egress(row: Egress, aws: "AwsPrices", region: str, day: str) -> Egress:
