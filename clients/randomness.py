@@ -58,7 +58,7 @@ def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
         seed: Seed of the block.
         device: Where the block runs; generators of other GPUs do not change.
     """
-    generators = _generators(device)
+    generators = global_generators(device)
     with _SEEDED:
         before = [generator.get_state() for generator in generators]
         try:
@@ -150,18 +150,20 @@ class GlobalDraws:
     def _states(self) -> list[torch.Tensor]:
         """States of the generators, of a moment when no block has seeded them."""
         with _SEEDED:
-            return [generator.get_state() for generator in _generators(self._device)]
+            return [
+                generator.get_state() for generator in global_generators(self._device)
+            ]
 
     def _restore(self) -> None:
         """Take back what work has drawn that was not expected to."""
         with _SEEDED:
             for generator, state in zip(
-                _generators(self._device), self._untouched, strict=True
+                global_generators(self._device), self._untouched, strict=True
             ):
                 generator.set_state(state)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def global_generators(device: torch.device) -> list[torch.Generator]:
     """Global generators that work on a device may draw from."""
     generators = [torch.default_generator]
     if device.type == "cuda":

@@ -26,6 +26,7 @@ class PromptEnd:
         stopped: threading.Event,
         listener: Callable[[str], None],
         code: Callable[[], int] = lambda: DONE,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to watch.
 
@@ -33,10 +34,12 @@ class PromptEnd:
             stopped: Set when the process is to end.
             listener: Called with a word if it has to be ended.
             code: Returns its exit code then.
+            finish: Returns when what must be written then is written.
         """
         self._code = code
         self._stopped = stopped
         self._listener = listener
+        self._finish = finish
         self._farewell: Callable[[], None] = lambda: None
         threading.Thread(target=self._watch, name="end", daemon=True).start()
 
@@ -50,6 +53,7 @@ class PromptEnd:
 
     def _watch(self) -> None:
         self._stopped.wait()
+        self._finish()
         # A process that ends by itself does so meanwhile, and this thread with it.
         threading.Event().wait(GRACE_SECONDS)
         self._listener("ended without waiting; the interrupted task will be sent again")

@@ -35,6 +35,8 @@ PIECE_BYTES = 1 << 16
 # Files above it are not cut: only new ones change.
 LARGE_BYTES = 4 << 20
 _COPY_BYTES = 8 << 20
+# The steps of a round that was interrupted: ``clients.training.kept_steps``.
+STEPS = "steps"
 _FOLDERS = ("memory", "runs")
 _TOPS = tuple((name,) for name in _FOLDERS)
 _PACK = re.compile(PACKS + "[0-9]{10,20}-[0-9a-f]{32}")
@@ -48,7 +50,8 @@ _Signature = tuple[int, int, int]
 
 def is_state(path: str) -> bool:
     """Whether a file is the state of a round, which the site itself removes."""
-    return PurePosixPath(path).name.startswith("state-")
+    name = PurePosixPath(path).name
+    return name.startswith("state-") or name == STEPS
 
 
 @dataclass

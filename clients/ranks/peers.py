@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +135,15 @@ class Sums:
         parts = [value.reshape(-1).double() for value in (loss, *metrics.values())]
         self._sums += torch.cat(parts)
         self._count += count
+
+    def so_far(self) -> tuple[NDArray[np.float64], int]:
+        """Copy this rank's sums, and the count that goes with them."""
+        return self._sums.cpu().numpy().copy(), self._count
+
+    def continue_from(self, sums: NDArray[np.float64], count: int) -> None:
+        """Add to such sums in place of zero."""
+        self._sums.copy_(torch.tensor(sums))
+        self._count = count
 
     def metrics(self) -> MetricSums:
         """Sums over the batches of all ranks."""

@@ -7,6 +7,7 @@ from functools import partial
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import check_first
+from clients.training.kept_steps import KeptSteps
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer, never
@@ -33,6 +34,7 @@ class Federation:
             place of the job's seed; secret. None for the job's.
         ends_early: Whether a site takes no more steps of its round; see
             ``TorchTrainer``.
+        kept_steps: Keeps the steps of a round that a site cannot end; see there.
     """
 
     job: JobSpec
@@ -40,6 +42,7 @@ class Federation:
     site_data: Mapping[SiteId, SiteData]
     order_seed: int | None = field(default=None, repr=False)
     ends_early: Callable[[], bool] = never
+    kept_steps: KeptSteps | None = None
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
@@ -52,6 +55,7 @@ class Federation:
             held_out=held_out,
             seed=self.order_seed,
             ends_early=self.ends_early,
+            kept_steps=self.kept_steps,
         )
 
     def site(

@@ -198,7 +198,7 @@ class LocalOptimizer:
         }
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
-            self._restore(kept)
+            self.restore(kept)
 
     def step(self, number: int) -> None:
         """Take a step along the gradients that are there, and clear them.
@@ -244,8 +244,10 @@ class LocalOptimizer:
 
         bfloat16, which NumPy lacks, goes as float32 and comes back the same.
         """
-        if not self._keeps:
-            return NO_ARRAYS
+        return self.state() if self._keeps else NO_ARRAYS
+
+    def state(self) -> Arrays:
+        """Return copies of the optimiser's state, of which ``restore`` takes a copy."""
         return {
             f"{_KEPT}{name}/{kind}": _array(value)
             for name, parameter in self._named.items()
@@ -253,7 +255,8 @@ class LocalOptimizer:
             if value is not None
         }
 
-    def _restore(self, kept: Arrays) -> None:
+    def restore(self, kept: Arrays) -> None:
+        """Put a state of the same model's optimiser in place of the present one."""
         for full_name, array in kept.items():
             if not full_name.startswith(_KEPT):
                 continue

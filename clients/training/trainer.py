@@ -28,6 +28,8 @@ from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
+from clients.training.interrupted_steps import InterruptedSteps
+from clients.training.kept_steps import KeptSteps, start_digest
 from clients.training.local_steps import LocalOptimizer, groups
 from clients.training.overlap import (
     AheadSteps,
@@ -83,6 +85,8 @@ class TorchTrainer:
             job's by default.
         ends_early: Asked after every local step: whether to take no more, since the
             machine is about to go. What the steps have led to is the round's result.
+        kept_steps: Keeps the steps of a round that the site cannot end; None to keep
+            none.
 
     Raises:
         SiteError: The site has nothing to train on, or nothing to evaluate on and the
@@ -103,6 +107,7 @@ class TorchTrainer:
     peers: Peers = NO_PEERS
     seed: int | None = None
     ends_early: Callable[[], bool] = never
+    kept_steps: KeptSteps | None = None
 
     def __post_init__(self) -> None:
         """Check that job and data fit each other."""
@@ -278,7 +283,13 @@ class TorchTrainer:
         begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
             training, num_steps = self._steps(
-                model, round_index, optimizer, begin=begin
+                model,
+                round_index,
+                optimizer,
+                begin=begin,
+                interrupted=self._interrupted(
+                    model, round_index, optimizer, (weights_d, before_m, kept)
+                ),
             )
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
@@ -319,24 +330,56 @@ class TorchTrainer:
         *,
         begin: int = 0,
         stop: int | None = None,
+        interrupted: InterruptedSteps | None = None,
     ) -> tuple[MetricSums, int]:
-        """Take this round's local steps from number ``begin`` until ``stop``."""
+        """Take this round's local steps from number ``begin`` until ``stop``.
+
+        Raises:
+            LeftAtStep: The site leaves in the middle.
+        """
         training = self.job.training
         model.train()
         sums = Sums(self.pool.device, self.peers, metrics_of(training))
         wrapped = self.peers.wrap(model)
-        step = first_step = (round_index - 1) * self._steps_per_round() + begin
-        walk = groups(self._indices(round_index), training.accumulate)
-        for group in islice(walk, begin, stop):
-            num_examples = self.peers.total(sum(map(len, group)))
-            for number, chosen in enumerate(group, start=1):
-                with self.peers.adding(wrapped, last=number == len(group)):
-                    self._add_gradient(wrapped, chosen, num_examples, sums)
-            optimizer.step(step)
-            step += 1
-            if self.ends_early():
-                break
+        before = (round_index - 1) * self._steps_per_round()
+        first_step = before + begin
+        with interrupted or nullcontext():
+            if interrupted is not None:
+                begin += interrupted.resume(sums)
+            step = before + begin
+            walk = groups(self._indices(round_index), training.accumulate)
+            for group in islice(walk, begin, stop):
+                num_examples = self.peers.total(sum(map(len, group)))
+                for number, chosen in enumerate(group, start=1):
+                    with self.peers.adding(wrapped, last=number == len(group)):
+                        self._add_gradient(wrapped, chosen, num_examples, sums)
+                optimizer.step(step)
+                step += 1
+                if interrupted is not None:
+                    interrupted.after_step(step - before, sums)
+                if self.ends_early():
+                    break
         return sums.metrics(), step - first_step
+
+    def _interrupted(
+        self,
+        model: torch.nn.Module,
+        round_index: int,
+        optimizer: LocalOptimizer,
+        start: tuple[Vector, IntegerVector, Arrays],
+    ) -> InterruptedSteps | None:
+        """What keeps a round's steps, if anything does; ranks keep none."""
+        if self.kept_steps is None or self.peers.count > 1:
+            return None
+        return InterruptedSteps(
+            self.kept_steps,
+            round_index,
+            partial(start_digest, *start),
+            pool=self.pool,
+            model=model,
+            optimizer=optimizer,
+            seed=torch_seed(self._seed, "training", self.site, round_index),
+        )
 
     def _check_finite(self, local_d: Vector, round_index: int) -> None:
         """Find the record that made a model's weights infinite.

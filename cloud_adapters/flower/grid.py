@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
@@ -32,9 +33,11 @@ from federation.ids import RunId, SiteId, TaskId
 from federation.messages import (
     FailureKind,
     Reply,
+    RoundTask,
     SiteFailure,
     SiteMessage,
     Task,
+    TaskKind,
 )
 from federation.protocols import Clock
 from federation.rounds.failures import failure
@@ -52,6 +55,8 @@ QUEUE = 2
 GRACE_SECONDS = 2.0
 # A look for answers that took so long has fetched vectors.
 LONG_SECONDS = 1.0
+# What is known of a site that has ended its connection while it had no task.
+TOOK_LEAVE = "took leave when it had no task, and is not back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,8 @@ class Delivery:
             then counts from when a process takes it up. None if every node has a
             process of its own: it counts from when the task goes out.
         poll_seconds: Pause between two looks for replies.
+        asks_again: Whether a site that left in the middle of a task, and is back while
+            others still work, is asked once more.
     """
 
     job_text: str = ""
@@ -75,6 +82,7 @@ class Delivery:
     ordered: bool = False
     workers: int | None = None
     poll_seconds: float = POLL_SECONDS
+    asks_again: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -198,6 +206,7 @@ class FlowerGrid:
                 self._expire(batch)
                 self._give_up_silent(batch, silent)
                 self._ask_after(batch)
+                self._ask_returned(batch)
                 ready.extend(batch.ready())
             self._batches = [batch for batch in self._batches if batch.is_open()]
             if ready or not self._batches or self._clock.monotonic() >= end:
@@ -283,8 +292,28 @@ class FlowerGrid:
         """Probe for questions that have been open for long."""
         for question in [*batch.open.values()]:
             now = self._clock.monotonic()
-            if question.inquiry is not None and question.inquiry.is_due(now):
+            has_left = question.index in batch.left
+            inquiry = None if has_left else question.inquiry
+            if inquiry is not None and inquiry.is_due(now):
                 self._probe(batch, question, flower_site.PROBE)
+
+    def _ask_returned(self, batch: Batch) -> None:
+        """Ask sites again that have left their task, and are back.
+
+        No one waits for them: when all others have answered, they have left.
+        """
+        is_over = batch.nobody_else()
+        for index, answer in [*batch.left.items()]:
+            question = batch.open[index]
+            site = question.task.site
+            if is_over:
+                self._settle(batch, question, answer)
+                continue
+            if self.returned([site], question.task.round_index):
+                let_in = self._presence.activations()[self._nodes[site]]
+                self._activations[site] = let_in
+                del batch.left[index]
+                self._send(batch, question, self._pack(question.task))
 
     def _probe(self, batch: Batch, question: Question, kind: str) -> None:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
@@ -347,6 +376,9 @@ class FlowerGrid:
                 return
             if message.error.code == flower_errors.NODE_GONE:
                 self._presence.note_gone(self._nodes[question.task.site])
+                if self._presence.has_left(self._nodes[question.task.site]):
+                    self._fail(batch, question, FailureKind.LEAVING, TOOK_LEAVE)
+                    return
             told = flower_errors.failure_of(question.task, message)
             self._settle(batch, question, told)
             return
@@ -355,8 +387,21 @@ class FlowerGrid:
             self._take_word(batch, out, word, is_again=not _is_word(message))
             return
         answer, bytes_up = self._answers.read(question.task, message)
+        if self._may_return(answer, question.task):
+            batch.left[question.index] = answer
+            return
         question.asked.is_answered = True
         self._settle(batch, question, answer, bytes_up=bytes_up)
+
+    def _may_return(self, answer: SiteMessage, task: Task) -> TypeGuard[SiteFailure]:
+        """Whether a site has left a task that it may continue when it is back."""
+        return (
+            self._delivery.asks_again
+            and isinstance(task, RoundTask)
+            and task.kind is TaskKind.TRAIN
+            and isinstance(answer, SiteFailure)
+            and answer.kind is FailureKind.LEAVING
+        )
 
     def _take_word(self, batch: Batch, out: Out, word: Word, *, is_again: bool) -> None:
         question, inquiry = out.question, out.question.inquiry
@@ -385,17 +430,26 @@ class FlowerGrid:
             allowed = QUEUE * (seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
         for question in [*batch.open.values()]:
-            if now - question.asked.asked_seconds >= allowed:
+            if now - question.asked.asked_seconds < allowed:
+                continue
+            if (answer := batch.left.get(question.index)) is not None:
+                self._settle(batch, question, answer)
+            else:
                 text = f"gave no answer within {seconds:g} s"
                 self._fail(batch, question, FailureKind.DEADLINE, text)
 
     def _give_up_silent(self, batch: Batch, silent: set[int]) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
         for question in [*batch.open.values()]:
-            if self._nodes[question.task.site] in silent:
-                # How long that takes to be known is different for nodes of Flower's.
-                text = "is no longer connected: its heartbeats have stopped"
-                self._fail(batch, question, FailureKind.DISCONNECTED, text)
+            node = self._nodes[question.task.site]
+            if node not in silent or question.index in batch.left:
+                continue
+            if self._presence.has_left(node):
+                self._fail(batch, question, FailureKind.LEAVING, TOOK_LEAVE)
+                continue
+            # How long that takes to be known is different for nodes of Flower's.
+            text = "is no longer connected: its heartbeats have stopped"
+            self._fail(batch, question, FailureKind.DISCONNECTED, text)
 
     def _fail(
         self, batch: Batch, question: Question, kind: FailureKind, text: str

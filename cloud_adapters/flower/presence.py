@@ -82,6 +82,13 @@ class Presence:
         """Count a node as gone until the next look, as Flower reported."""
         self._fresh.pop(node, None)
 
+    def has_left(self, node: int) -> bool:
+        """Whether a node took leave, and did not come back when it was awaited.
+
+        Before that it may be an agent that restarts.
+        """
+        return node in self._left & self._gone
+
     def silent(self, asked: set[int]) -> set[int]:
         """Nodes without a fresh heartbeat, as of the last look."""
         return set() if self._get_nodes is None else asked - self.activations().keys()

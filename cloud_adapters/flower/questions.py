@@ -14,6 +14,7 @@ from federation.messages import (
     Reply,
     RoundMessage,
     RoundTask,
+    SiteFailure,
     SiteMessage,
     Task,
     TaskKind,
@@ -127,6 +128,8 @@ class Batch:
         ahead: How far they may go out ahead of the next one to be handed on.
         ordered: Whether replies are handed on in the order of the tasks.
         open: Questions without an answer, by their places.
+        left: What sites said that left in the middle of an open question, and may be
+            back in time, by its place.
         out: Messages to which a reply may come, by their ids.
         landed: What is to be handed on, by its place; None for a task that was
             withdrawn.
@@ -139,6 +142,7 @@ class Batch:
     ahead: float
     ordered: bool
     open: dict[int, Question] = field(default_factory=dict)
+    left: dict[int, SiteFailure] = field(default_factory=dict)
     out: dict[str, Out] = field(default_factory=dict)
     landed: dict[int, Reply | None] = field(default_factory=dict)
     next_index: int = 0
@@ -151,6 +155,10 @@ class Batch:
         """Rounds whose tasks still wait for an answer."""
         tasks = [question.task for question in self.open.values()]
         return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
+
+    def nobody_else(self) -> bool:
+        """Whether only sites that have left could still answer."""
+        return not self.waiting and self.open.keys() <= self.left.keys()
 
     def settle(self, question: Question, reply: Reply) -> dict[str, QuestionNote]:
         """Stop waiting for a question.
@@ -179,6 +187,7 @@ class Batch:
 
     def _leave(self, question: Question) -> dict[str, QuestionNote]:
         self.open.pop(question.index, None)
+        self.left.pop(question.index, None)
         left = [name for name, out in self.out.items() if out.question is question]
         return {name: self.out.pop(name).question.asked for name in left}
 

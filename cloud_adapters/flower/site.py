@@ -161,7 +161,7 @@ def agent_app(
                 sizes = Sizes.of_layout(agent.layout(head.run_id))
                 task = frames.receive(head, references, sizes)
             # By no name: it would be held while it is packed.
-            return frames.send(_noticed(agent.answer(task), reason()))
+            return frames.send(_noticed(agent.answer(task), reason(), leaves))
 
         packed = _within(_deadline(message), head, work, leaves)
         return Message(_content(packed), reply_to=message)
@@ -372,8 +372,13 @@ def _limit_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _noticed(answer: SiteMessage, reason: LeaveReason | None) -> SiteMessage:
+def _noticed(
+    answer: SiteMessage, reason: LeaveReason | None, leaves: Leaves
+) -> SiteMessage:
     """Note in an answer that the site leaves, if it does."""
+    if isinstance(answer, SiteFailure) and (why := leaves()) is not None:
+        # It has failed because it leaves, and may be back before the round is over.
+        return replace(answer, kind=FailureKind.LEAVING, message=why.value)
     if reason is None or isinstance(answer, SecureAnswer | SiteFailure):
         return answer
     return replace(answer, leaving=reason)
@@ -383,6 +388,19 @@ def end_work() -> None:
     """Wait for the work on tasks that have been answered by a leave notice."""
     for thread, _ in [*_working.values()]:
         thread.join()
+
+
+def _crashed(
+    task: Task, error: BaseException, reason: LeaveReason | None
+) -> SiteFailure:
+    """Report an error without quoting records, or that the site leaves."""
+    if reason is not None:
+        return failure(task, FailureKind.LEAVING, reason.value)
+    text = outside_of(error)
+    # What may quote a record stays in the site's own log.
+    if text != f"{type(error).__name__}: {error}":
+        _LOG.warning("a task failed", exc_info=error)
+    return failure(task, FailureKind.CRASHED, text)
 
 
 def _within(
@@ -398,11 +416,7 @@ def _within(
         try:
             answers.append(work())
         except BaseException as error:  # noqa: BLE001 -- it would only end this thread
-            text = outside_of(error)
-            # What may quote a record stays in the site's own log.
-            if text != f"{type(error).__name__}: {error}":
-                _LOG.warning("a task failed", exc_info=error)
-            answers.append(inline(failure(task, FailureKind.CRASHED, text)))
+            answers.append(inline(_crashed(task, error, leaves())))
 
     with _lock:
         earlier = _working.get(task.site)

@@ -189,7 +189,10 @@ def _connector(
                 connect_seconds=config.file.connect_seconds,
             ),
             delivery=Delivery(
-                frames=frames, ordered=True, poll_seconds=SUPERLINK_POLL_SECONDS
+                frames=frames,
+                ordered=True,
+                poll_seconds=SUPERLINK_POLL_SECONDS,
+                asks_again=deployed.job.continues_rounds,
             ),
             stopped=wait.look,
         )

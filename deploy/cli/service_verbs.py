@@ -89,7 +89,7 @@ def _agent(options: argparse.Namespace) -> int:
     def code() -> int:
         return FAILED if departure.lost else DONE
 
-    end = prompt_end.PromptEnd(departure.stopped, tell, code)
+    end = prompt_end.PromptEnd(departure.stopped, tell, code, departure.await_kept)
 
     def stop(number: int) -> None:
         is_person = number == signal.SIGINT

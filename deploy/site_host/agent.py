@@ -16,16 +16,18 @@ from pathlib import Path
 from clients.models.model_pool import ModelPool
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.site_policy import check_job
+from clients.training.kept_steps import KeptSteps
 from clients.training.local_federation import Federation
-from clients.training.trainer import never
 from clients.user_code import unable_to_exit
 from cloud_adapters.storage.disk.part_file import file_errors
+from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import (
     data as site_data,
     enrolment_roster,
     ranks as site_ranks,
 )
 from deploy.site_host.config import SiteConfig
+from deploy.site_host.departure import Departure
 from deploy.site_host.run import (
     OpenRun,
     ProposedRun,
@@ -81,7 +83,7 @@ class SiteAgent:
         listener: Called with a word about every run that is proposed.
         refresh: Called before the roster is read for a proposal: an operator's
             signature may make a newer one acceptable.
-        ends_early: Whether training is to end after its current step.
+        departure: Whether the site is about to leave, also before its training ends.
     """
 
     config: SiteConfig
@@ -90,7 +92,7 @@ class SiteAgent:
     clock: Clock
     listener: Callable[[str], None] = _LOG.info
     refresh: Callable[[], None] = lambda: None
-    ends_early: Callable[[], bool] = never
+    departure: Departure = field(default_factory=Departure)
     _meters: StoreMeters = field(init=False)
     _met: ProposedRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
@@ -341,13 +343,30 @@ class SiteAgent:
             pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
             site_data={self.name: site_data.load(self.config.file, job, watch)},
             order_seed=order_seed(self.config, job, sealed),
-            ends_early=self.ends_early,
+            ends_early=self.departure.hurry.is_set,
+            kept_steps=self._kept_steps(run_id, job),
         )
         return ProposedRun(
             run_id=run_id,
             sealed=sealed,
             federation=federation,
             anchor=proposal.anchor_of(self.name),
+        )
+
+    def _kept_steps(self, run_id: RunId, job: JobSpec) -> KeptSteps | None:
+        if not job.continues_rounds:
+            return None
+        return KeptSteps(
+            self.name,
+            LocalStore(self._folder(run_id)),
+            run_id=run_id,
+            job=job,
+            clock=self.clock,
+            leaves=self.departure.stopped.is_set,
+            confirm=self.config.confirm,
+            steps=self.departure.steps,
+            writing=self.departure.writing,
+            every_seconds=self.config.file.compute.keep_steps_seconds,
         )
 
     def _open(

@@ -87,6 +87,9 @@ class ComputeSpec:
         notices: Whose notice makes the site leave before its machine is taken back:
             `aws` asks the metadata service of EC2 (spot interruption, two minutes),
             `gcp` that of Compute Engine (preemption, 30 seconds).
+        keep_steps_seconds: Time between two copies of a round's local steps that are
+            made without a notice, for machines that may vanish; 0 makes a copy only
+            when the site has to leave.
         environment: Names of environment variables to pass to ranks, in addition to
             those that Python, torch and a remote data source need.
     """
@@ -98,6 +101,7 @@ class ComputeSpec:
     restarts: int = key(default=2, low=0)
     timeout_seconds: float = key(default=120.0, above=0.0)
     notices: str = key(default="none", choices=("none", "aws", "gcp"))
+    keep_steps_seconds: float = key(default=0.0, low=0.0)
     environment: tuple[str, ...] = ()
 
 

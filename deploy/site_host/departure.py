@@ -1,7 +1,8 @@
 """How a site's agent goes: at once, or after the task that it works on."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cloud_adapters.compute.notices import Look
@@ -14,6 +15,10 @@ MARGIN_SECONDS = 20.0
 # What is left of that for an answer, once training has ended: its update has to be
 # prepared and sent.
 ANSWER_SECONDS = 5.0
+# How long a local step may go on once the site is to leave at once; and how long its
+# state may be written after that.
+STEP_SECONDS = 0.9
+WRITE_SECONDS = 22.0
 
 
 @dataclass(kw_only=True)
@@ -35,6 +40,40 @@ class Departure:
     lost: str = ""
     is_replaced: Callable[[], bool] = lambda: False
     _reason: LeaveReason | None = None
+    _kept: threading.Condition = field(default_factory=threading.Condition)
+    _is_at_steps: bool = False
+    _is_writing: bool = False
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Take local steps in a block whose state can be kept."""
+        with self._marked("_is_at_steps"):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write the state of a step in a block: the process does not end meanwhile."""
+        with self._marked("_is_writing"):
+            yield
+
+    @contextmanager
+    def _marked(self, name: str) -> Iterator[None]:
+        with self._kept:
+            setattr(self, name, True)
+        try:
+            yield
+        finally:
+            with self._kept:
+                setattr(self, name, False)
+                self._kept.notify_all()
+
+    def await_kept(self) -> None:
+        """Wait until the step at work is kept, if it ends in time."""
+        with self._kept:
+            self._kept.wait_for(
+                lambda: self._is_writing or not self._is_at_steps, STEP_SECONDS
+            )
+            self._kept.wait_for(lambda: not self._is_writing, WRITE_SECONDS)
 
     def now(self, reason: LeaveReason) -> None:
         """Leave at once; the first reason counts."""

@@ -30,6 +30,8 @@ from privacy.secagg.agreement import identity
 # Renewals in the time of a lease: two may fail.
 _RENEWALS = 4
 _LOOK_SECONDS = 0.1
+# Less than ``prompt_end`` waits.
+_FAREWELL_SECONDS = 1.0
 
 Listener = Callable[[str], None]
 
@@ -116,7 +118,12 @@ def _renew(
         while home.clock.monotonic() < due and not ended.is_set():
             if departure.stopped.wait(_LOOK_SECONDS):
                 break
-    # At once: a process that is to end may be ended within a second.
+    if not departure.lost:
+        departure.await_kept()
+        # Until the aggregator knows: it lets no other in before, and a node whose home
+        # is released does not take leave.
+        ended.wait(_FAREWELL_SECONDS)
+    # Then at once: a process that is to end may be ended within a second.
     try:
         home.release()
     except FederationError as error:

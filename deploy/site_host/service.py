@@ -119,7 +119,7 @@ def _serve(
         roster=members,
         clock=clock,
         listener=listener,
-        ends_early=departure.hurry.is_set,
+        departure=departure,
     )
     if config.file.roster_signer:
         agent.refresh = partial(

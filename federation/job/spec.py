@@ -578,6 +578,22 @@ class JobSpec:
         return self.schedule.minimum_sites or self.cohort_size
 
     @property
+    def continues_rounds(self) -> bool:
+        """Whether a site may go on with a round that it began before.
+
+        With secure aggregation a site answers a round once (ADR 11). With differential
+        privacy every attempt is charged as a whole round: steps of the first one are
+        discarded, have released nothing, and stay charged. Steps that were taken ahead
+        of a round begin with what only one process has.
+        """
+        privacy = self.privacy
+        return not (
+            privacy.secure_aggregation.enabled
+            or privacy.differential_privacy.enabled
+            or self.training.overlap_steps
+        )
+
+    @property
     def sites_in_sum(self) -> int:
         """Fewest updates that a secure sum of this job holds."""
         groups = self.privacy.secure_aggregation.groups

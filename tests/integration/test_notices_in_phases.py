@@ -280,6 +280,8 @@ def check_missed(
         # too late for its farewell, and asks once more.
         assert kind == SIGTERM
         assert "disconnected" in {failure for failure, _ in missed[0]["failed"]}
-    # One that has gone without a farewell is asked until the aggregator has seen that:
-    # this costs the site nothing, and the others no round.
+    # One that has no task to answer can only end its connection, as an agent does that
+    # restarts. If that happens after a round has asked it, this round misses it; the
+    # next one waits for a restart in vain, and misses it, too. Then it counts as gone:
+    # there is no third. This costs the site nothing, and the others no round.
     assert len(rounds) <= 2

@@ -20,6 +20,7 @@ from federation.exchange import exchange as exchange_over
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     Reply,
     RoundTask,
     SecureAnswer,
@@ -29,6 +30,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.failures import failure
 from federation.wire import frame as wire
 
 if importlib.util.find_spec("flwr") is None:
@@ -148,6 +150,7 @@ def make_grid(
     *,
     ordered: bool = False,
     workers: int | None = None,
+    asks_again: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     **attendance: Any,
 ) -> FlowerGrid:
@@ -157,7 +160,9 @@ def make_grid(
         SITES,
         clock=clock,
         attendance=Attendance(**attendance),
-        delivery=Delivery(job_text="job", ordered=ordered, workers=workers),
+        delivery=Delivery(
+            job_text="job", ordered=ordered, workers=workers, asks_again=asks_again
+        ),
         stopped=stopped,
     )
 
@@ -483,6 +488,7 @@ class Beating(FakeFlower):
         super().__init__()
         self.last: dict[int, float] = {}
         self.left: set[int] = set()
+        self.let_in: dict[int, str] = {}
         self.names = {10: "two", 20: "one", 30: "three"}
         self._clock = clock
         self._work = self._app
@@ -493,7 +499,12 @@ class Beating(FakeFlower):
         now = self._clock.now()
         beats = {node: self.last.get(node, now) for node in self.nodes}
         return [
-            NodeInfo(node_id=node, heartbeat_interval=10.0, online_until=beat + 20.0)
+            NodeInfo(
+                node_id=node,
+                heartbeat_interval=10.0,
+                online_until=beat + 20.0,
+                last_activated_at=self.let_in.get(node, "first"),
+            )
             for node, beat in beats.items()
             if now < beat + 20.0 and node not in self.left
         ]
@@ -659,7 +670,7 @@ def test_node_that_took_leave_is_awaited_for_a_restart_only(
     beating.left = beating.silent = {20}
     clock.sleep(2.0)
     before = clock.now()
-    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DISCONNECTED
+    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.LEAVING
     taken = clock.now() - before
     assert flower_presence.RESTART_SECONDS <= taken < 45.0
     beating.left = beating.silent = set()
@@ -671,6 +682,64 @@ def test_node_that_took_leave_is_awaited_for_a_restart_only(
     found = kinds(exchange(grid, seconds=600.0, round_index=3))
     assert found["one"] == FailureKind.DISCONNECTED
     assert clock.now() - before >= flower_presence.RETURN_SECONDS
+
+
+def leaving(message: Any) -> RecordDict:
+    """A site's word that it leaves the task that it works on."""
+    task = replace(TASK, site=message)
+    return flower_site.pack_answer(
+        failure(task, FailureKind.LEAVING, LeaveReason.SIGTERM.value)
+    )
+
+
+def test_site_that_is_back_in_time_is_asked_again(
+    beating: Beating, clock: VirtualClock
+):
+    """While another still works; its answer then counts like any."""
+    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True)
+    exchange(grid)
+    beating.spoilt, beating.silent = {20: leaving(SITES[0])}, {10}
+    before, real_sleep = clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 8.0 and not beating.let_in:
+            beating.spoilt, beating.let_in = {}, {20: "again"}
+            beating._inboxes.pop(20)  # Another process knows of no question.
+        if clock.now() - before > 20.0:
+            beating.silent = set()
+
+    clock.sleep = sleep
+    replies = exchange(grid, seconds=600.0, round_index=2)
+    assert set(kinds(replies).values()) == {"answered"}
+    assert len(replies) == len(SITES)
+    assert 20.0 < clock.now() - before < 25.0
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_nobody_waits_for_a_site_that_left(
+    beating: Beating, clock: VirtualClock, *, asks_again: bool
+):
+    """The others have answered: the round ends without it."""
+    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=asks_again)
+    exchange(grid)
+    beating.spoilt = {20: leaving(SITES[0])}
+    before = clock.now()
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
+    assert found["one"] == FailureKind.LEAVING
+    assert clock.now() - before < 1.0
+
+
+def test_site_that_left_and_stays_away_ends_with_the_deadline(
+    beating: Beating, clock: VirtualClock
+):
+    """As having left, and not as one that was too slow."""
+    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True)
+    exchange(grid)
+    beating.spoilt, beating.silent = {20: leaving(SITES[0])}, {10}
+    found = kinds(exchange(grid, seconds=60.0, round_index=2))
+    assert found["one"] == FailureKind.LEAVING
+    assert found["two"] == FailureKind.DEADLINE
 
 
 def test_rounds_are_not_burnt_while_too_few_are_there(

@@ -1,0 +1,114 @@
+"""A machine that must leave in the middle of a round, and one that ends the round."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import proxy_server
+from support.deployment import SITES, Deployment, deployed, wait_for
+from support.held_models import HOLD
+
+from cloud_adapters.keys.key_file import add_key
+
+POLICY = """
+privacy = "none"
+secure_aggregation = false
+accept_two_sites = true
+max_clip_norm = 100.0
+functions = ["support.held_models:held_network", "clients.data:*"]
+"""
+LEAVES, STAYS = SITES
+JOB = f"""
+name = "held"
+rounds = 1
+evaluation = {{ every = 0 }}
+schedule = {{ minimum_sites = 1, round_deadline_seconds = 500 }}
+training = {{ local_steps = 6000, optimizer = {{ name = "adamw", lr = 0.001 }} }}
+data = {{ source = "clients.data:digits" }}
+sites = [{{ name = "{SITES[0]}" }}, {{ name = "{SITES[1]}" }}]
+[model]
+factory = "support.held_models:held_network"
+options = {{ inputs = 64, classes = 10 }}
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.flower,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Deployment]:
+    """One of its sites has a home, and both wait when a file says so."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with deployed(tmp_path, POLICY, environment=environment, started=False) as made:
+        add_key(tmp_path / "home.key")
+        with (tmp_path / LEAVES / "site.toml").open("a") as file:
+            file.write(
+                f'\n[home]\nurl = "file://{tmp_path}/home"\n'
+                f'encryption = {{ key = "file:{tmp_path}/home.key" }}\n'
+            )
+        for site in SITES:
+            hold(made, site).touch()
+            made.start_site(site, **{HOLD: str(hold(made, site))})
+        (tmp_path / "held.toml").write_text(JOB)
+        yield made
+
+
+def hold(made: Deployment, site: str) -> Path:
+    return made.folder / f"{site}.hold"
+
+
+def log(made: Deployment, site: str) -> str:
+    return (made.folder / f"{site}.log").read_text()
+
+
+def finished(made: Deployment) -> list[dict[str, Any]]:
+    return [each for each in made.events() if each["event"] == "RoundFinished"]
+
+
+def trained(made: Deployment, runs: int) -> dict[str, Any]:
+    """The round of the newest run, once it is over."""
+    wait_for(lambda: made.num_runs() > runs and bool(finished(made)), "it ends")
+    (found,) = finished(made)
+    assert (found["status"], found["answered"]) == ("completed", [*SITES])
+    assert found["failed"] == []
+    return found
+
+
+def test_another_machine_ends_the_round(federation: Deployment):
+    """The result is that of a run that nothing has disturbed, to the last bit."""
+    made = federation
+    made.run(made.folder / "held.toml")
+    for site in SITES:
+        wait_for(hold(made, site).with_suffix(".reached").exists, f"{site} trains")
+    hold(made, LEAVES).unlink()
+    process = made.processes.pop(LEAVES)
+    process.terminate()
+    assert process.wait(60) == 0
+    assert "steps are kept" in log(made, LEAVES)
+
+    # An operator gives the machine its configuration, and nothing else.
+    folder = made.folder / "second"
+    folder.mkdir(mode=0o700)
+    shutil.copy(made.folder / LEAVES / "site.toml", folder)
+    shutil.rmtree(made.folder / LEAVES)
+    made.start_site("second")
+    continues = "continues round 1 after step"
+    wait_for(lambda: continues in log(made, "second"), "it continues", 120)
+    hold(made, STAYS).unlink()
+    one = trained(made, 0)
+
+    made.run(made.folder / "held.toml")
+    other = trained(made, 1)
+    assert log(made, "second").count(continues) == 1
+    assert one["update_norm"] == other["update_norm"]
+    assert not [*(folder / "runs").glob("*/sites/*/steps")]

@@ -1,0 +1,274 @@
+"""Local steps that a site keeps when it leaves in the middle of a round."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import blobs, small_job
+from torch import nn
+
+from clients.data.datasets import as_dataset
+from clients.models.model_pool import ModelPool
+from clients.training.kept_steps import KeptSteps, LeftAtStep
+from clients.training.trainer import TorchTrainer
+from cloud_adapters.storage.disk.store import LocalStore
+from federation.clock import VirtualClock
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import LocalWeights
+
+SITE, RUN = SiteId("site-0"), RunId("run-1")
+TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
+STEPS, KEY = 6, "sites/site-0/steps"
+
+
+class Drawing(nn.Module):
+    """It draws, has statistics, and a counter that its state leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        )
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        found: torch.Tensor = self.layers(inputs) * (1 + 0.1 * self.calls)
+        return found
+
+
+def drawing() -> nn.Module:
+    return Drawing()
+
+
+def job_of(factory: str = f"{__name__}:drawing", **training: Any) -> JobSpec:
+    keys = {"batch_size": 8, **training}
+    if "local_epochs" not in keys:
+        keys.setdefault("local_steps", STEPS)
+    return small_job(
+        model={"factory": factory, "options": {}},
+        training={"optimizer": {"name": "adamw", "lr": 0.1}, **keys},
+    )
+
+
+JOB = job_of()
+
+
+class Machine:
+    """One machine of the site: a process, with the site's store."""
+
+    def __init__(
+        self,
+        folder: Path,
+        job: JobSpec = JOB,
+        *,
+        goes_after: int = 0,
+        clock: VirtualClock | None = None,
+        run: RunId = RUN,
+        **options: Any,
+    ) -> None:
+        looks = iter(range(1, 1000))
+        self.store, self.pool = LocalStore(folder), ModelPool(job)
+        self.confirmed: list[bool] = []
+        kept = KeptSteps(
+            SITE,
+            self.store,
+            run_id=run,
+            job=job,
+            clock=clock or VirtualClock(),
+            leaves=lambda: next(looks) == goes_after,
+            confirm=lambda: self.confirmed.append(self.is_kept()),
+            **options,
+        )
+        self.trainer = TorchTrainer(
+            job,
+            SITE,
+            pool=self.pool,
+            train=TRAIN,
+            held_out=HELD_OUT,
+            kept_steps=kept,
+        )
+
+    def is_kept(self) -> bool:
+        return any(True for _ in self.store.list(KEY))
+
+    def fit(self, round_index: int = 2, scale: float = 1.0) -> LocalWeights:
+        weights_d, integers_m = self.pool.initial_weights()
+        result = self.trainer.fit(
+            weights_d * np.float32(scale), integers_m, round_index=round_index
+        )
+        assert isinstance(result, LocalWeights)
+        return result
+
+
+def left(folder: Path, job: JobSpec = JOB, *, after: int = 3, **options: Any) -> None:
+    """A machine leaves after some steps of round 2."""
+    machine = Machine(folder, job, goes_after=after, **options)
+    with pytest.raises(LeftAtStep, match=f"its {after} steps are kept"):
+        machine.fit()
+    assert machine.confirmed == [True]  # In the home, before the process ends.
+
+
+def is_same(one: LocalWeights, other: LocalWeights) -> bool:
+    return (
+        np.array_equal(one.weights_d, other.weights_d)
+        and np.array_equal(one.integers_m, other.integers_m)
+        and (one.num_steps, one.training) == (other.num_steps, other.training)
+    )
+
+
+@pytest.mark.parametrize("after", [1, 3, STEPS])
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "proximal_mu": 0.1},
+        {"accumulate": 2},
+        {"local_epochs": 1},
+    ],
+)
+def test_replacement_ends_with_the_same_bits(
+    tmp_path: Path, after: int, training: dict[str, Any]
+):
+    """The model draws, and its optimiser has moments."""
+    job = job_of(**training)
+    expected = Machine(tmp_path / "undisturbed", job).fit()
+    left(tmp_path / "site", job, after=after)
+    second = Machine(tmp_path / "site", job)
+    assert is_same(second.fit(), expected)
+    assert not second.is_kept()
+
+
+def test_it_continues_and_does_not_begin_again(tmp_path: Path, caplog: Any):
+    """Every step is taken once."""
+    left(tmp_path, after=4)
+    taken: list[int] = []
+    machine = Machine(tmp_path)
+    machine.trainer.ends_early = lambda: bool(taken.append(1))
+    caplog.set_level(logging.WARNING)
+    machine.fit()
+    assert len(taken) == STEPS - 4
+    assert "continues round 2 after step 4" in caplog.text
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        damage,
+        lambda path: path.write_bytes(path.read_bytes()[:100]),
+        lambda path: path.write_bytes(b""),
+    ],
+)
+def test_damaged_state_is_ignored(
+    tmp_path: Path, caplog: Any, spoil: Callable[[Path], object]
+):
+    """The round begins anew, and other state of the site stays."""
+    expected = Machine(tmp_path / "undisturbed").fit()
+    folder = tmp_path / "site"
+    left(folder)
+    other = folder / "sites" / SITE / "state-0000000001"
+    other.write_bytes(b"what a round left")
+    spoil(folder / KEY)
+    assert is_same(Machine(folder).fit(), expected)
+    assert other.read_bytes() == b"what a round left"
+    assert KEY in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("again", "word"),
+    [
+        ({"round_index": 3}, "round"),
+        ({"scale": 0.5}, "start"),
+    ],
+)
+def test_another_task_does_not_continue_it(
+    tmp_path: Path, caplog: Any, again: dict[str, Any], word: str
+):
+    """The aggregator has gone on without it."""
+    expected = Machine(tmp_path / "undisturbed").fit(**again)
+    left(tmp_path / "site")
+    second = Machine(tmp_path / "site")
+    assert is_same(second.fit(**again), expected)
+    assert f"belongs to another {word}" in caplog.text
+    assert not second.is_kept()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"run": RunId("run-2")}, {"job": job_of(optimizer={"name": "sgd", "lr": 0.2})}],
+)
+def test_another_run_does_not_continue_it(tmp_path: Path, others: dict[str, Any]):
+    """Nor the same run with another contract."""
+    expected = Machine(tmp_path / "undisturbed", **others).fit()
+    left(tmp_path / "site")
+    assert is_same(Machine(tmp_path / "site", **others).fit(), expected)
+
+
+def test_writing_ends_with_the_time_that_is_left(tmp_path: Path):
+    """What was kept before stays."""
+    left(tmp_path, after=2)
+
+    class Slow(VirtualClock):
+        def monotonic(self) -> float:
+            self.sleep(15.0)
+            return super().monotonic()
+
+    before = (tmp_path / KEY).read_bytes()
+    machine = Machine(tmp_path, goes_after=2, clock=Slow())
+    with pytest.raises(LeftAtStep, match="takes more than 20 s"):
+        machine.fit()
+    assert (tmp_path / KEY).read_bytes() == before
+
+
+def test_copies_without_a_notice(tmp_path: Path):
+    """A machine that is killed has lost what came after the last one."""
+    clock = VirtualClock()
+    machine = Machine(tmp_path, clock=clock, every_seconds=30.0)
+    taken: list[bool] = []
+
+    def killed() -> bool:
+        taken.append(machine.is_kept())
+        clock.sleep(20.0)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        return False
+
+    machine.trainer.ends_early = killed
+    with pytest.raises(KeyboardInterrupt):
+        machine.fit()
+    assert taken == [False, False, True, True]
+    expected = Machine(tmp_path / "undisturbed").fit()
+    assert is_same(Machine(tmp_path).fit(), expected)
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"secure_aggregation": {"enabled": True, "clip_norm": 1.0}},
+        {
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 8.0,
+                "clip_norm": 1.0,
+            }
+        },
+    ],
+)
+def test_rounds_that_are_not_continued(privacy: dict[str, Any]):
+    """One is answered once; the other is charged, and its steps released nothing."""
+    assert JOB.continues_rounds
+    weights = {"weights": "uniform"} if "differential_privacy" in privacy else {}
+    job = small_job(num_sites=3, privacy=privacy, aggregation=weights)
+    assert not job.continues_rounds
