@@ -64,11 +64,7 @@ def _up(options: argparse.Namespace) -> int:
     if deployment.boxed is None:  # Else, its container alone writes there.
         plan_verb.keep_plan(options, plan, job, run)
     if options.detach:
-        if options.json:
-            say_json({"run_id": run.path.name, "folder": str(run.path)})
-        else:
-            say(run.path.name)
-        return DONE
+        return _say_started(options, run)
     if options.keep:
         watch.keeper = Keeper(
             deployment,
@@ -81,6 +77,26 @@ def _up(options: argparse.Namespace) -> int:
             stop=partial(run_queue.ask_to_stop, run),
             starts=watch.starts,
         )
+    code = _watched(options, run, watch)
+    if watch.keeper is not None:
+        if is_over(run):
+            watch.keeper.end()
+        else:
+            tell("its machines are no longer kept: give the command again to keep them")
+    return code
+
+
+def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:
+    """Name the run that continues without this command."""
+    if options.json:
+        say_json({"run_id": run.path.name, "folder": str(run.path)})
+    else:
+        say(run.path.name)
+    return DONE
+
+
+def _watched(options: argparse.Namespace, run: "RunFolder", watch: "_Watch") -> int:
+    """Follow a run to its end, also through changes of its machines."""
     try:
         code = follow(options, run, watch.look)
         while watch.keeper is not None and watch.keeper.is_resizing and code == STOPPED:
@@ -88,11 +104,6 @@ def _up(options: argparse.Namespace) -> int:
             code = follow(options, run, watch.look)
     finally:
         watch.read_logs()
-    if watch.keeper is not None:
-        if is_over(run):
-            watch.keeper.end()
-        else:
-            tell("its machines are no longer kept: give the command again to keep them")
     return code
 
 
