@@ -6,7 +6,7 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,11 +106,36 @@ class MaskedRound:
             vector_digest=sha256(update.words),
             header_digest=hashlib.sha256(update.header_h.data).digest(),
         )
+        self._add(update, count=1)
+
+    def fold_relayed(self, update: MaskedUpdate, parts: Sequence[MaskedUpdate]) -> None:
+        """Add the sum that a relay has made of several sites' masked updates.
+
+        Args:
+            update: The sum, in the relay's name.
+            parts: What each of the sites sent beside its words.
+
+        Raises:
+            ProtocolError: It does not belong to this round; nothing was added.
+        """
+        self._check_sizes(update)
+        by_number = {MaskedAnswer.read_number(part.body): part for part in parts}
+        for number, part in by_number.items():
+            check_sender(part.site, self._contract.member(number).site)
+        self.protocol.on_relayed(
+            update.body,
+            [by_number[number].body for number in sorted(by_number)],
+            vector_digest=sha256(update.words),
+            header_digest=hashlib.sha256(update.header_h.data).digest(),
+        )
+        self._add(update, count=len(parts))
+
+    def _add(self, update: MaskedUpdate, *, count: int) -> None:
         self._header_h += update.header_h
         if isinstance(self._total, LevelSum):
-            self._total.fold_(update.words)
+            self._total.fold_(update.words, count=count)
         elif self._total is not None:
-            self._total.fold_(update.words.view(self._ring.wire_dtype))
+            self._total.fold_(update.words.view(self._ring.wire_dtype), count=count)
 
     def open(self, job: JobSpec, *, evaluation: bool, update_clip: float) -> OpenedSum:
         """Remove the remaining masks and read the sum.

@@ -5,7 +5,7 @@ What is common to one sum over all sites (``secure_sum``) and to sums over group
 their silence show about the keys that they have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +27,7 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 from federation.rounds.failures import failure
+from federation.rounds.relayed import revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
@@ -121,16 +122,25 @@ class SecureExchange:
         based_on = {task.site: task.based_on for task in asked}
         replies = exchange(self.grid, asked, deadline_seconds=self.deadline_seconds)
         heard = self._heard(replies, round_of)
-        for update, reply in record.sound(heard, MaskedUpdate):
+        for parts in whole_sums(record.sound(heard, MaskedUpdate), record):
             try:
-                round_of(update.site).fold(update)
+                _fold(parts, round_of)
             except ProtocolError as error:
-                record.revoke(reply, str(error))
+                revoke_all(parts, record, str(error))
             else:
-                self._note_answer(update.site)
-                self.held[update.site] = based_on[update.site]
-                record.count_masked(update, reply)
-            del update, reply  # One at a time: the next is about to land.
+                self._count(parts, based_on, record)
+            parts.clear()  # One at a time: the next is about to land.
+
+    def _count(
+        self,
+        parts: Sequence[tuple[MaskedUpdate, Reply]],
+        based_on: Mapping[SiteId, int],
+        record: RoundRecord,
+    ) -> None:
+        for update, reply in parts:
+            self._note_answer(update.site)
+            self.held[update.site] = based_on[update.site]
+            record.count_masked(update, reply)
 
     def _heard(
         self, replies: Iterable[Reply], round_of: Callable[[SiteId], MaskedRound]
@@ -183,6 +193,21 @@ class SecureExchange:
             run_setup.note_lacking(answer.site)
         elif answer.kind is FailureKind.DISCONNECTED:
             run_setup.note_disconnected(answer.site)
+
+
+def _fold(
+    parts: Sequence[tuple[MaskedUpdate, Reply]],
+    round_of: Callable[[SiteId], MaskedRound],
+) -> None:
+    """Fold one update, or the sum that a relay has made of several."""
+    update, reply = parts[0]
+    current = round_of(update.site)
+    if reply.through is None:
+        current.fold(update)
+        return
+    total = reply.through.update
+    assert isinstance(total, MaskedUpdate)  # noqa: S101 -- as its parts are
+    current.fold_relayed(total, [part for part, _ in parts])
 
 
 @contextmanager

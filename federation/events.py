@@ -79,6 +79,8 @@ class RunStarted(RunEvent):
             are metrics of held-out results, ``confusion_LABEL_PREDICTION``.
         weights: File of weights that the run began with, and its digest; empty where
             the model's factory drew them.
+        relays: Names of the relays between sites and the aggregator.
+        relayed: Of each relay, its sites.
     """
 
     run_id: str
@@ -93,6 +95,8 @@ class RunStarted(RunEvent):
     frozen: int = 0
     classes: tuple[str, ...] = ()
     weights: str = ""
+    relays: tuple[str, ...] = ()
+    relayed: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,6 +455,9 @@ class RoundFinished(RoundEvent):
         failed: Refused or missing answers, counted by kind.
         bytes_down: To all sites.
         bytes_up: From all sites.
+        inside_down: Between relays and their sites; ``bytes_down`` and ``bytes_up`` are
+            then those of the lines to the aggregator, which leave a cloud.
+        inside_up: The same, towards the relays.
         seconds: From the first task sent to the result; the checkpoint follows.
         phases: Where the aggregator's time went.
         training: Sums over the sites, taken during training.
@@ -475,6 +482,8 @@ class RoundFinished(RoundEvent):
     update_clip: float | None = None
     epsilon: float | None = None
     resources: Resources | None = None
+    inside_down: int = 0
+    inside_up: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

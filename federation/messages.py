@@ -406,6 +406,22 @@ Task = RoundTask | SecureTask
 SiteMessage = SiteUpdate | SiteEvaluation | MaskedUpdate | SecureAnswer | SiteFailure
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayedSum:
+    """A sum that a relay has made of its sites' answers.
+
+    Each of these answers then has the words of the sum, and none of its own.
+
+    Attributes:
+        sites: Whose answers are in it, in the order of the job.
+        update: The sum, in the relay's name: a mean of updates weighted by the
+            aggregator's rule, or masked words, whose ``body`` the relay has signed.
+    """
+
+    sites: tuple[SiteId, ...]
+    update: SiteUpdate | MaskedUpdate
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """A site's message as it arrived, with what the journey cost.
@@ -417,6 +433,10 @@ class Reply:
         answered_seconds: When the answer arrived, on the same clock.
         bytes_down: Bytes sent to the site for this task.
         bytes_up: Bytes received from it.
+        through: The relay's sum that this answer is a part of; None if it came alone.
+        inside_down: Bytes between a relay and the site, for the same task;
+            ``bytes_down`` is then the site's part of what the relay received.
+        inside_up: The same for the answer.
     """
 
     task_id: TaskId
@@ -425,3 +445,6 @@ class Reply:
     answered_seconds: float
     bytes_down: int
     bytes_up: int
+    through: RelayedSum | None = None
+    inside_down: int = 0
+    inside_up: int = 0

@@ -117,6 +117,8 @@ def check_job(job: JobSpec) -> None:
     """
     if job.simulation.faults:
         raise JobError("are for simulations only", key="simulation.faults")
+    if job.relays:
+        raise JobError("are for simulations only", key="relays")
     if job.privacy.secure_aggregation.enabled:
         max_examples_of(job, None)
 

@@ -14,7 +14,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
 from federation.rounds import cost
-from federation.rounds.cost import GOOD_SHARE, Cost, Speeds
+from federation.rounds.cost import GOOD_SHARE, Cost, Speeds, bytes_of_sites
 from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
 from privacy.secagg.agreement.contract import Contract
@@ -56,6 +56,12 @@ class Forecast:
                 final = self.traffic.of_round(rounds + 1)
                 yield f"final evaluation: {_bytes(final)}"
             yield f"whole run: {_bytes(self.traffic.of_run())}"
+            sites = bytes_of_sites(self.traffic)
+            for relay in self.traffic.job.relays:
+                down, up = (sum(sites[name][i] for name in relay.sites) for i in (0, 1))
+                yield (
+                    f"relay {relay.name}: {up:,} bytes leave its cloud, {down:,} enter"
+                )
         if self.cost is not None:
             parts = (
                 f"{name} {price:,.4f}" for name, price in self.cost.dollars.items()

@@ -54,6 +54,7 @@ class Rehearsal:
         identities: The sites' identities.
         roster: What pins them.
         in_sum: Noise that adds up inside the secure sum; None if there is none.
+        relays: The relays' identities.
         random_bytes: Where the sites' keys, rounding and noise come from.
         memories: What sites without a folder remember of rounds, here and not in the
             sites, so that it outlives their restarts.
@@ -66,6 +67,7 @@ class Rehearsal:
     identities: Mapping[SiteId, Identity]
     roster: Roster
     in_sum: SumPrivacy | None
+    relays: Mapping[SiteId, Identity] = field(default_factory=dict)
     random_bytes: RandomBytes = field(default=os.urandom, repr=False)
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
     sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
@@ -73,7 +75,9 @@ class Rehearsal:
     @property
     def secret(self) -> SecureContext:
         """The aggregator's half."""
-        return SecureContext(identity=self.aggregator, contract=self.contract)
+        return SecureContext(
+            identity=self.aggregator, contract=self.contract, relays=self.relays
+        )
 
     def seal(self, name: SiteId, folder: Path | None) -> RingSeal:
         """Make a site's seal; in ``folder`` it remembers rounds after a restart."""
@@ -175,9 +179,12 @@ def rehearse(
             for name, identity in sorted(identities.items())
         ),
     )
+    relays = {SiteId(relay.name): generate(os.urandom) for relay in job.relays}
+    keys = {name: identity.public.key for name, identity in relays.items()}
     return Rehearsal(
         federation=federation,
-        contract=_contract(federation, run_id, roster, private),
+        relays=relays,
+        contract=_contract(federation, run_id, roster, private, keys),
         aggregator=aggregator,
         identities=identities,
         roster=roster,
@@ -190,6 +197,7 @@ def _contract(
     run_id: RunId,
     roster: Roster,
     private: PrivateSites | None,
+    relay_keys: Mapping[SiteId, bytes],
 ) -> Contract:
     sizes = [len(train) for train, _ in federation.site_data.values()]
     return contract_of(
@@ -200,6 +208,7 @@ def _contract(
         promises=() if private is None else private.promises(),
         ring_noise_std=_ring_noise_std(private),
         max_examples=max(sizes),
+        relay_keys=relay_keys,
     )
 
 
@@ -263,9 +272,7 @@ def predicted(traffic: Traffic, *, at: float, virtual: bool) -> CostPredicted:
     down, up = traffic.of_run()
     seconds = None
     if virtual:
-        seconds = cost.of_run(
-            traffic, cost.machine_speeds(traffic.job.simulation.machines)
-        ).seconds
+        seconds = cost.of_run(traffic, cost.virtual_speeds(traffic.job)).seconds
     return CostPredicted(
         at=at,
         bytes_down=(down.low, down.high),

@@ -23,6 +23,7 @@ from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
+from deploy.wiring.relays import relayed
 from federation.compression.change import first_residual
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
@@ -117,10 +118,12 @@ class SecureContext:
     Attributes:
         identity: Its own.
         contract: Between it and the sites.
+        relays: The identities of the relays, in a simulation.
     """
 
     identity: Identity
     contract: Contract
+    relays: Mapping[SiteId, Identity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,13 @@ class Run:
         """
 
         def rounds(grid: Grid) -> RunState:
+            grid = relayed(
+                grid,
+                self.federation,
+                self.clock,
+                contract=None if secret is None else secret.contract,
+                identities={} if secret is None else secret.relays,
+            )
             grid = recorded(grid, self.transcript)
             if secret is None:
                 gather = wiring.plain_gather(

@@ -112,7 +112,7 @@ def timed(
 
 def _speed(job: JobSpec, name: SiteId) -> SiteSpeed:
     try:
-        return cost.speed_of(cost.machine_speeds(job.simulation.machines), name)
+        return cost.speed_of(cost.virtual_speeds(job), name)
     except JobError as error:
         raise JobError(
             f"virtual time needs the speed of every site, but {name!r} has none: add "

@@ -77,7 +77,7 @@ Rows = Mapping[tuple[Rule, Form], str]
 TABLE: Mapping[str, Rows] = {
     "RunStarted": {
         (PUBLIC, _SUMS): "at run_id job_name rounds first_round sites parameters "
-        "engine task secure_aggregation frozen classes weights"
+        "engine task secure_aggregation frozen classes weights relays relayed"
     },
     "RunExtended": {
         (PUBLIC, _SUMS): "at last_round first_round rounds_before rounds job_before job"
@@ -129,7 +129,8 @@ TABLE: Mapping[str, Rows] = {
     },
     "RoundFinished": {
         (PUBLIC, _SUMS): "at round_index status asked answered failed bytes_down "
-        "bytes_up seconds phases update_norm update_clip epsilon resources",
+        "bytes_up inside_down inside_up seconds phases update_norm update_clip epsilon "
+        "resources",
         (LOSSES, _SUMS): "training",
     },
     "CheckpointSaved": {(PUBLIC, _SUMS): "at round_index bytes_written seconds"},

@@ -17,6 +17,7 @@ from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
 )
+from federation.job.relay_checks import check_relays
 from federation.job.spec import (
     JobSpec,
     LearningRateSpec,
@@ -57,6 +58,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_dynamic_weights,
         _check_buffers,
         _check_simulation,
+        check_relays,
     ):
         rule(job)
     return job

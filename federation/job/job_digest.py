@@ -38,6 +38,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("communication", "down_content"), "model"),
     (("communication", "fragments"), 1),
     (("privacy", "secure_aggregation", "levels"), None),
+    (("relays",), []),
 )
 
 

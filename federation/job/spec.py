@@ -450,6 +450,40 @@ class SiteSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelaySpec:
+    """A relay: it adds up the updates of sites in one cloud, so that one leaves it.
+
+    Attributes:
+        name: Its name, which no site has.
+        sites: Names of its sites. A lost relay counts as all of them absent.
+    """
+
+    name: str
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLineSpec:
+    """The line between a relay and the aggregator (`--engine virtual` only).
+
+    `simulation.machines` are then the lines between sites and their relay.
+
+    Attributes:
+        relay: Name of the relay.
+        down_mbit: Megabits per second from the aggregator to the relay.
+        up_mbit: Megabits per second from the relay to the aggregator.
+        latency_seconds: Delay of each message, in addition to its transfer time.
+        lost_rounds: Rounds in which the relay gives no answer, with any engine.
+    """
+
+    relay: str
+    down_mbit: float = key(default=100.0, above=0.0)
+    up_mbit: float = key(default=100.0, above=0.0)
+    latency_seconds: float = key(default=0.0, low=0.0)
+    lost_rounds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
     """A fault to rehearse at one site (simulation only).
 
@@ -517,6 +551,7 @@ class SimulationSpec:
             cores allow. Results do not depend on it.
         faults: Misfortunes to rehearse.
         machines: Speed of each site, for `simulate --engine virtual`.
+        relays: Lines and faults of the relays.
         vouch_for_sources: With differential privacy, accept sources that do not declare
             their preprocessing. Deployed sites use `data.preprocessing` of their own
             `site.toml` instead.
@@ -528,6 +563,7 @@ class SimulationSpec:
     workers: int = key(default=0, low=0)
     faults: tuple[FaultSpec, ...] = ()
     machines: tuple[MachineSpec, ...] = ()
+    relays: tuple[RelayLineSpec, ...] = ()
     vouch_for_sources: bool = False
     total_epsilon: float | None = key(default=None, above=0.0)
 
@@ -552,6 +588,8 @@ class JobSpec:
         simulation: Simulation.
         storage: Storage.
         sites: The sites, one `[[sites]]` table each.
+        relays: Relays between sites and the aggregator, one `[[relays]]` table each;
+            in simulations only.
     """
 
     name: str
@@ -568,6 +606,7 @@ class JobSpec:
     simulation: SimulationSpec = SimulationSpec()
     storage: StorageSpec = StorageSpec()
     sites: tuple[SiteSpec, ...]
+    relays: tuple[RelaySpec, ...] = ()
 
     @property
     def minimum_sites(self) -> int:

@@ -436,6 +436,8 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             classes=job.training.classes,
             secure_aggregation=_in_secret(job),
             weights=job.model.weights or "",
+            relays=tuple(relay.name for relay in job.relays),
+            relayed=tuple(relay.sites for relay in job.relays),
         )
     )
     if state.members.away():

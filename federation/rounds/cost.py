@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.job_keys import key
-from federation.job.spec import MachineSpec, TrainingSpec
+from federation.job.spec import JobSpec, MachineSpec, RelayLineSpec, TrainingSpec
 from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
 
 PHASES = ("set-up", "first round", "later rounds", "final evaluation")
@@ -41,7 +41,8 @@ class SiteSpeed:
         up_bytes_per_second: Bandwidth from the site.
         latency_seconds: One-way delay of a message.
         dollars_per_hour: Price of its machines during rounds.
-        dollars_per_gigabyte: Price of traffic that leaves the site.
+        dollars_per_gigabyte: Price of traffic that leaves the site, or the cloud of
+            its relay.
     """
 
     name: str
@@ -52,6 +53,23 @@ class SiteSpeed:
     latency_seconds: float = key(default=0.0, low=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaySpeed:
+    """The line between a relay and the aggregator.
+
+    Attributes:
+        name: Name of the relay.
+        down_bytes_per_second: Bandwidth to the relay.
+        up_bytes_per_second: Bandwidth from the relay.
+        latency_seconds: One-way delay of a message.
+    """
+
+    name: str
+    down_bytes_per_second: float = key(above=0.0)
+    up_bytes_per_second: float = key(above=0.0)
+    latency_seconds: float = key(default=0.0, low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +85,9 @@ class Speeds:
             round, until the next round starts.
         dollars_per_hour: Price of the aggregator during rounds.
         dollars_per_gigabyte: Price of traffic that leaves the aggregator.
-        sites: One `[[sites]]` table for each site.
+        sites: One `[[sites]]` table for each site; of a site behind a relay, its line
+            to the relay.
+        relays: One `[[relays]]` table for each relay.
     """
 
     setup_seconds: float = key(default=0.0, low=0.0)
@@ -76,6 +96,7 @@ class Speeds:
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
     sites: tuple[SiteSpeed, ...]
+    relays: tuple[RelaySpeed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +140,12 @@ class WorkSeconds:
     ahead: float = 0.0
 
 
-def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
+def machine_speeds(
+    machines: Sequence[MachineSpec], relays: Sequence[RelaySpeed] = ()
+) -> Speeds:
     """State the speeds of simulated machines as a speeds file would."""
     return Speeds(
+        relays=tuple(relays),
         sites=tuple(
             SiteSpeed(
                 name=machine.site,
@@ -132,7 +156,26 @@ def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
                 latency_seconds=machine.latency_seconds,
             )
             for machine in machines
-        )
+        ),
+    )
+
+
+def virtual_speeds(job: JobSpec) -> Speeds:
+    """The speeds that virtual time has: of machines, and of relays."""
+    simulation = job.simulation
+    relays = [relay_speed(simulation.relays, relay.name) for relay in job.relays]
+    return machine_speeds(simulation.machines, relays)
+
+
+def relay_speed(lines: Sequence[RelayLineSpec], relay: str) -> RelaySpeed:
+    """Find the speed of a relay's line, in virtual time; by default 100 Mbit/s."""
+    line = next((one for one in lines if one.relay == relay), None)
+    line = line or RelayLineSpec(relay=relay)
+    return RelaySpeed(
+        name=relay,
+        down_bytes_per_second=line.down_mbit * _BYTES_PER_MBIT,
+        up_bytes_per_second=line.up_mbit * _BYTES_PER_MBIT,
+        latency_seconds=line.latency_seconds,
     )
 
 
@@ -168,7 +211,7 @@ def site_seconds(
     Steps that overlap with messages, of this round down and of the last one up, take
     none. A site that waits for others has more time for them, but is not the slowest.
     """
-    legs, facts = traffic.legs(site, round_index), traffic.facts[site]
+    legs, facts = traffic.inside_legs(site, round_index), traffic.facts[site]
     latency = len(legs) * speed.latency_seconds
     down = sum((leg.down for leg in legs), Span()).high
     up = sum((leg.up for leg in legs), Span()).high
@@ -177,7 +220,7 @@ def site_seconds(
     send = latency + down / speed.down_bytes_per_second
     hidden = 0.0
     if work.ahead and trains and round_index > 1:
-        before = traffic.legs(site, round_index - 1)
+        before = traffic.inside_legs(site, round_index - 1)
         sent = sum((leg.up for leg in before), Span()).high
         gap = latency + sent / speed.up_bytes_per_second + send
         hidden = min(work.ahead, gap)
@@ -191,11 +234,38 @@ def site_seconds(
 
 def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
     """Seconds of a round that asks every site, and waits for the slowest."""
-    slowest = 0.0
+    slowest, on_line = 0.0, _relay_seconds(traffic, round_index, speeds)
     for name in (SiteId(site.name) for site in traffic.job.sites):
         took = site_seconds(traffic, name, round_index, speed_of(speeds, name))
-        slowest = max(slowest, sum(took.values()))
+        relay = traffic.relay_of(name)
+        beyond = on_line[relay.name] if relay else 0.0
+        slowest = max(slowest, sum(took.values()) + beyond)
     return slowest + speeds.combine_seconds
+
+
+def _relay_seconds(
+    traffic: Traffic, round_index: int, speeds: Speeds
+) -> Mapping[str, float]:
+    """Seconds that the messages of a round take between each relay and aggregator.
+
+    Raises:
+        JobError: A relay's speeds are not stated.
+    """
+    stated, found = {speed.name: speed for speed in speeds.relays}, dict[str, float]()
+    for relay in traffic.job.relays:
+        if relay.name not in stated:
+            raise JobError(
+                f"has no table for relay {relay.name!r}: state its speeds", key="relays"
+            )
+        speed = stated[relay.name]
+        seconds = 0.0
+        legs = [traffic.legs(SiteId(site), round_index) for site in relay.sites]
+        for step in zip(*legs, strict=True):
+            down = sum(leg.down.high for leg in step) / speed.down_bytes_per_second
+            up = sum(leg.up.high for leg in step) / speed.up_bytes_per_second
+            seconds += 2 * speed.latency_seconds + down + up
+        found[relay.name] = seconds
+    return found
 
 
 def phases_of_run(traffic: Traffic, speeds: Speeds) -> Mapping[str, float]:

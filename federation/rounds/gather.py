@@ -30,6 +30,7 @@ from federation.messages import (
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.failures import failure
+from federation.rounds.relayed import revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
 from federation.vectors import Layout, Words
@@ -203,23 +204,35 @@ class PlainGather:
             num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
         )
-        for update, reply in record.sound(self._faultless(replies), SiteUpdate):
+        sound = record.sound(self._faultless(replies), SiteUpdate)
+        for parts in whole_sums(sound, record):
             try:
-                weight = self._share(state, update) * self.weight_of(update)
+                weights = [
+                    self._share(state, one) * self.weight_of(one) for one, _ in parts
+                ]
             except InvalidUpdate as error:
-                record.revoke(reply, str(error))
+                revoke_all(parts, record, str(error))
             else:
                 refused: list[SiteId] = []
-                yield self._weighted(record, update, weight, refused)
+                yield self._weighted(record, parts[0][0], sum(weights), refused)
                 if refused:
                     text = "sent NaN or infinite values"
-                    record.revoke(reply, text, FailureKind.NOT_FINITE)
+                    revoke_all(parts, record, text, FailureKind.NOT_FINITE)
                 else:
-                    record.count(update, reply, weight)
-                    self._held[update.site] = update.based_on
-            del update, reply  # One update at a time: the next is about to land.
+                    self._count(record, parts, weights)
+            parts.clear()  # One update at a time: the next is about to land.
         if verdicts.num_answered < job.minimum_sites:
             raise QuorumNotMet(f"{verdicts.num_answered} of {job.minimum_sites} sites")
+
+    def _count(
+        self,
+        record: RoundRecord,
+        parts: Sequence[tuple[SiteUpdate, Reply]],
+        weights: Sequence[float],
+    ) -> None:
+        for (update, reply), weight in zip(parts, weights, strict=True):
+            record.count(update, reply, weight)
+            self._held[update.site] = update.based_on
 
     def _weighted(
         self,

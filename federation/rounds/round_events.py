@@ -166,6 +166,8 @@ class RoundEvents:
                 failed=verdicts.failed,
                 bytes_down=sums.bytes_down,
                 bytes_up=sums.bytes_up,
+                inside_down=sums.inside_down,
+                inside_up=sums.inside_up,
                 seconds=self.clock.monotonic() - self.start,
                 phases=tuple(sums.phases),
                 training=sums.training,

@@ -34,6 +34,8 @@ class RoundSums:
         meter: Measures what the round takes of the aggregator.
         bytes_down: To all sites so far.
         bytes_up: From all sites so far.
+        inside_down: Between relays and their sites so far.
+        inside_up: The same, towards the relays.
         training: Pooled over the sites, taken while they trained.
         evaluations: What each site made of the model, where that is known.
         secret_evaluation: What they all made of it, where only that is known.
@@ -53,6 +55,8 @@ class RoundSums:
     meter: UsageMeter = CLOCK
     bytes_down: int = 0
     bytes_up: int = 0
+    inside_down: int = 0
+    inside_up: int = 0
     training: MetricSums | None = None
     evaluations: dict[SiteId, MetricSums] = field(default_factory=dict)
     secret_evaluation: MetricSums | None = None
@@ -75,6 +79,8 @@ class RoundSums:
         """Add the bytes of a reply and its task, for any reply."""
         self.bytes_down += reply.bytes_down
         self.bytes_up += reply.bytes_up
+        self.inside_down += reply.inside_down
+        self.inside_up += reply.inside_up
 
     def add_update(self, update: SiteUpdate) -> None:
         """Add the report of a sound update, besides its vector."""

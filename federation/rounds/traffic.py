@@ -11,7 +11,7 @@ All of it is for a run in which every site answers every task, from its first ro
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,13 +19,14 @@ from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
 from federation.job.metrics import Metric, evaluated_of, metrics_of
-from federation.job.spec import JobSpec, TrainingSpec
+from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
 from federation.messages import (
     LedgerAnchor,
     MaskedUpdate,
     MetricSums,
     Phase,
     PrivacySpent,
+    RelayedSum,
     Resources,
     RoundTask,
     SecureAnswer,
@@ -39,6 +40,7 @@ from federation.messages import (
 from federation.resources import CLOCK, PROCESS
 from federation.vectors import Layout
 from federation.wire.frame import encoded_size
+from federation.wire.relayed import down_sizes, up_sizes
 
 _RUN = RunId("20260101-000000-000000")  # Every run id that we make is as long.
 # Numbers whose texts are the shortest and the longest that times, losses and epsilons
@@ -91,6 +93,7 @@ class SecureSizes:
         last_task: The same in the evaluation of the final model.
         answer: What comes with the masked words.
         header_words: Words of the masked header.
+        relayed: What each relay signs beside the sum of its sites' words.
         first_updates: Bytes of the masked words in the first round of each fragment.
         next_updates: The same in every later one.
     """
@@ -104,6 +107,7 @@ class SecureSizes:
     header_words: int
     first_updates: tuple[int, ...]
     next_updates: tuple[int, ...]
+    relayed: Mapping[SiteId, int] = field(default_factory=dict)
 
     def task(self, round_index: int, kind: TaskKind) -> int:
         """Bytes that go with the model."""
@@ -138,25 +142,81 @@ class Traffic:
     measured: bool = True
 
     def legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
-        """Every exchange with a site that a round asks.
+        """Every exchange with a site that a round asks, on the aggregator's line.
 
-        The round after the last is the evaluation of the final model.
+        The round after the last is the evaluation of the final model. Of a relay's
+        messages, each of its sites accounts for a share.
         """
+        return self._legs(site, round_index, self.relay_of(site))
+
+    def inside_legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
+        """The same on the site's own line: to its relay, or to the aggregator."""
+        return self._legs(site, round_index, None)
+
+    def relay_of(self, site: SiteId) -> RelaySpec | None:
+        """The relay that a site is behind."""
+        return next((one for one in self.job.relays if site in one.sites), None)
+
+    def _legs(
+        self, site: SiteId, round_index: int, relay: RelaySpec | None
+    ) -> Sequence[Leg]:
         job, secure = self.job, self.secure
         if round_index > job.rounds and job.evaluation.every == 0:
             return ()
         kind = TaskKind.TRAIN if round_index <= job.rounds else TaskKind.EVALUATE
-        main = Leg(
-            kind.value,
-            _span(self._tasks(site, round_index, kind)),
-            _span(self._answer(site, round_index, kind, end) for end in (0, 1)),
-        )
+        if relay is None:
+            down = _span(self._tasks(site, round_index, kind))
+            up = _span(self._answer(site, round_index, kind, end) for end in (0, 1))
+        else:
+            down, up = self._relayed(site, round_index, kind, relay)
+        main = Leg(kind.value, down, up)
         if secure is None:
             return (main,)
         setup = secure.setup if round_index == 1 else {}
         before = [_step(site, 0, step, sizes) for step, sizes in setup.items()]
         after = secure.opening.items()
         return (*before, main, *(_step(site, round_index, *each) for each in after))
+
+    def _relayed(
+        self, site: SiteId, index: int, kind: TaskKind, relay: RelaySpec
+    ) -> tuple[Span, Span]:
+        """A site's shares of a round's messages to and from its relay."""
+        sites = [SiteId(s.name) for s in self.job.sites if s.name in relay.sites]
+        place, down, up = sites.index(site), list[int](), list[int]()
+        for end in (0, 1):
+            forms = [[*self._tasks(name, index, kind)][end] for name in sites]
+            same = [replace(task, weights_d=forms[0].weights_d) for task in forms]
+            down.append(down_sizes(same)[place])
+            answers = [self._answer(name, index, kind, end) for name in sites]
+            total = self._total(SiteId(relay.name), answers[0])
+            through = None
+            if total is not None:
+                through = RelayedSum(sites=tuple(sites), update=total)
+            up.append(up_sizes(through, answers)[place])
+        return Span(min(down), max(down)), Span(min(up), max(up))
+
+    def _total(
+        self, relay: SiteId, part: SiteMessage
+    ) -> SiteUpdate | MaskedUpdate | None:
+        """A relay's sum of answers like one."""
+        if isinstance(part, MaskedUpdate) and self.secure is not None:
+            body = bytes(self.secure.relayed[relay])
+            return replace(part, site=relay, body=body, spent=None)
+        if isinstance(part, SiteUpdate):
+            return replace(
+                part,
+                site=relay,
+                integers_m=part.integers_m[:0],
+                num_examples=0,
+                num_steps=0,
+                training=None,
+                evaluation=None,
+                evaluation_after=None,
+                phases=(),
+                spent=None,
+                resources=None,
+            )
+        return None
 
     def evaluations(self, round_index: int) -> int:
         """How often a site evaluates in a round."""

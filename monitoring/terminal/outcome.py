@@ -30,6 +30,11 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
             f"bytes       {view.bytes_down:,} down of {format_span(down)} "
             f"predicted, {view.bytes_up:,} up of {format_span(up)}"
         )
+    sites = {site.site: site for site in view.sites}
+    for relay, behind in zip(view.started.relays, view.started.relayed, strict=True):
+        left = sum(sites[name].bytes_up for name in behind)
+        entered = sum(sites[name].bytes_down for name in behind)
+        yield f"relay       {relay}: {left:,} bytes left its cloud, {entered:,} entered"
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"

@@ -191,6 +191,11 @@ class Reader:
         self._increasing(name, [key for key, _ in pairs])
         return dict(pairs)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing is left."""
+        return self._at == len(self._data)
+
     def end(self) -> None:
         """Check that nothing is left."""
         left = len(self._data) - self._at

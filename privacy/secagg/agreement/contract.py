@@ -32,6 +32,7 @@ from privacy.secagg.agreement.canonical import (
     Reader,
     fields,
     float64,
+    numbers,
     u64,
 )
 from privacy.secagg.agreement.identity import KEY_BYTES
@@ -133,6 +134,46 @@ def _read_members(reader: Reader, name: str) -> tuple[Member, ...]:
 
 
 _MEMBERS = FieldCodec(_write_members, _read_members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayMember:
+    """A relay that adds up masked words of some sites.
+
+    Attributes:
+        name: Its name.
+        public_key: Its pinned Ed25519 key, 32 bytes.
+        numbers: The client numbers of its sites, increasing.
+    """
+
+    name: SiteId
+    public_key: bytes
+    numbers: tuple[int, ...]
+
+
+def _write_relays(relays: Sequence[RelayMember]) -> bytes:
+    if not relays:
+        return b""  # As contracts were before there were relays.
+    return u64(len(relays)) + b"".join(
+        fields(relay.name.encode(), relay.public_key) + numbers(relay.numbers)
+        for relay in relays
+    )
+
+
+def _read_relays(reader: Reader, name: str) -> tuple[RelayMember, ...]:
+    if reader.is_at_end:
+        return ()
+    return tuple(
+        RelayMember(
+            name=SiteId(reader.name("relay")),
+            public_key=reader.field("public_key", size=KEY_BYTES),
+            numbers=reader.numbers("relay's sites", limit=MAX_MEMBERS),
+        )
+        for _ in range(reader.u64(f"count of {name}", low=1, high=MAX_MEMBERS))
+    )
+
+
+_RELAYS = FieldCodec(_write_relays, _read_relays)
 # No bound can be 0.
 _BOUND = FieldCodec(
     lambda bound: float64(bound or 0.0),
@@ -183,6 +224,9 @@ class Contract(Message):
             (``arithmetic.levels``); 0 where each value is a word of the ring. Clip
             norm, scale and amplitude say the same in both.
         fragments: Fragments of the model, which rounds take in turn; 1 for the whole.
+        relays: Who adds up masked words of which members, in the order of their names;
+            written only if there are any. The aggregator takes a sum of several sites
+            from nobody else.
 
     Raises:
         ContractRefused: The fields contradict one another; ``key`` names the first.
@@ -219,6 +263,7 @@ class Contract(Message):
     partition: Annotated[bytes, octets(limit=DIGEST_BYTES)] = b""
     levels: Annotated[int, whole()] = 0
     fragments: Annotated[int, whole()] = 1
+    relays: Annotated[tuple[RelayMember, ...], _RELAYS] = ()
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -293,6 +338,17 @@ class Contract(Message):
                 return member
         raise UnknownSite(f"site {site!r} is not in the contract of run {self.run_id}")
 
+    def relay_named(self, name: SiteId) -> RelayMember:
+        """Find a relay by its name.
+
+        Raises:
+            UnknownSite: The contract does not have it.
+        """
+        for relay in self.relays:
+            if relay.name == name:
+                return relay
+        raise UnknownSite(f"relay {name!r} is not in the contract of run {self.run_id}")
+
 
 _Faults = Iterator[tuple[str, str]]
 
@@ -321,6 +377,23 @@ def _identity_faults(q: Contract) -> _Faults:
     keys = {q.aggregator_key, *(m.public_key for m in q.members)}
     if len(keys) != q.num_sites + 1:
         yield "members", "two parties have the same public key"
+    yield from _relay_faults(q, keys)
+
+
+def _relay_faults(q: Contract, keys: set[bytes]) -> _Faults:
+    """Whether each site has at most one relay, and each relay a key of its own."""
+    relays = [relay.name for relay in q.relays]
+    if relays != sorted(set(relays)) or {m.site for m in q.members} & {*relays}:
+        yield "relays", "they must be distinct and in the order of their names"
+    behind = [number for relay in q.relays for number in relay.numbers]
+    if len(behind) != len(set(behind)) or not {*behind} <= {*q.cohort}:
+        yield "relays", "a site is behind two of them, or is no member"
+    if not all(relay.numbers for relay in q.relays):
+        yield "relays", "one has no sites"
+    if len(keys | {r.public_key for r in q.relays}) != len(keys) + len(relays):
+        yield "relays", "two parties have the same public key"
+    if q.partition and q.relays:
+        yield "relays", "sums of groups have none"
 
 
 def _name_faults(q: Contract) -> _Faults:

@@ -48,6 +48,7 @@ class Label(StrEnum):
     DRAW = "draw"  # of groups: what a site commits itself with
     ENROLMENT = "enrolment"  # of a site: all its public keys
     LEDGER = "ledger head"  # of a site's privacy ledger, for itself
+    RELAYED = "relayed sum"  # of a relay, over its sites' heads
     ROSTER = "roster"  # of a federation, by the operator of its sites
 
 

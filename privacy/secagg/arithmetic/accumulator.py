@@ -47,8 +47,8 @@ class MaskedSum:
         self._num_folded = 0
         self._decoded = False
 
-    def fold_(self, words_w: Words) -> None:
-        """Add a masked update, which is not kept.
+    def fold_(self, words_w: Words, *, count: int = 1) -> None:
+        """Add a masked update, or the sum of ``count`` of them, which is not kept.
 
         Raises:
             ValueError: It has another type or length, the sum holds as many
@@ -60,9 +60,9 @@ class MaskedSum:
                 f"a masked update of {num_values(words_w, self._spec)} values cannot "
                 f"be added to a sum of {self._sum_d.size}"
             )
-        if self._num_folded == self._spec.num_sites:
+        if self._num_folded + count > self._spec.num_sites:
             raise ValueError(f"the sum already holds all {self._num_folded} updates")
-        self._num_folded += 1
+        self._num_folded += count
         in_ranges(
             lambda start, stop: self._fold_range(words_w, start, stop),
             self._sum_d.size,

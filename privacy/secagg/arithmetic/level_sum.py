@@ -65,17 +65,17 @@ class LevelSum:
             raise ValueError("the sum has not been opened")
         return self._energies_b
 
-    def fold_(self, words: NDArray[np.uint8]) -> None:
-        """Add the bytes of a masked update, which is not kept.
+    def fold_(self, words: NDArray[np.uint8], *, count: int = 1) -> None:
+        """Add the bytes of a masked update, or of the sum of ``count``; not kept.
 
         Raises:
             ValueError: They have another length, or the sum is full.
         """
         if words.size != self.num_bytes:
             raise ValueError(f"{words.size} bytes are not {self._sum_w.size} words")
-        if self._num_folded == self._digits.num_sites:
+        if self._num_folded + count > self._digits.num_sites:
             raise ValueError(f"the sum already holds all {self._num_folded} updates")
-        self._num_folded += 1
+        self._num_folded += count
         for begin in range(0, self._sum_w.size, CHUNK_WORDS):
             part_w = self._sum_w[begin : begin + CHUNK_WORDS]
             first = WORD_BYTES * begin

@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from federation.ids import SiteId
 from privacy.secagg.agreement.canonical import MAX_MESSAGE_BYTES, Reader, fields
 from privacy.secagg.agreement.contract import MAX_MEMBERS, Member
 from privacy.secagg.agreement.identity import SIGNATURE_BYTES, Label
 from privacy.secagg.agreement.message import (
     DIGEST_BYTES,
+    NAME,
     Digest,
     FieldCodec,
     Message,
@@ -201,6 +203,28 @@ class MaskedAnswer(Message):
         """
         head = Reader(data, cls.TAG).field("head", limit=_MAX_HEAD_BYTES)
         return Head.from_bytes(head).number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayedHead(SignedMessage):
+    """R1, relay to aggregator: which sites' words its sum is of.
+
+    A site's head holds the context of the run and the round.
+
+    Attributes:
+        relay: Its name.
+        heads_digest: SHA-256 of the sites' heads, one after another, in the order of
+            their numbers.
+        vector_digest: SHA-256 of the sum of the masked vectors as it travels.
+        header_digest: SHA-256 of the sum of the masked headers as it travels.
+    """
+
+    TAG: ClassVar[bytes] = b"xsa-v2/relayed"
+    LABEL: ClassVar[Label] = Label.RELAYED
+    relay: Annotated[SiteId, NAME]
+    heads_digest: Digest
+    vector_digest: Digest
+    header_digest: Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The contract that follows from a job."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from federation.compression.rotation import BLOCK_VALUES, num_blocks
@@ -13,7 +14,12 @@ from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
 from privacy.counts import coarse
 from privacy.secagg.agreement.code_hash import code_hash
-from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.contract import (
+    Contract,
+    Member,
+    RelayMember,
+    members_of,
+)
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
@@ -31,6 +37,7 @@ def contract_of(
     promises: Sequence[SitePrivacy],
     ring_noise_std: float = 0.0,
     max_examples: int | None = None,
+    relay_keys: Mapping[SiteId, bytes] = MappingProxyType({}),
 ) -> Contract:
     """Write down what all parties of a run agree to.
 
@@ -42,13 +49,15 @@ def contract_of(
         promises: What the sites promise; empty without differential privacy.
         ring_noise_std: Noise of one site inside the sum, in steps of the grid.
         max_examples: Most examples of a site, where the job does not say.
+        relay_keys: Pinned Ed25519 key of each of the job's relays.
 
     Raises:
-        JobError: The job's numbers do not fit into the ring, or the job must say how
-            many examples a site has at most.
+        JobError: A relay has no pinned key. Or the job's numbers do not fit into the
+            ring, or the job must say how many examples a site has at most.
     """
     terms = _privacy_terms(job, promises, ring_noise_std)
     ring = _ring(job, terms)
+    members = members_of(roster, {SiteId(site.name) for site in job.sites})
     return Contract(
         run_id=run_id,
         code_hash=code_hash(),
@@ -57,7 +66,8 @@ def contract_of(
         num_values=layout.size,
         roster_serial=roster.serial,
         roster_digest=roster.digest,
-        members=members_of(roster, {SiteId(site.name) for site in job.sites}),
+        members=members,
+        relays=_relays(job, members, relay_keys),
         aggregator_key=roster.aggregator_key,
         threshold=job.minimum_sites,
         min_sites=job.minimum_sites,  # All that are in a sum: t, or N.
@@ -67,6 +77,19 @@ def contract_of(
         differential_privacy=terms,
         **terms_of_job(job, max_examples),
     )
+
+
+def _relays(
+    job: JobSpec, members: Sequence[Member], keys: Mapping[SiteId, bytes]
+) -> tuple[RelayMember, ...]:
+    found = []
+    for relay in sorted(job.relays, key=lambda relay: relay.name):
+        name = SiteId(relay.name)
+        if name not in keys:
+            raise JobError(f"relay {relay.name!r} has no pinned key", key="relays")
+        numbers = tuple(m.number for m in members if m.site in relay.sites)
+        found.append(RelayMember(name=name, public_key=keys[name], numbers=numbers))
+    return tuple(found)
 
 
 def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any]:

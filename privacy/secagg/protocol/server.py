@@ -18,6 +18,7 @@ that shows of sites is in ``faults``, which nobody can bring upon an honest site
 in ``disputes``, where one of two sites is at fault and it is unknown which.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal
@@ -56,6 +57,7 @@ from privacy.secagg.protocol.messages import (
     Decline,
     Head,
     MaskedAnswer,
+    RelayedHead,
     Reveal,
     Shares,
     Survivors,
@@ -145,23 +147,83 @@ class AggregatorRound:
             BadShare: The sealed shares are not those that the round needs.
             ProtocolError: The message is malformed or not signed by its site.
         """
+        masked, head, member = self._checked(data)
+        if (head.vector_digest, head.header_digest) != (vector_digest, header_digest):
+            raise WrongContext(
+                f"the vector or header of {member.site!r} differs from the one that it "
+                "signed"
+            )
+        self._take(masked, member)
+        return member.site
+
+    def on_relayed(
+        self,
+        relayed: bytes,
+        answers: Sequence[bytes],
+        *,
+        vector_digest: bytes,
+        header_digest: bytes,
+    ) -> tuple[SiteId, ...]:
+        """R1: take the masked answers of several sites, whose vectors a relay added.
+
+        That each vector was the one that its site signed is for the relay to check: of
+        a sum that is not theirs the masks do not cancel, and it is out of range.
+
+        Args:
+            relayed: Encoded ``RelayedHead``.
+            answers: Encoded ``MaskedAnswer`` of each site, in the order of the numbers.
+            vector_digest: SHA-256 of the sum of the vectors that came with it.
+            header_digest: SHA-256 of the sum of the headers that came with it.
+
+        Returns:
+            The sites. Only now may the sum be added to the accumulator.
+
+        Raises:
+            OutOfOrder: The answers are closed, or a site has answered.
+            WrongContext: The relay signed another sum, or other sites than these.
+            WrongCohort: A site is not behind this relay.
+            BadSignature: It was not signed by the relay that the contract pins.
+            ProtocolError: As in ``on_masked``, of any site; nothing was taken.
+        """
+        head = RelayedHead.from_bytes(relayed)
+        relay = self._contract.relay_named(head.relay)
+        head.verify(relay.public_key, who=f"relay {relay.name!r}")
+        found = [self._checked(data) for data in answers]
+        signed = hashlib.sha256(b"".join(masked.head for masked, _, _ in found))
+        if (head.heads_digest, head.vector_digest, head.header_digest) != (
+            signed.digest(),
+            vector_digest,
+            header_digest,
+        ):
+            raise WrongContext(
+                f"relay {relay.name!r} signed another sum, or one of other sites"
+            )
+        numbers = [member.number for _, _, member in found]
+        if numbers != sorted(set(numbers)) or not {*numbers} <= {*relay.numbers}:
+            raise WrongCohort(
+                f"relay {relay.name!r} sent the answers of clients {numbers}, and its "
+                f"sites are {list(relay.numbers)}"
+            )
+        for masked, _, member in found:
+            self._take(masked, member)
+        return tuple(member.site for _, _, member in found)
+
+    def _checked(self, data: bytes) -> tuple[MaskedAnswer, Head, Member]:
+        """Check everything of a masked answer but its vector."""
         self._check_phase(_RoundPhase.MASKED)
         masked = MaskedAnswer.from_bytes(data)
         head = Head.from_bytes(masked.head)
         member = self._contract.member(head.number)
         verify(head, member)
         self._check_context(head.context, member)
-        if (head.vector_digest, head.header_digest) != (vector_digest, header_digest):
-            raise WrongContext(
-                f"the vector or header of {member.site!r} differs from the one that it "
-                "signed"
-            )
         self._check_dealt(head, masked, member)
         self._check_first(member)
+        return masked, head, member
+
+    def _take(self, masked: MaskedAnswer, member: Member) -> None:
         self._heads[member.number] = masked.head
         self._sealed[member.number] = masked.sealed
         self._rows[member.number] = masked.rows
-        return member.site
 
     def on_decline(self, data: bytes) -> SiteId:
         """R1: take a site's message that no answer will come.

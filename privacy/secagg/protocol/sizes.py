@@ -40,6 +40,7 @@ from privacy.secagg.protocol.messages import (
     Head,
     MaskedAnswer,
     Offer,
+    RelayedHead,
     Reveal,
     Shares,
     Survivors,
@@ -82,6 +83,7 @@ def sizes(contract: Contract) -> SecureSizes:
         last_task=len(_train_body(_opened(cohort), b"", None)),
         answer=len(masked.to_bytes()),
         header_words=len(contract.header_slots),
+        relayed={relay.name: _relayed(relay.name) for relay in contract.relays},
         first_updates=tuple(
             _update_bytes(contract, plan, fragment)
             for plan, fragment in zip(plans, fragments, strict=True)
@@ -91,6 +93,17 @@ def sizes(contract: Contract) -> SecureSizes:
             for plan, f in zip(plans, fragments, strict=True)
         ),
     )
+
+
+def _relayed(name: SiteId) -> int:
+    head = RelayedHead(
+        relay=name,
+        heads_digest=_DIGEST,
+        vector_digest=_DIGEST,
+        header_digest=_DIGEST,
+        signature=_SIGNATURE,
+    )
+    return len(head.to_bytes())
 
 
 def _plan(contract: Contract, fragment: Fragment) -> LevelPlan | None:

@@ -9,7 +9,7 @@ from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
 from privacy.secagg.agreement import contract as contracts, thresholds
-from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.contract import Contract, RelayMember, Setting
 from privacy.secagg.agreement.terms import PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused, MalformedMessage, UnknownSite
@@ -94,6 +94,7 @@ def test_hash_depends_on_every_field():
         "partition": bytes(32),
         "levels": 4,
         "fragments": 2,
+        "relays": (RelayMember(name=SiteId("x"), public_key=bytes(32), numbers=(1,)),),
     }
     together: dict[str, dict[str, Any]] = {
         "weight_rule": {"max_examples": 1},

@@ -1,0 +1,252 @@
+"""What a relay does with its sites' answers: it makes one sum of their updates.
+
+Without secure aggregation it is an aggregator to its sites: it sees their updates, and
+sends their weighted mean. With it, it adds masked words and opens nothing: the masks
+against the sites of other relays remain.
+
+Shape suffixes: d float values of the model, h words of the header.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from federation.compression.fragments import fragment_of
+from federation.errors import InvalidUpdate, ProtocolError
+from federation.ids import SiteId
+from federation.mapped import sha256
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    RelayedSum,
+    RoundTask,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+    TaskKind,
+)
+from federation.protocols import CombineRule, WeightedUpdate
+from federation.rounds.failures import failure
+from federation.vectors import Layout
+from federation.wire.relayed import with_words
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
+from privacy.secagg.arithmetic.relayed import sum_words, word_bits
+from privacy.secagg.protocol import train
+from privacy.secagg.protocol.messages import (
+    Head,
+    MaskedAnswer,
+    RelayedHead,
+    verify,
+)
+
+Relayed = tuple[RelayedSum | None, list[SiteMessage]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRelay:
+    """Sends the weighted mean of its sites' updates.
+
+    Attributes:
+        name: Its name.
+        layout: Of the model.
+        weight_of: How much an update counts: as at the aggregator.
+        combine: The mean.
+    """
+
+    name: SiteId
+    layout: Layout
+    weight_of: Callable[[SiteUpdate], float]
+    combine: CombineRule
+
+    def __call__(
+        self,
+        tasks: Sequence[Task],  # noqa: ARG002 -- a secure relay looks at them
+        answers: Sequence[SiteMessage],
+    ) -> Relayed:
+        """Combine the updates in the order of the tasks, whenever they came.
+
+        Args:
+            tasks: What the sites were asked, in the order of the job.
+            answers: What each has answered.
+
+        Returns:
+            The mean, if there are updates, and the answers: those in it have its words,
+            those that are not sound became failures.
+        """
+        found = list(answers)
+        weighted: dict[int, WeightedUpdate] = {}
+        for index, answer in enumerate(answers):
+            if not isinstance(answer, SiteUpdate):
+                continue
+            delta_d = answer.delta_d
+            if delta_d.shape != (self.layout.size,) or delta_d.dtype != np.float32:
+                text = f"sent {delta_d.size} values of {delta_d.dtype} to its relay"
+                found[index] = failure(answer, FailureKind.INVALID, text)
+                continue
+            try:
+                weight = self.weight_of(answer)
+            except InvalidUpdate as error:
+                found[index] = failure(answer, FailureKind.INVALID, str(error))
+                continue
+            weighted[index] = WeightedUpdate(
+                site=answer.site,
+                delta_d=delta_d,
+                weight=weight,
+                refuse=_refusing(found, index, answer),
+            )
+        mean_d = np.zeros(self.layout.size, np.float32)
+        if any(each.weight for each in weighted.values()):
+            try:
+                mean_d = self.combine(weighted.values(), mean_d)
+            except ValueError:  # None with a weight is finite.
+                mean_d = np.zeros_like(mean_d)
+        parts = [found[index] for index in weighted]
+        updates = [part for part in parts if isinstance(part, SiteUpdate)]
+        if not updates:
+            return None, found
+        total = SiteUpdate(
+            run_id=updates[0].run_id,
+            round_index=updates[0].round_index,
+            site=self.name,
+            layout_digest=self.layout.digest,
+            delta_d=mean_d,
+            integers_m=np.zeros(0, np.int64),
+            num_examples=0,
+            num_steps=0,
+            training=None,
+            evaluation=None,
+            evaluation_after=None,
+            phases=(),
+            based_on=updates[0].based_on,
+        )
+        return _passed_on(total, updates, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureRelay:
+    """Sends the sum of its sites' masked words, and the signed heads of all.
+
+    Attributes:
+        name: Its name.
+        identity: Its own, which the contract pins.
+        contract: Between the aggregator and the sites; it has nothing secret.
+    """
+
+    name: SiteId
+    identity: Identity
+    contract: Contract
+
+    def __call__(
+        self, tasks: Sequence[Task], answers: Sequence[SiteMessage]
+    ) -> Relayed:
+        """Add the masked words that their sites have signed; see ``PlainRelay``."""
+        found = list(answers)
+        parts: dict[int, MaskedUpdate] = {}  # By client number.
+        for index, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
+            if not (isinstance(answer, MaskedUpdate) and isinstance(task, RoundTask)):
+                continue
+            try:
+                number = self._checked(task, answer)
+            except ProtocolError as error:
+                found[index] = failure(answer, FailureKind.INVALID, str(error))
+            else:
+                parts[number] = answer
+        updates = [parts[number] for number in sorted(parts)]
+        if not updates:
+            return None, found
+        contract = self.contract
+        words = sum_words(
+            (update.words for update in updates),
+            size=updates[0].words.size,
+            bits=word_bits(ring_bits=contract.ring_bits, levels=contract.levels),
+        )
+        header_h = np.zeros_like(updates[0].header_h)
+        heads = hashlib.sha256()
+        for update in updates:
+            header_h += update.header_h
+            heads.update(MaskedAnswer.from_bytes(update.body).head)
+        signed = RelayedHead(
+            relay=self.name,
+            heads_digest=heads.digest(),
+            vector_digest=sha256(words),
+            header_digest=hashlib.sha256(header_h.data).digest(),
+        ).signed_by(self.identity)
+        total = MaskedUpdate(
+            run_id=updates[0].run_id,
+            round_index=updates[0].round_index,
+            site=self.name,
+            layout_digest=updates[0].layout_digest,
+            words=words,
+            header_h=header_h,
+            body=signed.to_bytes(),
+            based_on=updates[0].based_on,
+        )
+        return _passed_on(total, updates, found)
+
+    def _checked(self, task: RoundTask, update: MaskedUpdate) -> int:
+        """Check that words are those that their site has signed, and as many as asked.
+
+        Raises:
+            ProtocolError: They are not.
+        """
+        contract = self.contract
+        head = Head.from_bytes(MaskedAnswer.from_bytes(update.body).head)
+        member = contract.member(head.number)
+        verify(head, member)
+        digests = sha256(update.words), hashlib.sha256(update.header_h.data).digest()
+        if member.site != update.site or digests != (
+            head.vector_digest,
+            head.header_digest,
+        ):
+            raise ProtocolError(
+                f"sent its relay words that differ from those that {member.site!r} "
+                "signed"
+            )
+        slots = train.header_spec(contract.num_sites, contract.header_slots).slots
+        sizes = update.words.size, update.header_h.size
+        if sizes != (self._num_bytes(task), len(slots)):
+            raise ProtocolError(f"sent its relay {sizes[0]} bytes of masked words")
+        return head.number
+
+    def _num_bytes(self, task: RoundTask) -> int:
+        """Bytes of the masked words that a task asks for."""
+        contract = self.contract
+        if task.kind is TaskKind.EVALUATE:
+            return 0
+        plan = train.read_train(task.secure).plan
+        if plan is None:
+            return contract.num_values * contract.ring().word_bytes
+        fragment = fragment_of(task.round_index, contract.fragments)
+        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
+        return WORD_BYTES * digits.num_words(fragment.size(contract.num_values))
+
+
+def _refusing(
+    found: list[SiteMessage], index: int, update: SiteUpdate
+) -> Callable[[], None]:
+    def refuse() -> None:
+        text = "sent NaN or infinite values"
+        found[index] = failure(update, FailureKind.NOT_FINITE, text)
+
+    return refuse
+
+
+def _passed_on(
+    update: SiteUpdate | MaskedUpdate,
+    updates: Sequence[SiteUpdate | MaskedUpdate],
+    found: Sequence[SiteMessage],
+) -> Relayed:
+    within = {one.site for one in updates}
+    through = RelayedSum(
+        sites=tuple(one.site for one in found if one.site in within), update=update
+    )
+    return through, [
+        with_words(one, through)
+        if isinstance(one, SiteUpdate | MaskedUpdate) and one.site in within
+        else one
+        for one in found
+    ]
