@@ -49,7 +49,7 @@ def whole_sums(
 
 
 def _refuse_incomplete(
-    parts: Sequence[tuple[_Answer, Reply]], record: RoundRecord
+    parts: Sequence[tuple[SiteUpdate | MaskedUpdate, Reply]], record: RoundRecord
 ) -> None:
     """Refuse answers of a sum of which another one is not sound."""
     through = parts[0][1].through
@@ -63,7 +63,7 @@ def _refuse_incomplete(
 
 
 def revoke_all(
-    parts: Iterable[tuple[_Answer, Reply]],
+    parts: Iterable[tuple[SiteUpdate | MaskedUpdate, Reply]],
     record: RoundRecord,
     reason: str,
     kind: FailureKind = FailureKind.INVALID,
