@@ -45,6 +45,7 @@ ELSEWHERE = {
     "check-job": "integration/test_cli.py",
     "report": "integration/test_cli.py",
     "audit": "integration/test_audit.py",
+    "tune": "integration/test_tune.py",
     "transcript": "integration/test_cli.py",
     "export": "integration/test_cli.py",
     "checkpoints": "integration/test_cli.py",
