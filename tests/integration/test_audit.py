@@ -262,7 +262,7 @@ def test_attacks_that_make_no_sense_are_refused(attack: Attack, message: str):
 def test_objective_of_a_users_own_is_not_audited():
     """Canaries push along a cross-entropy, and the scores are one."""
     job = small_job(training={"local_steps": 1, "task": "m:f"})
-    with pytest.raises(JobError, match="work only with cross-entropy"):
+    with pytest.raises(JobError, match="work only with the cross-entropy"):
         audit(job, Attack())
 
 

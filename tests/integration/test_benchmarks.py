@@ -34,6 +34,7 @@ name = "two"
 
 # What makes each script short. JOB stands for a job file, of two sites and two rounds.
 SHORT = {
+    "adapters": "--smoke",
     "agents_memory": "--sites 1 --ways shared",
     "checkpoints": "--megabytes 4",
     "codec_costs": "--smoke",
@@ -44,6 +45,7 @@ SHORT = {
     "few_levels": "--smoke",
     "group_sums": "--smoke --attacks flip",
     "noise": "--values 10000 --repetitions 1",
+    "objective_overhead": "--smoke",
     "overhead": "--job JOB --rounds 1",
     "plan_accuracy": "--smoke",
     "precision": "--values 10000 --sites 2",

@@ -53,6 +53,7 @@ def test_verbs_and_options_are_frozen() -> None:
     """Adding one is a decision, not an accident."""
     common = {"-h", "--help", "-v", "--verbose", "--json"}
     job = {"job", "--set", "--seed"}
+    here = {"deployment", "--provider", "--containers", "--images"}
     passphrase = {"--passphrase-file"}
     run = {"--out", "--resume", "--extend", "--engine", "--transcript", "--no-report"}
     key = {"--encryption-key", "--encryption-endpoint"}
@@ -62,6 +63,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "simulate": common | job | run,
         "check-job": common | job | {"--speeds"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
+        "tune": common | {"space", "--out", "--workers"},
         "new": common | {"folder"},
         "completion": common | {"shell"},
         "report": common | {"run", "--out", "--root"},
@@ -115,9 +117,9 @@ def test_verbs_and_options_are_frozen() -> None:
         "plan": common
         | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
         | {"--budget", "--deadline", "--plot", "--refresh-prices"},
-        "up": common | {"deployment", "--accept", "--detach", "--keep", "--speeds"},
-        "nodes": common | {"deployment", "--all"},
-        "down": common | {"deployment", "--any-owner", "--purge", "--yes-purge"},
+        "up": common | here | {"--accept", "--detach", "--keep", "--speeds"},
+        "nodes": common | here | {"--all"},
+        "down": common | here | {"--any-owner", "--purge", "--yes-purge"},
     }
 
 

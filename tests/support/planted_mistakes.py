@@ -85,8 +85,8 @@ def convolution() -> nn.Module:
 
 
 def images():
-    """Pixels that nobody has scaled."""
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 1, 4, 4), dtype=np.uint8)
+    """Pixels of a type that is not that of images, and not scaled."""
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 1, 4, 4), dtype=np.int32)
     classes = np.arange(64) % 3
     return (pixels[:48], classes[:48]), (pixels[48:], classes[48:])
 
