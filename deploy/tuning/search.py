@@ -23,7 +23,7 @@ from clients.user_code import sentence
 from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
 from deploy.tuning.spending import SearchSpending, refusal, spent
 from deploy.wiring import simulation
-from federation.errors import FederationError, JobError, RunConflict
+from federation.errors import CorruptObject, FederationError, JobError, RunConflict
 from federation.events import Event, ModelEvaluated, RunFinished
 from federation.folder_lock import hold
 from monitoring.pages.tuning_page import TrialRow, Tuning, write_tuning
@@ -75,9 +75,15 @@ class Search:
         Raises:
             RunConflict: The folder holds another search.
             FederationError: Another process works on it; or the first trials failed.
-            CorruptObject: A ledger of a trial is damaged.
-            JobError: No trial can start within the privacy budget.
+            CorruptObject: The study, or a ledger of a trial, is damaged or missing.
+            JobError: Several workers and a privacy budget, or a budget without room.
         """
+        if self.workers > 1 and self.space.spec.privacy.max_epsilon:
+            raise JobError(
+                "is 1 under privacy.max_epsilon: what trials that run at the same time "
+                "will spend is not known when another one starts",
+                key="--workers",
+            )
         busy = f"another process searches in {self.folder}: wait for it, or stop it"
         with hold(self.folder / ".lock", busy):
             study = self._study()
@@ -90,16 +96,31 @@ class Search:
     def _study(self) -> "optuna.Study":
         """Open the study, or begin it."""
         import optuna  # noqa: PLC0415 -- an extra
+        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 -- Optuna's
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        spec = self.space.spec
-        study = optuna.create_study(
-            storage=_storage(self.folder),
-            study_name=_STUDY,
-            direction=cast("_Direction", spec.direction),
-            pruner=_pruner(spec),
-            load_if_exists=True,
-        )
+        spec, database = self.space.spec, self.folder / DATABASE
+        try:
+            study = optuna.create_study(
+                storage=_storage(self.folder),
+                study_name=_STUDY,
+                direction=cast("_Direction", spec.direction),
+                pruner=_pruner(spec),
+                load_if_exists=True,
+            )
+        except SQLAlchemyError as error:
+            why = str(getattr(error, "orig", error))
+            raise CorruptObject(
+                f"{database} cannot be read ({why}): restore it, or name a new folder "
+                "with --out; with differential privacy, count what both have spent"
+            ) from error
+        if strangers := _numbers(self.folder) - {t.number for t in study.trials}:
+            raise CorruptObject(
+                f"{database} does not know trials whose runs are in {TRIALS}/, the "
+                f"first of them {min(strangers):04d}: it was lost, or is an older copy. "
+                "Restore it, or name a new folder with --out; with differential "
+                "privacy, count what both have spent"
+            )
         digest, known = self.space.digest(), study.user_attrs.get(_DIGEST)
         if known is None and not study.trials:
             study.set_user_attr(_DIGEST, digest)
@@ -185,7 +206,14 @@ class Search:
         return not why
 
     def _spent(self, study: "optuna.Study") -> SearchSpending | None:
-        return spent([_folder(self.folder, t.number) for t in study.trials])
+        private = self.space.job({}).privacy.differential_privacy
+        return spent(
+            {
+                _folder(self.folder, trial.number): private.enabled
+                and bool(trial.intermediate_values)
+                for trial in study.trials
+            }
+        )
 
     def _tell(self, study: "optuna.Study", number: int) -> None:
         trial = next(t for t in study.trials if t.number == number)
@@ -312,6 +340,11 @@ def _storage(folder: Path) -> "optuna.storages.RDBStorage":
     import optuna  # noqa: PLC0415 -- an extra
 
     return optuna.storages.RDBStorage(f"sqlite:///{(folder / DATABASE).absolute()}")
+
+
+def _numbers(folder: Path) -> set[int]:
+    """Numbers of the trials whose runs are there."""
+    return {int(p.name) for p in (folder / TRIALS).glob("*") if p.name.isdecimal()}
 
 
 def _folder(folder: Path, number: int) -> Path:

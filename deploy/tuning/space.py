@@ -17,6 +17,12 @@ SAMPLERS = ("tpe", "cma_es", "evolutionary", "random")
 # Metrics that are better when they are smaller need no `direction`.
 _DIRECTIONS = {"loss": "minimize", "accuracy": "maximize"}
 
+# Keys that say what a run may spend.
+_CAPS = {
+    f"privacy.differential_privacy.{name}"
+    for name in ("unit", "target_epsilon", "delta")
+}
+
 Choice = str | int | float | bool
 
 
@@ -139,10 +145,9 @@ class Space:
         return pinned(job, self.path.parent)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what trials compute."""
-        spec = self.spec
-        facts = asdict(replace(spec, trials=1, privacy=TotalPrivacySpec()))
-        facts["job"] = self.document
+        """SHA-256 of all that decides what trials compute, files of users included."""
+        facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
+        facts["job"] = job_file.document(self.job({}))
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -174,7 +179,26 @@ def _checked(spec: TuneSpec, folder: Path) -> Space:
     spec = _filled(spec, str(document.get("name", "")))
     space = Space(spec=spec, document=document, path=path)
     _try_ends(space)
+    if spec.privacy.max_epsilon:
+        _check_budget(space)
     return space
+
+
+def _check_budget(space: Space) -> None:
+    """Refuse a budget if it is not known what a trial may add to what was spent."""
+    private = space.job({}).privacy.differential_privacy
+    if not private.enabled or private.delta is None:
+        raise JobError(
+            "needs a job with differential privacy, target_epsilon and delta: they are "
+            "what a trial may spend",
+            key="privacy.max_epsilon",
+        )
+    for name in _CAPS & space.spec.space.keys():
+        raise JobError(
+            "cannot be searched under privacy.max_epsilon: it decides what a trial may "
+            "spend",
+            key=f"space.{name}",
+        )
 
 
 def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ Each trial is a run on the same records, so what all of them release composes. A
 that ended early or failed counts with what it released.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,27 +42,36 @@ class SearchSpending:
         )
 
 
-def spent(trials: Sequence[Path]) -> SearchSpending | None:
+def spent(trials: Mapping[Path, bool]) -> SearchSpending | None:
     """Add up what runs have spent; None if none of them has a ledger.
 
+    Args:
+        trials: Folders of runs, and whether their sites must have charged something.
+
     Raises:
-        CorruptObject: A ledger is damaged, so that nobody knows what was spent.
+        CorruptObject: A ledger is damaged or missing: what was spent is unknown.
     """
     found: dict[tuple[str, Purpose], list[PrivacyEvent]] = defaultdict(list)
     deltas = []
+    for folder, is_charged in trials.items():
+        if is_charged and not ledger_reader.below(folder):
+            raise _unknown(f"{folder}: its ledgers are missing")
     for path in chain.from_iterable(map(ledger_reader.below, trials)):
         finding = ledger_reader.examine(path)
         if finding.contents is None:
-            raise CorruptObject(
-                f"{path}: {finding.error}: what the search has spent is unknown, so it "
-                "does not continue; restore the file, or begin again with another "
-                "--out and count both"
-            )
+            raise _unknown(f"{path}: {finding.error}")
         terms = finding.contents.terms
         deltas.append(terms.delta)
         for purpose in PURPOSES:
             found[terms.site, purpose] += finding.contents.events(purpose)
     return SearchSpending(events=found, delta=max(deltas)) if deltas else None
+
+
+def _unknown(what: str) -> CorruptObject:
+    return CorruptObject(
+        f"{what}: what the search has spent is unknown, so it does not continue; "
+        "restore them, or begin again with another --out and count both"
+    )
 
 
 def refusal(
@@ -80,26 +90,23 @@ def refusal(
     Args:
         job: Of the trial.
         so_far: What earlier trials have spent.
-        epsilon_cap: Of all trials; 0 for no limit.
+        epsilon_cap: Of all trials.
         delta: Of all trials.
     """
     private = job.privacy.differential_privacy
-    if not epsilon_cap or not private.enabled:
-        return ""
-    if private.target_epsilon is None or private.delta is None:
-        return "privacy.max_epsilon needs a job with a delta, to know what a trial adds"
-    total = 2 * private.delta if delta is None else delta
-    left = total - private.delta
+    # A search with a budget is refused if its job has none of them.
+    own_cap, own_delta = private.target_epsilon or math.inf, private.delta or 1.0
+    total = 2 * own_delta if delta is None else delta
+    left = total - own_delta
     if left <= 0:
         return (
-            f"privacy.delta is {total:g}, and one trial has {private.delta:g}: it must "
-            "be larger"
+            f"privacy.delta is {total:g}, and one trial has {own_delta:g}: it must be "
+            "larger"
         )
-    before = 0.0 if so_far is None else so_far.epsilon(left)
-    if before + private.target_epsilon <= epsilon_cap:
+    reached = own_cap + (0.0 if so_far is None else so_far.epsilon(left))
+    if reached <= epsilon_cap:
         return ""
     return (
-        f"another trial could take a site to epsilon "
-        f"{before + private.target_epsilon:.4g} at delta {total:g}, beyond "
-        f"privacy.max_epsilon, {epsilon_cap:g}"
+        f"another trial could take a site to epsilon {reached:.4g} at delta {total:g}, "
+        f"beyond privacy.max_epsilon, {epsilon_cap:g}"
     )

@@ -158,10 +158,27 @@ def test_all_trials_are_charged(tmp_path: Path) -> None:
     assert three.epsilon is not None
     assert one.epsilon <= 4.0 < three.epsilon
     assert three.delta == 2e-5
+    # A lost ledger, and a lost study, hide nothing.
+    for lost in (lambda p: p / "trials/0001/sites", lambda p: p / "study.db"):
+        folder = tmp_path / "three" / "search"
+        kept = tmp_path / "kept"
+        lost(folder).rename(kept)
+        with pytest.raises(CorruptObject, match=r"unknown|count what both"):
+            search(tmp_path / "three", trials=4, job=JOB + PRIVATE)
+        if lost(folder).exists():
+            lost(folder).unlink()  # A new study, which was begun in its place.
+        kept.rename(lost(folder))
     ledger = next((tmp_path / "three").rglob("ledger.jsonl"))
     ledger.write_text(ledger.read_text().replace("1", "2"))
     with pytest.raises(CorruptObject, match="unknown"):
         search(tmp_path / "three", trials=4, job=JOB + PRIVATE)
+
+
+def test_a_study_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/study.db").write_text("not a database")
+    with pytest.raises(CorruptObject, match=r"study\.db cannot be read"):
+        search(tmp_path)
 
 
 def test_no_trial_starts_beyond_the_budget_of_all(tmp_path: Path) -> None:
@@ -170,6 +187,8 @@ def test_no_trial_starts_beyond_the_budget_of_all(tmp_path: Path) -> None:
     assert 1 < len(tuning.trials) < 9
     assert tuning.epsilon is not None
     assert tuning.epsilon <= 9.0
+    with pytest.raises(JobError, match="--workers"):
+        search(tmp_path / "some", workers=2, keys=keys, job=JOB + PRIVATE)
     with pytest.raises(JobError, match="max_epsilon"):
         search(
             tmp_path / "none",

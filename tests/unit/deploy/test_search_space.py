@@ -139,10 +139,48 @@ def test_no_trial_starts_that_could_go_beyond_the_budget() -> None:
     assert "beyond" in refusal(job, SPENT, epsilon_cap=so_far + 1.99, delta=2e-5)
     assert not refusal(job, None, epsilon_cap=2.0, delta=2e-5)
     assert "beyond" in refusal(job, None, epsilon_cap=1.99, delta=2e-5)
-    assert not refusal(job, SPENT, epsilon_cap=0.0, delta=None)
 
 
-def test_a_budget_needs_deltas() -> None:
-    no_delta = refusal(private(delta=None), None, epsilon_cap=9.0, delta=None)
-    assert "needs a job with a delta" in no_delta
+def test_a_budget_needs_a_larger_delta_than_a_trial() -> None:
     assert "larger" in refusal(private(), None, epsilon_cap=9.0, delta=1e-5)
+
+
+PRIVATE = """
+[aggregation]
+weights = "uniform"
+[privacy.differential_privacy]
+unit = "record"
+target_epsilon = 2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("tail", "line", "said"),
+    [
+        ("", "rounds = { low = 1, high = 9 }", "differential privacy"),
+        (PRIVATE, "rounds = { low = 1, high = 9 }", "delta"),
+        (
+            f"{PRIVATE}delta = 1e-5",
+            "privacy.differential_privacy.target_epsilon = { low = 1.0, high = 99.0 }",
+            "cannot be searched",
+        ),
+    ],
+)
+def test_a_budget_needs_to_know_what_a_trial_may_spend(
+    tmp_path: Path, tail: str, line: str, said: str
+) -> None:
+    path = write(tmp_path, line, "privacy = { max_epsilon = 9.0 }")
+    (tmp_path / "job.toml").write_text(JOB + tail)
+    with pytest.raises(JobError, match=said):
+        load(path)
+
+
+def test_changed_code_of_the_user_is_another_search(tmp_path: Path) -> None:
+    path = write(tmp_path, "rounds = { low = 1, high = 9 }")
+    code = tmp_path / "mine.py"
+    code.write_text("net = 1\n")
+    job = JOB.replace("clients.models:logistic_regression", "./mine.py:net")
+    (tmp_path / "job.toml").write_text(job)
+    first = load(path).digest()
+    code.write_text("net = 2\n")
+    assert load(path).digest() != first
