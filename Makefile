@@ -139,7 +139,7 @@ lint: $(READY) ## Check format, style, types and floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test-fast ## What must hold before every commit, in under a minute
+check: lint test-fast ## What must hold before every commit, in one to two minutes
 
 format: $(READY) ## Put the code in order
 	$(BIN)/ruff format .

@@ -117,8 +117,9 @@ class Search:
         if strangers := _numbers(self.folder) - {t.number for t in study.trials}:
             raise CorruptObject(
                 f"{database} does not know trial {min(strangers)}, whose run is in "
-                f"{TRIALS}/: it was lost, or is an older copy. Restore it, or name a new folder with --out; with differential "
-                "privacy, count what both have spent"
+                f"{TRIALS}/: it was lost, or is an older copy. Restore it, or name a "
+                "new folder with --out; with differential privacy, count what both "
+                "have spent"
             )
         digest, known = self.space.digest(), study.user_attrs.get(_DIGEST)
         if known is None and not study.trials:
