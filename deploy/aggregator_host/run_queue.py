@@ -38,6 +38,7 @@ from monitoring.views.run_view import INTERRUPTED
 
 REQUEST, COORDINATOR = "request.json", "coordinator.json"
 OUTCOME, STOP = "outcome.json", "stop"
+_PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
@@ -254,6 +255,21 @@ def take_up(run: RunFolder, *, at: float) -> None:
 def ask_to_stop(run: RunFolder) -> None:
     """Ask a run to end after its round."""
     replace_file(run.path / STOP, [b""])
+
+
+def ask_to_pause(run: RunFolder) -> None:
+    """Ask a run to end after its round, and to be resumed by the command that asks.
+
+    A person's request to stop counts, whether it comes before or after.
+    """
+    if not (run.path / STOP).exists():
+        replace_file(run.path / STOP, [_PAUSE])
+
+
+def is_pause(run: RunFolder) -> bool:
+    """Whether a run that ends after its round is to be resumed."""
+    path = run.path / STOP
+    return path.exists() and path.read_bytes() == _PAUSE
 
 
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:

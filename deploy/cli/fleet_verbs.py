@@ -74,7 +74,7 @@ def _up(options: argparse.Namespace) -> int:
             tell=tell,
             mover=_mover(deployment, run, job.rounds),
             sizer=_sizer(deployment, run, job.rounds),
-            stop=partial(run_queue.ask_to_stop, run),
+            pause=partial(run_queue.ask_to_pause, run),
             starts=watch.starts,
         )
     code = _watched(options, run, watch)
@@ -96,12 +96,22 @@ def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:
 
 
 def _watched(options: argparse.Namespace, run: "RunFolder", watch: "_Watch") -> int:
-    """Follow a run to its end, also through changes of its machines."""
+    """Follow a run to its end, also through changes of its machines.
+
+    A pause that a command asked for that was killed is ended by the next one.
+    """
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    keeper = watch.keeper
+
+    def is_pause() -> bool:
+        return keeper is not None and run_queue.is_pause(run)
+
     try:
-        code = follow(options, run, watch.look)
-        while watch.keeper is not None and watch.keeper.is_resizing and code == STOPPED:
-            watch.keeper.resize()
-            code = follow(options, run, watch.look)
+        code = follow(options, run, watch.look, is_pause)
+        while keeper is not None and code == STOPPED and is_pause():
+            keeper.resume()
+            code = follow(options, run, watch.look, is_pause)
     finally:
         watch.read_logs()
     return code

@@ -13,12 +13,12 @@ from deploy import exit_codes
 from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
-from deploy.exit_codes import DONE
+from deploy.exit_codes import DONE, STOPPED
 from federation.errors import FederationError, JobError, RunNotFound
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
-    from deploy.aggregator_host.run_queue import Queue, QueuedRun
+    from deploy.aggregator_host.run_queue import Outcome, Queue, QueuedRun
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
@@ -70,6 +70,7 @@ def follow(
     options: argparse.Namespace,
     run: "RunFolder",
     look: Callable[[], None] = lambda: None,
+    is_pause: Callable[[], bool] = lambda: False,
 ) -> int:
     """Show a run until it ends; Ctrl-C does not stop the run.
 
@@ -77,6 +78,7 @@ def follow(
         options: Of the verb.
         run: The run.
         look: Called again and again while nothing happens in it.
+        is_pause: Whether the caller resumes it if it was stopped: that is no outcome.
     """
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -97,7 +99,10 @@ def follow(
     except KeyboardInterrupt:
         tell(f"the run continues; see it with: crossfed watch {run.path.name}")
         return DONE
-    return _tell_outcome(options, run)
+    outcome = _outcome(run)
+    if outcome.code == STOPPED and is_pause():
+        return STOPPED
+    return _tell_outcome(options, run, outcome)
 
 
 def _await_start(
@@ -129,15 +134,22 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
     return f"run {run.path.name} waits for its coordinator, and then for its sites"
 
 
-def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
-    """Print a run's outcome, and return its exit code."""
+def _outcome(run: "RunFolder") -> "Outcome":
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from monitoring.terminal.outcome import lines  # noqa: PLC0415
 
     handed = run_queue.read(run)
     if handed is None or handed.outcome is None:
         raise RunNotFound(f"the run in {run.path} no longer exists")
-    status = exit_codes.status_of(handed.outcome.code)
+    return handed.outcome
+
+
+def _tell_outcome(
+    options: argparse.Namespace, run: "RunFolder", outcome: "Outcome"
+) -> int:
+    """Print a run's outcome, and return its exit code."""
+    from monitoring.terminal.outcome import lines  # noqa: PLC0415
+
+    status = exit_codes.status_of(outcome.code)
     if options.json and run.result.is_file():
         # Its last coordinator may not have known how the run would end.
         say_json({**json.loads(run.result.read_text()), "status": status})
@@ -151,9 +163,9 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
         say(f"run         {run.path}")
         if run.report.is_file():
             say(f"report      {run.report}")
-    if handed.outcome.code != DONE:
-        tell(handed.outcome.message)
-    return handed.outcome.code
+    if outcome.code != DONE:
+        tell(outcome.message)
+    return outcome.code
 
 
 def _say_run(options: argparse.Namespace, run: "RunFolder", status: str) -> None:

@@ -1,7 +1,9 @@
 """Launches on two clouds that fail half-way are completed, once, by who keeps them."""
 
 import base64
+import json
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,12 @@ import pytest
 from support import fake_gce
 from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
 from support.fake_gce import FakeGce
+from support.small_jobs import small_job
 
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from deploy.aggregator_host import run_queue
+from deploy.cli import fleet_verbs, run_verbs
+from deploy.exit_codes import DONE, STOPPED
 from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
@@ -369,11 +375,12 @@ home = { url = "file:///mnt/home" }
     kept.look()
     run = RunFolder(tmp_path / "run")
     kept.keeper._sizer = Growing(kept.plan, PRICES, run, 10, kept.told.append)
-    kept.keeper._stop = lambda: kept.told.append("asked to pause")
+    kept.keeper._ask_to_pause = lambda: kept.told.append("asked to pause")
     kept.look()
     kept.look()
-    assert kept.told.count("asked to pause") == 1
-    assert kept.keeper.is_resizing
+    # The aggregator is no machine here, so each look replaces it, and asks again.
+    assert kept.told.count("asked to pause") == 2
+    assert kept.keeper._resized is not None
     return kept
 
 
@@ -385,10 +392,10 @@ def sizes(kept: Kept) -> list[tuple[str, NodeState]]:
 def test_a_larger_machine_takes_over_while_no_round_runs(growing: Kept):
     """Nothing is replaced before the run has paused, and nothing else after it."""
     assert sizes(growing) == [("m5.large", NodeState.RUNNING)]
-    growing.keeper.resize()
+    growing.keeper.resume()
     grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
     assert sizes(growing) == grown
-    assert not growing.keeper.is_resizing
+    assert growing.keeper._resized is None
     assert len(growing.gcp.inserted) == 1
 
 
@@ -397,7 +404,7 @@ def test_a_machine_stays_if_a_larger_one_cannot_be_had(growing: Kept):
     growing.aws.refusal = lambda form: (
         "InsufficientInstanceCapacity" if form["Action"] == "RunInstances" else None
     )
-    growing.keeper.resize()
+    growing.keeper.resume()
     assert sizes(growing) == [("m5.large", NodeState.RUNNING)]
     assert any("keeps m5.large: m5.xlarge cannot be had" in x for x in growing.told)
 
@@ -415,7 +422,7 @@ def test_a_change_that_was_killed_after_the_launch_is_completed(
     with monkeypatch.context() as patched:
         patched.setattr(type(pool), "terminate", killed)
         with pytest.raises(KeyboardInterrupt):
-            growing.keeper.resize()
+            growing.keeper.resume()
     both = [("m5.large", NodeState.RUNNING), ("m5.xlarge", NodeState.RUNNING)]
     assert sizes(growing) == both
     assert new is not None
@@ -423,6 +430,101 @@ def test_a_change_that_was_killed_after_the_launch_is_completed(
         growing.restore(again)
     grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
     assert sizes(growing) == grown
+
+
+class Paused:
+    """A run whose aggregator is as quick as the clock, and the command that keeps it.
+
+    Attributes:
+        meanwhile: Called once the run was asked to pause, before it has.
+        starts: How often it was taken up again.
+    """
+
+    def __init__(self, kept: Kept, folder: Path) -> None:
+        self.kept, self.starts = kept, 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        config = folder / "fed" / "aggregator.toml"
+        config.parent.mkdir()
+        config.write_text('listen = "127.0.0.1:1"\nhosts = ["127.0.0.1"]\n')
+        job = small_job()
+        self.run = RunFolder(config.parent / "runs" / job.name / "one")
+        run_queue.submit(job, self.run, at=0.0)
+        self.options = Namespace(aggregator=config, clock=kept.clock, json=True)
+        kept.clock.slept = self.work
+        kept.keeper._restore = self.restore
+        kept.keeper._ask_to_pause = lambda: run_queue.ask_to_pause(self.run)
+
+    def work(self) -> None:
+        """End the run after its round if it is to pause, or else at its end."""
+        handed = run_queue.read(self.run)
+        if handed is None or handed.outcome is not None:
+            return
+        if handed.stop:
+            self.meanwhile()
+        if handed.stop or self.starts:
+            code = STOPPED if handed.stop else DONE
+            outcome = run_queue.Outcome(code=code, message="told by a test")
+            run_queue.leave_outcome(self.run, outcome)
+
+    def restore(self, deployment: Deployment) -> None:
+        self.kept.restore(deployment)
+        if run_verbs.is_over(self.run):
+            run_queue.take_up(self.run, at=1.0)
+            self.starts += 1
+
+    def watched(self) -> int:
+        with fleet.opened(
+            self.kept.plan, random_bytes=os.urandom, clock=self.kept.clock
+        ) as deployment:
+            watch = fleet_verbs._Watch(deployment)
+        watch.keeper = self.kept.keeper
+        return fleet_verbs._watched(self.options, self.run, watch)
+
+
+@pytest.fixture
+def paused(growing: Kept, tmp_path: Path) -> Paused:
+    growing.keeper._resized = None
+    return Paused(growing, tmp_path)
+
+
+def test_a_run_is_taken_up_again_on_its_larger_machine(
+    paused: Paused, capsys: pytest.CaptureFixture[str]
+):
+    """Its pause is no outcome: one is written, at the end."""
+    assert paused.watched() == DONE
+    assert paused.starts == 1
+    grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
+    assert sizes(paused.kept) == grown
+    assert json.loads(capsys.readouterr().out)["status"] == "completed"
+
+
+def test_a_person_who_stops_a_run_that_is_to_pause_is_obeyed(paused: Paused):
+    paused.meanwhile = lambda: run_queue.ask_to_stop(paused.run)
+    assert paused.watched() == STOPPED
+    assert paused.starts == 0
+    assert sizes(paused.kept) == [("m5.large", NodeState.RUNNING)]
+
+
+def test_a_pause_of_a_command_that_was_killed_is_ended_by_the_next(paused: Paused):
+    """Though that one has decided on nothing."""
+    paused.kept.keeper._sizer = None
+    run_queue.ask_to_pause(paused.run)
+    assert paused.watched() == DONE
+    assert paused.starts == 1
+
+
+def test_a_machine_that_is_lost_in_a_pause_does_not_lose_the_change(paused: Paused):
+    """Its replacement resumes the run, which is then asked to pause again."""
+    keeper, kept = paused.kept.keeper, paused.kept
+    kept.clock.slept = lambda: None
+    keeper.look(kept.nodes())
+    assert run_queue.is_pause(paused.run)
+    pool = kept.pools[kept.plan.file.sites[0].pool]
+    pool.terminate({n.id for n in kept.nodes() if n.labels[ROLE] == ROLES[0]})
+    paused.work()
+    kept.look()
+    assert paused.starts == 1
+    assert run_queue.is_pause(paused.run)
 
 
 def test_machines_that_cannot_start_are_not_launched_without_end(kept: Kept):

@@ -44,7 +44,7 @@ class Keeper:
         tell: Tell,
         mover: Mover | None = None,
         sizer: Sizer | None = None,
-        stop: Callable[[], None] = lambda: None,
+        pause: Callable[[], None] = lambda: None,
         starts: Starts | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
@@ -57,12 +57,12 @@ class Keeper:
             tell: Called with a word about every step.
             mover: Decides which machines it should have, if there is a deadline.
             sizer: Decides on sizes of machines, if any site states several.
-            stop: Asks the run to pause after its round, so that sizes can change.
+            pause: Asks the run to pause after its round, so that sizes can change.
             starts: What is known of starts of machines; None for nothing yet.
         """
         self._starts = starts or starts_of(deployment, tell)
         self._mover = mover
-        self._sizer, self._stop = sizer, stop
+        self._sizer, self._ask_to_pause = sizer, pause
         self._resized: DeploymentPlan | None = None
         self._plan, self._clock = deployment.plan, deployment.clock
         self._restore, self._hourly = restore, hourly
@@ -103,13 +103,8 @@ class Keeper:
             self._replace(nodes)
             self._decide_sizes(now)
 
-    @property
-    def is_resizing(self) -> bool:
-        """Whether it has asked the run to pause, to change sizes of machines."""
-        return self._resized is not None
-
-    def resize(self) -> None:
-        """Change the sizes of machines, while no round runs, and resume the run.
+    def resume(self) -> None:
+        """Change sizes of machines as decided, while no round runs; resume the run.
 
         A machine that cannot be had is not asked for again: the old one stays, which
         ends only when the new one is launched.
@@ -119,6 +114,7 @@ class Keeper:
         """
         old, new = self._plan, self._resized
         if new is None or self._sizer is None:
+            self._bring_up(set())  # A command that is gone asked for the pause.
             return
         self._resized = None
         changed = {
@@ -152,7 +148,7 @@ class Keeper:
         plan = self._sizer.wanted(self._plan, now)
         if plan != self._plan:
             self._resized = plan
-            self._stop()
+            self._ask_to_pause()
 
     def end(self) -> None:
         """End every machine, because the run has ended.
@@ -219,8 +215,13 @@ class Keeper:
         except (ComputeError, JobError) as error:
             self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
         else:
-            self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
-            self._is_moving = False
+            self._replaced()
+
+    def _replaced(self) -> None:
+        self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
+        self._is_moving = False
+        if self._resized is not None:  # It may have resumed a run that had paused.
+            self._ask_to_pause()
 
     def _missing(self, nodes: Sequence[Node]) -> set[str]:
         """Roles that a machine may be started for now."""
