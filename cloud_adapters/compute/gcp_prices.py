@@ -7,8 +7,11 @@ machines, so each is matched whole, and a part that is missing, priced twice or 
 bounds is an error and no price. Answers are checked like anything from the network.
 """
 
+import http.client
 import json
+import os
 import re
+import stat
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -25,6 +28,9 @@ URL = "https://cloudbilling.googleapis.com"
 _SERVICE = "6F81-5844-456A"  # Compute Engine.
 _PAGE, _MOST_PAGES, _MOST_BYTES = 5000, 20, 64 << 20
 _SECONDS = 60.0
+_SHOWN = 80  # Characters of what Google states.
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MOST_KEY_BYTES = 1 << 10
 _NANO = 1e9
 _DEMAND, _SPOT = "OnDemand", "Preemptible"
 # Dollars an hour that no part is below or above, in any region, on demand or spot.
@@ -106,6 +112,16 @@ def parts_of(machine: str) -> Parts:
     )
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: the key would go with it, to whatever host it names."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Follow none."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 @dataclass(eq=False)
 class GcpPrices:
     """Asks Google for its prices.
@@ -168,7 +184,7 @@ class GcpPrices:
             _price(sku, kind)
             for sku in self._all()
             if _usage(sku) == usage
-            and region in sku.get("serviceRegions", ())
+            and region in _regions(sku)
             and pattern.fullmatch(str(sku.get("description", "")))
         }
         if len(found) > 1:
@@ -205,7 +221,7 @@ class GcpPrices:
         )
         doing = "read Google's prices (cloudbilling services.skus.list)"
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310
+            with _OPENER.open(request, timeout=_SECONDS) as answer:
                 found = json.loads(answer.read(_MOST_BYTES))
         except urllib.error.HTTPError as error:
             error.close()
@@ -215,7 +231,12 @@ class GcpPrices:
                     "that may use the Cloud Billing API, and enable it in its project"
                 ) from None
             raise ComputeError(f"cannot {doing}: Google answers {error.code}") from None
-        except (OSError, ValueError) as error:
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+            http.client.HTTPException,
+        ) as error:
             raise ComputeError(f"cannot {doing}: {error}") from error
         if not isinstance(found, dict):
             raise ComputeError("Google's price list is not of the known form")
@@ -227,6 +248,11 @@ def _usage(sku: Mapping[str, Any]) -> object:
     return category.get("usageType") if isinstance(category, dict) else None
 
 
+def _regions(sku: Mapping[str, Any]) -> Sequence[object]:
+    found = sku.get("serviceRegions")
+    return found if isinstance(found, list) else ()
+
+
 def _price(sku: Mapping[str, Any], kind: str) -> float:
     """Dollars an hour of one core, GiB or GPU.
 
@@ -236,14 +262,14 @@ def _price(sku: Mapping[str, Any], kind: str) -> float:
     try:
         (info,) = sku["pricingInfo"]
         expression = info["pricingExpression"]
-        unit, rates = expression["usageUnit"], expression["tieredRates"]
+        unit, rates = str(expression["usageUnit"]), expression["tieredRates"]
         (rate,) = rates  # From the first hour on.
         money = rate["unitPrice"]
         dollars = int(money.get("units") or 0) + int(money.get("nanos") or 0) / _NANO
         is_sound = (
             money["currencyCode"] == "USD" and float(rate["startUsageAmount"]) == 0
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ComputeError(
             f"Google's price of {sku.get('description')!r:.80} is not of the known "
             f"form: {error!r}"
@@ -251,7 +277,7 @@ def _price(sku: Mapping[str, Any], kind: str) -> float:
     low, high = _BOUNDS[kind]
     if not (is_sound and unit in _UNITS[kind] and low <= dollars <= high):
         raise ComputeError(
-            f"Google states {dollars} dollars for {unit} of "
+            f"Google states {dollars} dollars for {unit[:_SHOWN]} of "
             f"{sku.get('description')!r:.80}, which no {kind} costs: compare it with "
             "Google's own page, and state the machine's price in your table"
         )
@@ -265,15 +291,15 @@ def key_of(environment: Mapping[str, str]) -> str | None:
         None if there is neither.
 
     Raises:
-        JobError: It is none, or the file cannot be read.
+        JobError: It is none, or the file cannot be read or is open to others.
     """
     path, where = environment.get(KEY_FILE), KEY
     key = environment.get(KEY)
     if path is not None:
         where = KEY_FILE
         try:
-            key = Path(path).read_text()
-        except (OSError, ValueError) as error:
+            key = _read_private(Path(path))
+        except OSError as error:
             raise JobError(f"cannot be read: {error}", key=where) from error
     if key is None:
         return None
@@ -281,3 +307,21 @@ def key_of(environment: Mapping[str, str]) -> str | None:
     if not re.fullmatch(r"[\x21-\x7e]{20,200}", key):
         raise JobError("holds no API key of Google", key=where)
     return key
+
+
+def _read_private(path: Path) -> str:
+    # O_NONBLOCK: a pipe in the file's place must not hang.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            raise JobError(f"{path} is not a regular file", key=KEY_FILE)
+        if mode & _OTHERS:
+            raise JobError(
+                f"other users can read {path} (mode {stat.S_IMODE(mode):04o}): close "
+                f"it with chmod 600 {path}",
+                key=KEY_FILE,
+            )
+        return os.read(handle, _MOST_KEY_BYTES).decode("ascii", "replace")
+    finally:
+        os.close(handle)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.google_server import GoogleServer, Request, json_answer
+from support.google_server import Answer, GoogleServer, Request, json_answer
 
 from cloud_adapters.compute.gcp_prices import (
     KEY,
@@ -31,7 +31,7 @@ def sku(
     dollars: float,
     *,
     usage: str = "OnDemand",
-    unit: str = "h",
+    unit: Any = "h",
     group: str = "CPU",
     regions: tuple[str, ...] = (REGION, "us-east1"),
 ) -> dict[str, Any]:
@@ -179,6 +179,12 @@ def spoilt(**changes: Any) -> dict[str, Any]:
         (A2[1:], "no on-demand price of each part"),
         ([spoilt(currencyCode="EUR"), *A2[1:]], "which no core costs"),
         ([spoilt(nanos="many"), *A2[1:]], "not of the known form"),
+        ([spoilt(nanos=float("nan")), *A2[1:]], "not of the known form"),
+        ([spoilt(nanos=float("inf")), *A2[1:]], "not of the known form"),
+        ([spoilt(units=10**400), *A2[1:]], "not of the known form"),
+        ([sku(A2[0]["description"], 0.03, unit=["h"]), *A2[1:]], "dollars for"),
+        ([A2[0] | {"serviceRegions": 3}, *A2[1:]], "no on-demand price"),
+        ([A2[0] | {"serviceRegions": f"x{REGION}"}, *A2[1:]], "no on-demand price"),
         ([A2[0] | {"pricingInfo": []}, *A2[1:]], "not of the known form"),
         ([3], "not of the known form"),
     ],
@@ -211,6 +217,11 @@ def test_the_key_comes_from_the_environment(tmp_path: Path):
     """From a variable, or from a file that one names."""
     path = tmp_path / "key"
     path.write_text(f"{API_KEY}\n")
+    path.chmod(0o640)
+    with pytest.raises(JobError, match="other users can read") as open_to_others:
+        key_of({KEY_FILE: str(path)})
+    assert API_KEY not in str(open_to_others.value)
+    path.chmod(0o600)
     assert key_of({}) is None
     assert key_of({KEY: API_KEY}) == API_KEY
     assert key_of({KEY_FILE: str(path)}) == API_KEY
@@ -219,6 +230,43 @@ def test_the_key_comes_from_the_environment(tmp_path: Path):
     assert "two words" not in str(found.value)
     with pytest.raises(JobError, match="cannot be read"):
         key_of({KEY_FILE: str(tmp_path / "none")})
+    with pytest.raises(JobError, match="not a regular file"):
+        key_of({KEY_FILE: str(tmp_path)})
+
+
+def test_the_key_follows_no_redirect():
+    """To another host, or to a later request of the same."""
+    seen: list[Request] = []
+
+    def redirect(request: Request) -> Answer:
+        seen.append(request)
+        return Answer(302, {"Location": "/elsewhere"}, b"")
+
+    with (
+        GoogleServer(redirect) as server,
+        pytest.raises(ComputeError, match="Google answers 302"),
+    ):
+        GcpPrices(API_KEY, server.url).on_demand("e2-standard-4", REGION)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"skus": ', b"[]", b"\xff"])
+def test_a_body_that_is_no_price_list_is_refused(body: bytes):
+    """Also one that is nested without end."""
+    with (
+        GoogleServer(lambda _: Answer(200, {}, body)) as server,
+        pytest.raises(ComputeError, match="Google's price"),
+    ):
+        GcpPrices(API_KEY, server.url).on_demand("e2-standard-4", REGION)
+
+
+def test_pages_that_never_end_are_refused():
+    page = {"skus": [], "nextPageToken": "again"}
+    with (
+        GoogleServer(lambda _: json_answer(page)) as server,
+        pytest.raises(ComputeError, match="more than 20 pages"),
+    ):
+        GcpPrices(API_KEY, server.url).on_demand("e2-standard-4", REGION)
 
 
 class NoAws:
