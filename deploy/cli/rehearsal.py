@@ -5,6 +5,7 @@ its own, so nothing of it is mistaken for that of the sites themselves; and it n
 reads what only a site's own machine may, nor writes where that does.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,11 @@ from deploy.fleet.deployment_file import (
 from deploy.site_host.config import LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring.exchange import ExchangeSpec
+from federation.errors import JobError
 
 # What of a cloud's machine is not on this host.
 _OF_MACHINES = ("notices", "gpus")
+_IMAGES = re.compile(r"[A-Za-z0-9][\w.:/-]*:\w[\w.-]{0,127}", re.ASCII)
 
 
 def on_this_host(plan: DeploymentPlan, *, images: str = "") -> DeploymentPlan:
@@ -38,7 +41,12 @@ def on_this_host(plan: DeploymentPlan, *, images: str = "") -> DeploymentPlan:
         plan: The deployment.
         images: Has every party be a container of the image ``IMAGES-PARTY:TAG``, in
             which ``IMAGES:TAG`` is what is given here; empty for processes.
+
+    Raises:
+        JobError: ``images`` is not of this form.
     """
+    if images and not _IMAGES.fullmatch(images):
+        raise JobError(f"{images!r} is not of the form NAME:TAG", key="--images")
     file = plan.file
     sites = tuple(_site(site, images) for site in file.sites)
     place = plan.folder
@@ -62,7 +70,8 @@ def on_this_host(plan: DeploymentPlan, *, images: str = "") -> DeploymentPlan:
             exchange=ExchangeSpec(),
             platforms=type(file.platforms)(),
         ),
-        folder=Path(f"{place}-{form}"),
+        # No deployment's name has a dot: it is the folder of no other one.
+        folder=Path(f"{place}.{form}"),
         settings=settings,
         exchange={},
         platforms={},
@@ -95,6 +104,7 @@ def _site(site: SiteMachine, images: str) -> SiteMachine:
         data=LocalDataSpec(name=site.data.name),
         compute=replace(site.compute, notices="none", gpus=0),
         home=HomeSpec(),
+        sizes=(),
         dollars_per_hour=None,
         on_demand_dollars_per_hour=None,
         dollars_per_gigabyte=None,

@@ -131,7 +131,7 @@ def test_two_clouds_are_rehearsed_in_containers_and_their_aggregator_killed(
     """The aggregator, too; killed in a round, another one goes on with the run."""
     begin = CLOCK.monotonic()
     crossfed("up", *clouds, "--detach")
-    place = Path(clouds[0]).parent / "rehearsed-containers"
+    place = Path(clouds[0]).parent / "rehearsed.containers"
     (events,) = (place / "aggregator" / "runs").glob("*/*/")
     log = events / "events.jsonl"
     wait_for(lambda: rounds_of(log) >= 1, "the first round")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import rehearsal
-from deploy.fleet import deployment_file
+from deploy.fleet import deployment_file, offers
 from deploy.fleet.deployment_file import CONTAINERS, LOCAL
+from federation.clock import VirtualClock
 from federation.errors import JobError
 
 TEXT = """
@@ -28,10 +29,10 @@ url = "s3://bucket/messages"
 [[sites]]
 name = "site-a"
 provider = "aws"
+sizes = [{ type = "m7i.large", speed = 1.0 }, { type = "m7i.xlarge", speed = 2.0 }]
 [sites.machine]
 region = "us-east-1"
 type = "m7i.large"
-market = "spot"
 [sites.data]
 source = "s3://patients/scans"
 name = "patients"
@@ -69,6 +70,7 @@ def test_no_cloud_bucket_or_home_is_touched(tmp_path: Path, images: str):
     assert plan.file.aggregator.address == ""
     assert (plan.file.max_dollars, plan.file.deadline_hours) == (None, None)
     assert plan.file.start.window == ""
+    assert offers.with_types(plan, clock=VirtualClock(0.0), tell=print) == plan
 
 
 def test_sites_keep_what_they_decide(tmp_path: Path):
@@ -93,6 +95,27 @@ def test_each_form_has_a_folder_of_its_own(tmp_path: Path):
         rehearsal.on_this_host(plan, images=IMAGES).folder,
     }
     assert len(folders) == 3
+
+
+def test_its_folder_is_that_of_no_other_deployment(tmp_path: Path):
+    """One that is called as this one with a suffix: `down --purge` would delete it."""
+    plan = load(tmp_path)
+    found = {
+        rehearsal.on_this_host(plan).folder,
+        rehearsal.on_this_host(plan, images=IMAGES).folder,
+    }
+    for other in ("fed-local", "fed-containers"):
+        plan.path.write_text(TEXT.replace('name = "fed"', f'name = "{other}"'))
+        assert deployment_file.load(plan.path).folder not in found
+
+
+@pytest.mark.parametrize(
+    "images", ["crossfed", "host:5000/crossfed", ":1", "x:", "-v/:/x:1", "a b:1"]
+)
+def test_images_without_name_or_tag_are_refused(tmp_path: Path, images: str):
+    """Before podman reads them as something else."""
+    with pytest.raises(JobError, match="--images: "):
+        rehearsal.on_this_host(load(tmp_path), images=images)
 
 
 def test_every_party_is_a_container(tmp_path: Path):
