@@ -87,6 +87,17 @@ def parts_of(machine: str) -> Parts:
     Raises:
         ComputeError: Its parts are not known here.
     """
+    found = find_parts(machine)
+    if found is None:
+        raise ComputeError(
+            f"the parts of {machine} are not known, so Google's prices cannot be added "
+            "up: state its price in your table"
+        )
+    return found
+
+
+def find_parts(machine: str) -> Parts | None:
+    """Return the parts of a type of machine; None if they are not known here."""
     found = re.fullmatch(r"([a-z0-9]+-[a-z]+)-([0-9]{1,3})(g?)", machine)
     if found:
         kind, number, is_gpus = found[1], int(found[2]), found[3] == "g"
@@ -106,10 +117,7 @@ def parts_of(machine: str) -> Parts:
         is_plain = family in {"e2", "n2", "n2d"} and shape in _GIB_PER_CPU
         if is_plain and not is_gpus:
             return Parts(cpus=number, memory_gb=_GIB_PER_CPU[shape] * number)
-    raise ComputeError(
-        f"the parts of {machine} are not known, so Google's prices cannot be added up: "
-        "state its price in your table"
-    )
+    return None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

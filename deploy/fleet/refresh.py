@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import tomli_w
 
+from cloud_adapters.compute.gcp_prices import find_parts
 from deploy.fleet.deployment_file import AWS, GCP, DeploymentFile
 from deploy.fleet.prices import (
     Egress,
@@ -76,20 +77,20 @@ def refreshed(
         (row.provider, row.region, row.machine): row
         for row in old.machines
         if row.provider in clouds
+        # Others are stated by a person: Google's prices of them cannot be added up.
+        and (row.provider != GCP or find_parts(row.machine) is not None)
     }
-    known = {*wanted}
+    known = {(row.provider, row.region, row.machine) for row in old.machines}
     regions = sorted({region for provider, region, _ in wanted if provider == AWS})
     for site in file.sites:
         if site.provider in clouds:
-            place = (site.provider, site.machine.region, site.machine.type)
+            place = (site.provider, site.machine.region, site.machine.priced_as)
             if site.provider == AWS:
                 regions.insert(0, place[1])  # A deployment's own first.
-            wanted.setdefault(
-                place,
-                MachinePrice(
+            if place not in known:
+                wanted[place] = MachinePrice(
                     provider=place[0], region=place[1], machine=place[2], on_demand=1.0
-                ),
-            )
+                )
     machines = [
         _machine(row, clouds[row.provider], day, is_new=place not in known)
         for place, row in wanted.items()
@@ -99,7 +100,11 @@ def refreshed(
         as_of=day,
         machines=(
             *machines,
-            *(_kept(row, old) for row in old.machines if row.provider not in clouds),
+            *(
+                _kept(row, old)
+                for row in old.machines
+                if (row.provider, row.region, row.machine) not in wanted
+            ),
         ),
         egress=tuple(
             _egress(row, aws, regions[0], day)

@@ -19,7 +19,7 @@ from cloud_adapters.compute.gcp_prices import (
     parts_of,
 )
 from deploy.fleet import prices, refresh
-from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
 API_KEY = "AIza-not-a-key-of-anyone-0123456789"
@@ -296,3 +296,28 @@ def test_a_table_gets_new_prices_of_google(google: Serve):
     cheap[2] = sku(cheap[2]["description"], 0.02)
     with pytest.raises(JobError, match="compare it with the cloud's own"):
         refresh.refreshed(old, file, aws, google([*cheap, *E2]), today=today)
+
+
+def test_a_price_that_a_person_has_stated_is_kept_with_its_day(google: Serve):
+    """As the error about a machine without known parts advises; also for a site."""
+    stated = prices.MachinePrice(
+        provider="gcp",
+        region=REGION,
+        machine="n1-standard-8 + 1 x nvidia-tesla-t4",
+        on_demand=0.73,
+        as_of="2026-10-01",
+    )
+    packaged = prices.load(None, today=date(2026, 6, 20), warn=print)
+    old = replace(packaged, machines=(stated,))
+    machine = CloudMachine(
+        region=REGION,
+        type="n1-standard-8",
+        accelerator="nvidia-tesla-t4",
+        accelerators=1,
+    )
+    site = SiteMachine(name="site-a", provider="gcp", machine=machine)
+    file = DeploymentFile(name="x", job="j", sites=(site,))
+    aws: Any = NoAws()
+    today = date(2026, 11, 26)
+    found = refresh.refreshed(old, file, aws, google(E2), today=today)
+    assert found.machines == (stated,)
