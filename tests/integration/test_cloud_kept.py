@@ -349,10 +349,12 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
 
 
 class Growing(Sizer):
-    """Wants the larger machine, whatever was measured; the rule has its own tests."""
+    """Wants the larger machine, unless it was refused; the rule has its own tests."""
 
     def wanted(self, plan: DeploymentPlan, now: float) -> DeploymentPlan:
         del now
+        if self._refused:
+            return plan
         first, *others = plan.file.sites
         file = replace(plan.file, sites=(first.sized("m5.xlarge"), *others))
         return replace(plan, file=file)
@@ -511,6 +513,23 @@ def test_a_pause_of_a_command_that_was_killed_is_ended_by_the_next(paused: Pause
     run_queue.ask_to_pause(paused.run)
     assert paused.watched() == DONE
     assert paused.starts == 1
+
+
+def test_a_pause_outlasts_a_service_that_fails(paused: Paused):
+    """Neither the larger machine nor the old ones can be asked for, for a while."""
+    real, fails = paused.restore, iter(range(3))
+
+    def restore(deployment: Deployment) -> None:
+        if run_verbs.is_over(paused.run) and next(fails, None) is not None:
+            raise ComputeUnavailable("no route to the service")
+        real(deployment)
+
+    paused.kept.keeper._restore = restore
+    assert paused.watched() == DONE
+    assert paused.starts == 1
+    assert sizes(paused.kept) == [("m5.large", NodeState.RUNNING)]
+    (line,) = [line for line in paused.kept.told if "not resumed" in line]
+    assert line.endswith("tried again until it succeeds")
 
 
 def test_a_machine_that_is_lost_in_a_pause_does_not_lose_the_change(paused: Paused):

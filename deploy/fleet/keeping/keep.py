@@ -107,14 +107,15 @@ class Keeper:
         """Change sizes of machines as decided, while no round runs; resume the run.
 
         A machine that cannot be had is not asked for again: the old one stays, which
-        ends only when the new one is launched.
+        ends only when the new one is launched. If a service fails then, too, the run
+        waits for it.
 
         Raises:
-            ComputeError: The old machines cannot be had, either.
+            ComputeError: Another command has ended the deployment.
         """
         old, new = self._plan, self._resized
         if new is None or self._sizer is None:
-            self._bring_up(set())  # A command that is gone asked for the pause.
+            self._try_to_resume()  # A command that is gone asked for the pause.
             return
         self._resized = None
         changed = {
@@ -132,8 +133,22 @@ class Keeper:
             self._plan = old
             self._hourly = costs.budget_prices(old, now=self._priced_at)
             self._sizer.refused(old, new, str(error), self._clock.now())
-            self._bring_up(changed)
+            self._try_to_resume()
         self._sizer.changed()
+
+    def _try_to_resume(self) -> None:
+        """Bring up the machines of the present plan, until that succeeds."""
+        while True:
+            try:
+                self._bring_up(set())
+            except _TakenDown:
+                raise
+            except ComputeError as error:
+                self._retry(f"{self._plan.file.name}: not resumed: {error}")
+                self._clock.sleep(self._next_try - self._clock.monotonic())
+            else:
+                self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
+                return
 
     def _bring_up(self, first: set[str]) -> None:
         with self._opened() as deployment:
