@@ -8,6 +8,7 @@ Shape suffixes: d float values of the model, h words of the header.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -119,12 +120,15 @@ class MaskedRound:
             ProtocolError: It does not belong to this round; nothing was added.
         """
         self._check_sizes(update)
-        by_number = {MaskedAnswer.read_number(part.body): part for part in parts}
-        for number, part in by_number.items():
+        numbered = sorted(
+            ((MaskedAnswer.read_number(part.body), part) for part in parts),
+            key=itemgetter(0),
+        )
+        for number, part in numbered:  # Of two with one number, both.
             check_sender(part.site, self._contract.member(number).site)
         self.protocol.on_relayed(
             update.body,
-            [by_number[number].body for number in sorted(by_number)],
+            [part.body for _, part in numbered],
             vector_digest=sha256(update.words),
             header_digest=hashlib.sha256(update.header_h.data).digest(),
         )

@@ -177,6 +177,30 @@ def test_wrong_head_of_a_site_makes_its_relay_absent_alone(
     assert {*found.answered(LOST)} == {*NAMES} - {"site-2", "site-3"}
 
 
+def test_relay_does_not_pass_one_answer_off_as_that_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The sum is of the first site alone, and the second is listed beside it."""
+    honest = SecureRelay.__call__
+
+    def combine(
+        self: SecureRelay, tasks: Sequence[Task], answers: Sequence[SiteMessage]
+    ) -> Combined:
+        is_second = self.name == "relay-1" and tasks[0].round_index == LOST
+        if not is_second or not isinstance(answers[0], MaskedUpdate):
+            return honest(self, tasks, answers)
+        through, (first,) = honest(self, tasks[:1], answers[:1])
+        assert through is not None
+        assert isinstance(first, MaskedUpdate)
+        sites = first.site, answers[1].site
+        return replace(through, sites=sites), [replace(first, site=sites[1]), first]
+
+    monkeypatch.setattr(SecureRelay, "__call__", combine)
+    found = run(secret())
+    assert found.statuses() == ["completed"] * 3
+    assert {*found.answered(LOST)} == {*NAMES} - {"site-2", "site-3"}
+
+
 @pytest.mark.parametrize("job", [relayed, secret])
 def test_bytes_and_time_are_as_predicted(job: Callable[..., JobSpec]):
     machines = [{"site": name, "examples_per_second": 1000.0} for name in NAMES]
