@@ -56,6 +56,7 @@ class InterruptedSteps:
         self._generators = global_generators(pool.device)
         self._drawn = [generator.get_state() for generator in self._generators]
         self._is_seeded = all(g.initial_seed() == seed for g in self._generators)
+        self._groups = optimizer.groups_text()
         # A vector has 32 bits a value.
         self._fits = all(
             tensor.dtype != "float64"
@@ -120,6 +121,11 @@ class InterruptedSteps:
         has_drawn = not all(map(torch.equal, self._drawn, now))
         if not self._fits or (has_drawn and not self._is_seeded):
             return None  # The latter begins again with a seed; see ``GlobalDraws``.
+        # An optimiser of the user's may have state that no array holds.
+        if not self._optimizer.is_all_tensors():
+            return None
+        if self._optimizer.groups_text() != self._groups:
+            return None
         values_d, values_m = weights.read(self._model, self._layout)
         added, count = sums.so_far()
         arrays: dict[str, NDArray[Any]] = {

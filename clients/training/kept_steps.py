@@ -194,7 +194,7 @@ class KeptSteps:
         found = snapshot()
         if found is None:
             self._due = math.inf
-            return "its steps are lost, since this model's cannot be kept"
+            return "its steps are lost: not all of their state can be kept"
         of: Mapping[str, Fact]
         of = {**self._of, "round": round_index, "start": start()}
         try:

@@ -255,6 +255,24 @@ class LocalOptimizer:
             if value is not None
         }
 
+    def groups_text(self) -> str:
+        """What its groups hold beside parameters and rates, which steps set."""
+        return repr(
+            [
+                [(key, group[key]) for key in sorted(group.keys() - {"params", "lr"})]
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ]
+        )
+
+    def is_all_tensors(self) -> bool:
+        """Whether ``state`` has all that it keeps of each parameter."""
+        return all(
+            value is None or isinstance(value, torch.Tensor)
+            for parameter in self._named.values()
+            for value in self._state_of[parameter].values()
+        )
+
     def restore(self, kept: Arrays) -> None:
         """Put a state of the same model's optimiser in place of the present one."""
         for full_name, array in kept.items():

@@ -47,6 +47,26 @@ def drawing() -> nn.Module:
     return Drawing()
 
 
+class Counting(torch.optim.SGD):
+    """Its state of a parameter is a number, not a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = 1
+        return super().step(closure)
+
+
+class Adapting(torch.optim.SGD):
+    """It has state of a whole group, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1.0) * 2
+            group["lr"] *= group["d"]
+        return super().step(closure)
+
+
 def job_of(factory: str = f"{__name__}:drawing", **training: Any) -> JobSpec:
     keys = {"batch_size": 8, **training}
     if "local_epochs" not in keys:
@@ -251,6 +271,24 @@ def test_copies_without_a_notice(tmp_path: Path):
     assert taken == [False, False, True, True]
     expected = Machine(tmp_path / "undisturbed").fit()
     assert is_same(Machine(tmp_path).fit(), expected)
+
+
+@pytest.mark.parametrize("optimizer", [Counting, Adapting])
+def test_optimiser_with_other_state_keeps_nothing(
+    tmp_path: Path, optimizer: type[torch.optim.Optimizer]
+):
+    """Copies do not fail its rounds, and no round continues with a part of it."""
+    name = f"{__name__}:{optimizer.__name__}"
+    job = job_of(optimizer={"name": name, "lr": 1e-4})
+    expected = Machine(tmp_path / "undisturbed", job).fit()
+    clock = VirtualClock()
+    machine = Machine(tmp_path / "site", job, clock=clock, every_seconds=1.0)
+    machine.trainer.ends_early = lambda: bool(clock.sleep(2.0))
+    assert is_same(machine.fit(), expected)
+    leaving = Machine(tmp_path / "site", job, goes_after=3)
+    with pytest.raises(LeftAtStep, match="steps are lost"):
+        leaving.fit()
+    assert not leaving.is_kept()
 
 
 @pytest.mark.parametrize(
