@@ -42,7 +42,12 @@ WRITE_SECONDS = 20.0
 _MOST_SHARE = 0.1
 _PIECE_BYTES = 8 << 20
 _DIGEST_BYTES = 32
-_TYPES = frozenset({"float16", "float32", "float64", "int64", "int32", "uint8", "bool"})
+_TYPES = frozenset(
+    {
+        *("float16", "float32", "float64", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "uint8", "bool"),
+    }
+)
 
 _LOG = logging.getLogger(__name__)
 

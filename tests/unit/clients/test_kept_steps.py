@@ -27,7 +27,7 @@ STEPS, KEY = 6, "sites/site-0/steps"
 
 
 class Drawing(nn.Module):
-    """It draws, has statistics, and a counter that its state leaves out."""
+    """It draws, has statistics, and buffers that its state leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,9 @@ class Drawing(nn.Module):
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
         )
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        # Rotary positions are often kept as complex numbers.
+        turns = torch.ones(2, dtype=torch.complex64)
+        self.register_buffer("turns", turns, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
