@@ -124,7 +124,7 @@ class MaskedRound:
             ((MaskedAnswer.read_number(part.body), part) for part in parts),
             key=itemgetter(0),
         )
-        for number, part in numbered:  # Of two with one number, both.
+        for number, part in numbered:
             check_sender(part.site, self._contract.member(number).site)
         self.protocol.on_relayed(
             update.body,

@@ -166,8 +166,9 @@ class AggregatorRound:
     ) -> tuple[SiteId, ...]:
         """R1: take the masked answers of several sites, whose vectors a relay added.
 
-        That each vector was the one that its site signed is for the relay to check: of
-        a sum that is not theirs the masks do not cancel, and it is out of range.
+        That each vector was the one that its site signed is for the relay to check. In
+        a sum that lacks one the masks do not cancel, and it is out of range; what a
+        relay adds within the sum's bound is not found.
 
         Args:
             relayed: Encoded ``RelayedHead``.
