@@ -140,6 +140,9 @@ class Traffic:
     facts: Mapping[SiteId, SiteFacts]
     secure: SecureSizes | None = None
     measured: bool = True
+    _shares: dict[tuple[str, int, TaskKind], Mapping[SiteId, tuple[Span, Span]]] = (
+        field(default_factory=dict, init=False, repr=False, compare=False)
+    )
 
     def legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
         """Every exchange with a site that a round asks, on the aggregator's line.
@@ -181,19 +184,34 @@ class Traffic:
         self, site: SiteId, index: int, kind: TaskKind, relay: RelaySpec
     ) -> tuple[Span, Span]:
         """A site's shares of a round's messages to and from its relay."""
-        sites = [SiteId(s.name) for s in self.job.sites if s.name in relay.sites]
-        place, down, up = sites.index(site), list[int](), list[int]()
+        key = relay.name, index, kind
+        if key not in self._shares:  # All its sites need them.
+            self._shares[key] = self._shares_of(index, kind, relay)
+        return self._shares[key][site]
+
+    def _shares_of(
+        self, index: int, kind: TaskKind, relay: RelaySpec
+    ) -> Mapping[SiteId, tuple[Span, Span]]:
+        behind = {*relay.sites}
+        sites = [SiteId(s.name) for s in self.job.sites if s.name in behind]
+        tasks = [[*self._tasks(name, index, kind)] for name in sites]
+        down, up = list[list[int]](), list[list[int]]()
         for end in (0, 1):
-            forms = [[*self._tasks(name, index, kind)][end] for name in sites]
+            forms = [each[end] for each in tasks]
             same = [replace(task, weights_d=forms[0].weights_d) for task in forms]
-            down.append(down_sizes(same)[place])
+            down.append(down_sizes(same))
             answers = [self._answer(name, index, kind, end) for name in sites]
             total = self._total(SiteId(relay.name), answers[0])
             through = None
             if total is not None:
                 through = RelayedSum(sites=tuple(sites), update=total)
-            up.append(up_sizes(through, answers)[place])
-        return Span(min(down), max(down)), Span(min(up), max(up))
+            up.append(up_sizes(through, answers))
+        return {
+            site: (Span(min(downs), max(downs)), Span(min(ups), max(ups)))
+            for site, downs, ups in zip(
+                sites, zip(*down, strict=True), zip(*up, strict=True), strict=True
+            )
+        }
 
     def _total(
         self, relay: SiteId, part: SiteMessage

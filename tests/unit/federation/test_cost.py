@@ -11,6 +11,7 @@ from federation.ids import SiteId
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed, Speeds
 from federation.rounds.traffic import SiteFacts, Traffic
+from federation.wire.relayed import up_sizes
 
 SITES = 3
 
@@ -84,3 +85,22 @@ def test_one_round_has_no_later_ones():
     speeds = speeds_of(traffic, seconds=1.0)
     once = replace(traffic, job=replace(traffic.job, rounds=1))
     assert cost.trained_share(once, speeds) is None
+
+
+def test_messages_of_a_relay_are_measured_once(monkeypatch: pytest.MonkeyPatch):
+    """And not for each of its sites, which takes the square of their number."""
+    measured: list[int] = []
+
+    def counted(through: Any, answers: Any) -> list[int]:
+        measured.append(len(answers))
+        return up_sizes(through, answers)
+
+    monkeypatch.setattr("federation.rounds.traffic.up_sizes", counted)
+    names = [f"site-{number}" for number in range(SITES)]
+    relays = [{"name": "relay", "sites": names[:2]}]
+    job = small_job(num_sites=SITES, schedule={"minimum_sites": 1}, relays=relays)
+    facts = {SiteId(name): SiteFacts(50, 5) for name in names}
+    traffic = Traffic(job=job, layout=LAYOUT, facts=facts)
+    first, second, _ = (traffic.legs(SiteId(name), 1)[0] for name in names)
+    assert 0 <= first.up.high - second.up.high <= 1
+    assert measured == [2, 2]  # The smallest answers and the largest.
