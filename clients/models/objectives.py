@@ -288,8 +288,8 @@ class LabelledPlaces:
         flat_n = labels.reshape(-1)
         is_counted_n = flat_n != self._ignored
         known_n = flat_n.masked_fill(~is_counted_n, -1)
-        if known_n.device.type == "cpu" and not self._are_classes(known_n, classes):
-            raise classes_misfit(classes, known_n[is_counted_n])
+        if flat_n.device.type == "cpu":
+            _check_classes(flat_n[is_counted_n], classes)
         loss_n = functional.cross_entropy(
             logits.reshape(-1, classes),
             flat_n,
@@ -365,10 +365,6 @@ class LabelledPlaces:
         if self._task == "sft":
             return logits[:, :-1], labels[:, 1:]
         return logits, labels
-
-    @staticmethod
-    def _are_classes(known_n: torch.Tensor, num_classes: int) -> bool:
-        return bool(((known_n >= -1) & (known_n < num_classes)).all())
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -526,6 +522,11 @@ def _cross_entropy(
         total = losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
     correct = (logits.argmax(1) == targets).sum()
     return BatchLoss(total, targets.numel(), total.detach(), {"correct": correct})
+
+
+def _check_classes(labels_n: torch.Tensor, num_classes: int) -> None:
+    if bool(((labels_n < 0) | (labels_n >= num_classes)).any()):
+        raise classes_misfit(num_classes, labels_n)
 
 
 def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:

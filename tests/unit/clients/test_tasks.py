@@ -298,6 +298,8 @@ WRONG: Mapping[str, tuple[str, Tree, Tree, str]] = {
         torch.full((1, 2, 2), 3),
         "from 0 to 2",
     ),
+    # Not ignore_index, although other libraries take it for that.
+    "label -1": ("masked_lm", torch.zeros(1, 2, 3), -torch.ones(1, 2).long(), "0 to 2"),
     "shape": ("masked_lm", FLOAT, classes(2, 4, 3), "a label for each place"),
     "float labels": ("sft", torch.zeros(1, 2, 5), torch.zeros(1, 2), "integer label"),
     "one tower": ("contrastive", FLOAT, None, "two tensors of embeddings"),
