@@ -5,6 +5,7 @@ so are a configuration with an ``auto_map`` and weights that are not safetensors
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,22 +17,22 @@ from federation.errors import JobError, MissingExtra
 from federation.os_errors import os_errors
 
 _KEY = "model.options"
-_TOKENIZER_FILES = frozenset(
-    {
-        "added_tokens.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "sentencepiece.bpe.model",
-        "special_tokens_map.json",
-        "spiece.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    }
+# What tokenisers of transformers read: vocabularies have many names, such as spm.model,
+# bpe.codes and tokenizer.4.0.0.json. config.json may name the class.
+_TOKENIZER_ENDS = (
+    ".codes",
+    ".jinja",
+    ".json",
+    ".model",
+    ".spm",
+    ".tiktoken",
+    ".tokenizer",
+    ".txt",
 )
-_MODEL_ENDS = (".safetensors", ".safetensors.index.json")
+_TEMPLATES = "additional_chat_templates"
+_INDEX = ".safetensors.index.json"
+_MODEL_ENDS = (".safetensors", _INDEX)
+_MODEL_FILES = frozenset({"config.json", "adapter_config.json"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _METHODS = ("ffa", "plain")
 
@@ -224,11 +225,17 @@ def folder_digest(path: Path, *, tokenizer: bool) -> str:
         JobError: A file cannot be read, or there is none.
     """
     with os_errors(JobError, f"read {path}"):
-        names = sorted(each.name for each in path.iterdir() if each.is_file())
+        found = [*path.iterdir(), *(path / _TEMPLATES).glob("*")]
+        names = sorted(
+            each.relative_to(path).as_posix()
+            for each in found
+            if each.is_file() and (tokenizer or each.parent == path)
+        )
     if tokenizer:
-        names = [name for name in names if name in _TOKENIZER_FILES]
+        names = [n for n in names if n.endswith(_TOKENIZER_ENDS)]
+        names = [n for n in names if not n.endswith(_INDEX)]
     else:
-        names = [n for n in names if n == "config.json" or n.endswith(_MODEL_ENDS)]
+        names = [n for n in names if n in _MODEL_FILES or n.endswith(_MODEL_ENDS)]
     if not names:
         what = "tokeniser" if tokenizer else "config.json and no safetensors"
         raise JobError(f"{path} holds no {what}", outside=f"it holds no {what}")
@@ -279,6 +286,7 @@ def _from_folder(kind: Any, path: Path) -> Any:
             str(path), local_files_only=True
         )
         _refuse_remote_code(config)
+        _refuse_other_files(path, config)
         return kind.from_pretrained(str(path), use_safetensors=True, **local)
     except (OSError, ValueError) as error:
         raise JobError(
@@ -286,6 +294,22 @@ def _from_folder(kind: Any, path: Path) -> Any:
             key=f"{_KEY}.folder",
             outside="transformers cannot read it",
         ) from error
+
+
+def _refuse_other_files(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse weights that are not among the files of the digest."""
+    named = {config.get("transformers_weights") or "model.safetensors"}
+    for index in path.glob(f"*{_INDEX}"):
+        named |= set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    for name in map(str, named):
+        if Path(name).name != name or not name.endswith(_MODEL_ENDS):
+            raise JobError(
+                f"{path} names weights in {name!r:.80}, but only safetensors in the "
+                "folder itself are read: move the file there and change its name in "
+                f"config.json or *{_INDEX}",
+                key=f"{_KEY}.folder",
+                outside="it names weights that are no safetensors in the folder itself",
+            )
 
 
 def _refuse_remote_code(config: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Models of transformers and adapters of peft, with random weights and no network."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,54 @@ def test_weights_by_pickle_are_never_read(tmp_path: Path):
     digest = folder_digest(tmp_path, tokenizer=False)
     with pytest.raises(JobError, match="transformers cannot read"):
         hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "sub/x.safetensors", "x.bin"])
+@pytest.mark.parametrize("by", ["index", "config"])
+def test_weights_outside_the_digest_are_never_read(tmp_path: Path, name: str, by: str):
+    hugging_face(config=GPT2).save_pretrained(tmp_path / "model")
+    named = tmp_path / "model" / name
+    named.parent.mkdir(exist_ok=True)
+    (tmp_path / "model" / "model.safetensors").rename(named)
+    if by == "index":
+        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": name}}
+        written = tmp_path / "model" / "model.safetensors.index.json"
+        written.write_text(json.dumps(index))
+    else:
+        written = tmp_path / "model" / "config.json"
+        config = json.loads(written.read_text())
+        written.write_text(json.dumps({**config, "transformers_weights": name}))
+    digest = folder_digest(tmp_path / "model", tokenizer=False)
+    with pytest.raises(JobError, match="only safetensors in the folder itself"):
+        hugging_face(folder=str(tmp_path / "model"), sha256=digest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "additional_chat_templates/tool.jinja",
+        "bpe.codes",
+        "config.json",
+        "source.spm",
+        "spm.model",
+        "tokenizer.4.0.0.json",
+    ],
+)
+def test_digest_of_a_tokenizer_covers_what_it_reads(tmp_path: Path, name: str):
+    save_tokenizer(tmp_path, WORDS)
+    before = folder_digest(tmp_path, tokenizer=True)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    after = folder_digest(tmp_path, tokenizer=True)
+    (tmp_path / "model.safetensors").write_text("")
+    assert before != after == folder_digest(tmp_path, tokenizer=True)
+
+
+def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    before = folder_digest(tmp_path, tokenizer=False)
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 9}')
+    assert before != folder_digest(tmp_path, tokenizer=False)
 
 
 @pytest.mark.parametrize(
