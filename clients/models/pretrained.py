@@ -1,7 +1,8 @@
 """Models of Hugging Face's transformers, by configuration or from a local folder.
 
 Nothing is downloaded and no code of a folder is run: a name of the hub is refused, and
-so are a configuration with an ``auto_map`` and weights that are not safetensors.
+so are a configuration with an ``auto_map`` or a kernel of the hub, and weights that are
+not safetensors.
 """
 
 import hashlib
@@ -248,9 +249,11 @@ def folder_digest(path: Path, *, tokenizer: bool) -> str:
 
 
 def _transformers() -> Any:
-    # Before the import, which reads them. A site trains without the network.
+    # Before the import, which reads them. A site trains without the network, and with
+    # no native code of the hub, which the package kernels would load.
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         os.environ[name] = "1"
+    os.environ["USE_HUB_KERNELS"] = "0"
     try:
         import transformers  # noqa: PLC0415 -- an extra, which takes seconds to import
     except ImportError as error:
@@ -319,3 +322,13 @@ def _refuse_remote_code(config: Mapping[str, Any]) -> None:
             "run: use a class of transformers, or write a factory of your own",
             key=_KEY,
         )
+    for name, value in config.items():
+        # The form owner/repository is a kernel of the hub: native code. Parts of a
+        # model may have one each.
+        if name.endswith("_implementation") and "/" in str(value):
+            raise JobError(
+                f"{name} names code of the hub, which is never run: use eager or sdpa",
+                key=_KEY,
+            )
+        if isinstance(value, Mapping):
+            _refuse_remote_code(value)

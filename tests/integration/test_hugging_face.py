@@ -368,6 +368,21 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
         ({"config": {"n_layer": 1}}, "model.options.config.model_type", "is missing"),
         ({"config": {"model_type": "gpt9"}}, "model.options.config", "refuses it"),
         ({"folder": "gpt2"}, "model.options.folder", "never downloaded"),
+        (
+            {"config": {**GPT2, "attn_implementation": "owner/kernel"}},
+            "model.options",
+            "attn_implementation names code of the hub",
+        ),
+        (
+            {"config": {**GPT2, "attn_implementation": {"text": "owner/kernel"}}},
+            "model.options",
+            "names code of the hub",
+        ),
+        (
+            {"config": {**GPT2, "text_config": {"_attn_implementation": "a/b"}}},
+            "model.options",
+            "_attn_implementation names code of the hub",
+        ),
         ({"config": GPT2, "dtype": "int8"}, "model.options.dtype", "use one of"),
         (
             {"config": GPT2, "lora": {"targets": ["no_such_layer"]}},
