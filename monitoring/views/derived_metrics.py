@@ -36,7 +36,8 @@ def derived(sums: MetricSums) -> Mapping[str, float]:
     if "squared_error" in found and found["squared_error"] >= 0:
         result["rmse"] = math.sqrt(sums.mean("squared_error"))
     if _has(sums, _FOUND):
-        tp, fp, fn = (found[name] for name in _FOUND)
+        # Noise on held-out sums can make them negative.
+        tp, fp, fn = (max(0.0, found[name]) for name in _FOUND)
         result |= {
             "precision": _share(tp, tp + fp),
             "recall": _share(tp, tp + fn),

@@ -137,6 +137,11 @@ def calibration_by_hand(confidence: torch.Tensor, right: torch.Tensor) -> float:
     return total
 
 
+def test_scores_of_sums_with_noise_are_shares():
+    sums = MetricSums(count=9, loss_sum=1.0, metrics={"tp": -0.1, "fp": 0.1, "fn": 4.0})
+    assert metrics_of(sums) == {"precision": 0.0, "recall": 0.0, "f1": 0.0}
+
+
 def test_positive_weight():
     logits, labels = draw(N), classes(2, N)
     batch = trained(training("binary", options={"positive_weight": 3}), logits, labels)
