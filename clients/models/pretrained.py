@@ -8,12 +8,14 @@ not safetensors.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from clients.factories import check_options
 from federation.errors import JobError, MissingExtra
 from federation.os_errors import os_errors
 
@@ -92,6 +94,7 @@ def hugging_face(
         if lora is not None:
             model.enable_input_require_grads()
     if lora is not None:
+        check_options(partial(with_lora, model), lora, key=f"{_KEY}.lora")
         model = with_lora(model, **lora)
     return model  # type: ignore[no-any-return]
 
@@ -138,6 +141,7 @@ def with_lora(
             'method = "plain", or remove this key',
             key=f"{key}.dora",
         )
+    _check_layers(model, train or ())
     peft = _peft()
     settings = peft.LoraConfig(
         r=rank,
@@ -158,6 +162,14 @@ def with_lora(
             if ".lora_A." in name or ".lora_embedding_A." in name:
                 parameter.requires_grad = False
     return adapted  # type: ignore[no-any-return]
+
+
+def _check_layers(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Refuse names of layers that peft would pass over."""
+    layers = [name for name, _ in model.named_modules()]
+    for name in names:
+        if not any(layer.endswith(name) for layer in layers):
+            raise JobError(f"there is no layer {name!r:.80}", key=f"{_KEY}.lora.train")
 
 
 def tokenizer(folder: str, sha256: str | None = None) -> Any:

@@ -390,6 +390,16 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
             "no_such_layer",
         ),
         (
+            {"config": GPT2, "lora": {"train": ["ln_f", "scores"]}},
+            "model.options.lora.train",
+            "there is no layer 'scores'",
+        ),
+        (
+            {"config": GPT2, "lora": {"rnk": 2}},
+            "model.options.lora",
+            "did you mean rank",
+        ),
+        (
             {"config": GPT2, "lora": {"method": "fedex"}},
             "model.options.lora.method",
             "ffa, plain",
