@@ -1,4 +1,4 @@
-"""Metrics that are no means but follow from sums over all predictions of all sites.
+"""Metrics that are not means but follow from sums over all predictions of all sites.
 
 Found by the names of the sums, so that a user's objective that returns ``tp``, ``fp``
 and ``fn`` has an F1 score too. Each is the exact value over the pooled data, but the
@@ -16,11 +16,11 @@ from federation.job.metrics import (
 from federation.messages import MetricSums
 
 _FOUND = ("tp", "fp", "fn")
-_HIDDEN = (f"{CONFUSION}_", "auc_", "calibration_")  # Cells, which are not of interest.
+_HIDDEN = (f"{CONFUSION}_", "auc_", "calibration_")  # Cells, which are not shown.
 
 
 def means(sums: MetricSums) -> Mapping[str, float]:
-    """Means of the metrics that are of interest by themselves."""
+    """Means of the metrics that are shown as they are."""
     counted = _FOUND if _has(sums, _FOUND) else ()
     return {
         name: sums.mean(name)
