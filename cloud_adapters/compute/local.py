@@ -168,9 +168,17 @@ def _node_or_none(place: Path) -> Node | None:
     try:
         return _node(place)
     except ComputeError:
-        if folder_lock.is_held(place / LOCK):
+        if folder_lock.is_held(place / LOCK) and not _has_ended(place):
             raise
         return None
+
+
+def _has_ended(place: Path) -> bool:
+    """Whether a node has said so: it does before its process releases the lock."""
+    try:
+        return read(place, NodeEnded) is not None
+    except ComputeError:
+        return False
 
 
 def _node(place: Path) -> Node:

@@ -17,6 +17,7 @@ from deploy.fleet.deployment_file import LOCAL, DeploymentFile, DeploymentPlan
 from deploy.site_host.data import CANNOT_LOAD
 from federation.clock import SystemClock
 from federation.errors import ComputeError
+from federation.folder_lock import hold
 
 pytestmark = pytest.mark.slow
 WAITS = "import signal; print('it runs', flush=True); signal.pause()"
@@ -137,6 +138,8 @@ def test_damaged_file_of_a_node_that_works_is_named(pool: LocalPool):
     pool.terminate([node.id])
     wait_for(lambda: all_gone(pool.nodes({})), "it ends", 60)
     path.write_bytes(whole[:-3])
+    with hold(path.parent / "lock", "at work"):  # As its process does until it ends.
+        assert pool.nodes({}) == []
     assert pool.nodes({}) == []
     path.write_bytes(whole)
 
