@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,6 @@ BLOCK = re.compile(
 )
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
-every_page = pytest.mark.parametrize(
-    "page", PAGES, ids=lambda path: str(path.relative_to(ROOT))
-)
-
 
 def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
     """Mark and content of a page's code blocks in one language."""
@@ -38,6 +35,20 @@ def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
             yield mark, content
 
 
+def pages_with(language: str, mark: str = "") -> pytest.MarkDecorator:
+    """A parameter for each page with a code block in the language, marked so."""
+    pages = [
+        page
+        for page in PAGES
+        if any(found.startswith(mark) for found, _ in blocks(page, language))
+    ]
+    assert pages
+    return pytest.mark.parametrize(
+        "page", pages, ids=lambda path: str(path.relative_to(ROOT))
+    )
+
+
+@cache
 def anchors(page: Path) -> set[str]:
     """Places of a page that a link may name."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -45,22 +56,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in found}
 
 
-@every_page
-def test_links_lead_somewhere(page: Path):
+def test_links_lead_somewhere():
     """A relative link names a file, and an anchor a heading in it."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     broken = []
-    for link in LINK.findall(text):
-        if link.startswith(("https://", "mailto:")):
-            continue
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for link in LINK.findall(text):
+            if link.startswith(("https://", "mailto:")):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append((page.relative_to(ROOT).as_posix(), link))
     assert broken == []
 
 
-@every_page
+@pages_with("toml")
 def test_whole_jobs_are_sound(page: Path):
     """A block of TOML can be read; one with a name and rounds is a job that loads."""
     for _, content in blocks(page, "toml"):
@@ -69,7 +81,7 @@ def test_whole_jobs_are_sound(page: Path):
             job_file.loads(content)
 
 
-@every_page
+@pages_with("python")
 def test_python_compiles(page: Path):
     """A block of Python is Python."""
     for _, content in blocks(page, "python"):
@@ -77,7 +89,7 @@ def test_python_compiles(page: Path):
 
 
 @pytest.mark.slow
-@every_page
+@pages_with("python", "run")
 def test_python_that_is_marked_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -93,7 +105,7 @@ def test_python_that_is_marked_runs(
                     test()
 
 
-@every_page
+@pages_with("toml", "file: ")
 def test_files_of_a_page_make_federations(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

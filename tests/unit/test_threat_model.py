@@ -37,11 +37,6 @@ def rows() -> list[tuple[str, str, str]]:
     return [row for row in cells if row[0] not in {"Attempt", "---"}]
 
 
-every_row = pytest.mark.parametrize(
-    ("attempt", "defence", "shown"), rows(), ids=[row[0][:40] for row in rows()]
-)
-
-
 @cache
 def files_named(name: str) -> list[Path]:
     """Files of the tests with this name, in whatever folder."""
@@ -94,31 +89,31 @@ def test_the_page_has_rows():
     assert len(rows()) > 20
 
 
-@every_row
-def test_named_tests_exist(attempt: str, defence: str, shown: str):
+def test_named_tests_exist():
     """And what is named is a test."""
-    for files, test in named(shown):
-        assert files, f"{test}: there is no such file"
-        known = set().union(*(known_in(path) for path in files))
-        assert known
-        assert not test or test in known, test
+    for attempt, _, shown in rows():
+        for files, test in named(shown):
+            assert files, f"{attempt}: there is no file of {test}"
+            known = set().union(*(known_in(path) for path in files))
+            assert known, attempt
+            assert not test or test in known, f"{attempt}: there is no {test}"
 
 
-@every_row
-def test_every_claim_is_attacked_or_an_argument(attempt: str, defence: str, shown: str):
+def test_every_claim_is_attacked_or_an_argument():
     """A link to a page is neither; where nothing helps there is nothing to show."""
-    if defence.startswith("nothing:"):
-        assert not shown.strip()
-        return
-    attacks = [
-        is_long
-        for files, test in named(shown)
-        for path in files
-        for name, is_long in known_in(path).items()
-        if test in {"", name}
-    ]
-    assert bool(attacks) != (UNTESTED in defence + shown)
-    assert not attacks or not all(attacks), "make test runs none of them"
+    for attempt, defence, shown in rows():
+        if defence.startswith("nothing:"):
+            assert not shown.strip(), attempt
+            continue
+        attacks = [
+            is_long
+            for files, test in named(shown)
+            for path in files
+            for name, is_long in known_in(path).items()
+            if test in {"", name}
+        ]
+        assert bool(attacks) != (UNTESTED in defence + shown), attempt
+        assert not attacks or not all(attacks), f"make test runs none of {attempt}"
 
 
 @pytest.mark.parametrize("name", sorted(SUITES))

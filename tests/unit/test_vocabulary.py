@@ -199,9 +199,12 @@ def test_idioms_in_code_are_found():
     ]
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_pages_are_in_plain_english(page: Path):
-    assert idioms(page.read_text(encoding="utf-8")) == []
+def test_pages_are_in_plain_english():
+    found = {
+        page.relative_to(ROOT).as_posix(): idioms(page.read_text(encoding="utf-8"))
+        for page in pages()
+    }
+    assert {page: lines for page, lines in found.items() if lines} == {}
 
 
 def test_every_glob_finds_a_page():
