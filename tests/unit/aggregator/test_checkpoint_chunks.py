@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from support.examples import few
 
 from aggregator import manifest as manifests
 from aggregator.checkpoint import RunCheckpoints
@@ -346,7 +347,7 @@ def split(content: bytes, cuts: Sequence[int]) -> list[bytes]:
     return [content[a:b] for a, b in itertools.pairwise(ends)]
 
 
-@settings(deadline=None, max_examples=50)  # Other work may share the machine.
+@few(50)
 @given(
     st.binary(max_size=200),
     st.lists(st.integers(0, 200), max_size=8),
@@ -368,7 +369,7 @@ def test_chunks_do_not_depend_on_pieces(
     assert len(parts[-1]) <= chunk_bytes
 
 
-@settings(deadline=None, max_examples=50)  # Other work may share the machine.
+@few(50)
 @given(st.binary(max_size=300), st.integers(1, 60))
 def test_manifest_keeps_chunks(content: bytes, chunk_bytes: int):
     """What is written of a blob is what is read of it."""

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
+from support.examples import few
 
 from clients.data.batches import epoch_order, epochwise, stepwise
 from federation.ids import SiteId
@@ -44,7 +45,7 @@ def flat(batches: Iterable[NDArray[np.int64]]):
 
 
 @given(sizes, sizes, st.integers(1, 30))
-@settings(max_examples=50)
+@few(50)
 def test_walk_visits_every_example_once_an_epoch(size: int, batch: int, num: int):
     """Cut into pieces of the dataset's size, each whole piece is a permutation."""
     visited = flat(walk(size, batch, 0, num))
@@ -53,7 +54,7 @@ def test_walk_visits_every_example_once_an_epoch(size: int, batch: int, num: int
 
 
 @given(sizes, sizes, st.lists(st.integers(0, 5), max_size=6))
-@settings(max_examples=50)
+@few(50)
 def test_walk_is_the_same_however_it_is_cut(size: int, batch: int, cuts: list[int]):
     """Rounds of any lengths, one after another, give the one uncut walk."""
     pieces, first = [], 0
@@ -64,14 +65,14 @@ def test_walk_is_the_same_however_it_is_cut(size: int, batch: int, cuts: list[in
 
 
 @given(sizes, sizes)
-@settings(max_examples=30)
+@few(30)
 def test_steps_have_full_batches(size: int, batch: int):
     """No batch of the walk is smaller than another; none exceeds the data."""
     assert {len(b) for b in walk(size, batch, 0, 7)} == {min(size, batch)}
 
 
 @given(sizes, sizes, st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=50)
+@few(50)
 def test_epochs_visit_every_example_once(size: int, batch: int, first: int, num: int):
     """Whole epochs, in batches of which only the last may be smaller."""
     batches = epochs(size, batch, first, num)

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import ArrayLike
+from support.examples import few
 
 from clients.data import Dataset, Examples, as_dataset
 from clients.data.partition import Parts, count_labels, partition
@@ -59,7 +60,7 @@ KINDS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@few(60)
 @given(
     spec=KINDS,
     num_sites=st.integers(1, 5),
@@ -78,7 +79,7 @@ def test_every_example_is_dealt_once(
         assert all((np.diff(indices) > 0).all() for indices in dealt)
 
 
-@settings(deadline=None, max_examples=40)
+@few(40)
 @given(spec=KINDS, seed=st.integers(0, 2**32))
 def test_result_depends_on_the_generator_alone(spec: Any, seed: int):
     """The same seed deals the same examples to the same sites."""
@@ -88,7 +89,7 @@ def test_result_depends_on_the_generator_alone(spec: Any, seed: int):
         np.testing.assert_array_equal(mine[1], other[1])
 
 
-@settings(deadline=None, max_examples=40)
+@few(40)
 @given(
     kind=st.sampled_from(["iid", "stratified"]),
     num_sites=st.integers(1, 7),
@@ -101,7 +102,7 @@ def test_iid_and_stratified_are_balanced(kind: str, num_sites: int, classes: lis
     assert spread.max() <= 1
 
 
-@settings(deadline=None, max_examples=40)
+@few(40)
 @given(
     num_sites=st.integers(1, 7),
     classes=st.lists(st.integers(0, 3), min_size=7, max_size=60),
@@ -183,7 +184,7 @@ def grouped(counts: list[int]):
     return dataset(groups=np.repeat(np.arange(len(counts)), counts), group_names=names)
 
 
-@settings(deadline=None, max_examples=40)
+@few(40)
 @given(num_sites=st.integers(1, 4), counts=st.lists(st.integers(1, 9), min_size=4))
 def test_groups_stay_whole_and_sites_near_equal(num_sites: int, counts: list[int]):
     """A group lives at one site, and sites differ by one group at most."""

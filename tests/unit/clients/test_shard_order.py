@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
+from support.examples import few
 from support.small_jobs import blobs, small_job
 
 from clients.data.batches import ALONE, Rank, Shuffle, epochwise, stepwise
@@ -30,7 +31,7 @@ def of_ranks(number: int) -> list[Rank]:
     return [Rank(rank=rank, world_size=number) for rank in range(number)]
 
 
-@settings(max_examples=40)
+@few(40)
 @given(sizes, st.integers(1, 5), st.integers(1, 4))
 def test_each_example_once_over_all_ranks(sizes: list[int], window: int, ranks: int):
     """Whatever the window, and no rank has more than one more than another."""
@@ -45,7 +46,7 @@ def test_each_example_once_over_all_ranks(sizes: list[int], window: int, ranks: 
     assert max(map(len, orders)) - min(map(len, orders)) <= 1
 
 
-@settings(max_examples=40)
+@few(40)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 def test_each_shard_is_read_by_one_rank(each: int, size: int, window: int, ranks: int):
     """Where they can be shared out evenly."""
@@ -111,7 +112,7 @@ def test_wrong_arguments():
         shard_order(shards_of([1, 1]), rng(), window=1, rank=of_ranks(3)[0])
 
 
-@settings(max_examples=40)
+@few(40)
 @given(sizes, st.integers(1, 7), st.integers(0, 40), st.integers(1, 3))
 def test_the_middle_of_an_epoch(
     sizes: list[int], batch_size: int, behind: int, ranks: int
@@ -144,7 +145,7 @@ def shuffle_of(shard_of: Indices) -> Shuffle:
     return shuffle
 
 
-@settings(max_examples=60)
+@few(60)
 @given(
     sizes,
     st.integers(1, 7),
@@ -185,7 +186,7 @@ def test_ranks_share_every_epoch(
         assert [b.tolist() for b in later] == [b.tolist() for b in batches]
 
 
-@settings(max_examples=40)
+@few(40)
 @given(sizes, st.integers(1, 7), st.integers(2, 4))
 def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, ranks: int):
     """Step by step too: what all have read after an epoch each is all there is."""

@@ -6,8 +6,9 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
+from support.examples import few
 from torch import nn
 
 from clients import models
@@ -70,7 +71,7 @@ def test_integers_of_every_type_make_the_round_trip(dtype: torch.dtype):
 
 
 @given(hnp.arrays(np.float32, 7), hnp.arrays(np.int64, 2))
-@settings(max_examples=50)
+@few(50)
 def test_values_make_the_round_trip_bit_by_bit(
     weights_d: np.ndarray, integers_m: np.ndarray
 ):
@@ -84,7 +85,7 @@ def test_values_make_the_round_trip_bit_by_bit(
 
 
 @given(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3), st.randoms())
-@settings(max_examples=50)
+@few(50)
 def test_every_shape_makes_the_round_trip(shape: tuple[int, ...], random: Random):
     """Scalars, empty tensors and tensors whose axes are permuted in memory."""
     axes = random.sample(range(len(shape)), len(shape))

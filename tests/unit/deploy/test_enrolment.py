@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 from support.enrolments import NOW, Federation
+from support.examples import few
 
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.enrolment_book import (
@@ -343,7 +344,7 @@ def invited(tmp_path_factory: pytest.TempPathFactory) -> Federation:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@few(60)
 def test_no_request_breaks_the_service(invited: Federation, data: st.DataObject):
     """Whatever stands in a request: an answer with a reason, and nobody is let in."""
     fields = json.loads(_WHOLE)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
+from support.examples import few
 from torch import nn
 
 from privacy.dp_sgd import convolution
@@ -67,7 +68,7 @@ def by_autograd(layer: nn.Conv2d, inputs: torch.Tensor, backprops: torch.Tensor)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@settings(max_examples=60)
+@few(60)
 @given(case=layers(), unrolled=st.sampled_from([1, 500, 1 << 18]))
 def test_gradients_are_those_of_records_one_by_one(
     case: tuple[nn.Conv2d, torch.Tensor], unrolled: int

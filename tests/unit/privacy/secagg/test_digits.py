@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from support import xsa_reference
+from support.examples import few
 
 from federation.compression.rotation import BLOCK_VALUES
 from federation.job.privacy_job import LEVELS
@@ -53,7 +54,7 @@ def test_words_of_all_sites_never_carry(num_sites: int):
         assert set(found) == {num_sites * (levels - 1)}
 
 
-@settings(max_examples=60, deadline=None)
+@few(60)
 @given(
     num_sites=st.integers(2, 64),
     choice=st.integers(0, len(LEVELS)),

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from support.examples import few
 from support.secagg_parties import Parties, site_name, start
 
 from federation.errors import ProtocolError
@@ -100,7 +101,7 @@ def test_kinds_are_told_apart(kind: type[Any]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@few(40)
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_canonical(kind: type[Any], data: st.DataObject):
     """Any changed byte is a typed error or another message's one encoding."""

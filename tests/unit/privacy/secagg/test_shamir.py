@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from support.examples import few
 from support.secagg_parties import entropy
 
 from privacy.secagg.arithmetic import shamir
@@ -31,7 +32,7 @@ def test_field_is_of_prime_order():
     assert not any(passes(2**256 + k) for k in range(1, 297, 2))
 
 
-@settings(max_examples=60)
+@few(60)
 @given(
     secret=st.binary(min_size=32, max_size=32),
     holders=st.lists(st.integers(1, 200), min_size=1, max_size=12, unique=True),
@@ -137,7 +138,7 @@ def test_frozen_shares():
     assert values == {x: 297 + 2 * x + x * x for x in (1, 2, 9)}
 
 
-@settings(max_examples=40)
+@few(40)
 @given(
     secrets=st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=5),
     holders=st.lists(
