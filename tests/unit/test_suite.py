@@ -60,6 +60,22 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(("lint", "tests"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_check_fails_with_lint_and_with_tests(lint: int, tests: int, tmp_path: Path):
+    """They run at the same time; what both say is there, and whole."""
+    for name in ("ruff", "mypy", "lint-imports"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} ran\nexit {lint}\n")
+        (tmp_path / name).chmod(0o700)
+    done = make(
+        "check", f"BIN={tmp_path}", "READY=", f"PYTEST=echo tested; exit {tests};"
+    )
+    assert (done.returncode == 0) == (lint == tests == 0)
+    assert "tested\n" in done.stdout
+    assert ("lint-imports ran\n" if lint == 0 else "ruff ran\n") in done.stdout
+    assert ("make: lint failed, see above\n" in done.stdout) == bool(lint)
+    assert ("make: tests failed, see above\n" in done.stdout) == bool(tests)
+
+
 def test_a_part_that_fails_stops_no_other():
     done = make("test-all", "PARTS=no-such-part help")
     assert done.returncode == 2
