@@ -556,6 +556,7 @@ def test_both_sides_of_a_coarse_change_hold_the_same_bits(codec: Codec):
     np.testing.assert_allclose(new_d + residual_d, wanted_d, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
     [codec_of(n) for n in ("int8", "int4", "fp4", "top_k", "subset")],

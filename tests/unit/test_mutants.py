@@ -33,6 +33,7 @@ def test_fault_without_a_place_is_refused():
         lost.applied(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

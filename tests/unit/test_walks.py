@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "walks.py"
 MODULES = {
     "deploy/run.py": """
@@ -85,6 +87,7 @@ def test_walks_are_counted_from_imports_and_calls(tmp_path: Path) -> None:
     assert [line.rstrip() for line in done.stdout.splitlines()] == EXPECTED.splitlines()
 
 
+@pytest.mark.slow
 def test_walks_through_the_product_are_short() -> None:
     """From `simulate` on; a limit that is reached is lowered to what was reached."""
     done = subprocess.run(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_breast_cancer, load_digits
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -312,8 +311,14 @@ def test_bundled_data_is_split_by_class(
     assert not np.array_equal(held_out.inputs, source(seed=1)[1].inputs)
 
 
+@pytest.mark.slow
 def test_bundled_data_are_read_without_scikit_learn():
     """What scikit-learn ships is what it loads, and it need not be imported."""
+    from sklearn.datasets import (  # noqa: PLC0415 (a second to import)
+        load_breast_cancer,
+        load_digits,
+    )
+
     code = (
         "import sys; from clients.data import breast_cancer, digits;"
         "digits(), breast_cancer(); assert not {'sklearn', 'scipy'} & set(sys.modules)"

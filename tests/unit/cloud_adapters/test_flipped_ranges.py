@@ -5,6 +5,7 @@ Services sum whole objects, so a store passes a range on as it came.
 
 import ast
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def test_all_who_read_ranges_are_known():
     for package in (*packages, privacy):
         root = Path(package.__path__[0])
         for path in root.rglob("*.py"):
-            if any(map(_reads_a_range, nodes(path))):
+            # To parse all of them takes a second.
+            may_read = re.search(r"\b(?:read|Read)\(", path.read_text("utf-8"))
+            if may_read and any(map(_reads_a_range, nodes(path))):
                 found.add(path.relative_to(root.parent).as_posix())
     assert found == CALLERS.keys() | PASSING_ON
 
