@@ -20,24 +20,22 @@ POLICY = """
 privacy = "none"
 secure_aggregation = false
 """
-JOB = """
+JOB = f"""
 name = "with-a-lab"
 rounds = 1
 [model]
 factory = "clients.models:logistic_regression"
-options = { inputs = 64, classes = 10 }
+options = {{ inputs = 64, classes = 10 }}
 [data]
 source = "clients.data:digits"
 [training]
 local_steps = 4
-optimizer = { lr = 0.5 }
+optimizer = {{ lr = 1e-9 }}
 [schedule]
 round_deadline_seconds = 120
 [[sites]]
 name = "lab"
-flower_app = { settings = { lr = 0.25 } }
-"""
-OURS = f"""
+flower_app = {{ settings = {{ lr = 0.25 }} }}
 [[sites]]
 name = "{SITES[0]}"
 """
@@ -92,12 +90,10 @@ def start_supernode(made: Deployment, told: str) -> None:
         )
 
 
-def run(
-    federation: Deployment, job: Path, text: str, *settings: str
-) -> tuple[dict[str, dict[str, Any]], Path]:
-    """Run a job; return what each site answered, and the run's folder."""
-    job.write_text(text)
-    out, err = federation.run(job, *settings).communicate(timeout=400)
+def run(federation: Deployment, job: Path) -> tuple[dict[str, dict[str, Any]], Path]:
+    """Run the job; return what each site answered, and the run's folder."""
+    job.write_text(JOB)
+    out, err = federation.run(job).communicate(timeout=400)
     assert out, err
     assert json.loads(out)["status"] == "completed", err
     answered = [e for e in federation.events() if e["event"] == "SiteAnswered"]
@@ -106,10 +102,14 @@ def run(
 
 
 def test_an_app_of_flower_takes_part(federation: Deployment, tmp_path: Path):
-    """Beside a site of ours; its update, examples and metrics count."""
-    answered, _ = run(federation, tmp_path / "job.toml", JOB + OURS)
+    """Beside a site of ours; its update, examples and metrics count, value for value.
+
+    One run, because the stock SuperNode starts a process for each message. Our site's
+    steps are too small to be seen in the model, so all that moves it is the app's.
+    """
+    answered, folder = run(federation, tmp_path / "job.toml")
     assert answered.keys() == {"lab", SITES[0]}
-    lab = answered["lab"]
+    lab, ours = answered["lab"], answered[SITES[0]]
     assert lab["num_examples"] == lab["training"]["count"] == 497
     assert lab["evaluation"]["count"] == 100
     first, last = (
@@ -120,15 +120,10 @@ def test_an_app_of_flower_takes_part(federation: Deployment, tmp_path: Path):
     assert first["count"] == last["count"] == 359 + 100
     assert last["loss_sum"] < first["loss_sum"]
     assert last["correct"] > 2 * first["correct"]
-
-
-def test_the_model_is_what_the_app_made(federation: Deployment, tmp_path: Path):
-    """Value for value, where there is no other site; and no evaluation is asked."""
-    answered, folder = run(federation, tmp_path / "job.toml", JOB, "evaluation.every=0")
-    assert answered["lab"]["evaluation"] is None
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = pixels[1300:] / 16, np.eye(10)[classes[1300:]]
     # From zero, where every class has the probability 1/10, a step of the app.
     gradient = (0.1 - targets).T @ inputs / len(inputs)
+    share = 497 / (497 + ours["num_examples"])
     model = load_file(folder / "model.safetensors")
-    np.testing.assert_allclose(model["1.weight"], -0.25 * gradient, atol=1e-6)
+    np.testing.assert_allclose(model["1.weight"], -0.25 * share * gradient, atol=1e-6)
