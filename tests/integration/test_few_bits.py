@@ -132,11 +132,17 @@ def test_engines_agree_bit_for_bit():
 
 
 @pytest.mark.flower
-def test_flowers_simulation_keeps_residuals_in_a_folder(tmp_path: Path):
-    """And ends with the same bits; without a folder it refuses."""
+def test_flowers_simulation_keeps_residuals_and_optimisers_in_a_folder(tmp_path: Path):
+    """Any of its processes takes a site's round, and the model has the same bits.
+
+    Without a folder it refuses residuals; ``test_kept_optimizer`` tries optimisers.
+    """
+    adam = {"name": "adam", "lr": 0.05, "state": "keep"}
+    training = {"local_steps": 4, "batch_size": 8, "optimizer": adam}
+    kept = small_job(**tables("int4", training=training))
+    theirs = simulate(kept, engine="flower", folder=tmp_path / "run")
+    assert values(theirs).tobytes() == values(simulate(kept)).tobytes()
     job = small_job(**tables("int4"))
-    theirs = simulate(job, engine="flower", folder=tmp_path / "run")
-    assert values(theirs).tobytes() == values(simulate(job)).tobytes()
     with pytest.raises(JobError, match="need a folder for their state"):
         simulate(job, engine="flower")
 
