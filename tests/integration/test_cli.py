@@ -64,7 +64,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "check-job": common | job | {"--speeds"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
         "tune": common | {"space", "--out", "--workers"},
-        "new": common | {"folder"},
+        "new": common | {"folder", "--from", "--list"},
         "completion": common | {"shell"},
         "report": common | {"run", "--out", "--root"},
         "runs": common | {"--root"},
