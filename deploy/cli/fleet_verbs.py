@@ -139,6 +139,7 @@ def _plan(options: argparse.Namespace) -> "DeploymentPlan":
 def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     """Deployment and job, if nothing is wrong that can be known before the start."""
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
     from deploy.fleet.start_checks import check_before  # noqa: PLC0415 -- --help
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -147,6 +148,8 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     plan = _plan(options)
     job = deployment_file.load_job(plan)
     check_before(plan, job)
+    if options.keep:
+        check_sizes(plan, options.clock)
     plan = offers.with_types(plan, clock=options.clock, tell=tell)
     if options.keep:
         _check_moves(plan, options.clock)

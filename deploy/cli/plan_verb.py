@@ -28,7 +28,6 @@ def _plan(options: argparse.Namespace) -> int:
         forecast,
         offers,
         plan as planning,
-        start_checks,
     )
 
     wanted = deployment_file.load(options.deployment)
@@ -64,8 +63,7 @@ def _plan(options: argparse.Namespace) -> int:
         from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
 
         plan_plot.write(_points(ways), options.plot)
-    for notice in start_checks.notices(job):
-        tell(notice)
+    _tell_notices(options, wanted, job)
     for price in found.missing:
         tell(f"dollars are unknown: {price}")
     if options.json:
@@ -73,6 +71,21 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         _show(wanted, ways, found)
     return _chosen(options, ways)
+
+
+def _tell_notices(
+    options: argparse.Namespace, wanted: "DeploymentPlan", job: "JobSpec"
+) -> None:
+    """Report what a person should know before the deployment is brought up."""
+    from deploy.fleet import start_checks  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
+
+    for notice in start_checks.notices(job):
+        tell(notice)
+    try:
+        sizes.check_sizes(wanted, options.clock)
+    except JobError as error:
+        tell(f"crossfed up --keep would be refused: {error}")
 
 
 def _show(

@@ -288,9 +288,13 @@ class StartSpec:
     Attributes:
         window: Hours of every day in the time of a place, for example `22:00-06:00
             Europe/Berlin`; by default, at any time.
+        machine_minutes: How long a machine takes from its request until its site
+            works: installation and takeover. `crossfed up --keep` counts it for each
+            move before a deadline and for each change of size.
     """
 
     window: str = ""
+    machine_minutes: float = key(default=15.0, above=0.0, high=600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,6 @@ from monitoring.runs.run_folder import RunFolder
 
 _LOG = "decisions.jsonl"
 _HOUR = 3600.0
-# From the request of a machine until its site works: installation and takeover.
-BOOT_HOURS = 0.25
 _MOST_SLOTS = 200
 # Slots that every offer is taken to have lasted before anything was seen of it.
 _HOPED_SLOTS = 40
@@ -100,6 +98,7 @@ class Mover:
             tell: Called with a word about every move.
         """
         self._folder, self._hours = plan.folder, plan.file.deadline_hours or math.inf
+        self._boot_hours = plan.file.start.machine_minutes / 60.0
         self._prices, self._progress, self._tell = prices, progress, tell
         self._movable = {s.name: s for s in plan.file.sites if is_movable(s)}
         self._alive: dict[str, str] = {}
@@ -133,7 +132,7 @@ class Mover:
     def _is_late(self, progress: WorkLeft, now: float) -> bool:
         work = progress.rounds_left * progress.round_seconds / _HOUR
         left = self._hours - (now - progress.started) / _HOUR
-        return left < work + 2 * BOOT_HOURS
+        return left < work + 2 * self._boot_hours
 
     def _note_losses(self, nodes: Sequence[Node]) -> None:
         alive = {n.id: n.labels.get(ROLE, "") for n in nodes if n.state in _WORKS}
@@ -178,7 +177,9 @@ class Mover:
         deadline = progress.started + self._hours * _HOUR
         left_hours = max(0.0, (deadline - now) / _HOUR)
         work_hours = progress.rounds_left * progress.round_seconds / _HOUR
-        slot_hours = max(BOOT_HOURS, left_hours / _MOST_SLOTS, work_hours / _MOST_SLOTS)
+        slot_hours = max(
+            self._boot_hours, left_hours / _MOST_SLOTS, work_hours / _MOST_SLOTS
+        )
         prices = {offer.market: offer.dollars_per_hour * slot_hours for offer in offers}
         names = [offer.name for offer in offers if offer.market is Market.SPOT]
         seen = [*[True] * _HOPED_SLOTS, *[False, True] * losses]
@@ -198,7 +199,7 @@ class Mover:
         return Situation(
             work_hours=work_hours,
             deadline=deadline,
-            boot_hours=BOOT_HOURS,
+            boot_hours=self._boot_hours,
             # A look is every few seconds, but a round is not moved in its middle.
             slot_hours=slot_hours,
             outlook=outlook,

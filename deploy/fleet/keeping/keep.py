@@ -15,7 +15,7 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.moves import Mover
-from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
 from federation.errors import ComputeError, JobError
@@ -25,6 +25,8 @@ _HOUR = 3600.0
 # After a service has refused a machine: so long, then twice as long, up to the last.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 _WRITE_SECONDS = 60.0
+# So often, limits are looked at while a service is waited for.
+_LIMITS_SECONDS = 10.0
 
 Tell = Callable[[str], None]
 # Starts what a deployment lacks, as ``bring_up`` does.
@@ -65,6 +67,8 @@ class Keeper:
         self._sizer, self._ask_to_pause = sizer, pause
         self._resized: DeploymentPlan | None = None
         self._plan, self._clock = deployment.plan, deployment.clock
+        self._pools = deployment.pools
+        self._seen: Sequence[Node] = ()
         self._restore, self._hourly = restore, hourly
         # A table that becomes too old in the middle of a run must not end it.
         self._priced_at = deployment.clock.now()
@@ -82,8 +86,18 @@ class Keeper:
             ComputeError: The budget is spent, the hours are over, or another command
                 has ended the deployment.
         """
-        now = self._clock.now()
         self._starts.look(nodes)
+        if self._is_within_limits(nodes):
+            self._replace(nodes)
+            self._decide_sizes(self._clock.now())
+
+    def _is_within_limits(self, nodes: Sequence[Node]) -> bool:
+        """Count what machines cost; end them if a limit is reached.
+
+        Returns:
+            False if they are to be ended, but another command works on them.
+        """
+        now, self._seen = self._clock.now(), nodes
         alive = [node for node in nodes if node.state is not NodeState.GONE]
         if self._since is None and alive:
             self._since = min(node.launched for node in alive)
@@ -100,18 +114,19 @@ class Keeper:
                 "again, which resumes the run"
             )
         else:
-            self._replace(nodes)
-            self._decide_sizes(now)
+            return True
+        return False
 
     def resume(self) -> None:
         """Change sizes of machines as decided, while no round runs; resume the run.
 
         A machine that cannot be had is not asked for again: the old one stays, which
         ends only when the new one is launched. If a service fails then, too, the run
-        waits for it.
+        waits for it, within the budget and the hours.
 
         Raises:
-            ComputeError: Another command has ended the deployment.
+            ComputeError: Another command has ended the deployment, or a limit is
+                reached and all machines were ended.
         """
         old, new = self._plan, self._resized
         if new is None or self._sizer is None:
@@ -129,7 +144,7 @@ class Keeper:
             self._bring_up(changed)
         except _TakenDown:
             raise
-        except ComputeError as error:
+        except (ComputeError, JobError) as error:
             self._plan = old
             self._hourly = costs.budget_prices(old, now=self._priced_at)
             self._sizer.refused(old, new, str(error), self._clock.now())
@@ -143,12 +158,27 @@ class Keeper:
                 self._bring_up(set())
             except _TakenDown:
                 raise
-            except ComputeError as error:
+            except (ComputeError, JobError) as error:
                 self._retry(f"{self._plan.file.name}: not resumed: {error}")
-                self._clock.sleep(self._next_try - self._clock.monotonic())
+                self._await_next_try()
             else:
                 self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
                 return
+
+    def _await_next_try(self) -> None:
+        """Wait, but not beyond a limit: the machines cost meanwhile."""
+        while (left := self._next_try - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, _LIMITS_SECONDS))
+            self._is_within_limits(self._listed())
+
+    def _listed(self) -> Sequence[Node]:
+        """All nodes; those last seen, which may still cost, if a service fails."""
+        labels = {DEPLOYMENT: self._plan.file.name}
+        try:
+            return [n for pool in self._pools.values() for n in pool.nodes(labels)]
+        except ComputeError:
+            # The refusal that is waited for was reported; the next try asks again.
+            return self._seen
 
     def _bring_up(self, first: set[str]) -> None:
         with self._opened() as deployment:

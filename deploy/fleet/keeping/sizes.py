@@ -13,7 +13,7 @@ from statistics import median
 
 from cloud_adapters.compute.pool import Market
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.fleet import spending
+from deploy.fleet import prices as price_table, spending
 from deploy.fleet.choosing.elasticity import (
     FederationLoad,
     MachineSize,
@@ -27,14 +27,13 @@ from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import SITE_PREFIX
 from federation.errors import JobError
 from federation.events import SiteAnswered
+from federation.protocols import Clock
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 
 _LOG = "decisions.jsonl"
 _HOUR = 3600.0
-# From the request of a machine until its site works, and the run is taken up again.
-CHANGE_SECONDS = 0.25 * _HOUR
 _ROUNDS = 3
 
 Tell = Callable[[str], None]
@@ -70,9 +69,9 @@ class Sizer:
         self._size, self._refused = -1, set[tuple[str, str]]()
         # The first round on new machines is longer than the others.
         self._skipped = self._looked = max(1, self._ended())
-        for site in plan.file.sites:
+        for index, site in enumerate(plan.file.sites):
             for each in site.sizes:
-                self._hourly(site.sized(each.type))
+                _hourly(site.sized(each.type), prices, _key(index))
 
     def wanted(self, plan: DeploymentPlan, now: float) -> DeploymentPlan:
         """The deployment with the machines that it should have after this round.
@@ -170,7 +169,7 @@ class Sizer:
                 MachineSize(
                     machine=each.type,
                     speed=each.speed,
-                    dollars_per_hour=self._hourly(site.sized(each.type)),
+                    dollars_per_hour=_hourly(site.sized(each.type), self._prices),
                 )
                 for each in site.sizes
                 if (site.name, each.type) not in self._refused
@@ -179,7 +178,7 @@ class Sizer:
             fixed = MachineSize(
                 machine=site.machine.type,
                 speed=1.0,
-                dollars_per_hour=0.0 if own else self._hourly(site),
+                dollars_per_hour=0.0 if own else _hourly(site, self._prices),
             )
             sites.append(
                 MeasuredSite(
@@ -196,17 +195,8 @@ class Sizer:
             ),
             other_dollars_per_hour=plan.file.aggregator.dollars_per_hour,
             rounds_left=rounds_left,
-            change_seconds=CHANGE_SECONDS,
+            change_seconds=plan.file.start.machine_minutes * 60.0,
         )
-
-    def _hourly(self, site: SiteMachine) -> float:
-        if site.dollars_per_hour is not None or site.provider == LOCAL:
-            return site.dollars_per_hour or 0.0
-        if self._prices is None:
-            raise JobError(f"no price of {site.machine.type}", key="sites.sizes")
-        is_spot = site.machine.market == Market.SPOT.value
-        place = (site.provider, site.machine.region, site.machine.priced_as)
-        return self._prices.hourly(*place, spot=is_spot)
 
     def _log(
         self, now: float, site: str, action: str, offer: str | None, why: str
@@ -226,6 +216,60 @@ class Sizer:
 def is_elastic(plan: DeploymentPlan) -> bool:
     """Whether any site may have machines of other sizes."""
     return any(site.sizes for site in plan.file.sites)
+
+
+def check_sizes(plan: DeploymentPlan, clock: Clock) -> None:
+    """Refuse sizes of unknown price, before anything is started.
+
+    Args:
+        plan: The deployment.
+        clock: Tells the day: a budget needs prices that are new enough.
+
+    Raises:
+        JobError: The price of a size is neither stated nor in the table, or is too old
+            for ``max_dollars``.
+    """
+    if not is_elastic(plan):
+        return
+    now = clock.now()
+    # Its age is reported by what reads it first.
+    prices = price_table.load(
+        plan.prices, today=price_table.day_of(now), warn=lambda _: None
+    )
+    for index, site in enumerate(plan.file.sites):
+        for each in site.sizes:
+            sized = site.sized(each.type)
+            try:
+                _hourly(sized, prices, _key(index))
+            except JobError as error:
+                raise JobError(
+                    f"{plan.path}: {error.reason}; or state its dollars_per_hour here",
+                    key=error.key,
+                ) from None
+            sites = [s.sized(s.machine.type) if s.sizes else s for s in plan.file.sites]
+            sites[index] = sized
+            changed = replace(plan, file=replace(plan.file, sites=tuple(sites)))
+            spending.budget_prices(changed, now=now)
+
+
+def _key(index: int) -> str:
+    return f"sites[{index}].sizes"
+
+
+def _hourly(site: SiteMachine, prices: Prices | None, name: str = "") -> float:
+    """Dollars of an hour of a site's machine: stated, or of the table."""
+    if site.dollars_per_hour is not None or site.provider == LOCAL:
+        return site.dollars_per_hour or 0.0
+    machine = site.machine
+    if prices is None:
+        raise JobError(f"no price of {machine.type}", key=name)
+    is_spot = machine.market == Market.SPOT.value
+    try:
+        return prices.hourly(
+            site.provider, machine.region, machine.priced_as, spot=is_spot
+        )
+    except JobError as error:
+        raise JobError(error.reason, key=name or error.key) from None
 
 
 def _measured(row: RoundView, names: Sequence[str]) -> _Round | None:

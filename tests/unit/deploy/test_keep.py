@@ -29,7 +29,12 @@ from deploy.fleet.spending import MachineCost, Spending, observed
 from deploy.fleet.start_checks import check_budget
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
-from federation.errors import ComputeError, JobError, NoCapacity
+from federation.errors import (
+    ComputeError,
+    ComputeUnavailable,
+    JobError,
+    NoCapacity,
+)
 
 JOBS = Path(__file__).parents[3] / "jobs"
 FILE = """
@@ -337,3 +342,50 @@ def test_prices_of_a_deployment_are_in_a_table_of_its_own(tmp_path: Path):
     plan = written(tmp_path, more)
     found = spending.budget_prices(plan, now=3.99e9)
     assert found["site-gcp-us-central1"] == 1.006
+
+
+class Listing:
+    """A compute service that lists a node, and fails after so many answers."""
+
+    def __init__(self, found: Node, answers: int) -> None:
+        self.found, self.answers = found, answers
+
+    def nodes(self, _: object) -> list[Node]:
+        self.answers -= 1
+        if self.answers < 0:
+            raise ComputeUnavailable("no route to the service")
+        return [self.found]
+
+
+@pytest.mark.parametrize(
+    ("more", "answers", "why"),
+    [
+        ("max_dollars = 5.0", 1_000, r"the budget is spent: \$5\."),
+        ("max_dollars = 5.0", 1, r"the budget is spent: \$5\."),
+        ("max_hours = 0.1", 1_000, r"max_hours = 0\.1 are over"),
+    ],
+)
+def test_limits_are_kept_while_a_run_cannot_be_resumed(
+    tmp_path: Path, told: list[str], more: str, answers: int, why: str
+):
+    """What was seen last counts if the service does not answer; one refusal is told."""
+    plan, clock = written(tmp_path, more), VirtualClock(1.7e9)
+    pool = Listing(node(launched=clock.now()), answers)
+
+    def restore(deployment: Deployment) -> None:
+        assert clock.now() < 1.7e9 + 3600.0, "it is tried without end"
+        refuse(deployment)
+
+    kept = Keeper(
+        Deployment(plan=plan, pools={"cloud": pool}, clock=clock, owner=""),
+        restore,
+        hourly={AGGREGATOR: 60.0},
+        random_bytes=os.urandom,
+        tell=told.append,
+    )
+    with pytest.raises(ComputeError, match=f"were ended: {why}"):
+        kept.resume()
+    # It looks more often than it tries, which is after minutes by then.
+    assert clock.now() - 1.7e9 <= (370.0 if "hours" in why else 310.0)
+    (line,) = told
+    assert "kept: not resumed: us-east-1a has no g5.xlarge" in line

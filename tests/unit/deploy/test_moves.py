@@ -10,11 +10,12 @@ import pytest
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.fleet import deployment_file, spending
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.moves import BOOT_HOURS, Mover, WorkLeft, check_prices
+from deploy.fleet.moves import Mover, WorkLeft, check_prices
 from deploy.fleet.prices import MachinePrice, Prices
 from federation.errors import JobError
 
 HOUR = 3600.0
+BOOT_HOURS = 0.25  # As in the file: `start.machine_minutes` is 15 by default.
 PRICES = Prices(
     as_of="2026-11-01",
     machines=(

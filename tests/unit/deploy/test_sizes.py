@@ -1,6 +1,7 @@
 """Sizes of machines change between rounds, as the run's events suggest."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 from support.event_samples import TWO_SITES, Script, run as played
 
 from cloud_adapters.compute.pool import Node, NodeState
+from deploy.cli import fleet_verbs
 from deploy.fleet import deployment_file
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.sizes import Sizer
+from deploy.fleet.keeping.sizes import Sizer, check_sizes
 from deploy.fleet.offers import resolved
 from deploy.fleet.prices import Prices
+from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, SiteAnswered
@@ -34,6 +37,7 @@ type = "g5.2xlarge"
 [sites.home]
 url = "file:///mnt/{name}"
 """
+JOB = Path(__file__).parents[3] / "jobs" / "quickstart.toml"
 SLOW = 600.0
 ROUNDS = 100
 
@@ -169,6 +173,63 @@ def test_a_size_without_a_price_is_refused_before_the_run(plan: DeploymentPlan):
     plan.path.write_text(text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0"))
     with pytest.raises(JobError, match=r"no price of g5\.xlarge"):
         sizer(deployment_file.load(plan.path))
+
+
+def test_a_price_that_is_missing_is_found_before_anything_starts(tmp_path: Path):
+    """Also one that only a budget needs; a size that the table has is fine."""
+    clock = VirtualClock(1.782e9)  # When the packaged table is new.
+    plan = written(tmp_path, "max_dollars = 100.0")
+    check_sizes(plan, clock)
+    text = plan.path.read_text()
+    in_table = text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0")
+    plan.path.write_text(in_table)
+    check_sizes(deployment_file.load(plan.path), clock)
+    with pytest.raises(JobError, match="a budget needs new prices"):
+        check_sizes(deployment_file.load(plan.path), VirtualClock(4e9))
+    plan.path.write_text(in_table.replace('"g5.xlarge"', '"g9.large"'))
+    with pytest.raises(JobError, match=r"no price of an on-demand g9\.large") as caught:
+        check_sizes(deployment_file.load(plan.path), clock)
+    assert caught.value.key == "sites[0].sizes"
+    assert str(plan.path) in str(caught.value)
+
+
+MORE = """
+identity = "p"
+role = "arn:aws:iam::123456789012:role/r"
+"""
+RELEASE = f"""
+[release]
+wheel = "https://example.org/x.whl"
+sha256 = "{"ab" * 32}"
+"""
+
+
+def test_up_checks_the_prices_of_sizes_that_it_may_use(tmp_path: Path):
+    """Before it asks a cloud for anything."""
+    plan = written(tmp_path, 'aggregator = { address = "192.0.2.1:8443" }')
+    text = plan.path.read_text().replace('"g5.xlarge", speed', '"g9.large", speed')
+    text = text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0")
+    text = text.replace('type = "g5.2xlarge"\n', f'type = "g5.2xlarge"{MORE}')
+    plan.path.write_text(f"{text.replace('job.toml', str(JOB))}{RELEASE}")
+    options = Namespace(
+        deployment=plan.path,
+        provider="",
+        containers=False,
+        images="",
+        keep=True,
+        detach=False,
+        clock=VirtualClock(1.782e9),
+    )
+    with pytest.raises(JobError, match=r"sites\[0\]\.sizes"):
+        fleet_verbs._checked(options)
+
+
+def test_a_change_that_takes_longer_than_it_saves_is_not_made(tmp_path: Path):
+    plan = written(tmp_path, "start = { machine_minutes = 600.0 }")
+    ours = sizer(plan)
+    happens(plan.folder, 4, SLOW / 4, SLOW / 16)
+    assert ours.wanted(plan, 0.0) == plan
+    assert "no change that is allowed saves 5 %" in str(rows(plan)[0]["reason"])
 
 
 def test_the_next_command_keeps_the_size_that_runs(plan: DeploymentPlan):
