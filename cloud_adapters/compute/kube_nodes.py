@@ -12,6 +12,9 @@ JOB_OF_POD = "batch.kubernetes.io/job-name"
 _OVER_TIME = "DeadlineExceeded"
 # Reasons of a container that waits although nothing is wrong.
 _GOES_ON = frozenset({"", "ContainerCreating", "PodInitializing"})
+# Exit codes of a program that was told to end, and of one that was then killed.
+_TERMINATED, _KILLED = 128 + 15, 128 + 9
+_OUT_OF_MEMORY = "OOMKilled"
 _FINISHED_PODS = frozenset({"Failed", "Succeeded"})
 
 
@@ -37,6 +40,7 @@ def node(job: Any, pods: Sequence[Any]) -> Node:
         launched=job.metadata.creation_timestamp.timestamp(),
         ended=_ended(job) if state is NodeState.GONE else None,
         trouble="" if kube_manifest.ENDED in _notes(job) else _trouble(job, found),
+        failed=kube_manifest.ENDED not in _notes(job) and _has_failed(found),
     )
 
 
@@ -121,6 +125,27 @@ def _ends(pod: Any) -> Iterator[str]:
             yield f"its program ended with {ended.exit_code} ({ended.reason})"
     if pod.status.phase == "Failed":
         yield f"{pod.status.reason or 'Failed'}: {pod.status.message or ''}".strip(": ")
+
+
+def _has_failed(pod: Any) -> bool:
+    """Whether a pod's program failed by itself, as the next one would.
+
+    A pod that was evicted or preempted has a reason of its own, or the condition
+    ``DisruptionTarget``. Source: Kubernetes documentation, "Pod disruption conditions".
+    """
+    if pod is None or pod.status.phase != "Failed" or pod.status.reason:
+        return False
+    if any(
+        each.type == "DisruptionTarget" and each.status == "True"
+        for each in pod.status.conditions or ()
+    ):
+        return False
+    states = [each.state for each in pod.status.container_statuses or ()]
+    ended = [each.terminated for each in states if each and each.terminated]
+    return any(
+        each.reason == _OUT_OF_MEMORY or each.exit_code not in {0, _TERMINATED, _KILLED}
+        for each in ended
+    )
 
 
 def _waits(pod: Any) -> Iterator[tuple[str, str]]:

@@ -144,6 +144,8 @@ class Node:
         trouble: What keeps it from working, as far as is known; empty if nothing is.
         ready: Whether its program has said that it is ready; None if this host
             cannot know.
+        failed: Whether its service says that its program ended by itself with an error:
+            it was neither told to end nor taken back.
     """
 
     id: str
@@ -157,6 +159,7 @@ class Node:
     ended: float | None = None
     trouble: str = ""
     ready: bool | None = None
+    failed: bool = False
 
     def seconds(self, now: float) -> float:
         """How long it has been paid for by a time."""

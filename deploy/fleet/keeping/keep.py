@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan
+from deploy.fleet.deployment_file import LOCAL, DeploymentPlan
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.moves import Mover
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
@@ -289,14 +289,14 @@ class Keeper:
 
 
 def starts_of(deployment: Deployment, tell: Tell) -> Starts:
-    """Follow the starts of a deployment's machines of clouds.
+    """Follow the starts of a deployment's machines of clouds and of its pods.
 
-    What a pod writes does not say when its site is ready.
+    Nodes of this host say by themselves whether they are ready.
     """
     pools = {
         f"{SITE_PREFIX}{site.name}": site.pool
         for site in deployment.plan.file.sites
-        if site.provider in CLOUDS
+        if site.provider != LOCAL
     }
 
     def read_log(node: Node) -> str | None:

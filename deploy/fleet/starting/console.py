@@ -1,8 +1,12 @@
-"""What a machine of a cloud says on its console about its start."""
+"""What a machine of a cloud, or a pod in its log, says about the start of its site."""
+
+import re
 
 FAILED = "the site was not started"
 READY = "site: it is ready"
 _OURS = "crossfed: "
+# What an agent logs; a pod runs nothing else that could say so.
+_CONNECTED = re.compile(r"\bconnected to \S+ as node ")
 _SHOWN = 2000
 
 
@@ -13,9 +17,9 @@ def has_failed(log: str) -> bool:
 
 def is_ready(log: str) -> bool:
     """Whether a console says that the machine's site has started."""
-    return f"{_OURS}{READY}" in log
+    return f"{_OURS}{READY}" in log or _CONNECTED.search(log) is not None
 
 
 def end_of(log: str) -> str:
     """The last lines of a console, for a message."""
-    return log[-_SHOWN:].strip() or "(the cloud has kept no line of it)"
+    return log[-_SHOWN:].strip() or "(no line of it was kept)"

@@ -1,8 +1,9 @@
-"""Which machines of clouds have started their sites, as their consoles say.
+"""Which machines of clouds and pods have started their sites, as they say themselves.
 
 A machine whose site cannot start ends itself, and the next one would fail like it: for
 hours, unseen, and paid for. So the console of each is read until it says that the site
-is ready, and what a failed one said last is reported.
+is ready, and what a failed one said last is reported. A pod has its log for a console,
+and its cluster says whether its program failed.
 """
 
 from collections import Counter
@@ -34,8 +35,8 @@ class Starts:
         """Begin.
 
         Args:
-            read_log: Returns what a machine has written to its console; None for one
-                that does not write there whether its site is ready.
+            read_log: Returns what a machine has written to its console, or a pod to its
+                log; None for one that does not write there whether its site is ready.
             role: Name of the label that says what a machine does.
             clock: Tells time.
             tell: Called with a word about every start that has failed.
@@ -47,6 +48,10 @@ class Starts:
         self._settled: set[str] = set()
         self._refused: set[str] = set()
         self._next_log = -_LOG_SECONDS
+        self._has_looked = False
+        # Of those that were ready: by id, with their roles.
+        self._worked: dict[str, str] = {}
+        self._crashed: set[str] = set()
         self._in_a_row: Counter[str] = Counter()
         self._said_so: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}
@@ -60,9 +65,16 @@ class Starts:
         """Take note of all nodes of the deployment."""
         listed = {node.id: node for node in nodes}
         for each in nodes:
-            # Nodes of this host say by themselves whether they are ready.
-            if each.machine and each.id not in self._settled and each.state in _WORKS:
+            if each.id in self._settled:
+                self._note_crash(each)
+                continue
+            # One that fails within seconds is seen only when it is gone.
+            is_new = each.failed and self._has_looked
+            if is_new or each.state in _WORKS:
                 self._awaited[each.id] = each
+            else:  # An earlier command has seen it end.
+                self._settled.add(each.id)
+        self._has_looked = True
         is_due = self._clock.monotonic() - self._next_log >= _LOG_SECONDS
         if is_due:
             self._next_log = self._clock.monotonic()
@@ -71,7 +83,7 @@ class Starts:
             # Some services do not list what is gone.
             is_over = node is None or node.state not in _WORKS
             if is_due or is_over:
-                self._look(known, is_over=is_over)
+                self._look(node or known, is_over=is_over)
 
     def may_replace(self, role: str) -> bool:
         """Whether another machine may be started for a role now."""
@@ -85,6 +97,23 @@ class Starts:
         """Whether so many of its machines have said that they failed, one by one."""
         return self._said_so[role] >= _MOST_FAILED
 
+    def _note_crash(self, node: Node) -> None:
+        """Count a program that failed soon after its site was ready.
+
+        It counts until one of its role lasts: the next would be ready, too, and fail.
+        """
+        role = self._worked.get(node.id)
+        if role is None:
+            return
+        if node.seconds(self._clock.now()) >= _LONGEST_SECONDS:
+            del self._worked[node.id]
+            self._crashed.discard(role)
+            self._said_so[role] = 0
+        elif node.failed:
+            del self._worked[node.id]
+            self._crashed.add(role)
+            self._fail(role, node, self._log(node) or "", "failed")
+
     def _look(self, node: Node, *, is_over: bool) -> None:
         log = self._log(node)
         if log is None:
@@ -94,11 +123,18 @@ class Starts:
         is_long = node.seconds(self._clock.now()) >= _LONGEST_SECONDS
         if console.is_ready(log) or (is_long and not console.has_failed(log)):
             self._settle(node)
-            self._in_a_row[role] = self._said_so[role] = 0
+            self._worked[node.id] = role
+            self._in_a_row[role] = 0
+            if role not in self._crashed:
+                self._said_so[role] = 0
             self._failed_at.pop(role, None)
-        elif console.has_failed(log) or is_over:
+        elif console.has_failed(log) or node.failed or is_over:
             self._settle(node)
-            self._fail(role, node, log)
+            is_known = console.has_failed(log) or node.failed
+            what = "could not start the site"
+            if not is_known:
+                what = "has ended before its site was ready"
+            self._fail(role, node, log, what, is_known=is_known)
 
     def _log(self, node: Node) -> str | None:
         """What a machine has said; the last that was heard if nothing can be read."""
@@ -119,20 +155,29 @@ class Starts:
         self._settled.add(node.id)
         del self._awaited[node.id]
 
-    def _fail(self, role: str, node: Node, log: str) -> None:
+    def _fail(
+        self, role: str, node: Node, log: str, what: str, *, is_known: bool = True
+    ) -> None:
+        """Count a failure, and report it.
+
+        Args:
+            role: Of the machine.
+            node: The machine.
+            log: Its console.
+            what: What it did, for the message.
+            is_known: Whether it failed by itself, and was not taken back.
+        """
         self._in_a_row[role] += 1
-        self._said_so[role] += console.has_failed(log)
+        self._said_so[role] += is_known
         self._failed_at[role] = self._clock.monotonic()
-        what = "could not start the site"
-        if not console.has_failed(log):
-            what = "has ended before its site was ready"
+        why = f" ({node.trouble})" if node.trouble else ""
         self._tell(
-            f"{role}: its machine {node.id} {what}. Its console ends:\n"
+            f"{role}: its machine {node.id} {what}{why}. Its console ends:\n"
             f"{console.end_of(log)}"
         )
         if self._said_so[role] == _MOST_FAILED:
             self._tell(
-                f"{role}: {_MOST_FAILED} machines in a row could not start it, and no "
-                "more are launched: fix what the console says, and give crossfed up "
-                "again"
+                f"{role}: {_MOST_FAILED} machines in a row could not start it or "
+                "failed soon, and no more are launched: fix what the console says, and "
+                "give crossfed up again"
             )

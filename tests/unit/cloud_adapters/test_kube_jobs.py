@@ -256,6 +256,43 @@ def test_troubles_are_shown(kube_server: FakeKube):
     assert "suspended" in pool.nodes({})[0].trouble
 
 
+@pytest.mark.parametrize(
+    ("code", "reason", "status", "failed"),
+    [
+        (3, "Error", {}, True),
+        (137, "OOMKilled", {}, True),
+        (137, "Error", {}, False),
+        (143, "Error", {}, False),
+        (1, "Error", {"reason": "Evicted"}, False),
+        (
+            1,
+            "Error",
+            {"conditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            False,
+        ),
+    ],
+)
+def test_a_program_that_fails_is_told_from_a_pod_that_is_taken_back(
+    kube_server: FakeKube,
+    *,
+    code: int,
+    reason: str,
+    status: dict[str, Any],
+    failed: bool,
+):
+    """The next pod would fail, too, and only then are they limited."""
+    pool = kube_server.pool()
+    node = pool.launch(spec(), "one")
+    assert not pool.nodes({})[0].failed
+    (found,) = kube_server.pods.values()
+    found["status"] = kube_server._status(found, "exit", str(code)) | status
+    (container,) = found["status"]["containerStatuses"]
+    container["state"]["terminated"]["reason"] = reason
+    assert pool.nodes({})[0].failed is failed
+    pool.terminate([node.id])
+    assert not pool.nodes({})[0].failed
+
+
 def test_a_node_whose_time_is_over_says_so(kube_server: FakeKube):
     """One that was asked to end has no trouble."""
     pool = kube_server.pool()

@@ -1,5 +1,7 @@
 """Machines whose sites cannot start are reported, and not replaced without end."""
 
+from dataclasses import replace
+
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeState
@@ -145,8 +147,76 @@ def test_a_console_that_cannot_be_read_stops_nothing():
     assert told == [f"{ROLE}: cannot read the console of i-1"]
 
 
+CONNECTED = "crossfed: connected to a.example:8443 as node 7\n"
+
+
+class Pods(Machines):
+    """Pods of one site, of whose programs the cluster says how they ended."""
+
+    def end(self, *, failed: bool = True, log: str = "", seconds: float = 0.0) -> None:
+        """Start one, and have it end."""
+        node = replace(self.start(log), machine="")
+        self.clock.sleep(seconds)
+        self.look(replace(node, state=NodeState.GONE, failed=failed))
+
+
+@pytest.fixture
+def pods() -> Pods:
+    return Pods()
+
+
+def test_a_pod_whose_program_fails_is_not_launched_without_end(pods: Pods):
+    """Three failures are enough; one that is evicted, or told to end, is none."""
+    for failed in (True, False, True):
+        pods.end(failed=failed)
+    assert not pods.starts.is_given_up(ROLE)
+    pods.end()
+    assert pods.starts.is_given_up(ROLE)
+    assert "no more are launched" in pods.told[-1]
+    assert "i-1 could not start the site" in pods.told[0]
+    assert "i-2 has ended before its site was ready" in pods.told[1]
+
+
+def test_a_pod_that_connects_and_fails_again_and_again_is_given_up(pods: Pods):
+    """Each of them was ready, which would forgive a start that has failed."""
+    for _ in range(3):
+        assert not pods.starts.is_given_up(ROLE)
+        pods.end(log=CONNECTED)
+    assert "its machine i-3 failed" in pods.told[-2]
+    assert pods.starts.is_given_up(ROLE)
+
+
+def test_failures_are_forgiven_when_a_pod_lasts(pods: Pods):
+    for seconds in (0.0, 0.0, 1800.0, 0.0, 0.0):
+        pods.end(log=CONNECTED, seconds=seconds)
+    assert not pods.starts.is_given_up(ROLE)
+    pods.end(log=CONNECTED)
+    assert pods.starts.is_given_up(ROLE)
+
+
+def test_a_pod_that_fails_before_anyone_looks_counts(pods: Pods):
+    """Only if this command launched it: a cluster lists those of before for a day."""
+    gone = Node(
+        id="old",
+        name=ROLE,
+        state=NodeState.GONE,
+        labels={"role": ROLE},
+        launched=pods.clock.now(),
+        failed=True,
+        trouble="its program ended with 3 (Error)",
+    )
+    pods.logs = dict.fromkeys(("old", "new"), "no module named x")
+    pods.look(gone)
+    assert pods.starts.failed == {}
+    pods.look(gone, replace(gone, id="new"))
+    assert pods.starts.failed == {ROLE: 1}
+    (line,) = pods.told
+    assert "new could not start the site (its program ended with 3 (Error))" in line
+    assert "no module named x" in line
+
+
 def test_nodes_that_do_not_say_when_they_are_ready_are_left_alone():
-    """Jobs of clusters: one that goes has not failed to start."""
+    """Nodes of this host: one that goes has not failed to start."""
     told: list[str] = []
     clock = VirtualClock()
     starts = Starts(lambda _: None, role="role", clock=clock, tell=told.append)
