@@ -12,7 +12,7 @@ JOB_OF_POD = "batch.kubernetes.io/job-name"
 _OVER_TIME = "DeadlineExceeded"
 # Reasons of a container that waits although nothing is wrong.
 _GOES_ON = frozenset({"", "ContainerCreating", "PodInitializing"})
-# Exit codes of a program that was told to end, and of one that was then killed.
+# Exit codes of a program that SIGTERM has ended, and of one that SIGKILL has.
 _TERMINATED, _KILLED = 128 + 15, 128 + 9
 _OUT_OF_MEMORY = "OOMKilled"
 _FINISHED_PODS = frozenset({"Failed", "Succeeded"})

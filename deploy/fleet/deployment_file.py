@@ -49,7 +49,9 @@ class AggregatorMachine:
     """The machine of the aggregator.
 
     Attributes:
-        provider: Who runs the machine: `local` is this host, where its keys stay.
+        provider: Who runs the machine: `local` is this host, where its keys stay, and
+            the only one that `crossfed up` knows. An aggregator in a cluster is
+            started with `kubectl` (docs/howto/kubernetes.md).
         isolation: What it is there: a `process`, or a `container` of podman, which has
             the aggregator's folder alone and a network in which it reaches its sites
             and this host, and nothing else. A container needs root, and sites that
@@ -63,7 +65,7 @@ class AggregatorMachine:
         dollars_per_gigabyte: What traffic costs that leaves it.
     """
 
-    provider: str = key(default=LOCAL, choices=(LOCAL,))
+    provider: str = LOCAL
     isolation: str = key(default=PROCESS, choices=(PROCESS, CONTAINER))
     image: str = ""
     address: str = ""
@@ -463,8 +465,28 @@ def _check_names(file: DeploymentFile) -> None:
             raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
 
 
+# What to do about an aggregator that `crossfed up` does not start, by its provider.
+_ELSEWHERE = {
+    KUBERNETES: "apply deploy/kubernetes/overlays/aggregator with kubectl, and have "
+    "sites enrol with its tokens, as docs/howto/kubernetes.md says under 'An "
+    "aggregator in a cluster'",
+    **dict.fromkeys(
+        CLOUDS,
+        "install crossfed on a machine of that cloud and give crossfed up there, with "
+        "its address as aggregator.address",
+    ),
+}
+
+
 def _check_aggregator(file: DeploymentFile) -> None:
     machine = file.aggregator
+    if machine.provider != LOCAL:
+        what = _ELSEWHERE.get(machine.provider, f"name {LOCAL!r} or remove the key")
+        raise JobError(
+            f"{machine.provider!r:.80}: crossfed up starts the aggregator on this host "
+            f"only: {what}",
+            key="aggregator.provider",
+        )
     is_container = machine.isolation == CONTAINER
     if is_container is not bool(machine.image):
         raise JobError(

@@ -25,7 +25,7 @@ _HOUR = 3600.0
 # After a service has refused a machine: so long, then twice as long, up to the last.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 _WRITE_SECONDS = 60.0
-# So often, limits are looked at while a service is waited for.
+# Between two looks at the limits while a service refuses.
 _LIMITS_SECONDS = 10.0
 
 Tell = Callable[[str], None]
@@ -177,7 +177,7 @@ class Keeper:
         try:
             return [n for pool in self._pools.values() for n in pool.nodes(labels)]
         except ComputeError:
-            # The refusal that is waited for was reported; the next try asks again.
+            # The next try reports it, if it lasts.
             return self._seen
 
     def _bring_up(self, first: set[str]) -> None:
