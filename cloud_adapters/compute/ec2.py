@@ -18,6 +18,7 @@ Source: Amazon EC2 API reference, RunInstances, and "Ensuring idempotency".
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,9 @@ import boto3
 from botocore.config import Config
 
 from cloud_adapters.compute import ec2_errors
-from cloud_adapters.compute.machine_types import MachineType
+from cloud_adapters.compute.machine_types import MachineType, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
-from federation.errors import MachineRefused, NoCapacity
+from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
 
 if TYPE_CHECKING:
     from federation.protocols import Clock
@@ -41,6 +42,8 @@ _NAME_TAG = "Name"
 _PARAMETER = "/aws/service/"
 _TAGGED = ("instance", "volume", "network-interface")
 _NUM_FILTER_VALUES = 200
+# A type has a few new prices a day and zone.
+_PRICE_PAGES, _PRICE_PAGE_SIZE = 20, 1000
 _LOOK_SECONDS = 2.0
 _STATES: Mapping[str, NodeState] = {
     "pending": NodeState.STARTING,
@@ -163,6 +166,33 @@ class Ec2Pool:
             for each in answer["InstanceTypes"]
             if each["InstanceType"] in places
         ]
+
+    def spot_prices(
+        self, machine: str, zones: Sequence[str], since: float
+    ) -> Sequence[SpotPrice]:
+        """See ``SpotMarket``: DescribeSpotPriceHistory, for Linux."""
+        doing = (
+            f"read spot prices of {machine} in {self.region} "
+            "(ec2:DescribeSpotPriceHistory)"
+        )
+        wanted: dict[str, Any] = {
+            "InstanceTypes": [machine],
+            "ProductDescriptions": ["Linux/UNIX"],
+            "StartTime": datetime.fromtimestamp(since, UTC),
+            "MaxResults": _PRICE_PAGE_SIZE,
+        }
+        if zones:
+            wanted["Filters"] = [{"Name": "availability-zone", "Values": [*zones]}]
+        found: list[SpotPrice] = []
+        for _ in range(_PRICE_PAGES):
+            answer = self._call("describe_spot_price_history", doing, **wanted)
+            found += [_price(row, doing) for row in answer["SpotPriceHistory"]]
+            wanted["NextToken"] = answer.get("NextToken")
+            if not wanted["NextToken"]:
+                return sorted(found, key=lambda each: (each.at, each.zone))
+        raise ComputeUnavailable(
+            f"cannot {doing}: it has more than {_PRICE_PAGES * _PRICE_PAGE_SIZE} prices"
+        )
 
     def _launched(self, digest: str) -> Node | None:
         """The instance of a token; None if none is listed."""
@@ -364,6 +394,17 @@ def _machine_type(described: Answer, zones: Sequence[str]) -> MachineType:
         cpus=described["VCpuInfo"]["DefaultVCpus"],
         memory_gb=described["MemoryInfo"]["SizeInMiB"] / 1024,
         zones=zones,
+    )
+
+
+def _price(row: Answer, doing: str) -> SpotPrice:
+    dollars = float(row["SpotPrice"])
+    if not 0.0 < dollars < math.inf:
+        raise ComputeUnavailable(f"cannot {doing}: {row['SpotPrice']} is no price")
+    return SpotPrice(
+        zone=row["AvailabilityZone"],
+        at=row["Timestamp"].timestamp(),
+        dollars_per_hour=dollars,
     )
 
 

@@ -1,4 +1,4 @@
-"""Types of machines, as clouds describe them, and what a site needs of one."""
+"""Types of machines, as clouds describe and price them, and what a site needs."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -43,6 +43,41 @@ class MachineCatalogue(Protocol):
 
         Raises:
             ComputeError: The service failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotPrice:
+    """What a spot machine costs in one zone, from a time on.
+
+    Attributes:
+        zone: The zone.
+        at: When the price began, in seconds since 1970.
+        dollars_per_hour: The price.
+    """
+
+    zone: str
+    at: float
+    dollars_per_hour: float
+
+
+@runtime_checkable
+class SpotMarket(Protocol):
+    """A compute service that publishes a history of spot prices: ``ec2``."""
+
+    def spot_prices(
+        self, machine: str, zones: Sequence[str], since: float
+    ) -> Sequence[SpotPrice]:
+        """Read the prices of a type of machine, the oldest first.
+
+        Args:
+            machine: The type.
+            zones: Zones to ask about; empty for all of the region.
+            since: Seconds since 1970. The price that held then is included.
+
+        Raises:
+            ComputeError: The service failed, or answers what is no price.
         """
         ...
 

@@ -31,22 +31,31 @@ if TYPE_CHECKING:
 
 NODES_LOOK_SECONDS = 2.0
 _HOUR = 3600.0
-# A clock that is set must not make a start late.
-_WINDOW_LOOK_SECONDS = 30.0
 _MIB = 1 << 20
 
 
 def _up(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
-    from deploy.fleet import deployment as fleet, spending  # noqa: PLC0415 -- --help
+    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
+        deployment as fleet,
+        spending,
+        start_wait,
+    )
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
     plan, job = _checked(options)
     hourly = spending.budget_prices(plan, now=options.clock.now())
-    _await_window(plan, options.clock)
+    decisions = start_wait.await_start(
+        plan,
+        partial(fleet.pools_of, plan, options.clock),
+        clock=options.clock,
+        tell=tell,
+    )
     with fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment:
+        decision_log.append(plan.folder, *decisions)
         watch = _Watch(deployment)
         check_budget(deployment)
         deployment.note_wanted()
@@ -197,21 +206,6 @@ def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
         )
         moved = replace(plan, file=replace(plan.file, sites=sites))
         spending.budget_prices(moved, now=clock.now())
-
-
-def _await_window(plan: "DeploymentPlan", clock: "Clock") -> None:
-    """Wait until machines may be started."""
-    from deploy.fleet.choosing import start_window  # noqa: PLC0415 -- keeps `--help` fast
-
-    window = start_window.parse(plan.file.start.window, key="start.window")
-    if window is None:
-        return
-    opens, told = window.opens(clock.now()), False
-    while (left := opens - clock.now()) > 0:
-        if not told:
-            tell(f"waits until {window.text(opens)} (start.window)")
-        told = True
-        clock.sleep(min(left, _WINDOW_LOOK_SECONDS))
 
 
 class _Watch:

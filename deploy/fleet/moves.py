@@ -6,7 +6,6 @@ long as the loss of one could still be made up for. Every decision that changes
 something is a line of ``decisions.jsonl`` in the deployment's folder.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +15,9 @@ from statistics import median
 import numpy as np
 
 from cloud_adapters.compute.pool import Market, Node, NodeState
-from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.fleet.choosing import decision_log
 from deploy.fleet.choosing.choice import Choice, MachineOffer, Situation, decide
+from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.outlook import Left, MarketHistory, foresee
 from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan, SiteMachine
 from deploy.fleet.prices import Prices
@@ -25,7 +25,6 @@ from deploy.fleet.reconcile import ROLE, SITE_PREFIX
 from federation.errors import JobError
 from monitoring.runs.run_folder import RunFolder
 
-_LOG = "decisions.jsonl"
 _HOUR = 3600.0
 _MOST_SLOTS = 200
 # Slots that every offer is taken to have lasted before anything was seen of it.
@@ -219,16 +218,14 @@ class Mover:
 
     def _log(self, role: str, choice: Choice, now: float) -> None:
         self._tell(f"{role}: {choice.action.value}: {choice.reason}")
-        row = {
-            "at": now,
-            "role": role,
-            "action": choice.action.value,
-            "offer": None if choice.offer is None else choice.offer.name,
-            "reason": choice.reason,
-        }
-        path = self._folder / _LOG
-        with file_errors("write", path), path.open("a", encoding="utf-8") as log:
-            log.write(f"{json.dumps(row)}\n")
+        row = DecisionRow(
+            at=now,
+            role=role,
+            action=choice.action.value,
+            offer=None if choice.offer is None else choice.offer.name,
+            reason=choice.reason,
+        )
+        decision_log.append(self._folder, row)
 
 
 def check_prices(plan: DeploymentPlan, prices: Prices) -> None:

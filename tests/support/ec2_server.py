@@ -7,8 +7,9 @@ of its first request only; and refusals that a test asks for.
 import contextlib
 import io
 import itertools
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 from xml.sax.saxutils import escape
@@ -36,6 +37,8 @@ class Ec2Server:
         loses: Given a request, whether to carry it out and answer with a failure.
         is_blind: Whether it lists no instance, as it does for seconds after a launch.
         requests: Forms that were sent.
+        prices: Of every type of spot machine: zone, time and dollars, the oldest first;
+            without any, moto's answer counts, which is one price.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class Ec2Server:
         self.loses: Callable[[Form], bool] = lambda _: False
         self.is_blind = False
         self.requests: list[Form] = []
+        self.prices: list[tuple[str, str, str]] = []
         self._launched: dict[str, tuple[Form, bytes]] = {}
         self._clients: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -56,6 +60,7 @@ class Ec2Server:
         ec2_backends[ACCOUNT][REGION].reset()
         self.mend()
         self.requests.clear()
+        self.prices.clear()
         self._launched.clear()
 
     def pool(self, **options: Any) -> Ec2Pool:
@@ -137,6 +142,9 @@ class Ec2Server:
     def _answer(
         self, form: Form, app: App, environ: dict[str, Any], start: Any
     ) -> Iterable[bytes]:
+        if form["Action"] == "DescribeSpotPriceHistory" and self.prices:
+            start("200 OK", [("Content-Type", "text/xml")])
+            return [_history(form, self.prices)]
         if form["Action"] != "RunInstances":
             return app(environ, start)
         token = form["ClientToken"]
@@ -171,6 +179,30 @@ def serve() -> Iterator[Ec2Server]:
         made.url = server.url
         made.enforce_policies = server.enforce_policies
         yield made
+
+
+def _history(form: Form, prices: Sequence[tuple[str, str, str]]) -> bytes:
+    """The newest price before the asked time and all later ones, in pages of two.
+
+    Source: EC2 API reference, DescribeSpotPriceHistory.
+    """
+    zones = {v for n, v in form.items() if re.fullmatch(r"Filter\.1\.Value\.\d+", n)}
+    since = form["StartTime"][:19]
+    rows = [each for each in prices if not zones or each[0] in zones]
+    held = {zone: (zone, at, price) for zone, at, price in rows if at[:19] <= since}
+    # The newest come first.
+    rows = [*held.values(), *(each for each in rows if each[1][:19] > since)][::-1]
+    begin = int(form.get("NextToken") or 0)
+    items = "".join(
+        f"<item><instanceType>{form['InstanceType.1']}</instanceType>"
+        f"<productDescription>Linux/UNIX</productDescription>"
+        f"<spotPrice>{price}</spotPrice><timestamp>{at}</timestamp>"
+        f"<availabilityZone>{zone}</availabilityZone></item>"
+        for zone, at, price in rows[begin : begin + 2]
+    )
+    more = str(begin + 2) if begin + 2 < len(rows) else ""
+    answer = f"<spotPriceHistorySet>{items}</spotPriceHistorySet>"
+    return f"<Response>{answer}<nextToken>{more}</nextToken></Response>".encode()
 
 
 def _refuse(start: Any, code: str) -> Iterable[bytes]:

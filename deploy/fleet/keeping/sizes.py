@@ -5,15 +5,14 @@ decision is made once after each round. Whether it changes anything or not, it i
 of ``decisions.jsonl`` in the deployment's folder.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from cloud_adapters.compute.pool import Market
-from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import prices as price_table, spending
+from deploy.fleet.choosing import decision_log
+from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.elasticity import (
     FederationLoad,
     MachineSize,
@@ -32,7 +31,6 @@ from monitoring.runs.run_folder import RunFolder
 from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 
-_LOG = "decisions.jsonl"
 _HOUR = 3600.0
 _ROUNDS = 3
 
@@ -201,16 +199,14 @@ class Sizer:
     def _log(
         self, now: float, site: str, action: str, offer: str | None, why: str
     ) -> None:
-        row = {
-            "at": now,
-            "role": f"{SITE_PREFIX}{site}" if site else "",
-            "action": action,
-            "offer": offer,
-            "reason": why,
-        }
-        path: Path = self._folder / _LOG
-        with file_errors("write", path), path.open("a", encoding="utf-8") as log:
-            log.write(f"{json.dumps(row)}\n")
+        row = DecisionRow(
+            at=now,
+            role=f"{SITE_PREFIX}{site}" if site else "",
+            action=action,
+            offer=offer,
+            reason=why,
+        )
+        decision_log.append(self._folder, row)
 
 
 def is_elastic(plan: DeploymentPlan) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -45,6 +46,34 @@ def values(form: Form, prefix: str) -> dict[str, str]:
         for name, value in form.items()
         if name.startswith(prefix)
     }
+
+
+def test_spot_prices_are_read_from_the_time_asked_for(ec2_server: Ec2Server):
+    """Page by page, the price that held then included; of the zones that are asked."""
+    ec2_server.prices = [
+        (ZONES[0], "2026-11-26T00:00:00Z", "0.5"),
+        (ZONES[1], "2026-11-26T01:00:00Z", "0.9"),
+        (ZONES[0], "2026-11-26T10:00:00Z", "0.4"),
+        (ZONES[0], "2026-11-26T12:00:00Z", "0.3"),
+        (ZONES[0], "2026-11-26T14:00:00Z", "0.2"),
+    ]
+    since = datetime(2026, 11, 26, 11, tzinfo=UTC).timestamp()
+    found = ec2_server.pool().spot_prices("g5.xlarge", ZONES[:1], since)
+    assert [each.dollars_per_hour for each in found] == [0.4, 0.3, 0.2]
+    assert {each.zone for each in found} == {ZONES[0]}
+    assert found[1].at == since + 3600.0
+    every = ec2_server.pool().spot_prices("g5.xlarge", (), since)
+    assert {each.zone for each in every} == {*ZONES}
+    ec2_server.prices = [(ZONES[0], "2026-11-26T00:00:00Z", "0.0")]
+    with pytest.raises(ComputeUnavailable, match=r"0\.0 is no price"):
+        ec2_server.pool().spot_prices("g5.xlarge", (), since)
+
+
+def test_spot_prices_of_the_emulator_are_those_of_every_zone_with_the_type(
+    ec2_server: Ec2Server,
+):
+    found = ec2_server.pool().spot_prices("m5.large", ZONES, 0.0)
+    assert {each.zone for each in found} == {*ZONES}
 
 
 def test_instances_are_closed_and_end_for_good(ec2_server: Ec2Server):

@@ -1,0 +1,101 @@
+"""Carbon intensity of regions, from a table that the user provides.
+
+crossfed ships no such data. The table may be a forecast or be rewritten while a command
+waits: it is read again at each look.
+"""
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from deploy.fleet.choosing.start_conditions import Reading
+from federation.errors import JobError
+from federation.job import job_file
+from federation.job.job_keys import key
+
+# No grid emits so much: a slip of the decimal point must not pass.
+_MOST_GRAMS = 2000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intensity:
+    """Carbon intensity of a region's electricity.
+
+    Attributes:
+        region: Name of the cloud's region, for example `us-east-1`.
+        grams_per_kwh: Grams of CO2-equivalent per kWh.
+        begins: From when it holds, with its offset from UTC, for example
+            `2026-11-26T18:00:00+01:00`; by default, it has always held.
+        ends: Until when; by default, until the next row of the region begins.
+    """
+
+    region: str
+    grams_per_kwh: float = key(low=0.0, high=_MOST_GRAMS)
+    begins: str = ""
+    ends: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarbonTable:
+    """A table of carbon intensity.
+
+    Attributes:
+        source: Where the values are from.
+        intensity: The values, one `[[intensity]]` table each.
+    """
+
+    source: str
+    intensity: tuple[Intensity, ...]
+
+    def reading(self, region: str, now: float) -> Reading:
+        """The intensity of a region at a time; of two rows, the later one counts.
+
+        Args:
+            region: The region.
+            now: Seconds since 1970.
+        """
+        rows = [each for each in self.intensity if each.region == region]
+        held = [
+            each
+            for each in rows
+            if _seconds(each.begins, -math.inf) <= now < _seconds(each.ends, math.inf)
+        ]
+        if not held:
+            why = "the table has a row for another time only" if rows else "no row"
+            return Reading(what=region, value=None, why=why)
+        newest = max(held, key=lambda each: _seconds(each.begins, -math.inf))
+        return Reading(what=region, value=newest.grams_per_kwh)
+
+
+def load(path: Path) -> CarbonTable:
+    """Read a table.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the message
+            names file and key.
+    """
+    return job_file.load_table(path, CarbonTable, _check)
+
+
+def _check(table: CarbonTable) -> None:
+    for index, row in enumerate(table.intensity):
+        for name, text in (("begins", row.begins), ("ends", row.ends)):
+            try:
+                _seconds(text, 0.0)
+            except ValueError:
+                raise JobError(
+                    f"{text!r:.80} is no time with an offset from UTC, for example "
+                    "2026-11-26T18:00:00+01:00",
+                    key=f"intensity[{index}].{name}",
+                ) from None
+
+
+def _seconds(text: str, default: float) -> float:
+    """Seconds since 1970 of a time; ``default`` for none."""
+    if not text:
+        return default
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(text)
+    return found.timestamp()
