@@ -1,7 +1,8 @@
 """Durable states of one run: blobs first, then a manifest by create-only put.
 
     <prefix>round-000042.json           what the state is made of, with digests
-    <prefix>blobs/sha256-<hex>.safetensors   weights; state of the server optimiser
+    <prefix>blobs/sha256-<hex>.safetensors   weights; state of the server optimiser;
+                                             the best model or the average, if kept
     <prefix>chunks/sha256-<hex>              parts of such a blob, where it is large
     <prefix>quarantine/                 what was found damaged, moved aside
 
@@ -42,7 +43,14 @@ from federation.ids import SiteId
 from federation.job import job_digest
 from federation.job.job_file import differences
 from federation.messages import LedgerAnchor, join_anchors
-from federation.protocols import Buffer, Clock, ObjectInfo, ObjectStore, RunState
+from federation.protocols import (
+    Buffer,
+    Clock,
+    KeptModel,
+    ObjectInfo,
+    ObjectStore,
+    RunState,
+)
 from federation.vectors import Layout, Vector
 
 CHUNK_BYTES = 8 << 20
@@ -117,7 +125,10 @@ class RunCheckpoints:
         self._check_shapes(state)
         # 1.
         weights, written = self._write_blob(_weights_pieces(self.layout, state))
-        optimizer = None
+        optimizer = kept = None
+        if state.kept is not None:
+            kept, more = self._write_blob(_weights_pieces(self.layout, state.kept))
+            written += more
         if state.optimizer:
             optimizer, more = self._write_blob(
                 tensor_file.pieces(state.optimizer, _METADATA)
@@ -132,6 +143,7 @@ class RunCheckpoints:
             weights=weights,
             optimizer=optimizer,
             optimizer_names=tuple(state.optimizer),
+            kept=kept,
         )
         content = manifests.encode(manifest)
         try:  # 2.
@@ -193,18 +205,24 @@ class RunCheckpoints:
         return None
 
     def _check_shapes(self, state: RunState) -> None:
-        sizes = {"weights_d": state.weights_d, **state.optimizer}
+        if state.kept is not None:
+            self._check_model("the kept ", state.kept)
+        self._check_model("", state)
+
+    def _check_model(self, whose: str, state: RunState | KeptModel) -> None:
+        optimizer = state.optimizer if isinstance(state, RunState) else {}
+        sizes = {"weights_d": state.weights_d, **optimizer}
         for name, vector_d in sizes.items():
             if vector_d.shape != (self.layout.size,) or vector_d.dtype != np.float32:
                 raise ValueError(
-                    f"{name} is {vector_d.dtype}{list(vector_d.shape)}, not "
+                    f"{whose}{name} is {vector_d.dtype}{list(vector_d.shape)}, not "
                     f"float32[{self.layout.size}]"
                 )
         num_integers = self.layout.num_integers
         found_m = state.integers_m
         if found_m.shape != (num_integers,) or found_m.dtype != np.int64:
             raise ValueError(
-                f"integers_m is {found_m.dtype}{list(found_m.shape)}, not "
+                f"{whose}integers_m is {found_m.dtype}{list(found_m.shape)}, not "
                 f"int64[{num_integers}]"
             )
 
@@ -247,9 +265,8 @@ class RunCheckpoints:
 
     def _read_state(self, manifest: Manifest) -> RunState:
         """Fill new arrays from the blobs of a manifest and verify every byte."""
-        weights_d = np.empty(self.layout.size, dtype=np.float32)
-        integers_m = np.empty(self.layout.num_integers, dtype=np.int64)
-        self._objects.read(manifest.weights, [integers_m, weights_d])
+        model = self._read_model(manifest.weights)
+        weights_d = model.weights_d
         optimizer: dict[str, Vector] = {
             name: np.empty_like(weights_d) for name in manifest.optimizer_names
         }
@@ -258,9 +275,16 @@ class RunCheckpoints:
         return RunState(
             **manifest.progress(),
             weights_d=weights_d,
-            integers_m=integers_m,
+            integers_m=model.integers_m,
             optimizer=optimizer,
+            kept=None if manifest.kept is None else self._read_model(manifest.kept),
         )
+
+    def _read_model(self, blob: Blob) -> KeptModel:
+        weights_d = np.empty(self.layout.size, dtype=np.float32)
+        integers_m = np.empty(self.layout.num_integers, dtype=np.int64)
+        self._objects.read(blob, [integers_m, weights_d])
+        return KeptModel(weights_d=weights_d, integers_m=integers_m)
 
     def _skip(self, manifest_key: str, damage: BadCheckpoint) -> None:
         self.emit(
@@ -315,7 +339,7 @@ class RunCheckpoints:
         return {self.prefix + found.key for found in manifest.objects}
 
 
-def _weights_pieces(layout: Layout, state: RunState) -> list[Buffer]:
+def _weights_pieces(layout: Layout, state: RunState | KeptModel) -> list[Buffer]:
     # Integers first: 8-byte values at the start leave every tensor aligned.
     views = [*layout.integer_views(state.integers_m)]
     floats = [*layout.float_views(state.weights_d)]

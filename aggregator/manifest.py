@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +15,13 @@ from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
 from federation.members import Members, RunMember, Standing
 from federation.messages import LedgerAnchor
-from federation.protocols import Buffer, RunProgress, Suspicions
+from federation.protocols import (
+    NO_SELECTION,
+    Buffer,
+    RunProgress,
+    SelectionProgress,
+    Suspicions,
+)
 from federation.vectors import Layout, Role
 
 FORMAT = 6
@@ -135,6 +141,7 @@ class Manifest(RunProgress):
         weights: Integer and float values of the model.
         optimizer: State of the server optimiser; None if it has none.
         optimizer_names: Names of its vectors, in the order of the blob.
+        kept: The model that is kept besides the newest; None if there is none.
     """
 
     key: str
@@ -144,20 +151,23 @@ class Manifest(RunProgress):
     weights: Blob
     optimizer: Blob | None
     optimizer_names: tuple[str, ...]
+    kept: Blob | None = None
 
     @property
     def objects(self) -> tuple[Chunk, ...]:
         """The objects of its blobs; one object may occur several times."""
-        blobs = (self.weights, self.optimizer)
+        blobs = (self.weights, self.optimizer, self.kept)
         return tuple(found for blob in blobs if blob for found in blob.objects)
 
 
 def encode(manifest: Manifest) -> bytes:
     """Encode a manifest, with a digest of its own content."""
-    layout = manifest.layout
+    layout, found = manifest.layout, manifest.selection
     blobs: dict[str, Any] = {"weights": _encode_blob(manifest.weights)}
     if manifest.optimizer is not None:
         blobs["optimizer"] = _encode_blob(manifest.optimizer)
+    if manifest.kept is not None:
+        blobs["kept"] = _encode_blob(manifest.kept)
     document: dict[str, Any] = {
         "format": FORMAT,
         "run_id": manifest.run_id,
@@ -180,6 +190,7 @@ def encode(manifest: Manifest) -> bytes:
         },
         # Of runs whose sites need it, so that the others' bytes stay.
         **({"counted": dict(manifest.counted)} if manifest.counted else {}),
+        **({"selection": asdict(found)} if found != NO_SELECTION else {}),
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -267,11 +278,13 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         suspicions=_parse_suspicions(document.get("suspicions", {})),
         members=_parse_members(document.get("members", {})),
         counted=_parse_counted(document.get("counted", {})),
+        selection=_parse_selection(document.get("selection", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
         optimizer=_parse_blob(blobs["optimizer"]) if "optimizer" in blobs else None,
         optimizer_names=tuple(document["optimizer_vectors"]),
+        kept=_parse_blob(blobs["kept"]) if "kept" in blobs else None,
     )
     if layout.digest != table["digest"]:
         raise ValueError("its layout does not have the stated digest")
@@ -297,6 +310,17 @@ def _parse_counted(entry: Mapping[str, Any]) -> dict[SiteId, int]:
         if type(index) is not int or index < 1:
             raise ValueError(f"the counted round of site {site!r} is not a round")
     return {SiteId(site): index for site, index in entry.items()}
+
+
+def _parse_selection(entry: Mapping[str, Any]) -> SelectionProgress:
+    found = SelectionProgress(**entry)
+    score = found.best_score
+    counts = (found.stale, found.averaged, found.best_round or 0)
+    if not all(type(n) is int and n >= 0 for n in counts):
+        raise ValueError("its entry of the selected model is damaged")
+    if (score is None) != (found.best_round is None) or type(score or 0.0) is not float:
+        raise ValueError("its entry of the best model is damaged")
+    return found
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

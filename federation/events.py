@@ -587,6 +587,32 @@ class Warned(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSelected(RoundEvent):
+    """Which model a run leaves, if its job selects one.
+
+    Attributes:
+        at: When.
+        round_index: The round of the model; of an average, that of the newest model in
+            it.
+        model: ``last``, ``best``, ``ema`` or ``swa``. The evaluation after the last
+            round is that of the average, if the run leaves one.
+        models: Number of rounds' models that it was made of.
+        metric: Name of the metric that models were compared by; empty if they were not.
+        best_round: The round of the best model by it; None if none was evaluated.
+        best_score: Its result.
+        stopped_early: Whether the run ended before its last planned round because
+            results no longer improved.
+    """
+
+    model: str
+    models: int
+    metric: str
+    best_round: int | None
+    best_score: float | None
+    stopped_early: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEvent):
     """The coordinator has finished.
 
@@ -627,6 +653,7 @@ Event = (
     | CheckpointSkipped
     | StoreUsed
     | Warned
+    | ModelSelected
     | RunFinished
 )
 

@@ -568,6 +568,40 @@ class ModelChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionProgress:
+    """What is known of a run's models by now, if its job selects one.
+
+    Attributes:
+        best_round: The round of the best evaluated model, 0 for the initial one; None
+            if none was evaluated.
+        best_score: Its result.
+        stale: Evaluations in a row since then without a better one.
+        averaged: Number of models in the average.
+    """
+
+    best_round: int | None = None
+    best_score: float | None = None
+    stale: int = 0
+    averaged: int = 0
+
+
+NO_SELECTION = SelectionProgress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptModel:
+    """A model that is kept besides the newest: the best one, or an average.
+
+    Attributes:
+        weights_d: Its values, shape ``(d,)``.
+        integers_m: Its integer values, shape ``(m,)``.
+    """
+
+    weights_d: Vector
+    integers_m: IntegerVector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
     """A run's progress, without its model.
 
@@ -582,6 +616,7 @@ class RunProgress:
         members: Who takes part, who has left, and who is left out.
         counted: Of each site the newest round whose update is a part of the model, if
             sites keep what their codec leaves out.
+        selection: What is known of the models, if the job selects one.
     """
 
     round_index: int
@@ -592,6 +627,7 @@ class RunProgress:
     suspicions: Suspicions = NO_SUSPICIONS
     members: Members = EVERYBODY
     counted: Mapping[SiteId, int] = field(default_factory=dict)
+    selection: SelectionProgress = NO_SELECTION
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""
@@ -609,12 +645,14 @@ class RunState(RunProgress):
             left out of changes, if it is added to the next one.
         change: What makes this model of that of the round before; None if nothing
             was changed, or after a restart: it is not durable.
+        kept: The best model, or the average, if the job selects one.
     """
 
     weights_d: Vector
     integers_m: IntegerVector
     optimizer: OptimizerState
     change: ModelChange | None = None
+    kept: KeptModel | None = None
 
 
 class Checkpoints(Protocol):

@@ -30,6 +30,11 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
         return None
     check_extension(before, job)
     view = run.view()
+    if view.selected is not None and view.selected.stopped_early:
+        raise CheckpointMismatch(
+            "the run stopped early, by selection.patience, so more rounds would not "
+            "run: start a new run from its model instead (model.weights)"
+        )
     last = max((row.index for row in view.rounds), default=0)
     # With secure aggregation a site answers each number once, and the evaluation of
     # the final model has used up the one after the last round.

@@ -35,6 +35,7 @@ from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
 from federation.rounds.server_optimizer import server_optimizer
+from monitoring.views.round_view import named_metric
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.identity import Identity
 
@@ -250,8 +251,13 @@ class Run:
             goes_on=self.goes_on,
             anchors=anchors,
             meter=self.meter,
+            score=partial(named_metric, name=_metric(self.federation.job)),
             first_round=max((one.first_round for one in self.extensions), default=1),
         )
+
+
+def _metric(job: JobSpec) -> str:
+    return "" if job.selection is None else job.selection.metric
 
 
 def _secure_gather(federation: Federation, grid: Grid, secret: SecureContext) -> Gather:

@@ -137,6 +137,10 @@ TABLE: Mapping[str, Rows] = {
     "CheckpointSkipped": {(PUBLIC, _SUMS): "at key reason"},
     "StoreUsed": {(PUBLIC, _SITES): "at url way uses who spared_calls spared_bytes"},
     "Warned": {(PUBLIC, _SUMS): "at message"},
+    "ModelSelected": {
+        (PUBLIC, _SUMS): "at round_index model models metric best_round stopped_early",
+        (RESULTS, _SUMS): "best_score",
+    },
     "RunFinished": {
         (PUBLIC, _SUMS): "at status rounds_completed last_round message seconds"
     },

@@ -18,6 +18,7 @@ from federation.job.privacy_checks import (
     check_secure_aggregation,
 )
 from federation.job.relay_checks import check_relays
+from federation.job.selection_checks import check_selection
 from federation.job.spec import (
     JobSpec,
     LearningRateSpec,
@@ -59,6 +60,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_buffers,
         _check_simulation,
         check_relays,
+        check_selection,
     ):
         rule(job)
     return job

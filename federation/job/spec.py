@@ -4,8 +4,8 @@ A row is a key: its type, its default and its range; what it does is in the clas
 docstring, with its unit. ``job_file`` reads files against the rows, and the reference
 page is generated from both. Values are checked one by one there; what cannot be seen
 in one value is refused by ``job_checks``. The ``[privacy]`` tables are in
-``privacy_job``, ``[storage]`` in ``storage_job``, a site's ``flower_app`` in
-``flower_app_job``.
+``privacy_job``, ``[storage]`` in ``storage_job``, ``[selection]`` in
+``selection_job``, a site's ``flower_app`` in ``flower_app_job``.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from federation.compression import choice, codec as codecs
 from federation.job.flower_app_job import FlowerAppSpec
 from federation.job.job_keys import key
 from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
+from federation.job.selection_job import SelectionSpec
 from federation.job.storage_job import StorageSpec
 
 # Keys that other parts of the product will bring. Naming one is refused with this
@@ -581,6 +582,7 @@ class JobSpec:
         data: The data that is split among the sites without data of their own.
         training: Local training.
         evaluation: Evaluation.
+        selection: Which model the run leaves; that of the last round without it.
         aggregation: Aggregation.
         communication: Communication.
         schedule: Schedule.
@@ -599,6 +601,7 @@ class JobSpec:
     data: DataSpec | None = None
     training: TrainingSpec
     evaluation: EvaluationSpec = EvaluationSpec()
+    selection: SelectionSpec | None = None
     aggregation: AggregationSpec = AggregationSpec()
     communication: CommunicationSpec = CommunicationSpec()
     schedule: ScheduleSpec = ScheduleSpec()

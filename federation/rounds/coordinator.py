@@ -34,7 +34,7 @@ from federation.errors import (
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
-from federation.messages import LedgerAnchor, TaskKind, join_anchors
+from federation.messages import LedgerAnchor, MetricSums, TaskKind, join_anchors
 from federation.protocols import (
     Checkpoints,
     Clock,
@@ -43,6 +43,7 @@ from federation.protocols import (
     ServerOptimizer,
 )
 from federation.resources import CLOCK, UsageMeter
+from federation.rounds import selection
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
@@ -72,6 +73,7 @@ class ServerParts:
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.
         first_round: Earlier numbers are used up, even without a checkpoint.
+        score: The metric of a pooled result that the job's models are compared by.
     """
 
     run_id: RunId
@@ -92,6 +94,7 @@ class ServerParts:
         lambda _sites, _index: ()
     )
     first_round: int = 1
+    score: Callable[[MetricSums], float | None] = lambda _sums: None
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -142,9 +145,9 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         if is_complete or exhausted:
             _check_result(job, state, complaints)
             # With masks a round is attempted once, and a refusal uses its number.
-            _evaluate_last(
-                job, parts, state, skip=int(_in_secret(job) and not is_complete)
-            )
+            skip = int(_in_secret(job) and not is_complete)
+            state = _evaluate_last(job, parts, state, skip=skip)
+            _emit_selected(job, parts, state)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         if parts.goes_on(error):
@@ -157,7 +160,9 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
 
 
 def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
-    """Whether the schedule begins no other round."""
+    """Whether the schedule begins no other round, or the run stops early."""
+    if selection.is_over(job.selection, state.selection):
+        return True
     view = ScheduleView(
         round_index=state.round_index + 1, rounds=job.rounds, cohort=(), open=()
     )
@@ -234,8 +239,33 @@ def _run_round(
         suspicions=record.verdicts.suspicions or state.suspicions,
         members=record.members.end_round(),
     )
+    new_state = _select(job, parts, state, new_state, record)
     _save(parts, new_state)
     return new_state, unused_d, record.verdicts.complaints
+
+
+def _select(
+    job: JobSpec,
+    parts: ServerParts,
+    state: RunState,
+    new_state: RunState,
+    record: RoundRecord,
+) -> RunState:
+    """Judge the model that the round began with, and average the one that it made.
+
+    A round without result leaves both for the next one, which begins with the same
+    model.
+    """
+    if new_state.rounds_completed > state.rounds_completed:
+        judged = selection.judge(job, state, _score(parts, record))
+        new_state = replace(new_state, selection=judged.selection, kept=judged.kept)
+        return selection.average(job.selection, new_state)
+    return replace(new_state, selection=state.selection, kept=state.kept)
+
+
+def _score(parts: ServerParts, record: RoundRecord) -> float | None:
+    pooled = record.sums.pooled_evaluation()
+    return None if pooled is None else parts.score(pooled)
 
 
 def _counted(state: RunState, record: RoundRecord, status: str) -> Mapping[SiteId, int]:
@@ -349,10 +379,17 @@ def _without_result(state: RunState, links: Links) -> RunState:
 
 def _evaluate_last(
     job: JobSpec, parts: ServerParts, state: RunState, *, skip: int
-) -> None:
-    """Have every site evaluate the final model, ``skip`` rounds after the next."""
+) -> RunState:
+    """Have every site evaluate the final model, ``skip`` rounds after the next.
+
+    That is the average, if the run leaves one; else the newest model, which is then
+    compared with the best one.
+    """
+    spec = job.selection
+    averages = spec is not None and spec.averages
+    shown = selection.model_left(spec, state) if averages else state
     if job.evaluation.every == 0:
-        return
+        return state
     drawn = _evaluators(job, parts.gather.sites())
     members, cohort = _cohort(parts, state, drawn)
     record = RoundRecord(
@@ -369,8 +406,9 @@ def _evaluate_last(
         members=state.members,
     )
     record.ask(members)
-    parts.gather.evaluation(state, record)
+    parts.gather.evaluation(shown, record)
     record.finish_evaluation()
+    return state if averages else selection.judge(job, state, _score(parts, record))
 
 
 def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
@@ -443,6 +481,27 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
     if state.members.away():
         index = state.round_index + 1
         parts.emit(events.left_out(state.members, index, at=parts.clock.now()))
+
+
+def _emit_selected(job: JobSpec, parts: ServerParts, state: RunState) -> None:
+    spec, progress = job.selection, state.selection
+    if spec is None:
+        return
+    best = progress.best_round if spec.model == "best" else None
+    averaged = progress.averaged
+    parts.emit(
+        events.ModelSelected(
+            at=parts.clock.now(),
+            round_index=state.round_index if best is None else best,
+            model="last" if best is None and not averaged else spec.model,
+            models=max(1, averaged),
+            metric=spec.metric if spec.compares else "",
+            best_round=progress.best_round,
+            best_score=progress.best_score,
+            stopped_early=selection.is_over(spec, progress)
+            and state.round_index < job.rounds,
+        )
+    )
 
 
 def _emit_finished(

@@ -147,6 +147,8 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     yield "run", _code(view.started.run_id)
     yield "begun", f"{started:%Y-%m-%d %H:%M} UTC"
     yield "rounds", f"{view.rounds_completed} of {view.started.rounds}"
+    if view.selected is not None:
+        yield "this model", outcome.chosen(view.selected)
     if view.started.weights:
         yield "started from", _code(view.started.weights)
     yield "duration", format_duration(view.seconds)

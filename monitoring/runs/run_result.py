@@ -44,14 +44,14 @@ class RunResult:
         run_id: The run.
         rounds_completed: Rounds after which the weights changed.
         rounds_now: Rounds that this call ran: 0 if all were done before.
-        loss: Pooled held-out loss of the final model, in nats; None if it was not
-            evaluated.
+        loss: Pooled held-out loss of the model that the run leaves, in nats; None if it
+            was not evaluated.
         accuracy: Its pooled held-out accuracy; None if it was not evaluated, or by an
             objective of your own.
         metrics: Means of your own objective's metrics, by name.
         view: Everything else that the run's events tell: rounds, sites, bytes.
-        weights: The final model: arrays by tensor name, float32 and int64; frozen ones
-            in the model's own types.
+        weights: The model that the run leaves, by `[selection]` of its job: arrays by
+            tensor name, float32 and int64; frozen ones in the model's own types.
         folder: Where the run is kept; None if it is not.
     """
 

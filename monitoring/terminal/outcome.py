@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from federation.events import ModelSelected
 from monitoring import privacy_words
 from monitoring.units import format_number, format_span
 from monitoring.views import storage_use
@@ -19,6 +20,8 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     """
     yield f"status      {status or view.status}"
     yield f"rounds      {view.rounds_completed}"
+    if view.selected is not None:
+        yield f"model       {chosen(view.selected)}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
@@ -38,6 +41,20 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"
+
+
+def chosen(selected: ModelSelected) -> str:
+    """Say which model a run has left, and whether the run stopped early."""
+    texts = {
+        "best": f"best by {selected.metric}: that of round {selected.round_index}",
+        "last": f"that of the last round, {selected.round_index}",
+    }
+    average = f"{selected.model} of {selected.models} rounds"
+    early = ""
+    if selected.stopped_early:
+        since = f"{selected.metric} was best after round {selected.best_round}"
+        early = f"; the run stopped early: {since}"
+    return texts.get(selected.model, average) + early
 
 
 def quality(view: RunView) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from federation.events import CostPredicted
+from federation.events import CostPredicted, ModelSelected
 from federation.messages import MetricSums, Resources
 from monitoring.views.round_view import (
     RoundView,
@@ -28,6 +28,7 @@ def result(view: RunView) -> dict[str, Any]:
         "job": view.started.job_name,
         "rounds_completed": view.rounds_completed,
         "extended": [asdict(event) for event in view.extended],
+        "selected": None if view.selected is None else _selected(view.selected),
         "final": _final(view),
         **_privacy_result(view),
         "rounds": _round_results(view),
@@ -76,6 +77,12 @@ def _predicted(event: CostPredicted | None) -> Mapping[str, Any] | None:
         "bytes_down": list(event.bytes_down),
         "seconds": event.seconds,
     }
+
+
+def _selected(event: ModelSelected) -> Mapping[str, Any]:
+    found = asdict(event)
+    del found["at"]
+    return {**found, "round": found.pop("round_index")}
 
 
 def _own_metrics(sums: MetricSums | None) -> Mapping[str, Any]:

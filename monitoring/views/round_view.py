@@ -157,6 +157,13 @@ def metrics_of(sums: MetricSums | None) -> Mapping[str, float]:
     return {**means(sums), **derived(sums)}
 
 
+def named_metric(sums: MetricSums, name: str) -> float | None:
+    """A result by its name in reports, or None if it is not there."""
+    if name == "loss":
+        return loss_of(sums)
+    return accuracy_of(sums) if name == "accuracy" else metrics_of(sums).get(name)
+
+
 def perplexity(loss: float) -> float:
     """``exp`` of the mean loss of a token in nats; infinite if that overflows."""
     try:

@@ -16,6 +16,7 @@ from federation.events import (
     Event,
     GroupsCompared,
     ModelEvaluated,
+    ModelSelected,
     PrivacyPlanned,
     RoundEvent,
     RoundFinished,
@@ -46,6 +47,7 @@ _NEWEST = (
     PrivacyPlanned,
     SitesLeftOut,
     GroupsCompared,
+    ModelSelected,
 )
 # They may come before the RunStarted of their coordinator, or at the end of another's:
 # they do not lengthen the time of a coordinator.
@@ -177,6 +179,7 @@ class RunFold:
             checkpoints=tuple(row.saved for _, row in known if row.saved),
             skipped=tuple(e for e in self._remarks if isinstance(e, CheckpointSkipped)),
             storage=tuple(self._storage.values()),
+            selected=self._newest_of(ModelSelected),
         )
 
     def _start(self, event: RunStarted) -> None:
@@ -184,6 +187,7 @@ class RunFold:
             self._seconds_before += self._seconds_now()
         self._started.append(event)
         self._newest.pop(RunFinished, None)
+        self._newest.pop(ModelSelected, None)
         self._newest.pop(SitesLeftOut, None)  # It is sent again if it still holds.
         self._last_at = event.at
         self._forget_from(event.first_round)

@@ -18,6 +18,7 @@ from federation.events import (
     DataDistributed,
     GroupsCompared,
     ModelEvaluated,
+    ModelSelected,
     PrivacyPlanned,
     RunExtended,
     RunFinished,
@@ -79,6 +80,7 @@ class RunView:
         skipped: Checkpoints that were torn or corrupt.
         storage: What stores were used for, by all coordinators, one entry for each
             URL, user and way.
+        selected: Which model the run has left, if its job selects one.
     """
 
     started: RunStarted
@@ -102,6 +104,7 @@ class RunView:
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]
     storage: tuple[StoreUsed, ...]
+    selected: ModelSelected | None = None
 
     @property
     def status(self) -> str:
@@ -164,7 +167,10 @@ class RunView:
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
-        """The newest evaluation of the global model."""
+        """The newest evaluation of the global model; of the best, if that is left."""
+        if self.selected is not None and self.selected.model == "best":
+            chosen = self.selected.round_index
+            return next(e for e in self.evaluations() if e.round_index == chosen)
         evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
         return next(evaluated, self.initial)
 

@@ -13,6 +13,7 @@ from federation.job import (
     flower_app_job,
     job_file,
     privacy_job,
+    selection_job,
     spec as jobs,
     storage_job,
 )
@@ -716,7 +717,7 @@ def test_every_default_is_a_choice(cls: type[Any]):
 def test_all_specs_are_found():
     """The walk over the tables reaches the deepest ones."""
     found = {cls.__name__ for cls in specs()}
-    modules = (jobs, privacy_job, storage_job, flower_app_job)
+    modules = (jobs, privacy_job, selection_job, storage_job, flower_app_job)
     names = {n: v for module in modules for n, v in vars(module).items()}
     there = {n for n, v in names.items() if dataclasses.is_dataclass(v)}
     assert found == there

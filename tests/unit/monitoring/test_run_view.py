@@ -246,6 +246,7 @@ def test_result_is_json():
         "job",
         "rounds_completed",
         "extended",
+        "selected",
         "final",
         "epsilon",
         "delta",

@@ -1,0 +1,108 @@
+"""What ``[selection]`` must not request, and which way each metric is better."""
+
+import difflib
+from collections.abc import Mapping
+
+from federation.errors import JobError
+from federation.job.metrics import BUILT_IN, ERRORS, metrics_of
+from federation.job.selection_job import SelectionSpec
+from federation.job.spec import JobSpec, TrainingSpec
+
+_MIN, _MAX = "min", "max"
+# Sums that other metrics are computed from.
+_COUNTS = ("correct", "tp", "fp", "fn")
+
+
+def check_selection(job: JobSpec) -> None:
+    """Refuse metrics that the job does not have, and keys without effect.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    spec = job.selection
+    if spec is None:
+        return
+    _check_effect(spec)
+    if spec.compares:
+        if not job.evaluation.every:
+            raise JobError(
+                "no model is evaluated, so none can be compared: set evaluation.every "
+                "to 1 or more",
+                key="selection.metric",
+            )
+        goal_of(spec, job.training)
+    if spec.averages and spec.average_from > job.rounds:
+        raise JobError(
+            f"the job has {job.rounds} rounds, so nothing would be averaged: choose an "
+            "earlier round",
+            key="selection.average_from",
+        )
+
+
+def goal_of(spec: SelectionSpec, training: TrainingSpec) -> str:
+    """Return ``min`` or ``max``: which values of the metric are better.
+
+    Raises:
+        JobError: The job has no such metric, or its goal is unknown.
+    """
+    goals = _goals(training)
+    if spec.metric not in goals:
+        near = difflib.get_close_matches(spec.metric, goals, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(goals)}"
+        raise JobError(
+            f"{spec.metric!r:.80} is not a result of this task: {hint}",
+            key="selection.metric",
+        )
+    goal = spec.goal or goals[spec.metric]
+    if not goal:
+        raise JobError(
+            f"say which values of {spec.metric!r} are better: min or max",
+            key="selection.goal",
+        )
+    return goal
+
+
+def _goals(training: TrainingSpec) -> Mapping[str, str]:
+    """Results of a task by name, as reports show them, each with its goal."""
+    sums = metrics_of(training)
+    found = {"loss": _MIN}
+    if "correct" in sums:
+        found["accuracy"] = _MAX
+    own = "" if training.task not in BUILT_IN else _MAX
+    found |= {name: own for name in sums if name not in _COUNTS}
+    found |= dict.fromkeys((name for name in ERRORS if name in sums), _MIN)
+    if "squared_error" in sums:
+        found["rmse"] = _MIN
+    if {"tp", "fp", "fn"} <= sums.keys():
+        found |= dict.fromkeys(("precision", "recall", "f1"), _MAX)
+    if training.classes:
+        found |= dict.fromkeys(("macro_f1", "mean_iou"), _MAX)
+    measured = {"calibration": "calibration_error"}
+    for measure in training.measures:
+        goal = _MIN if measure == "calibration" else _MAX
+        found[measured.get(measure, measure)] = goal
+    return found
+
+
+def _check_effect(spec: SelectionSpec) -> None:
+    plain = SelectionSpec()
+    checks = (
+        ("decay", spec.model == "ema", 'use model = "ema"'),
+        ("average_from", spec.averages, 'use model = "ema" or "swa"'),
+        ("metric", spec.compares, 'use model = "best" or set patience'),
+        ("goal", spec.compares, 'use model = "best" or set patience'),
+        ("min_change", spec.compares, 'use model = "best" or set patience'),
+    )
+    for name, has_effect, instead in checks:
+        if getattr(spec, name) != getattr(plain, name) and not has_effect:
+            raise JobError(
+                f"has no effect with model = {spec.model!r}: {instead}, or remove this "
+                "key",
+                key=f"selection.{name}",
+            )
+    if spec.model == "last" and spec.patience is None:
+        raise JobError(
+            "the last model is what a run leaves without [selection]: remove the "
+            "table, choose another model, or set patience",
+            key="selection.model",
+        )
