@@ -1,15 +1,13 @@
 """The verb ``data`` of the command line: datasets in object storage."""
 
 import argparse
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.store_arguments import key, service
+from deploy.cli.store_arguments import key, service, source_options
 from deploy.cli.terminal import say, say_json
 from deploy.exit_codes import DONE
-from federation.errors import JobError
 
 if TYPE_CHECKING:
     from clients.shards.write import Progress
@@ -25,7 +23,7 @@ def _shard(options: argparse.Namespace) -> int:
         found = data.shard(
             options.source,
             options.url,
-            _options(options.option),
+            source_options(options.option),
             name=options.name or options.source,
             service=service(options),
             encryption=key(options),
@@ -85,20 +83,6 @@ def _print_balance(title: str, found: Mapping[str, Any]) -> None:
             f"  {row['site']:<{width}}  {row['examples']:>8,}  {row['speed']:>10,.4g}  "
             f"{row['load']:>4.2f}  {row['seconds']:>7.3g}"
         )
-
-
-def _options(texts: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE as in a job; a value that is not TOML is a string."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not name.isidentifier():
-            raise JobError(f"{text!r} is not KEY=VALUE", key="--option")
-        try:
-            found[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[name] = value
-    return found
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from deploy.cli.store_arguments import key, service
+from deploy.cli.store_arguments import key, service, source_options
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import JobError
@@ -40,6 +40,26 @@ def _export(options: argparse.Namespace) -> int:
         say(done.url)
         for name, digest in done.sha256.items():
             say(f"{digest}  {name}")
+    return DONE
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from deploy.tools.predict import predict  # noqa: PLC0415 -- imports torch
+    from monitoring.runs.find import find_run  # noqa: PLC0415
+
+    done = predict(
+        find_run(options.run, options.root),
+        options.data,
+        source_options(options.option),
+        out=options.out,
+        split=options.split,
+    )
+    if options.json:
+        say_json(asdict(done))
+        return DONE
+    for name, value in done.metrics.items():
+        say(f"{name:<11} {value:.4f}")
+    say(f"{done.records} predictions are in {done.path}")
     return DONE
 
 
@@ -108,6 +128,7 @@ def _opened(
 
 
 VERBS = {
+    "predict": _predict,
     "export": _export,
     "export-metrics": _export_metrics,
     "checkpoints": _checkpoints,

@@ -1,7 +1,10 @@
-"""Arguments of the command line that several verbs take to reach a store."""
+"""Arguments that several verbs of the command line take: of stores and of sources."""
 
 import argparse
-from typing import TYPE_CHECKING
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+from federation.errors import JobError
 
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
@@ -25,3 +28,17 @@ def key(options: argparse.Namespace) -> "KeyName":
     from deploy.wiring.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
 
     return KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
+
+
+def source_options(texts: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE as in a job; a value that is not TOML is a string."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name.isidentifier():
+            raise JobError(f"{text!r} is not KEY=VALUE", key="--option")
+        try:
+            found[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = value
+    return found

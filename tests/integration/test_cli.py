@@ -89,6 +89,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "export": common
         | {"run", "--to", "--overwrite", "--root", "--kms-key"}
         | service,
+        "predict": common | {"run", "data", "--option", "--split", "--out", "--root"},
         "export-metrics": common | {"run", "--to", "--follow", "--root"},
         "storage": {"-h", "--help"},
         "storage rewrap": common | place | {"--to", "--to-endpoint"},

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "tune": "integration/test_tune.py",
     "transcript": "integration/test_cli.py",
     "export": "integration/test_cli.py",
+    "predict": "integration/test_predict.py",
     "checkpoints": "integration/test_cli.py",
     "doctor": "integration/test_cli.py",
     "keys trust": "integration/test_cli.py",

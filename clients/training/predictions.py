@@ -1,0 +1,165 @@
+"""What a run's model predicts for records of a data set, batch by batch.
+
+One forward pass gives the predictions and, where the records have labels, what the
+task's metrics are computed from.
+
+Shape suffixes: B batch, K classes, L labels.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.data.datasets import Dataset
+from clients.models.applying import apply_model
+from clients.models.trained import trained_model
+from clients.ranks.peers import NO_PEERS, Sums
+from federation.errors import SiteError
+from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
+from federation.job.spec import JobSpec, TrainingSpec
+from federation.messages import MetricSums
+from federation.tree import Tree, map_tree
+
+Columns = Mapping[str, NDArray[Any]]
+
+# Tasks whose inputs say everything.
+_WITHOUT_LABELS = frozenset({"causal_lm", "contrastive", "ranking"})
+
+
+class Predictor:
+    """Applies a run's model to data.
+
+    Attributes:
+        has_labels: Whether metrics are known, once data was walked through.
+    """
+
+    def __init__(self, job: JobSpec, file: Path) -> None:
+        """Load the model; see ``trained_model``."""
+        self._training = job.training
+        self._size = job.evaluation.batch_size
+        self._pool, self._model = trained_model(job, file)
+        self._sums = Sums(self._pool.device, NO_PEERS, evaluated_of(job.training))
+        self.has_labels = False
+
+    def batches(self, data: Dataset) -> Iterator[Columns]:
+        """Yield columns of predictions, a row for each record, in the data's order.
+
+        Raises:
+            SiteError: Model and records do not fit.
+        """
+        for start in range(0, len(data), self._size):
+            rows = np.arange(start, min(start + self._size, len(data)))
+            inputs, targets = map_tree(
+                lambda part: part.to(self._pool.device), data.batch(rows)
+            )
+            outputs = self._outputs(inputs, targets)
+            found = columns_of(self._training, outputs)
+            for name, values in found.items():
+                if len(values) != len(rows):
+                    raise SiteError(
+                        f"the model returned {name!r} for {len(values)} records of a "
+                        f"batch of {len(rows)}: it must return a row for each"
+                    )
+            yield found
+
+    def metrics(self) -> MetricSums | None:
+        """The task's sums over the records so far; None if they have no labels."""
+        return self._sums.metrics() if self.has_labels else None
+
+    @torch.no_grad()
+    def _outputs(self, inputs: Tree, targets: Tree) -> Tree:
+        """Apply the model once; all that it returned, if it was called twice."""
+        with self._autocast():
+            if targets is None and not self._needs_no_labels():
+                return apply_model(self._model, inputs)
+            seen: list[Tree] = []
+            hook = self._model.register_forward_hook(
+                lambda _model, _inputs, output: seen.append(output)
+            )
+            try:
+                loss = self._pool.objective(self._model, inputs, targets)
+            finally:
+                hook.remove()
+        self._sums.add(loss.loss, loss.count, loss.metrics)
+        self.has_labels = True
+        return seen[0] if len(seen) == 1 else tuple(seen)
+
+    def _needs_no_labels(self) -> bool:
+        task = self._training.task
+        return task in _WITHOUT_LABELS or task not in BUILT_IN
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._training.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
+
+
+def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:
+    """Turn what a model returned into columns that people read.
+
+    ``classification``: ``prediction`` (a class, or its name) and ``probabilities``;
+    ``binary`` and ``multi_label``: ``prediction`` and ``probability`` of 1;
+    ``regression``: ``prediction``; ``segmentation`` and language tasks: ``prediction``,
+    the class of each pixel or the token of each place. All others: the outputs, as
+    ``output`` or, if there are several, ``output_0`` and so on.
+
+    Args:
+        training: The job's table.
+        outputs: Of a batch.
+
+    Raises:
+        SiteError: There is no tensor among them.
+    """
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        outputs = outputs["logits"]
+    if not isinstance(outputs, torch.Tensor):
+        return _raw(outputs)
+    scores, task = outputs.float(), training.task
+    if task == "classification":
+        return _classes(scores, training.classes)
+    if task in {"binary", "multi_label"}:
+        scores = scores.reshape(len(scores)) if task == "binary" else scores
+        return {
+            "prediction": _array((scores > 0).long()),
+            "probability": _array(scores.sigmoid()),
+        }
+    if task == "segmentation" or task in LANGUAGE:
+        axis = 1 if task == "segmentation" else -1
+        return {"prediction": _array(scores.argmax(axis))}
+    return {"prediction" if task == "regression" else "output": _array(scores)}
+
+
+def _classes(scores_bk: torch.Tensor, classes: Sequence[str]) -> Columns:
+    chosen_b = _array(scores_bk.argmax(1))
+    names = np.array(classes)
+    return {
+        "prediction": names[chosen_b] if classes else chosen_b,
+        "probabilities": _array(scores_bk.softmax(1)),
+    }
+
+
+def _raw(outputs: Tree) -> Columns:
+    if isinstance(outputs, Mapping):
+        pairs = [(str(name), part) for name, part in outputs.items()]
+    elif isinstance(outputs, tuple | list):
+        pairs = [(f"output_{index}", part) for index, part in enumerate(outputs)]
+    else:
+        pairs = []
+    found = {n: _array(part) for n, part in pairs if isinstance(part, torch.Tensor)}
+    if not found:
+        raise SiteError(
+            f"the model returned a {type(outputs).__name__} and not a tensor, so there "
+            "is nothing to write: make it return tensors"
+        )
+    return found
+
+
+def _array(values: torch.Tensor) -> NDArray[Any]:
+    if values.is_floating_point():  # NumPy has no bfloat16.
+        values = values.float()
+    return values.cpu().numpy()

@@ -1,0 +1,168 @@
+"""Apply a run's model to new data, and write what it predicts to a file.
+
+.jsonl     a JSON object for each record, written batch by batch
+.npz       NumPy arrays, one for each column
+.parquet   a table (extra ``parquet``)
+"""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clients.training.predictions import Columns, Predictor
+from cloud_adapters.extras import naming_extras
+from deploy.wiring.job_data import load_data
+from federation.durable_files import replace_file
+from federation.errors import JobError, ObjectExists, RunNotFound
+from federation.job import job_file
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
+
+SPLITS = ("held_out", "train", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionsFile:
+    """What was predicted.
+
+    Attributes:
+        run_id: The run.
+        sha256: Of the model's file.
+        path: The file of predictions.
+        records: How many records it has.
+        metrics: The task's results on these records by name; empty without labels.
+    """
+
+    run_id: str
+    sha256: str
+    path: str
+    records: int
+    metrics: Mapping[str, float]
+
+
+def predict(
+    run: RunFolder,
+    source: str,
+    options: Mapping[str, Any],
+    *,
+    out: Path,
+    split: str = "held_out",
+) -> PredictionsFile:
+    """Write a run's predictions for the records of a data source.
+
+    Args:
+        run: A run that has left a model.
+        source: ``module:function`` or the URL of a dataset; ``job`` for the data source
+            of the run's own job, whose options are kept unless ``options`` has them.
+        options: Of the source.
+        out: A new file, ending in ``.jsonl``, ``.npz`` or ``.parquet``.
+        split: Which part of the source: ``held_out``, ``train`` or ``all``, which has
+            the training part first.
+
+    Raises:
+        RunNotFound: The run has no model yet.
+        JobError: The source is unknown, or the file's name has another end.
+        ObjectExists: The file is there.
+        SiteError: The data is not what the model takes.
+        MissingExtra: pyarrow is needed and not installed.
+    """
+    if out.suffix not in _WRITERS:
+        raise JobError(f"must end in {', '.join(_WRITERS)}", key="--out")
+    if out.exists():
+        raise ObjectExists(f"{out} exists: choose another file, or remove it")
+    if not run.model.is_file():
+        raise RunNotFound(
+            f"the run in {run.path} has no model yet: resume it until it completes"
+        )
+    job = job_file.loads(run.read_job())
+    if source == "job":
+        if job.data is None:
+            raise JobError(
+                "the job's sites have data of their own, so it names no source: name "
+                "one, as module:function or a URL",
+                key="DATA",
+            )
+        source, options = job.data.source, {**job.data.options, **options}
+    train, held_out = load_data(source, options, key="DATA")
+    chosen = {"held_out": [held_out], "train": [train], "all": [train, held_out]}[split]
+    predictor = Predictor(job, run.model)
+    batches = (found for part in chosen for found in predictor.batches(part))
+    replace_file(out, _WRITERS[out.suffix](batches))
+    sums = predictor.metrics()
+    named = {"loss": loss_of(sums), "accuracy": accuracy_of(sums), **metrics_of(sums)}
+    with run.model.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return PredictionsFile(
+        run_id=run.run_id() or run.path.name,
+        sha256=digest,
+        path=str(out),
+        records=sum(len(part) for part in chosen),
+        metrics={name: value for name, value in named.items() if value is not None},
+    )
+
+
+def _json_lines(batches: Iterator[Columns]) -> Iterator[bytes]:
+    """An object for each record, with its number from 0 as ``record``."""
+    number = 0
+    for found in batches:
+        rows = zip(*(values.tolist() for values in found.values()), strict=True)
+        lines = []
+        for row in rows:
+            values = dict(zip(found, map(_finite, row), strict=True))
+            lines.append(json.dumps({"record": number, **values}, allow_nan=False))
+            number += 1
+        yield ("\n".join(lines) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    """A value for JSON, which has no word for NaN: null."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _npz(batches: Iterator[Columns]) -> Sequence[bytes]:
+    columns = _joined(batches)
+    content = io.BytesIO()
+    np.savez(content, **columns)  # type: ignore[arg-type]
+    return [content.getvalue()]
+
+
+def _parquet(batches: Iterator[Columns]) -> Sequence[bytes]:
+    with naming_extras():
+        import pyarrow as pa  # noqa: PLC0415 -- an extra
+        from pyarrow import parquet  # noqa: PLC0415
+    columns = _joined(batches)
+    content = io.BytesIO()
+    table = pa.table({name: values.tolist() for name, values in columns.items()})
+    parquet.write_table(table, content)
+    return [content.getvalue()]
+
+
+def _joined(batches: Iterator[Columns]) -> Columns:
+    """All batches in one array a column.
+
+    Raises:
+        JobError: Records differ in shape.
+    """
+    found: dict[str, list[Any]] = {}
+    for batch in batches:
+        for name, values in batch.items():
+            found.setdefault(name, []).append(values)
+    try:
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+    except ValueError as error:
+        raise JobError(
+            f"records have predictions of different shapes ({error}): write .jsonl",
+            key="--out",
+        ) from error
+
+
+_WRITERS = {".jsonl": _json_lines, ".npz": _npz, ".parquet": _parquet}

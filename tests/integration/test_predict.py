@@ -1,0 +1,96 @@
+"""A run's model on new data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import blobs, small_job
+from support.without_report import simulate
+
+from clients.data.datasets import Examples
+from deploy.cli.commands import main
+from deploy.tools.predict import predict
+from federation.errors import JobError, ObjectExists, RunNotFound
+from monitoring.runs.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow]
+
+
+def unlabelled() -> tuple[Examples, Examples]:
+    """The records of ``blobs`` without their classes."""
+    train, held_out = (Examples(inputs=part.inputs, targets=None) for part in blobs())
+    return train, held_out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run of two rounds."""
+    found = RunFolder(tmp_path_factory.mktemp("predict") / "run")
+    simulate(small_job(num_sites=2, rounds=2), folder=found.path)
+    return found
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Lines of JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_predictions_and_metrics_are_those_of_the_run(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The held-out loss of the last round, by the job's own source."""
+    out = tmp_path / "out.jsonl"
+    words = ["predict", str(run.path), "job", "--out", str(out), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    result = json.loads(run.result.read_text())["final"]
+    assert found["metrics"]["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    assert found["metrics"]["accuracy"] == result["accuracy"]
+    written = rows(out)
+    assert [row["record"] for row in written] == [*range(12)]
+    hits = [
+        r["prediction"] == c for r, c in zip(written, blobs()[1].targets, strict=True)
+    ]
+    assert np.mean(hits) == result["accuracy"]
+
+
+def test_records_without_labels_have_predictions_alone(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same ones, in three formats."""
+    source = f"{__name__}:unlabelled"
+    outs = [tmp_path / f"out.{end}" for end in ("jsonl", "npz", "parquet")]
+    for out in outs:
+        done = predict(run, source, {}, out=out, split="all")
+        assert (done.records, done.metrics) == (72, {})
+    from pyarrow import parquet  # noqa: PLC0415 -- an extra
+
+    lines, arrays = rows(outs[0]), np.load(outs[1])
+    table = parquet.read_table(outs[2]).to_pylist()
+    assert [row["prediction"] for row in lines] == arrays["prediction"].tolist()
+    assert [row["probabilities"] for row in table] == [
+        row["probabilities"] for row in lines
+    ]
+
+
+def test_options_of_the_jobs_source_can_be_replaced(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """As many records as they say."""
+    done = predict(run, "job", {"num_held_out": 3}, out=tmp_path / "a.jsonl")
+    assert done.records == 3
+
+
+def test_what_cannot_be_done_is_refused_before_the_model_is_built(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """With what to do."""
+    with pytest.raises(JobError, match=r"must end in \.jsonl"):
+        predict(run, "job", {}, out=tmp_path / "a.csv")
+    (tmp_path / "a.npz").touch()
+    with pytest.raises(ObjectExists, match="choose another file"):
+        predict(run, "job", {}, out=tmp_path / "a.npz")
+    with pytest.raises(RunNotFound, match="no model yet"):
+        predict(RunFolder(tmp_path), "job", {}, out=tmp_path / "b.npz")

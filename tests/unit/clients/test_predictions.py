@@ -1,0 +1,67 @@
+"""What is written of what a model returns."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.training.predictions import columns_of
+from federation.errors import SiteError
+from federation.job.spec import TrainingSpec
+
+LOGITS = torch.tensor([[0.0, 1.0, -1.0], [2.0, 0.0, 0.0]])
+
+
+def columns(task: str, outputs: Any, **keys: Any) -> dict[str, list[Any]]:
+    """Columns as lists."""
+    found = columns_of(TrainingSpec(task=task, **keys), outputs)
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def test_classes_have_their_names():
+    """And probabilities that add up to 1."""
+    found = columns("classification", LOGITS, classes=("a", "b", "c"))
+    assert found["prediction"] == ["b", "a"]
+    np.testing.assert_allclose(np.sum(found["probabilities"], axis=1), 1, rtol=1e-6)
+    assert columns("classification", LOGITS)["prediction"] == [1, 0]
+
+
+def test_yes_and_no_have_a_probability():
+    """Of one output, flat, and of several labels."""
+    found = columns("binary", torch.tensor([[3.0], [-3.0]]))
+    assert found["prediction"] == [1, 0]
+    assert found["probability"] == pytest.approx([0.9526, 0.0474], abs=1e-4)
+    assert columns("multi_label", LOGITS)["prediction"] == [[0, 1, 0], [1, 0, 0]]
+
+
+def test_places_have_their_class_or_token():
+    """Pixels have classes on the second axis, tokens on the last."""
+    assert columns("segmentation", LOGITS[:, :, None, None]) == {
+        "prediction": [[[1]], [[0]]]
+    }
+    assert columns("sft", {"logits": LOGITS[None]}) == {"prediction": [[1, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names"),
+    [
+        (LOGITS.bfloat16(), ["output"]),
+        ((LOGITS, LOGITS), ["output_0", "output_1"]),
+        ({"score": LOGITS, "hidden": None}, ["score"]),
+    ],
+)
+def test_other_outputs_are_written_as_they_are(outputs: Any, names: list[str]):
+    """Of an objective of the user's own."""
+    assert list(columns("mine:loss", outputs)) == names
+
+
+def test_outputs_without_a_tensor_are_refused():
+    """There is nothing to write."""
+    with pytest.raises(SiteError, match="returned a str"):
+        columns("mine:loss", "text")
+
+
+def test_regression_is_the_output():
+    """In the unit of the targets."""
+    assert columns("regression", LOGITS[:, 0]) == {"prediction": [0.0, 2.0]}
