@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from aggregator import tensor_file
 from federation.errors import CorruptObject
 from federation.protocols import Buffer, RunState
-from federation.vectors import Layout
+from federation.vectors import Layout, Role
 
 Array = NDArray[Any]
 
@@ -22,6 +22,8 @@ def named_arrays(
     layout: Layout, state: RunState, frozen: Mapping[str, Array]
 ) -> dict[str, Array]:
     """The model's tensors in its own order: float32 and int64 views of the state.
+
+    Personal parts are at the sites and not among them.
 
     Args:
         layout: Layout of the model.
@@ -33,7 +35,8 @@ def named_arrays(
         found[spec.name] = floats
     for spec, integers in layout.integer_views(state.integers_m):
         found[spec.name] = integers
-    return {spec.name: found[spec.name] for spec in layout.tensors}
+    order = (spec.name for spec in layout.tensors if spec.role is not Role.PERSONAL)
+    return {name: found[name] for name in order}
 
 
 def file_pieces(layout: Layout, arrays: Mapping[str, Array]) -> Iterable[Buffer]:
@@ -46,6 +49,8 @@ def file_pieces(layout: Layout, arrays: Mapping[str, Array]) -> Iterable[Buffer]
     typed: dict[str, Array] = {}
     halves = []
     for spec in layout.tensors:
+        if spec.name not in arrays:  # A personal part.
+            continue
         array = arrays[spec.name]
         if spec.dtype == "bfloat16":  # NumPy has no such type: carry its bits.
             halves.append(spec.name)

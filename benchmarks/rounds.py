@@ -76,9 +76,14 @@ class AddOne:
         )
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> MetricSums:
-        del weights_d, integers_m, round_index
+        del weights_d, integers_m, round_index, kept
         return NOTHING
 
     def pay(self, **_charges: object) -> None:

@@ -192,7 +192,7 @@ class RoundCharges(TypedDict):
 
 
 class FitArguments(TypedDict):
-    """What ``Trainer.fit`` is given besides the global model.
+    """What a ``Trainer`` is given besides the global model.
 
     Attributes:
         round_index: The round.
@@ -236,9 +236,12 @@ class Trainer(Protocol):
         ...
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        **arguments: Unpack[FitArguments],
     ) -> MetricSums:
-        """Sums over the site's held-out data, for a round."""
+        """Sums over the site's held-out data, for a round; see ``fit``."""
         ...
 
     def spent(self) -> PrivacySpent | None:

@@ -2,9 +2,11 @@
 
 Everything between a site and the aggregator works on these vectors: clipping,
 noise, codecs, masks, combining and server optimisers. Integer and boolean
-buffers cannot be averaged; they travel beside the vector in a small int64 one.
+buffers cannot be averaged; they travel beside the vector in a small int64 one. Personal
+parts have a float32 vector of their own, which stays at the site.
 
-Shape suffixes: d float values of the model, m integer values of the model.
+Shape suffixes: d float values of the model, m integer values of the model, p personal
+values of the model.
 """
 
 import hashlib
@@ -70,6 +72,7 @@ class Role(StrEnum):
     FROM_SERVER = "from_server"  # integers: the server's value, at every site
     KEEP = "keep"  # integers: each site keeps its own; they never travel
     FROZEN = "frozen"  # not trained: the same everywhere by digest; never travels
+    PERSONAL = "personal"  # trained at each site for itself; never travels
 
 
 AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER})
@@ -86,7 +89,8 @@ class TensorSpec:
         dtype: Its type in the model, in NumPy's names, or ``bfloat16``.
         role: What the federation does with it.
         offset: Where it starts: in the float vector for averaged roles, in the
-            integer vector for integers; 0 if it is frozen and so in neither.
+            integer vector for integers, in the personal vector if it is personal; 0 if
+            it is frozen and so in none.
     """
 
     name: str
@@ -124,7 +128,7 @@ class Layout:
             LayoutMismatch: A name is there twice, or nothing is to train.
         """
         specs, seen = [], set()
-        next_float = next_integer = 0
+        next_float = next_integer = next_personal = 0
         for name, shape, dtype, role in tensors:
             if name in seen:
                 raise LayoutMismatch(f"two tensors of the model are called {name!r}")
@@ -136,6 +140,9 @@ class Layout:
             elif role in INTEGERS:
                 offset = next_integer
                 next_integer += math.prod(shape)
+            elif role is Role.PERSONAL:
+                offset = next_personal
+                next_personal += math.prod(shape)
             spec = TensorSpec(
                 name=name, shape=shape, dtype=dtype, role=role, offset=offset
             )
@@ -153,6 +160,11 @@ class Layout:
     def num_integers(self) -> int:
         """Length m of the integer vector."""
         return sum(t.size for t in self.tensors if t.role in INTEGERS)
+
+    @cached_property
+    def num_personal(self) -> int:
+        """Length p of the personal vector."""
+        return sum(t.size for t in self.tensors if t.role is Role.PERSONAL)
 
     @cached_property
     def frozen_names(self) -> tuple[str, ...]:
@@ -187,6 +199,13 @@ class Layout:
         for spec in self.tensors:
             if spec.role in INTEGERS:
                 piece = vector_m[spec.offset : spec.offset + spec.size]
+                yield spec, piece.reshape(spec.shape)
+
+    def personal_views(self, vector_p: Vector) -> Iterator[tuple[TensorSpec, Vector]]:
+        """Yield each personal tensor with its view into ``vector_p``."""
+        for spec in self.tensors:
+            if spec.role is Role.PERSONAL:
+                piece = vector_p[spec.offset : spec.offset + spec.size]
                 yield spec, piece.reshape(spec.shape)
 
     def integer_mask(self, role: Role) -> NDArray[np.bool_]:

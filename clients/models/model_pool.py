@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from clients.factories import Factory, call_factory, import_factory, name_of
-from clients.models import weights
+from clients.models import personal, weights
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from federation.errors import JobError
 from federation.job.spec import JobSpec
-from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
 
 
@@ -68,6 +68,7 @@ class Instance:
         """Note what the module is like when it is new."""
         self.module = module
         self._layout = layout
+        self._first_p = personal.read(module, layout)
         self._begin = _Snapshot(module)
         frozen = {t.name for t in layout.tensors if t.role is Role.FROZEN}
         self._frozen = [
@@ -81,10 +82,21 @@ class Instance:
             weights.frozen_digest(module, layout) if is_sharded else layout.frozen
         )
 
-    def load(self, weights_d: Vector, integers_m: IntegerVector) -> None:
-        """Reset the module and load the given weights."""
+    def load(
+        self, weights_d: Vector, integers_m: IntegerVector, kept: Arrays = NO_ARRAYS
+    ) -> None:
+        """Reset the module and load the given weights.
+
+        Args:
+            weights_d: Shape ``(d,)``.
+            integers_m: Shape ``(m,)``.
+            kept: The site's state, with its personal parts; without them, they are as
+                in a new model.
+        """
         self.reset()
         weights.load(self.module, self._layout, weights_d, integers_m)
+        own_p = personal.own_part(kept, self._first_p)
+        personal.load(self.module, self._layout, own_p)
 
     def check_frozen(self) -> None:
         """Check that frozen tensors have not changed, since nothing reloads them.
@@ -159,6 +171,7 @@ class ModelPool:
         # An app of Flower's is given the whole model in Flower's own words.
         self._sends_frozen = any(site.flower_app is not None for site in job.sites)
         self._integer_buffers = job.model.integer_buffers
+        self._personal = job.model.personal
         self.layout: Layout = self._layout_of(first)
         if job.training.optimizer.name == "muon":
             hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
@@ -215,7 +228,10 @@ class ModelPool:
 
     def _layout_of(self, module: torch.nn.Module) -> Layout:
         return weights.layout_of(
-            module, self._integer_buffers, sends_frozen=self._sends_frozen
+            module,
+            self._integer_buffers,
+            personal_patterns=self._personal,
+            sends_frozen=self._sends_frozen,
         )
 
     def _another(self) -> torch.nn.Module:

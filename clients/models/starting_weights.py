@@ -292,6 +292,9 @@ def _check_fits(layout: Layout, tensors: Tensors, name: str) -> None:
     has_frozen = any(frozen in tensors for frozen in layout.frozen_names)
     for spec in layout.tensors:
         found = tensors.get(spec.name)
+        if spec.role is Role.PERSONAL:
+            _check_no_personal(spec.name, tensors, name)
+            continue
         if found is None and spec.role is Role.FROZEN and not has_frozen:
             continue
         here = "nothing" if found is None else _described(found)
@@ -314,6 +317,16 @@ def _check_fits(layout: Layout, tensors: Tensors, name: str) -> None:
                 f"{_described(tensor)} in the file",
                 key=KEY,
             )
+
+
+def _check_no_personal(key: str, tensors: Tensors, name: str) -> None:
+    if key in tensors:
+        raise JobError(
+            f"{name} holds {key!r}, but personal parts are never sent "
+            "(model.personal): have model.factory read it at every site, and remove "
+            "it from this file",
+            key=KEY,
+        )
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -4,7 +4,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
+from clients.models import personal
 from federation.errors import JobError, LayoutMismatch
 from federation.vectors import AVERAGED, IntegerVector, Layout, Role, Vector
 
@@ -31,6 +32,7 @@ def layout_of(
     module: torch.nn.Module,
     integer_buffers: Mapping[str, str],
     *,
+    personal_patterns: Sequence[str] = (),
     sends_frozen: bool = False,
 ) -> Layout:
     """Lay out a module's state: each tensor once, tied weights under one name.
@@ -38,19 +40,23 @@ def layout_of(
     Args:
         module: Any module.
         integer_buffers: Role by name pattern, see ``ModelSpec.integer_buffers``.
+        personal_patterns: What stays at each site, see ``ModelSpec.personal``.
         sends_frozen: Whether parameters that require no gradient travel all the same,
             for sites whose code is given a whole model.
 
     Raises:
         JobError: A tensor is of a kind that cannot travel, a pattern fits none, or
-            there is nothing to train.
+            there is nothing to train or to share.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    rows, unused = [], set(integer_buffers)
+    rows, unused, unused_personal = [], set(integer_buffers), set(personal_patterns)
     for name, tensor in _distinct(module).items():
         parameter = parameters.get(name)
         if parameter is not None and not (parameter.requires_grad or sends_frozen):
             role = Role.FROZEN
+        elif fitting := personal.match(name, personal_patterns):
+            role = Role.PERSONAL if tensor.is_floating_point() else Role.KEEP
+            unused_personal -= fitting
         elif tensor.is_floating_point():
             role = Role.PARAMETER if name in parameters else Role.BUFFER
         else:
@@ -69,8 +75,23 @@ def layout_of(
             "that requires a gradient",
             key="model.factory",
         )
+    _check_personal(unused_personal, {role for *_, role in rows})
     layout = Layout.build(rows)
     return replace(layout, frozen=frozen_digest(module, layout))
+
+
+def _check_personal(unused: set[str], roles: set[Role]) -> None:
+    if unused:
+        raise JobError(
+            f"nothing that the model trains is called {min(unused)!r}",
+            key="model.personal",
+        )
+    if Role.PARAMETER not in roles:
+        raise JobError(
+            "all parameters that the model trains are personal, so the sites would "
+            "share nothing: name fewer",
+            key="model.personal",
+        )
 
 
 def frozen_digest(module: torch.nn.Module, layout: Layout) -> str:

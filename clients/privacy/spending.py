@@ -34,6 +34,7 @@ class ClippingTrainer(Trainer, Protocol):
         integers_m: IntegerVector,
         *,
         round_index: int,
+        kept: Arrays = NO_ARRAYS,
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the site's held-out data, each prediction's loss clipped."""
@@ -138,7 +139,12 @@ class BudgetedTrainer:
         return replace(result, num_examples=0, training=None)
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> MetricSums:
         """Evaluate as was paid for, and add noise to the sums, if that is asked.
 
@@ -151,12 +157,13 @@ class BudgetedTrainer:
         self._evaluations -= 1
         if held_out is None:
             return self._trainer.evaluate(
-                weights_d, integers_m, round_index=round_index
+                weights_d, integers_m, round_index=round_index, kept=kept
             )
         sums = self._trainer.evaluate(
             weights_d,
             integers_m,
             round_index=round_index,
+            kept=kept,
             max_loss=self._releases.max_loss,
         )
         return held_out.release(sums, self._releases.random_bytes)

@@ -99,6 +99,7 @@ class RankedTrainer:
         integers_m: IntegerVector,
         *,
         round_index: int,
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- personal parts are refused for ranks
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats.

@@ -44,10 +44,13 @@ class ForwardingTrainer:
             self._trainer.work_ahead(round_index, kept)
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        **arguments: Unpack[FitArguments],
     ) -> MetricSums:
         """Evaluate."""
-        return self._trainer.evaluate(weights_d, integers_m, round_index=round_index)
+        return self._trainer.evaluate(weights_d, integers_m, **arguments)
 
     def spent(self) -> PrivacySpent | None:
         """The spending in the site's privacy ledger."""

@@ -1,8 +1,8 @@
 """The steps of one round that may be interrupted: what is copied, and put back.
 
-Copied are the model's values, buffers that are not part of its state, the optimiser's
-state, sums over batches, generators that were drawn from, and how many steps were
-taken. Which examples come next follows from that number.
+Copied are the model's values, personal ones too, buffers that are not part of its
+state, the optimiser's state, sums over batches, generators that were drawn from, and
+how many steps were taken. Which examples come next follows from that number.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.models import weights
+from clients.models import personal, weights
 from clients.models.model_pool import ModelPool
 from clients.randomness import global_generators
 from clients.ranks.peers import Sums
 from clients.training.kept_steps import KeptSteps
 from clients.training.local_steps import LocalOptimizer
 from clients.training.site_state import KeptState
-from federation.vectors import AVERAGED, Arrays
+from federation.vectors import AVERAGED, Arrays, Role
 
 _POSITION, _COUNT, _SUMS = "position", "count", "sums"
 _WEIGHTS, _INTEGERS = "weights", "integers"
@@ -61,7 +61,7 @@ class InterruptedSteps:
         self._fits = all(
             tensor.dtype != "float64"
             for tensor in pool.layout.tensors
-            if tensor.role in AVERAGED
+            if tensor.role in AVERAGED | {Role.PERSONAL}
         )
 
     def __enter__(self) -> None:
@@ -93,6 +93,9 @@ class InterruptedSteps:
             found.arrays[_WEIGHTS],
             found.arrays[_INTEGERS],
         )
+        begun_p = personal.read(self._model, self._layout)
+        own_p = personal.own_part(found.arrays, begun_p)
+        personal.load(self._model, self._layout, own_p)
         buffers = _other_buffers(self._model)
         for name, array in _below(_BUFFER, found.arrays).items():
             buffers[name].copy_(torch.tensor(array))
@@ -133,6 +136,7 @@ class InterruptedSteps:
             _INTEGERS: values_m,
             _SUMS: added,
             **self._optimizer.state(),
+            **personal.to_keep(self._model, self._layout),
         }
         for name, buffer in _other_buffers(self._model).items():
             arrays[_BUFFER + name] = _array(buffer)

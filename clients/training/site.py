@@ -335,7 +335,7 @@ class Work:
         evaluation = evaluation_after = trained = None
         if before:
             with watch.phase("evaluate"):
-                evaluation = evaluate(weights_d, integers_m)
+                evaluation = evaluate(weights_d, integers_m, kept=kept.arrays)
         if trains:
             with watch.phase("train"):
                 result = trainer.fit(
@@ -347,7 +347,9 @@ class Work:
             if after:
                 with watch.phase("evaluate"):
                     local_d = update.local_weights(weights_d, result)
-                    evaluation_after = evaluate(local_d, result.integers_m)
+                    evaluation_after = evaluate(
+                        local_d, result.integers_m, kept=result.kept
+                    )
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
                 own = {**state.own_integers(result.integers_m), **result.kept}

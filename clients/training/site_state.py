@@ -99,6 +99,7 @@ class SiteState:
         self._prefix = f"{self._folder}state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
+        self._has_own = self._any or layout.num_personal > 0
 
     def before(
         self, run_id: RunId, round_index: int, *, trains: bool = True
@@ -114,7 +115,7 @@ class SiteState:
         Raises:
             CorruptObject: The stored state is not what was stored.
         """
-        if not (self._any or (trains and self._continues)):
+        if not (self._has_own or (trains and self._continues)):
             return NOTHING
         earlier = self._before(round_index)
         if earlier:

@@ -52,10 +52,13 @@ class TimedTrainer(ForwardingTrainer):
         return result
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        **arguments: Unpack[FitArguments],
     ) -> MetricSums:
         """Evaluate, and let virtual time pass."""
-        sums = super().evaluate(weights_d, integers_m, round_index=round_index)
+        sums = super().evaluate(weights_d, integers_m, **arguments)
         self._clock.sleep(self._work.evaluate)
         if self._waits_since is not None:
             self._waits_since += self._work.evaluate

@@ -21,7 +21,7 @@ import torch
 from clients.data import batches
 from clients.data.batches import ALONE, Ordering, Rank
 from clients.data.datasets import Batch, Dataset, Indices, first_not_finite
-from clients.models import weights
+from clients.models import personal, weights
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record
 from clients.randomness import torch_seed
@@ -165,7 +165,7 @@ class TorchTrainer:
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
-                model.load(weights_d, integers_m)
+                model.load(weights_d, integers_m, kept)
                 if self.private is not None and self.private.in_sum:
                     return self._one_step(model.module, self.private, integers_m)
                 return self._train(model.module, round_index, weights_d, kept)
@@ -237,6 +237,7 @@ class TorchTrainer:
         integers_m: IntegerVector,
         *,
         round_index: int,  # noqa: ARG002 -- every round evaluates alike
+        kept: Arrays = NO_ARRAYS,
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats."""
@@ -244,7 +245,7 @@ class TorchTrainer:
         with self.pool.borrow() as model:
 
             def evaluate() -> MetricSums:
-                model.load(weights_d, integers_m)
+                model.load(weights_d, integers_m, kept)
                 return self._evaluate(model.module, max_loss)
 
             return self.peers.draw(
@@ -310,13 +311,28 @@ class TorchTrainer:
             num_examples=len(self.train),
             num_steps=num_steps,
             training=training,
-            kept=self._kept(optimizer, local_d, local_m),
+            kept={
+                **self._kept(optimizer, local_d, local_m),
+                **self._personal(model),
+            },
         )
+
+    def _personal(self, model: torch.nn.Module) -> Arrays:
+        """What the site keeps of its personal parts.
+
+        Raises:
+            NotFinite: Training left the finite numbers: every later round would begin
+                with these.
+        """
+        own = personal.to_keep(model, self.pool.layout)
+        if not all(map(is_finite, own.values())):
+            raise NotFinite(UNSTABLE)
+        return own
 
     def _kept(
         self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector
     ) -> Arrays:
-        """What the next round begins with, besides the global model."""
+        """What the next round begins with, besides global model and personal parts."""
         if not self.job.training.overlap_steps:
             return optimizer.kept()
         own = OwnWeights(weights_d=local_d, integers_m=local_m)

@@ -122,12 +122,7 @@ def _check(job: JobSpec, attack: Attack) -> None:
         raise JobError(
             f"the confidence must be between 0 and 1, not {attack.confidence}"
         )
-    if job.training.task not in _TASKS:
-        raise JobError(
-            "canaries and their scores work only with the cross-entropy of one class "
-            f"or of each next token: use {' or '.join(_TASKS)}",
-            key="training.task",
-        )
+    _check_model(job)
     if job.privacy.differential_privacy.unit == "site":
         raise JobError(
             _why_not_sites(job, attack.confidence),
@@ -147,6 +142,21 @@ def _check(job: JobSpec, attack: Attack) -> None:
             f"{attack.canaries} canaries at each of {len(attack.sites or known)} sites "
             f"are more than the {MAX_CANARIES} that one sum can hold: use fewer, or "
             "audit fewer sites with --site"
+        )
+
+
+def _check_model(job: JobSpec) -> None:
+    if job.training.task not in _TASKS:
+        raise JobError(
+            "canaries and their scores work only with the cross-entropy of one class "
+            f"or of each next token: use {' or '.join(_TASKS)}",
+            key="training.task",
+        )
+    if job.model.personal:
+        raise JobError(
+            "an audit scores the model that leaves the sites, which is not whole "
+            "without their personal parts: remove this key to audit the job",
+            key="model.personal",
         )
 
 

@@ -98,6 +98,12 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             '"fresh"',
             key="training.optimizer.state",
         )
+    if job.model.personal:
+        raise JobError(
+            f"{site}, but ranks keep no personal parts: ask its operator for "
+            "compute.ranks = 1 without compute.compile, or remove this key",
+            key="model.personal",
+        )
     if job.training.overlap_steps:
         raise JobError(
             f"{site}, but ranks do not work ahead: ask its operator for compute.ranks "

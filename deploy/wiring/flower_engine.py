@@ -117,6 +117,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             )
     keeps = (
         layout.integer_mask(Role.KEEP).any()
+        or layout.num_personal > 0
         or job.training.optimizer.state == "keep"
         or job.training.overlap_steps > 0
         or job.privacy.secure_aggregation.levels is not None

@@ -127,6 +127,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "training.proximal_mu",
         ),
         (
+            bool(job.model.personal),
+            "it sends its whole model, and nothing there keeps a part; leave them out",
+            "model.personal",
+        ),
+        (
             job.training.overlap_steps != 0,
             "nothing there works ahead; remove this key",
             "training.overlap_steps",

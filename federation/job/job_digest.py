@@ -39,6 +39,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("communication", "fragments"), 1),
     (("privacy", "secure_aggregation", "levels"), None),
     (("relays",), []),
+    (("model", "personal"), []),
 )
 
 

@@ -42,6 +42,10 @@ class ModelSpec:
             (each site keeps its own), `max` (largest of any site) or `from_server`.
             They are never averaged. Others: `max` for `*num_batches_tracked`, else
             `from_server`.
+        personal: Name patterns of tensors that stay at each site: each trains its own,
+            from the factory's first values, keeps them in its state and never sends
+            them. Integer and boolean buffers among them get the role `keep`; frozen
+            tensors stay frozen. Evaluation uses each site's own.
         weights: Weights to start from, in place of those that the factory draws: a
             safetensors file or the folder of a completed run, relative to the job file
             or to the working folder; or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file
@@ -52,6 +56,7 @@ class ModelSpec:
     factory: str
     options: Mapping[str, Any] = key(default={})
     integer_buffers: Mapping[str, str] = key(default={})
+    personal: tuple[str, ...] = ()
     weights: str | None = None
 
 

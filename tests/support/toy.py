@@ -149,6 +149,7 @@ class QuadraticTrainer:
         integers_m: IntegerVector,  # noqa: ARG002 -- of the seam
         *,
         round_index: int,  # noqa: ARG002 -- of the seam
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- of the seam
     ) -> MetricSums:
         """Squared distance to the optimum."""
         distance = float(np.square(weights_d - self.optimum_d).sum())

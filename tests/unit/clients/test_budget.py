@@ -83,6 +83,7 @@ class Watched:
         integers_m: IntegerVector,
         *,
         round_index: int,
+        kept: Arrays = NO_ARRAYS,
         max_loss: float | None = None,
     ) -> MetricSums:
         self._note("evaluate in the clear" if max_loss is None else "evaluate")

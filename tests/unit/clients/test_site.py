@@ -95,7 +95,12 @@ class AddOne:
         )
 
     def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- of the seam
     ) -> MetricSums:
         self.calls.append(f"evaluate {round_index} {integers_m.tolist()}")
         return sums(float(weights_d.sum()))

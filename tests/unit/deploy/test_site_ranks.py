@@ -131,6 +131,14 @@ def test_a_kept_optimiser_is_refused(file: SiteFile):
     site_ranks.check_job(job, site_file(ranks=1), DATA)
 
 
+def test_personal_parts_are_refused():
+    """They would be in several processes."""
+    model = {"factory": "toy:net", "personal": ["head.*"]}
+    with pytest.raises(JobError, match="ranks keep no personal parts") as caught:
+        site_ranks.check_job(small_job(model=model), site_file(), DATA)
+    assert caught.value.key == "model.personal"
+
+
 def test_more_ranks_than_examples_are_refused():
     """At the roll call, and not in the first round."""
     with pytest.raises(SiteError, match="fewer training examples than its 61 ranks"):

@@ -310,6 +310,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.integer_buffers.*count",
         "'mean' is not a role: use keep, max or from_server",
     ),
+    "personal parts with steps ahead": (
+        {
+            "model": {"factory": "toy:net", "personal": ["head.*"]},
+            "training": {"local_steps": 2, "overlap_steps": 1},
+        },
+        "training.overlap_steps",
+        "the job has personal parts, and steps taken ahead begin with",
+    ),
     "fault of no site": (
         fault(site="z"),
         "simulation.faults[0].site",
@@ -486,6 +494,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.proximal_mu",
         "nothing there keeps it near the global weights",
     ),
+    "app without personal parts": (
+        with_app({"model": {"factory": "toy:net", "personal": ["head.*"]}}),
+        "model.personal",
+        "it sends its whole model",
+    ),
     "app that keeps its optimiser": (
         with_app(
             {
@@ -583,6 +596,15 @@ def test_fednova_of_steps_that_count_unequally(training: dict[str, Any], reason:
     job_file.parse(toy.document() | {"training": nova})  # Is not refused.
     with pytest.raises(JobError, match=reason) as caught:
         job_file.parse(toy.document() | {"training": nova | training})
+    assert caught.value.key == "training.normalized_steps"
+
+
+def test_fednova_with_personal_parts():
+    """It scales what is averaged."""
+    nova = {"local_epochs": 1, "normalized_steps": 4}
+    model = {"factory": "toy:net", "personal": ["head.*"]}
+    with pytest.raises(JobError, match="and personal parts are not") as caught:
+        job_file.parse(toy.document() | {"training": nova, "model": model})
     assert caught.value.key == "training.normalized_steps"
 
 

@@ -36,6 +36,7 @@ def digest(*overrides: str) -> str:
         "training.batch_size=7",
         "training.max_tokens=128",
         "model.options.inputs=31",
+        'model.personal=["head.*"]',
         "data.source=clients.data:digits",
         "data.partition.kind=iid",
         "evaluation.every=2",

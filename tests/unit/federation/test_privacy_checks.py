@@ -111,6 +111,11 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.local_steps",
         'Set this to 1, or use unit = "record"',
     ),
+    "personal parts": (
+        {"model": {"factory": "toy:net", "personal": ["head.*"]}},
+        f"{DP}.unit",
+        "noise is added to the sum only",
+    ),
     "muon": (
         _training(optimizer={"name": "muon", "momentum": 0.95}),
         "training.optimizer",

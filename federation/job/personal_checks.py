@@ -1,0 +1,41 @@
+"""What a job with personal parts must not request."""
+
+from federation.errors import JobError
+from federation.job.spec import JobSpec
+
+
+def check_personal(job: JobSpec) -> None:
+    """Refuse settings that personal parts would make unsafe or meaningless.
+
+    Private steps of records noise the personal part like the rest: the next gradient
+    depends on it. In a joint round only the sum has noise, and the personal part is in
+    no sum.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    if not job.model.personal:
+        return
+    training = job.training
+    for refused, reason, key in (
+        (
+            job.privacy.differential_privacy.unit == "joint",
+            (
+                "noise is added to the sum only, so personal parts would carry records "
+                'without noise into the next update: use unit = "record"'
+            ),
+            "privacy.differential_privacy.unit",
+        ),
+        (
+            training.overlap_steps > 0,
+            "steps taken ahead begin with the site's own whole model: remove this key",
+            "training.overlap_steps",
+        ),
+        (
+            training.normalized_steps is not None,
+            "it scales what is averaged, and personal parts are not: remove this key",
+            "training.normalized_steps",
+        ),
+    ):
+        if refused:
+            raise JobError(f"the job has personal parts, and {reason}", key=key)

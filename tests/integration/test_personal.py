@@ -1,0 +1,111 @@
+"""Runs of which each site keeps a part of the model for itself."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import small_job
+from support.without_report import simulate
+
+from clients.data.batches import stepwise
+from clients.models.model_pool import ModelPool
+from deploy.wiring import parts
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
+
+pytestmark = pytest.mark.slow
+
+ROUNDS, STEPS, BATCH, LR = 3, 2, 8, 0.3
+MODEL = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [6]},
+    "personal": ["3.*"],
+}
+SECURE = {"secure_aggregation": {"enabled": True, "clip_norm": 8.0}}
+
+
+def job_of(rounds: int = ROUNDS, **tables: Any) -> JobSpec:
+    return small_job(
+        model=MODEL,
+        num_sites=3,
+        rounds=rounds,
+        training={"local_steps": STEPS, "batch_size": BATCH, "optimizer": {"lr": LR}},
+        **tables,
+    )
+
+
+def values(done: RunResult) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in done.weights.values()])
+
+
+def by_hand(job: JobSpec) -> tuple[np.ndarray, float]:
+    """FedAvg of the lower layer in plain torch; each site goes on with its own head."""
+    federation = parts.build_federation(job)
+    models = {}
+    for name in federation.site_data:
+        with ModelPool(job).borrow() as model:
+            models[name] = model.module
+    shared = {k: v.clone() for k, v in next(iter(models.values())).state_dict().items()}
+    shared = {name: value for name, value in shared.items() if name.startswith("1.")}
+    sizes = {name: len(train) for name, (train, _) in federation.site_data.items()}
+    for round_index in range(job.rounds):
+        found = []
+        for name, (train, _) in federation.site_data.items():
+            model = models[name]
+            model.load_state_dict(shared, strict=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for batch in stepwise(
+                len(train),
+                batch_size=BATCH,
+                first_batch=round_index * STEPS,
+                num_batches=STEPS,
+                seed=job.seed,
+                site=name,
+            ):
+                inputs, labels = train.batch(batch)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+            found.append({k: v.clone() for k, v in model.state_dict().items()})
+        shares = [size / sum(sizes.values()) for size in sizes.values()]
+        shared = {
+            key: sum(s * each[key] for s, each in zip(shares, found, strict=True))
+            for key in shared
+        }
+    hits = count = 0
+    for name, (_, held_out) in federation.site_data.items():
+        models[name].load_state_dict(shared, strict=False)
+        inputs, labels = held_out.batch(np.arange(len(held_out)))
+        hits += int((models[name](inputs).argmax(1) == labels).sum())
+        count += len(labels)
+    shared_d = np.concatenate([value.numpy().ravel() for value in shared.values()])
+    return shared_d, hits / count
+
+
+def test_sites_share_one_part_and_keep_the_other():
+    """As in plain PyTorch, and so is the accuracy: of each site's own model."""
+    done = simulate(job_of())
+    shared_d, accuracy = by_hand(job_of())
+    assert list(done.weights) == ["1.weight", "1.bias"]
+    np.testing.assert_allclose(values(done), shared_d, atol=1e-6)
+    assert done.accuracy == pytest.approx(accuracy)
+
+
+def test_only_the_shared_part_is_in_the_secure_sum():
+    """The same values, but for the ring's rounding, in as many words."""
+    plain, secure = simulate(job_of()), simulate(job_of(privacy=SECURE))
+    np.testing.assert_allclose(values(secure), values(plain), atol=1e-4)
+    assert secure.accuracy == plain.accuracy
+
+
+def test_personal_parts_outlive_what_holds_them(tmp_path: Path):
+    """An extended run, and one whose site restarts, end as one that ran through."""
+    whole = simulate(job_of(4))
+    simulate(job_of(2), folder=tmp_path)
+    extended = simulate(job_of(4), folder=tmp_path, extend=True)
+    restarts = {"faults": [{"site": "site-1", "kind": "restart", "rounds": [3]}]}
+    for done in (extended, simulate(job_of(4, simulation=restarts))):
+        np.testing.assert_array_equal(values(done), values(whole))
+        assert done.loss == whole.loss
