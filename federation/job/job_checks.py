@@ -13,7 +13,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
 from federation.job.metrics import check_objective, is_function
-from federation.job.personal_checks import check_personal
+from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
@@ -59,6 +59,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_robust_rule,
         _check_dynamic_weights,
         _check_buffers,
+        check_clusters,
         check_personal,
         _check_simulation,
         check_relays,

@@ -1,7 +1,32 @@
-"""What a job with personal parts must not request."""
+"""What a job with personal parts, or with clusters, must not request."""
+
+from fnmatch import fnmatchcase
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec
+
+CLUSTERS = "clients.models.clusters:best_cluster"
+
+
+def check_clusters(job: JobSpec) -> None:
+    """Refuse clusters whose choice would be averaged, or would need noise.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    if job.training.task != CLUSTERS:
+        return
+    if not any(fnmatchcase("choice.losses", each) for each in job.model.personal):
+        raise JobError(
+            'each site chooses a cluster for itself: add "choice.*" to this list',
+            key="model.personal",
+        )
+    if job.privacy.differential_privacy.unit in {"record", "joint"}:
+        raise JobError(
+            "a site chooses a cluster by losses of its records, which have no noise: "
+            'use unit = "site", or one model',
+            key="privacy.differential_privacy.unit",
+        )
 
 
 def check_personal(job: JobSpec) -> None:

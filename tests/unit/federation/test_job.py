@@ -310,6 +310,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.integer_buffers.*count",
         "'mean' is not a role: use keep, max or from_server",
     ),
+    "clusters whose choice is averaged": (
+        own("clients.models.clusters:best_cluster", loss=[0.0, 9.0]),
+        "model.personal",
+        'add "choice.*" to this list',
+    ),
+    "clusters of private records": (
+        private()
+        | own("clients.models.clusters:best_cluster", loss=[0.0, 9.0])
+        | {"model": {"factory": "toy:net", "personal": ["choice.*"]}},
+        "privacy.differential_privacy.unit",
+        "a site chooses a cluster by losses of its records",
+    ),
     "personal parts with steps ahead": (
         {
             "model": {"factory": "toy:net", "personal": ["head.*"]},
