@@ -18,6 +18,7 @@ from federation.messages import LedgerAnchor
 from federation.protocols import (
     NO_SELECTION,
     Buffer,
+    RoundTime,
     RunProgress,
     SelectionProgress,
     Suspicions,
@@ -191,6 +192,7 @@ def encode(manifest: Manifest) -> bytes:
         # Of runs whose sites need it, so that the others' bytes stay.
         **({"counted": dict(manifest.counted)} if manifest.counted else {}),
         **({"selection": asdict(found)} if found != NO_SELECTION else {}),
+        **({"local_work": _encode_work(manifest)} if manifest.steps_taken else {}),
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -279,6 +281,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         members=_parse_members(document.get("members", {})),
         counted=_parse_counted(document.get("counted", {})),
         selection=_parse_selection(document.get("selection", {})),
+        **_parse_work(document.get("local_work", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -321,6 +324,32 @@ def _parse_selection(entry: Mapping[str, Any]) -> SelectionProgress:
     if (score is None) != (found.best_round is None) or type(score or 0.0) is not float:
         raise ValueError("its entry of the best model is damaged")
     return found
+
+
+def _encode_work(progress: RunProgress) -> dict[str, Any]:
+    """Local steps so far, and the times from which the next round's follow."""
+    times = [
+        [time.round_index, time.num_steps, time.seconds, time.train_seconds]
+        for time in progress.times
+    ]
+    return {"steps_taken": progress.steps_taken, "times": times}
+
+
+def _parse_work(entry: Mapping[str, Any]) -> dict[str, Any]:
+    taken = entry.get("steps_taken", 0)
+    times = tuple(
+        RoundTime(
+            round_index=index, num_steps=steps, seconds=seconds, train_seconds=trained
+        )
+        for index, steps, seconds, trained in entry.get("times", ())
+    )
+    counts = (taken, *(n for time in times for n in (time.round_index, time.num_steps)))
+    if not all(type(n) is int and n >= 0 for n in counts) or not all(
+        type(t.seconds) is float and type(t.train_seconds) in {float, type(None)}
+        for t in times
+    ):
+        raise ValueError("its local work is damaged")
+    return {"steps_taken": taken, "times": times}
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

@@ -21,6 +21,7 @@ from federation.job.metrics import (
 )
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
+from federation.rounds.local_work import bounds
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9
@@ -90,7 +91,8 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
     """
     training, each = job.training, most_of_a_record(job.training)
     if training.local_steps is not None:
-        return training.local_steps * training.accumulate * training.batch_size * each
+        most = bounds(job)[1]
+        return most * training.accumulate * training.batch_size * each
     return None if examples is None else training.num_epochs * examples * each
 
 

@@ -239,6 +239,44 @@ class RoundStarted(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWorkChosen(RoundEvent):
+    """How many local steps a round takes, and the numbers that led to it.
+
+    The last four tuples run in parallel: one entry for each round that was measured.
+
+    Attributes:
+        at: When.
+        round_index: The round.
+        first_step: Local steps of the run before it.
+        num_steps: Its local steps.
+        reason: ``start``: nothing is measured yet; ``measured``; or ``probe``: a round
+            of another length, because arrival times alone do not tell steps from
+            waiting.
+        step_seconds: Seconds of a local step, as measured; None if not known.
+        waiting_seconds: Seconds of a round in which no step is taken, as measured.
+        share: Share of the round in which sites will train, at this pace.
+        target: The share that the job aims at.
+        rounds: Rounds that were measured.
+        steps: Local steps of each.
+        seconds: What each took.
+        train_seconds: How long the site trained that answered last; None where sites do
+            not say.
+    """
+
+    first_step: int
+    num_steps: int
+    reason: str
+    step_seconds: float | None
+    waiting_seconds: float | None
+    share: float | None
+    target: float
+    rounds: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+    train_seconds: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAnswered(RoundEvent):
     """A site's update was accepted and added to the result.
 
@@ -648,6 +686,7 @@ Event = (
     | SitesLeftOut
     | GroupsCompared
     | ModelEvaluated
+    | LocalWorkChosen
     | RoundFinished
     | CheckpointSaved
     | CheckpointSkipped

@@ -243,6 +243,8 @@ class RoundTask(RoundMessage):
             the SHA-256 of the result.
         counted: The newest round whose update of this site is a part of the model; 0 if
             there is none, or if sites do not keep what their codec leaves out.
+        num_steps: How many local steps the round takes; 0 for the job's number.
+        first_step: How many the run has taken before, with ``num_steps``.
     """
 
     kind: TaskKind
@@ -257,6 +259,15 @@ class RoundTask(RoundMessage):
     fragment: int = 0
     changed_to: str = ""
     counted: int = 0
+    num_steps: int = 0
+    first_step: int = 0
+
+    @property
+    def steps(self) -> range | None:
+        """Steps of the run that the round takes, from 0; None for the job's number."""
+        if not self.num_steps:
+            return None
+        return range(self.first_step, self.first_step + self.num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,10 +197,13 @@ class FitArguments(TypedDict):
     Attributes:
         round_index: The round.
         kept: What an earlier round has kept; see ``LocalResult.kept``.
+        steps: Local steps of the run that the round takes, counted from 0; the job's
+            number of each round by default.
     """
 
     round_index: int
     kept: NotRequired[Arrays]
+    steps: NotRequired[range]
 
 
 class Trainer(Protocol):
@@ -253,12 +256,16 @@ class Trainer(Protocol):
 class WorksAhead(Protocol):
     """A trainer that can take a round's first steps before the model has come."""
 
-    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+    def work_ahead(
+        self, round_index: int, kept: Arrays, first_step: int | None = None
+    ) -> None:
         """Begin with the first steps of a round; it returns at once.
 
         Args:
             round_index: The round that is expected next.
             kept: What the site keeps of the round before.
+            first_step: Local steps of the run before that round; None if each round
+                takes the job's number.
         """
         ...
 
@@ -605,6 +612,24 @@ class KeptModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTime:
+    """What a round took.
+
+    Attributes:
+        round_index: The round.
+        num_steps: Its local steps.
+        seconds: From its first task to its result, on the aggregator's clock.
+        train_seconds: How long the site trained that answered last, by its own clock;
+            None if sites do not say.
+    """
+
+    round_index: int
+    num_steps: int
+    seconds: float
+    train_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
     """A run's progress, without its model.
 
@@ -620,6 +645,8 @@ class RunProgress:
         counted: Of each site the newest round whose update is a part of the model, if
             sites keep what their codec leaves out.
         selection: What is known of the models, if the job selects one.
+        steps_taken: Local steps of all rounds, if these are chosen round by round.
+        times: What the newest of these rounds took: the next choice follows from it.
     """
 
     round_index: int
@@ -631,6 +658,8 @@ class RunProgress:
     members: Members = EVERYBODY
     counted: Mapping[SiteId, int] = field(default_factory=dict)
     selection: SelectionProgress = NO_SELECTION
+    steps_taken: int = 0
+    times: tuple[RoundTime, ...] = ()
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""

@@ -62,6 +62,8 @@ class PolicySpec:
         accept_two_sites: Whether to accept a run of two sites without record-level
             differential privacy: the other site can compute this site's update.
         max_rounds: Most rounds of a run.
+        max_local_steps: Most local steps of a round: those of a job that fixes them,
+            or `schedule.max_local_steps`. No limit by default.
         functions: Functions that a job may use as model or objective:
             `module:function`; `module:*` for every function that the module itself
             defines; or `./file.py:function` for a file beside this one, which must be
@@ -88,6 +90,7 @@ class PolicySpec:
     require_hybrid: bool = True
     accept_two_sites: bool = False
     max_rounds: int = key(default=10_000, low=1)
+    max_local_steps: int | None = key(default=None, low=1)
     functions: tuple[str, ...] = (
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

@@ -12,6 +12,7 @@ from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest
 from federation.job.metrics import BUILT_IN, is_function
 from federation.job.spec import JobSpec
+from federation.rounds.local_work import bounds, is_auto
 from federation.vectors import Layout
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.policy import LocalPolicy
@@ -165,6 +166,10 @@ def _other_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield _SECURE, "requires secure aggregation (policy.secure_aggregation)"
     if job.rounds > policy.max_rounds:
         yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
+    limit, most = policy.max_local_steps, bounds(job)[1]
+    if limit is not None and most > limit:
+        key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"
+        yield key, f"allows {limit} local steps a round (policy.max_local_steps)"
 
 
 def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

@@ -64,9 +64,17 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Agent to rank: train from the weights in the shared memory."""
+    """Agent to rank: train from the weights in the shared memory.
+
+    Attributes:
+        round_index: The round.
+        num_steps: Its local steps; 0 for the job's number.
+        first_step: Local steps of the run before, with ``num_steps``.
+    """
 
     round_index: int
+    num_steps: int = 0
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class RankedTrainer:
         *,
         round_index: int,
         kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- refused for ranks
+        steps: range | None = None,
     ) -> LocalWeights:
         """Train from the global weights.
 
@@ -81,7 +82,12 @@ class RankedTrainer:
             SiteError: Training failed, or ranks died again and again.
         """
         with self._lock:
-            done = self._do(Fit(round_index=round_index), weights_d, integers_m)
+            work = Fit(
+                round_index=round_index,
+                num_steps=len(steps) if steps else 0,
+                first_step=steps.start if steps else 0,
+            )
+            done = self._do(work, weights_d, integers_m)
             if not isinstance(done, FitReply):
                 raise ProtocolError("a rank was asked to train and did something else")
             local_d, local_m = self._memory.read()

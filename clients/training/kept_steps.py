@@ -67,9 +67,14 @@ def nothing() -> None:
     """Do nothing more when a state is stored."""
 
 
-def start_digest(weights_d: Vector, integers_m: IntegerVector, kept: Arrays) -> str:
-    """SHA-256 of all that a round's training begins with."""
-    found = hashlib.sha256()
+def start_digest(
+    weights_d: Vector,
+    integers_m: IntegerVector,
+    kept: Arrays,
+    steps: range | None = None,
+) -> str:
+    """SHA-256 of all that a round's training begins with, and of steps it was given."""
+    found = hashlib.sha256(b"" if steps is None else repr(steps).encode())
     every: dict[str, NDArray[Any]] = {"d": weights_d, "m": integers_m, **kept}
     for name, array in sorted(every.items()):
         found.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode())

@@ -17,6 +17,7 @@ from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
+from federation.rounds.local_work import check_task
 from federation.rounds.server_optimizer import server_optimizer
 
 SiteData = tuple[Dataset, Dataset]
@@ -94,6 +95,7 @@ class Federation:
             links=links,
             optimizer=server_optimizer(self.job.aggregation.server_optimizer),
             check_first=partial(check_first, self.job, self.pool),
+            check_work=partial(check_task, self.job),
             tells_all=tells_all,
             report=report,
             works_ahead=works_ahead and self.job.training.overlap_steps > 0,

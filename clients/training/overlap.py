@@ -89,20 +89,20 @@ def arrived(
 class WorkAhead:
     """Takes a round's first steps in a thread of its own, if there is time for that."""
 
-    def __init__(self, steps: Callable[[int, Arrays], AheadSteps]) -> None:
-        """Take steps with ``steps``, given the round and the site's state."""
+    def __init__(self, steps: Callable[[int, Arrays, int], AheadSteps]) -> None:
+        """Take steps with ``steps``: round, site's state, steps of the run before."""
         self._steps = steps
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: tuple[int, Arrays, Future[AheadSteps]] | None = None
+        self._begun: tuple[tuple[int, int], Arrays, Future[AheadSteps]] | None = None
 
-    def begin(self, round_index: int, kept: Arrays) -> None:
+    def begin(self, round_index: int, kept: Arrays, first_step: int) -> None:
         """Begin with a round's first steps; it returns at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
-        future = self._pool.submit(self._steps, round_index, kept)
-        self._begun = round_index, kept, future
+        future = self._pool.submit(self._steps, round_index, kept, first_step)
+        self._begun = (round_index, first_step), kept, future
 
-    def take(self, round_index: int, kept: Arrays) -> AheadSteps:
+    def take(self, round_index: int, kept: Arrays, first_step: int) -> AheadSteps:
         """Return the first steps of a round, which are taken now if they were not.
 
         Raises:
@@ -110,11 +110,11 @@ class WorkAhead:
         """
         begun, self._begun = self._begun, None
         if begun is not None:
-            number, before, future = begun
-            if number == round_index and _is_same(before, kept):
+            which, before, future = begun
+            if which == (round_index, first_step) and _is_same(before, kept):
                 return future.result()
             future.cancel()  # What becomes of it, an error too, is of no account.
-        return self._steps(round_index, kept)
+        return self._steps(round_index, kept, first_step)
 
 
 def _is_same(one: Arrays, other: Arrays) -> bool:

@@ -146,7 +146,12 @@ def _work(
         )
     if not isinstance(task, Fit):
         raise ProtocolError("the agent sent an unknown request")
-    result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
+    steps = None
+    if task.num_steps:
+        steps = range(task.first_step, task.first_step + task.num_steps)
+    result = trainer.fit(
+        weights_d, integers_m, round_index=task.round_index, steps=steps
+    )
     if not isinstance(result, LocalWeights):
         raise ProtocolError("several ranks have trained to an update")
     distributed.barrier()  # The old weights are no longer read.

@@ -36,6 +36,7 @@ from federation.messages import (
 )
 from federation.protocols import (
     Clock,
+    FitArguments,
     LocalUpdate,
     LocalWeights,
     ServerOptimizer,
@@ -115,6 +116,13 @@ def log(task: Task, error: Exception) -> None:
         _LOG.warning("round %s refused: %s", task.round_index, error)
 
 
+CheckWork = Callable[[RoundTask], None]
+
+
+def _any_work(task: RoundTask) -> None:
+    """Take any task, as where no number of local steps is chosen."""
+
+
 def _any_model(weights_d: Vector, integers_m: IntegerVector) -> None:
     """Take any first model, as where the site's own factory cannot say which."""
 
@@ -164,6 +172,8 @@ class Site:
         optimizer: The job's server optimiser, where sites take its steps themselves.
         check_first: Checks float and integer values of the model before the first
             round, and raises a ``ProtocolError`` if they are not the job's.
+        check_work: Checks the local steps that a task asks for; raises a
+            ``ProtocolError`` if the job does not allow them.
         tells_all: Whether the text of any error leaves the site, as is good in a
             simulation. If not, of errors that are not ours only their kind does,
             since they may quote a record.
@@ -183,6 +193,7 @@ class Site:
     links: InitVar[Links] = Links()  # noqa: RUF009 -- immutable
     optimizer: InitVar[ServerOptimizer] = average(lr=1.0)  # noqa: RUF009 -- as well
     check_first: CheckFirst = _any_model
+    check_work: CheckWork = _any_work
     tells_all: bool = True
     report: Report = log
     works_ahead: bool = False
@@ -229,11 +240,13 @@ class Site:
 
     def _answer(self, task: RoundTask) -> SiteMessage:
         """Do a round's work, and begin with that of the round that is expected next."""
+        self.check_work(task)
         work = self._work(task)
         answer = self._seal.answer(task, work)
         trainer = self._current_trainer()
         if self.works_ahead and work.kept_now and isinstance(trainer, WorksAhead):
-            trainer.work_ahead(task.round_index + 1, work.kept_now)
+            following = task.steps.stop if task.steps else None
+            trainer.work_ahead(task.round_index + 1, work.kept_now, following)
         return answer
 
     def _text(self, error: Exception) -> str:
@@ -338,12 +351,13 @@ class Work:
                 evaluation = evaluate(weights_d, integers_m, kept=kept.arrays)
         if trains:
             with watch.phase("train"):
-                result = trainer.fit(
-                    self.begin(weights_d),
-                    integers_m,
-                    round_index=task.round_index,
-                    kept=kept.arrays,
-                )
+                given: FitArguments = {
+                    "round_index": task.round_index,
+                    "kept": kept.arrays,
+                }
+                if task.steps is not None:
+                    given["steps"] = task.steps
+                result = trainer.fit(self.begin(weights_d), integers_m, **given)
             if after:
                 with watch.phase("evaluate"):
                     local_d = update.local_weights(weights_d, result)

@@ -47,7 +47,10 @@ class TimedTrainer(ForwardingTrainer):
         ):
             waited = self._clock.monotonic() - self._waits_since
             ahead = min(self._work.ahead, waited)
-        self._clock.sleep(self._work.train - ahead)
+        train, steps = self._work.train, arguments.get("steps")
+        if steps is not None:
+            train *= len(steps) / self._work.num_steps
+        self._clock.sleep(train - ahead)
         self._waits_since = self._clock.monotonic()
         return result
 

@@ -53,6 +53,7 @@ from federation.job.metrics import evaluated_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
+from federation.rounds.local_work import bounds, is_auto, total_steps
 from federation.tree import map_tree, num_records
 from federation.vectors import (
     NO_ARRAYS,
@@ -133,7 +134,7 @@ class TorchTrainer:
         if private is None:
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
-            self._indices(1)
+            self._indices(1, self._steps_of(1))
 
     def layout(self) -> Layout:
         """Layout of the model."""
@@ -155,39 +156,51 @@ class TorchTrainer:
         *,
         round_index: int,
         kept: Arrays = NO_ARRAYS,
+        steps: range | None = None,
     ) -> LocalWeights | LocalUpdate:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
+        steps = steps or self._steps_of(round_index)
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
         seed = torch_seed(self._seed, "training", self.site, round_index, *mine)
         if self.job.training.overlap_steps and own_weights(kept) is not None:
-            return self._fit_overlapped(weights_d, integers_m, round_index, kept, seed)
+            first = self._ahead.take(round_index, kept, steps.start)
+            return self._fit_overlapped(
+                weights_d, integers_m, round_index, first, steps=steps, seed=seed
+            )
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
                 model.load(weights_d, integers_m, kept)
                 if self.private is not None and self.private.in_sum:
                     return self._one_step(model.module, self.private, integers_m)
-                return self._train(model.module, round_index, weights_d, kept)
+                return self._train(
+                    model.module, round_index, weights_d, kept, steps=steps
+                )
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
-    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+    def work_ahead(
+        self, round_index: int, kept: Arrays, first_step: int | None = None
+    ) -> None:
         """Begin with a round's first steps; see ``federation.protocols.WorksAhead``."""
-        if own_weights(kept) is not None and round_index <= self.job.rounds:
-            self._ahead.begin(round_index, kept)
+        if first_step is None:
+            first_step = self._steps_of(round_index).start
+        if own_weights(kept) is not None and first_step < total_steps(self.job):
+            self._ahead.begin(round_index, kept, first_step)
 
     def _fit_overlapped(
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
         round_index: int,
-        kept: Arrays,
+        first: AheadSteps,
+        *,
+        steps: range,
         seed: int,
     ) -> LocalWeights:
         """Train on from steps that were taken ahead, mixed with the global weights."""
         training = self.job.training
-        first = self._ahead.take(round_index, kept)
         start_d = mixed(first.weights_d, weights_d, mix=training.overlap_mix)
         arrived_m = arrived(first.integers_m, integers_m, self.pool.layout)
         with self.pool.borrow() as model:
@@ -199,6 +212,7 @@ class TorchTrainer:
                     round_index,
                     weights_d,
                     first.kept,
+                    steps=steps,
                     is_overlapped=True,
                 )
 
@@ -209,7 +223,9 @@ class TorchTrainer:
         num_steps = result.num_steps + training.overlap_steps
         return replace(result, training=both, num_steps=num_steps)
 
-    def _first_steps(self, round_index: int, kept: Arrays) -> AheadSteps:
+    def _first_steps(
+        self, round_index: int, kept: Arrays, first_step: int
+    ) -> AheadSteps:
         """Take a round's first steps from the site's own weights."""
         own = own_weights(kept)
         assert own is not None  # noqa: S101 -- as both callers have seen
@@ -220,7 +236,11 @@ class TorchTrainer:
                 model.load(own.weights_d, own.integers_m)
                 optimizer = LocalOptimizer(model.module, self.job, kept)
                 stop = self.job.training.overlap_steps
-                sums, _ = self._steps(model.module, round_index, optimizer, stop=stop)
+                # How many more the round takes may not be known yet.
+                steps = range(first_step, first_step + bounds(self.job)[0])
+                sums, _ = self._steps(
+                    model.module, round_index, optimizer, steps=steps, stop=stop
+                )
                 weights_d, integers_m = weights.read(model.module, self.pool.layout)
                 return AheadSteps(
                     weights_d=weights_d,
@@ -262,6 +282,7 @@ class TorchTrainer:
         weights_d: Vector,
         kept: Arrays,
         *,
+        steps: range,
         is_overlapped: bool = False,
     ) -> LocalWeights:
         """Train a model that holds the weights to begin with.
@@ -271,6 +292,7 @@ class TorchTrainer:
             round_index: The round.
             weights_d: The global weights.
             kept: What an earlier round has kept, or the first steps of this one.
+            steps: Those of the round, counted over the run from 0.
             is_overlapped: Whether the first steps were taken ahead.
         """
         layout = self.pool.layout
@@ -287,9 +309,13 @@ class TorchTrainer:
                 model,
                 round_index,
                 optimizer,
+                steps=steps,
                 begin=begin,
                 interrupted=self._interrupted(
-                    model, round_index, optimizer, (weights_d, before_m, kept)
+                    model,
+                    round_index,
+                    optimizer,
+                    (weights_d, before_m, kept, self._chosen(steps)),
                 ),
             )
         else:
@@ -297,7 +323,7 @@ class TorchTrainer:
         optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
         if training is not None and not math.isfinite(training.loss_sum):
-            self._check_finite(local_d, round_index)
+            self._check_finite(local_d, round_index, steps)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d
@@ -344,11 +370,12 @@ class TorchTrainer:
         round_index: int,
         optimizer: LocalOptimizer,
         *,
+        steps: range,
         begin: int = 0,
         stop: int | None = None,
         interrupted: InterruptedSteps | None = None,
     ) -> tuple[MetricSums, int]:
-        """Take this round's local steps from number ``begin`` until ``stop``.
+        """Take a round's local steps, ``steps`` of the run, from ``begin`` to ``stop``.
 
         Raises:
             LeftAtStep: The site leaves in the middle.
@@ -357,13 +384,13 @@ class TorchTrainer:
         model.train()
         sums = Sums(self.pool.device, self.peers, metrics_of(training))
         wrapped = self.peers.wrap(model)
-        before = (round_index - 1) * self._steps_per_round()
+        before = steps.start
         first_step = before + begin
         with interrupted or nullcontext():
             if interrupted is not None:
                 begin += interrupted.resume(sums)
             step = before + begin
-            walk = groups(self._indices(round_index), training.accumulate)
+            walk = groups(self._indices(round_index, steps), training.accumulate)
             for group in islice(walk, begin, stop):
                 num_examples = self.peers.total(sum(map(len, group)))
                 for number, chosen in enumerate(group, start=1):
@@ -382,7 +409,7 @@ class TorchTrainer:
         model: torch.nn.Module,
         round_index: int,
         optimizer: LocalOptimizer,
-        start: tuple[Vector, IntegerVector, Arrays],
+        start: tuple[Vector, IntegerVector, Arrays, range | None],
     ) -> InterruptedSteps | None:
         """What keeps a round's steps, if anything does; ranks keep none."""
         if self.kept_steps is None or self.peers.count > 1:
@@ -397,7 +424,7 @@ class TorchTrainer:
             seed=torch_seed(self._seed, "training", self.site, round_index),
         )
 
-    def _check_finite(self, local_d: Vector, round_index: int) -> None:
+    def _check_finite(self, local_d: Vector, round_index: int, steps: range) -> None:
         """Find the record that made a model's weights infinite.
 
         Raises:
@@ -405,7 +432,7 @@ class TorchTrainer:
         """
         if is_finite(local_d) or self.peers.count > 1:
             return
-        bad = first_not_finite(self.train, self._indices(round_index))
+        bad = first_not_finite(self.train, self._indices(round_index, steps))
         if bad is not None:
             raise NotFinite(
                 f"training record {bad} holds NaN or infinite values: drop or fill "
@@ -554,6 +581,15 @@ class TorchTrainer:
                 sums.add(loss.loss, loss.count, loss.metrics)
         return sums.metrics()
 
+    def _steps_of(self, round_index: int) -> range:
+        """Steps of the run that a round takes if every round takes as many."""
+        count = self._steps_per_round()
+        return range((round_index - 1) * count, round_index * count)
+
+    def _chosen(self, steps: range) -> range | None:
+        """The steps of a round, if its number does not say them."""
+        return steps if is_auto(self.job) else None
+
     def _steps_per_round(self) -> int:
         training = self.job.training
         if training.local_steps is not None:
@@ -562,13 +598,13 @@ class TorchTrainer:
         num_batches = training.num_epochs * batches_per_epoch
         return -(-num_batches // training.accumulate)
 
-    def _indices(self, round_index: int) -> Iterator[Indices]:
+    def _indices(self, round_index: int, steps: range) -> Iterator[Indices]:
         """Yield this rank's examples of each batch of a round."""
         if isinstance(self.train, ReadsAhead):  # Each rank has its own shards.
-            return self._walk(round_index, self.peers.rank)
-        return map(self.peers.part, self._walk(round_index, ALONE))
+            return self._walk(round_index, steps, self.peers.rank)
+        return map(self.peers.part, self._walk(round_index, steps, ALONE))
 
-    def _walk(self, round_index: int, rank: Rank) -> Iterator[Indices]:
+    def _walk(self, round_index: int, steps: range, rank: Rank) -> Iterator[Indices]:
         """Yield the examples of each batch of a round, or a rank's share of them."""
         training, data = self.job.training, self.train
         batch_size = training.batch_size // rank.world_size
@@ -576,15 +612,15 @@ class TorchTrainer:
         ahead, shuffle = 0, None
         if isinstance(data, ReadsAhead):
             shuffle = data.epoch_order
-            if round_index < self.job.rounds:
+            if steps.stop < self.job.rounds * self._steps_per_round():
                 ahead = -(-data.examples_ahead // batch_size)
         ordering = Ordering(seed=self._seed, site=self.site, shuffle=shuffle, rank=rank)
         if training.local_steps is not None:
-            num_batches = training.local_steps * training.accumulate
+            num_batches = len(steps) * training.accumulate
             walk = batches.stepwise(
                 len(data),
                 batch_size=batch_size,
-                first_batch=(round_index - 1) * num_batches,
+                first_batch=steps.start * training.accumulate,
                 num_batches=num_batches + ahead,
                 **ordering,
             )

@@ -11,10 +11,10 @@ from deploy.wiring.rehearsal import dropout_notice, rehearse, traffic_of
 from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
 from federation.job import job_file
-from federation.job.spec import JobSpec
+from federation.job.spec import GOOD_SHARE, JobSpec
 from federation.protocols import Clock
 from federation.rounds import cost
-from federation.rounds.cost import GOOD_SHARE, Cost, Speeds, bytes_of_sites
+from federation.rounds.cost import Cost, Speeds, bytes_of_sites
 from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
 from privacy.secagg.agreement.contract import Contract
@@ -36,6 +36,8 @@ class Forecast:
             where it is least; None without speeds, or for a single round.
         enough_steps: The fewest local steps for which that is ``GOOD_SHARE``; None if
             no number of them is enough, or epochs count.
+        chosen: Local steps and rounds that a run comes to which chooses them itself, if
+            speeds are stated.
     """
 
     promises: Sequence[str]
@@ -43,6 +45,7 @@ class Forecast:
     cost: Cost | None = None
     trained: float | None = None
     enough_steps: int | None = None
+    chosen: tuple[int, int] | None = None
 
     def lines(self) -> Iterator[str]:
         """Describe what is sent, what it costs and what is promised."""
@@ -70,14 +73,25 @@ class Forecast:
                 f"at the stated speeds: {units.format_duration(self.cost.seconds)}, "
                 f"{sum(self.cost.dollars.values()):,.4f} dollars ({', '.join(parts)})"
             )
+        yield from self._training()
+        yield from self.promises
+
+    def _training(self) -> Iterator[str]:
+        """Describe local steps, and for how much of the time sites take them."""
+        if self.chosen is not None:
+            steps, rounds = self.chosen
+            yield f'"auto" comes to {steps} local steps a round, {rounds} rounds'
         if self.trained is not None:
             yield f"each site trains at least {self.trained:.1%} of a later round"
-            if self.enough_steps is not None and self.trained < GOOD_SHARE:
+            if (
+                self.chosen is None
+                and self.enough_steps is not None
+                and self.trained < GOOD_SHARE
+            ):
                 yield (
                     f"with training.local_steps = {self.enough_steps} it would train "
                     f"{GOOD_SHARE:.0%}"
                 )
-        yield from self.promises
 
     def document(self) -> dict[str, Any]:
         """The same as data: least and most bytes, seconds, dollars by resource."""
@@ -89,6 +103,8 @@ class Forecast:
         if self.cost is not None:
             found |= {"seconds": self.cost.seconds, "dollars": self.cost.dollars}
             found |= {"trained": self.trained, "enough_steps": self.enough_steps}
+            if self.chosen is not None:
+                found |= {"chosen_steps": self.chosen[0]}
         return found
 
 
@@ -120,11 +136,14 @@ def forecast(
         found = cost.of_run(traffic, stated)
     except JobError as error:
         raise JobError(error.reason, key=f"{speeds}: {error.key}") from error
+    settled = cost.settled(traffic, stated)
+    chosen = settled.job.training.local_steps if settled is not traffic else None
     return Forecast(
         promises=lines,
         traffic=traffic,
         cost=found,
-        trained=cost.trained_share(traffic, stated),
+        trained=cost.trained_share(settled, stated),
+        chosen=None if chosen is None else (chosen, settled.job.rounds),
         enough_steps=cost.steps_for_share(traffic, stated, GOOD_SHARE),
     )
 

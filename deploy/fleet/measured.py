@@ -51,6 +51,7 @@ def measured_speeds(
         JobError: The run has no round after the first, or has other sites.
     """
     rounds = [each for each in view.rounds if each.finished is not None]
+    steps = {each.index: each.work.num_steps for each in rounds if each.work}
     later = [each for each in rounds if each.index > 1]
     answers: dict[str, list[tuple[int, SiteAnswered]]] = {}
     for each in later:
@@ -66,10 +67,16 @@ def measured_speeds(
         )
     if sites is None:
         sites = [
-            _speed_of(name, answers[name], traffic, lines.get(name)) for name in names
+            _speed_of(name, answers[name], traffic, steps, lines.get(name))
+            for name in names
         ]
     speeds = Speeds(sites=tuple(sites))
-    explained = [cost.round_seconds(traffic, each.index, speeds) for each in later]
+    explained = [
+        cost.round_seconds(
+            _of_steps(traffic, steps.get(each.index)), each.index, speeds
+        )
+        for each in later
+    ]
     more = fmean(map(round_length, later)) - fmean(explained)
     speeds = replace(speeds, combine_seconds=max(0.0, more))
     if rounds[0].index == 1:
@@ -125,10 +132,19 @@ def _on_line(traffic: Traffic, round_index: int, speed: SiteSpeed) -> float:
     return took["send"] + took["return"]
 
 
+def _of_steps(traffic: Traffic, steps: int | None) -> Traffic:
+    """The traffic of a run whose rounds take so many steps; None for the job's."""
+    if steps is None:
+        return traffic
+    training = replace(traffic.job.training, local_steps=steps)
+    return replace(traffic, job=replace(traffic.job, training=training))
+
+
 def _speed_of(
     name: str,
     answers: Sequence[tuple[int, SiteAnswered]],
     traffic: Traffic,
+    steps: Mapping[int, int],
     line: tuple[float, float] | None,
 ) -> SiteSpeed:
     facts = traffic.facts[SiteId(name)]
@@ -152,7 +168,10 @@ def _speed_of(
         if (times := traffic.evaluations(index))
     ]
     evaluate = fmean(evaluations) if evaluations else 0.0
-    examples = examples_trained(traffic.job.training, facts)
+    examples = fmean(
+        examples_trained(_of_steps(traffic, steps.get(index)).job.training, facts)
+        for index, _ in answers
+    )
     return replace(
         bare,
         train_examples_per_second=max(examples, 1) / max(train, 1e-9),

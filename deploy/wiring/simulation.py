@@ -28,7 +28,13 @@ from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock, VirtualClock
-from federation.errors import CorruptObject, QuorumNotMet, RunConflict, RunNotFound
+from federation.errors import (
+    CorruptObject,
+    JobError,
+    QuorumNotMet,
+    RunConflict,
+    RunNotFound,
+)
 from federation.events import Emit, Event, Warned
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
@@ -42,6 +48,7 @@ from federation.protocols import (
     Trainer,
 )
 from federation.resources import CLOCK, THREAD
+from federation.rounds.local_work import is_auto
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -110,6 +117,7 @@ def simulate(
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     wiring.check_sites_are_here(job)
+    _check_time(job, engine)
     runs_root(job)
     if transcript is not None:
         check_fresh(transcript)
@@ -144,6 +152,16 @@ def simulate(
             if extend:
                 extension.record(job, run, clock)
         return simulation.run()
+
+
+def _check_time(job: JobSpec, engine: str) -> None:
+    """Refuse choices by real time, which would make each simulation another one."""
+    if is_auto(job) and engine != "virtual":
+        raise JobError(
+            "'auto' measures lines, which a simulation has in virtual time only: use "
+            "--engine virtual, or 'fixed'",
+            key="schedule.local_work",
+        )
 
 
 def _take_over(run: RunFolder, simulation: "_Simulation", *, resume: bool) -> None:

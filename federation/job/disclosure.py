@@ -96,6 +96,11 @@ TABLE: Mapping[str, Rows] = {
     },
     "CostPredicted": {(PUBLIC, _SUMS): "at bytes_down bytes_up seconds"},
     "RoundStarted": {(PUBLIC, _SUMS): "at round_index cohort"},
+    "LocalWorkChosen": {
+        (PUBLIC, _SUMS): "at round_index first_step num_steps reason step_seconds "
+        "waiting_seconds share target rounds steps seconds",
+        (TIMES, _SITES): "train_seconds",
+    },
     "SiteAnswered": {
         (PUBLIC, _SUMS): "at round_index site",
         (TRAFFIC, _SITES): "asked_seconds answered_seconds bytes_down bytes_up",

@@ -12,6 +12,7 @@ from federation.compression.choice import FOR_MODELS, unused
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
+from federation.job.local_work_checks import check_local_work
 from federation.job.metrics import check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
@@ -50,6 +51,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_data,
         check_objective,
         _check_training,
+        check_local_work,
         _check_optimizer,
         _check_normalized_steps,
         _check_codecs,

@@ -40,6 +40,9 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("privacy", "secure_aggregation", "levels"), None),
     (("relays",), []),
     (("model", "personal"), []),
+    (("schedule", "local_work"), "fixed"),
+    (("schedule", "max_local_steps"), None),
+    (("schedule", "training_share"), 0.97),
 )
 
 

@@ -27,6 +27,7 @@ PLANNED_KEYS: Mapping[str, str] = {
 }
 
 MAX_ROUNDS = 10**9
+GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
 DEFAULT_CLIP_NORM = 10.0  # of an update under secure aggregation
 
 
@@ -409,6 +410,16 @@ class ScheduleSpec:
         max_lost_rounds: The run stops after this many lost rounds in a row.
         sites_per_round: Number of sites drawn at random for each round; all by default.
         allocation: `static`: every site does the same local work.
+        local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
+            aggregator chooses the fewest local steps, from `training.local_steps` to
+            `max_local_steps`, for which sites train `training_share` of the time. It
+            measures how long rounds take. The run takes `rounds` times
+            `training.local_steps` steps in all, so longer rounds make fewer of them.
+            In virtual time or deployed; not with differential privacy.
+        max_local_steps: Most local steps of a round with `auto`; at least twice
+            `training.local_steps`.
+        training_share: Share of a round that `auto` aims at, for the site that the
+            round waits for.
     """
 
     mode: str = key(
@@ -419,6 +430,9 @@ class ScheduleSpec:
     max_lost_rounds: int = key(default=3, low=1)
     sites_per_round: int | None = key(default=None, low=1)
     allocation: str = key(default="static", choices=("static",), planned=("capacity",))
+    local_work: str = key(default="fixed", choices=("fixed", "auto"))
+    max_local_steps: int | None = key(default=None, low=2)
+    training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

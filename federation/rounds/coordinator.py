@@ -18,6 +18,7 @@ budget for is not counted, and ends the run.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +44,9 @@ from federation.protocols import (
     ServerOptimizer,
 )
 from federation.resources import CLOCK, UsageMeter
-from federation.rounds import selection
-from federation.rounds.gather import Gather
+from federation.rounds import local_work, selection
+from federation.rounds.gather import Gather, evaluates
+from federation.rounds.round_count import COMPLETED
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
@@ -163,6 +165,8 @@ def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
     """Whether the schedule begins no other round, or the run stops early."""
     if selection.is_over(job.selection, state.selection):
         return True
+    if local_work.is_complete(job, state):
+        return True
     view = ScheduleView(
         round_index=state.round_index + 1, rounds=job.rounds, cohort=(), open=()
     )
@@ -190,6 +194,7 @@ def _run_round(
     """
     drawn = parts.draw_cohort(job, state.round_index + 1)
     members, cohort = _cohort(parts, state, drawn)
+    choice = local_work.choose(job, state)
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1,
@@ -201,8 +206,11 @@ def _run_round(
         links=job.communication.links,
         meter=parts.meter,
         members=state.members,
+        steps=choice.steps if choice else None,
     )
     record.ask(members)
+    if choice is not None:
+        record.events.chose(choice, job.schedule.training_share)
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
@@ -238,6 +246,7 @@ def _run_round(
         counted=_counted(state, record, status),
         suspicions=record.verdicts.suspicions or state.suspicions,
         members=record.members.end_round(),
+        **_after_steps(job, state, record, status),
     )
     new_state = _select(job, parts, state, new_state, record)
     _save(parts, new_state)
@@ -266,6 +275,25 @@ def _select(
 def _score(parts: ServerParts, record: RoundRecord) -> float | None:
     pooled = record.sums.pooled_evaluation()
     return None if pooled is None else parts.score(pooled)
+
+
+def _after_steps(
+    job: JobSpec, state: RunState, record: RoundRecord, status: str
+) -> dict[str, Any]:
+    """Note the local steps of a round, and what it took if that is typical."""
+    if record.steps is None:
+        return {}
+    times = state.times
+    if status == COMPLETED and local_work.is_typical(
+        job, state, evaluates=evaluates(job, state)
+    ):
+        times = local_work.observe(
+            state,
+            record.steps,
+            seconds=record.clock.monotonic() - record.sums.start,
+            train_seconds=record.sums.last_trained,
+        )
+    return {"steps_taken": record.steps.stop, "times": times}
 
 
 def _counted(state: RunState, record: RoundRecord, status: str) -> Mapping[SiteId, int]:

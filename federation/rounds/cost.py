@@ -12,6 +12,7 @@ from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec, MachineSpec, RelayLineSpec, TrainingSpec
+from federation.rounds.local_work import bounds, is_auto, total_steps
 from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
 
 PHASES = ("set-up", "first round", "later rounds", "final evaluation")
@@ -21,7 +22,6 @@ _ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
 
 UNKNOWN = math.nan
 """A price that nobody knows: what follows from it is unknown, too."""
-GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
 _MOST_STEPS = 1 << 20
 
 _GIGA = 1e9
@@ -133,11 +133,13 @@ class WorkSeconds:
         train: All local steps.
         evaluate: One evaluation.
         ahead: Those local steps that may be taken while messages are on their way.
+        num_steps: How many local steps ``train`` is for; 1 where epochs count.
     """
 
     train: float
     evaluate: float
     ahead: float = 0.0
+    num_steps: int = 1
 
 
 def machine_speeds(
@@ -200,6 +202,7 @@ def work_seconds(
         train=train,
         evaluate=facts.held_out / speed.evaluate_examples_per_second,
         ahead=train * training.overlap_steps / (training.local_steps or 1),
+        num_steps=training.local_steps or 1,
     )
 
 
@@ -323,6 +326,22 @@ def steps_for_share(traffic: Traffic, speeds: Speeds, share: float) -> int | Non
     return high
 
 
+def settled(traffic: Traffic, speeds: Speeds) -> Traffic:
+    """The run with the local steps that it comes to, if it chooses them itself.
+
+    The first rounds, which measure, have fewer; see ``federation.rounds.local_work``.
+    """
+    job = traffic.job
+    if not is_auto(job):
+        return traffic
+    low, high = bounds(job)
+    steps = steps_for_share(traffic, speeds, job.schedule.training_share) or high
+    steps = min(max(steps, low), high)
+    rounds = -(-total_steps(job) // steps)
+    training = replace(job.training, local_steps=-(-total_steps(job) // rounds))
+    return replace(traffic, job=replace(job, training=training, rounds=rounds))
+
+
 def dollars(
     seconds: float, sites: Mapping[str, tuple[float, float]], speeds: Speeds
 ) -> Mapping[str, float]:
@@ -388,6 +407,7 @@ def on_interface(payload_bytes: float, seconds: float, num_sites: int) -> float:
 
 def of_run(traffic: Traffic, speeds: Speeds) -> Cost:
     """Cost of all rounds, one after another, and of the final evaluation."""
+    traffic = settled(traffic, speeds)
     phases = phases_of_run(traffic, speeds)
     seconds = sum(phases.values())
     return Cost(

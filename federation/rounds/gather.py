@@ -288,6 +288,7 @@ def round_tasks(
     integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
     change = state.change
+    steps = record.steps if kind is TaskKind.TRAIN else None
 
     def model(site: SiteId) -> tuple[Words, str]:
         if change is None or not has_before(state, held, site):
@@ -319,6 +320,8 @@ def round_tasks(
             anchor=state.anchors.get(site, NO_ANCHOR),
             based_on=state.round_index,
             counted=state.counted.get(site, 0) if kind is TaskKind.TRAIN else 0,
+            num_steps=len(steps) if steps else 0,
+            first_step=steps.start if steps else 0,
         )
         for site in (record.cohort if sites is None else sites)
         for sent in (model(site),)

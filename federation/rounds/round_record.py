@@ -52,6 +52,7 @@ class RoundRecord:
         events: Emits what happens.
         counted: Of each site whose update has a weight, the round of its task.
         members: Who takes part, as far as this round has shown.
+        steps: Local steps of the run that sites take; None for the job's number.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class RoundRecord:
         links: Links = Links(),  # noqa: B008 -- immutable
         meter: UsageMeter = CLOCK,
         members: Members = EVERYBODY,
+        steps: range | None = None,
     ) -> None:
         """Open a round; ``in_secret`` is that of ``RoundVerdicts``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
         one before; ``meter`` measures what the round takes of the aggregator.
-        ``members`` is what the rounds before have shown.
+        ``members`` is what the rounds before have shown, ``steps`` what was chosen.
         """
         self.run_id = run_id
         self.round_index = round_index
@@ -82,6 +84,7 @@ class RoundRecord:
         self.clock = clock
         self.links = links = fitted(links, layout)
         self.members = members
+        self.steps = steps
         self.counted: dict[SiteId, int] = {}
         self._known_away = members.end_round().away()
         self._kind = kind
@@ -144,6 +147,7 @@ class RoundRecord:
         if weight:
             self.counted[update.site] = update.round_index
         self.sums.add_update(update)
+        self.sums.last_trained = _train_seconds(update)
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
@@ -254,3 +258,9 @@ class RoundRecord:
         self.change_members(self.members)
         self.events.evaluated(self._model_round, self.verdicts, self.sums, {})
         self.events.finished(status, self.cohort, self.verdicts, self.sums)
+
+
+def _train_seconds(update: SiteUpdate) -> float | None:
+    """How long a site trained, if it says so."""
+    found = [phase.seconds for phase in update.phases if phase.name == "train"]
+    return sum(found) if found else None

@@ -48,6 +48,8 @@ class RoundSums:
         opened_w: Words of the opened sum, where sites compute the model from them.
         fragment: The part of the model that the combined update is of.
         phases: Where the aggregator's time went.
+        last_trained: How long the site trained that answered last; None if sites do
+            not say.
     """
 
     clock: Clock
@@ -68,6 +70,7 @@ class RoundSums:
     opened_w: Words | None = None
     fragment: Fragment = WHOLE
     phases: list[Phase] = field(default_factory=list)
+    last_trained: float | None = None
 
     def __post_init__(self) -> None:
         """Start measuring."""

@@ -38,6 +38,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.resources import CLOCK, PROCESS
+from federation.rounds.local_work import bounds, fewest_rounds, is_auto, total_steps
 from federation.vectors import Layout
 from federation.wire.frame import encoded_size
 from federation.wire.relayed import down_sizes, up_sizes
@@ -259,12 +260,12 @@ class Traffic:
 
     def of_run(self) -> tuple[Span, Span]:
         """Bytes of all rounds and of the final evaluation, down and up."""
-        down = up = Span()
-        for round_index, times in self.kinds_of_round().items():
-            one_down, one_up = self.of_round(round_index)
-            down += Span(times * one_down.low, times * one_down.high)
-            up += Span(times * one_up.low, times * one_up.high)
-        return down, up
+        fewest = fewest_rounds(self.job)
+        if fewest == self.job.rounds:
+            return _of_rounds(self)
+        shortest = replace(self, job=replace(self.job, rounds=fewest))
+        (least_down, least_up), (down, up) = map(_of_rounds, (shortest, self))
+        return Span(least_down.low, down.high), Span(least_up.low, up.high)
 
     def kinds_of_round(self) -> Mapping[int, int]:
         """One round of each kind, and how many are like it in bytes and work.
@@ -331,6 +332,7 @@ class Traffic:
         all_count = self.job.cohort_size == len(self.job.sites)
         settles = links.feedback > 0 and trains and (end == 1 or all_count)
         charges = end * self._is_private * (index - 1)
+        steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)
         secure = 0 if self.secure is None else self.secure.task(index, kind)
         return RoundTask(
             run_id=_RUN,
@@ -347,7 +349,17 @@ class Traffic:
             anchor=LedgerAnchor(train=charges, evaluate=2 * charges),
             based_on=index - 1,
             counted=index - 1 if settles else 0,
+            num_steps=len(steps),
+            first_step=steps.start,
         )
+
+    def _steps(self, index: int, end: int) -> range:
+        """Local steps of a round that is free to choose them: in few or many digits."""
+        low, high = bounds(self.job)
+        if not end:
+            return range(min(1, index - 1), low + min(1, index - 1))
+        before = total_steps(self.job) - low if index > 1 else 0
+        return range(before, before + high)
 
     def _model(self, index: int, *, changed: bool) -> np.ndarray:
         """The words of a model, or of what a site computes it from."""
@@ -436,6 +448,16 @@ class Traffic:
             held_out_epsilon=number if end else None,
             anchor=LedgerAnchor(train=end * index, evaluate=end * 2 * index),
         )
+
+
+def _of_rounds(traffic: Traffic) -> tuple[Span, Span]:
+    """Bytes of as many rounds as the job has, and of the final evaluation."""
+    down = up = Span()
+    for round_index, times in traffic.kinds_of_round().items():
+        one_down, one_up = traffic.of_round(round_index)
+        down += Span(times * one_down.low, times * one_down.high)
+        up += Span(times * one_up.low, times * one_up.high)
+    return down, up
 
 
 def examples_trained(training: TrainingSpec, facts: SiteFacts) -> int:

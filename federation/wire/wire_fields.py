@@ -153,7 +153,12 @@ _FIELDS = {kind: {**_ABOUT, **plain} for kind, plain in _PLAIN.items()}
 # Fields that are in the header unless they are empty.
 _LEAVING = {"leaving": _word(LeaveReason)}
 _OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {
-    Kind.TASK: {"changed_to": _DIGEST, "counted": _COUNT},
+    Kind.TASK: {
+        "changed_to": _DIGEST,
+        "counted": _COUNT,
+        "num_steps": _COUNT,
+        "first_step": _COUNT,
+    },
     Kind.UPDATE: _LEAVING,
     Kind.EVALUATION: _LEAVING,
     Kind.MASKED_UPDATE: _LEAVING,

@@ -13,6 +13,7 @@ from federation.events import (
     CheckpointSkipped,
     Event,
     GroupsCompared,
+    LocalWorkChosen,
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
@@ -102,7 +103,7 @@ class PlainProgress(Closing):
         """Write to ``stream``, which stays open."""
         self._stream = stream
         self._is_language = self._is_secret = self._is_at_work = False
-        self._rounds = 0
+        self._rounds = self._steps = 0
         self._num_sites = 0
         self._privacy: PrivacyPlanned | None = None
         self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
@@ -119,6 +120,9 @@ class PlainProgress(Closing):
                 self._plan(event)
             case SiteAnswered() | SiteFailed():
                 self._write_site(event)
+            case LocalWorkChosen() if event.num_steps != self._steps:
+                self._steps = event.num_steps
+                self._write(f"steps  {self._place(event.round_index)}  {chosen(event)}")
             case RoundFinished():
                 # A model is evaluated in the round after its own, if at all.
                 self._write_rounds(before=event.round_index)
@@ -293,6 +297,18 @@ class PlainProgress(Closing):
     def _put(self, line: str) -> None:
         self._stream.write(printable(line, limit=500) + "\n")
         self._stream.flush()
+
+
+def chosen(event: LocalWorkChosen) -> str:
+    """Describe how many local steps a round takes, and why."""
+    text = format_count(event.num_steps, "local step")
+    if event.step_seconds is None or event.waiting_seconds is None:
+        return f"{text}  ({event.reason})"
+    return (
+        f"{text}  ({event.reason}: {format_duration(event.step_seconds)} a step, "
+        f"{format_duration(event.waiting_seconds)} of waiting, sites train "
+        f"{format_fraction(event.share)})"
+    )
 
 
 def training_loss(report: SiteAnswered, is_secret: bool) -> str:  # noqa: FBT001

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from federation.events import (
     CheckpointSaved,
+    LocalWorkChosen,
     ModelEvaluated,
     RoundFinished,
     SiteAnswered,
@@ -33,6 +34,7 @@ class RoundView:
         finished: Its canonical line; None while it runs.
         evaluated: The model after it; None if that was not evaluated, or not yet.
         saved: Its checkpoint; None if that is not durable, or not yet.
+        work: Its local steps, if the run chooses them; otherwise None.
     """
 
     index: int
@@ -43,6 +45,7 @@ class RoundView:
     finished: RoundFinished | None
     evaluated: ModelEvaluated | None
     saved: CheckpointSaved | None
+    work: LocalWorkChosen | None = None
 
     @property
     def status(self) -> str:

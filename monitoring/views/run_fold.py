@@ -4,7 +4,7 @@
 what is known so far.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from federation.events import (
     DataDistributed,
     Event,
     GroupsCompared,
+    LocalWorkChosen,
     ModelEvaluated,
     ModelSelected,
     PrivacyPlanned,
@@ -64,6 +65,16 @@ _NOTICES = (
 )
 
 
+# Events that a round has once, and the note that is made of each.
+_ONCE: Mapping[type[RoundEvent], str] = {
+    RoundStarted: "began",
+    LocalWorkChosen: "work",
+    RoundFinished: "ended",
+    ModelEvaluated: "evaluated",
+    CheckpointSaved: "saved",
+}
+
+
 @dataclass(slots=True)
 class _RoundNotes:
     """What is known about a round; ``began`` and ``ended`` of none after the last."""
@@ -74,6 +85,7 @@ class _RoundNotes:
     ended: RoundFinished | None = None
     evaluated: ModelEvaluated | None = None
     saved: CheckpointSaved | None = None
+    work: LocalWorkChosen | None = None
 
 
 class RunFold:
@@ -122,18 +134,12 @@ class RunFold:
             self._forget_from(event.round_index)
         known = self._rounds.setdefault(event.round_index, _RoundNotes())
         match event:
-            case RoundStarted():
-                known.began = event
             case SiteAnswered() | SiteFailed():
                 known.reports.append(event)
             case StepTaken():
                 known.steps.append(event)
-            case RoundFinished():
-                known.ended = event
-            case ModelEvaluated():
-                known.evaluated = event
-            case CheckpointSaved():
-                known.saved = event
+            case _ if type(event) in _ONCE:
+                setattr(known, _ONCE[type(event)], event)
         self._charge(event)
 
     def view(self) -> RunView:
@@ -245,6 +251,7 @@ def _view(index: int, known: _RoundNotes) -> RoundView:
         finished=ended,
         evaluated=known.evaluated,
         saved=known.saved,
+        work=known.work,
     )
 
 

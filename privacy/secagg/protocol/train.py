@@ -131,9 +131,12 @@ def task_digest(
     others evaluate, and read that site's numbers off the sum of the headers. Were
     the clip norm not in it, sites could be made to bring too little noise for each
     other's updates. Were levels and steps not in it, sites would round to different
-    grids, and the sum would show whose.
+    grids, and the sum would show whose. Were the local steps not in it, one site could
+    be made to train for longer than the others, so that most of the sum is its own.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
+    if task.num_steps:
+        asked += f" {task.num_steps} {task.first_step}"
     parts = fields(b"xsa-v2/task", asked.encode())
     levels = b"" if plan is None else plan.digest()
     return hashlib.sha256(parts + float64(update_clip) + levels).digest()

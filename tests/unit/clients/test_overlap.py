@@ -27,6 +27,7 @@ from federation.vectors import Layout, Role
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 STEPS, AHEAD, BATCH, LR = 5, 2, 8, 0.5
+FIRST = STEPS  # Steps of the run before the second round.
 WHATEVER = MetricSums(count=1, loss_sum=0.0, metrics={})
 
 
@@ -179,7 +180,7 @@ def state_of(value: float) -> dict[str, np.ndarray]:
 
 
 def steps_taken(calls: list[int], entered: threading.Event) -> WorkAhead:
-    def steps(round_index: int, kept: Any) -> AheadSteps:
+    def steps(round_index: int, kept: Any, _first: int) -> AheadSteps:
         calls.append(round_index)
         entered.set()
         own = overlap.own_weights(kept)
@@ -199,39 +200,44 @@ def test_work_is_begun_before_it_is_taken():
     calls: list[int] = []
     entered = threading.Event()
     ahead = steps_taken(calls, entered)
-    ahead.begin(2, state_of(1.0))
+    ahead.begin(2, state_of(1.0), FIRST)
     assert entered.wait(10)
-    assert ahead.take(2, state_of(1.0)).weights_d.tolist() == [3.0, 3.0, 3.0]
+    assert ahead.take(2, state_of(1.0), FIRST).weights_d.tolist() == [3.0, 3.0, 3.0]
     assert calls == [2]
 
 
-@pytest.mark.parametrize(("number", "value"), [(3, 1.0), (2, 5.0)])
-def test_work_of_another_round_or_state_is_not_used(number: int, value: float):
+@pytest.mark.parametrize(
+    ("number", "value", "first"),
+    [(3, 1.0, FIRST), (2, 5.0, FIRST), (2, 1.0, FIRST + 1)],
+)
+def test_work_of_another_round_or_state_is_not_used(
+    number: int, value: float, first: int
+):
     """A round was lost, or a resumed coordinator went back to an older one."""
     calls: list[int] = []
     ahead = steps_taken(calls, threading.Event())
-    ahead.begin(2, state_of(1.0))
-    assert ahead.take(number, state_of(value)).weights_d[0] == number + value
+    ahead.begin(2, state_of(1.0), FIRST)
+    assert ahead.take(number, state_of(value), first).weights_d[0] == number + value
     assert calls == [2, number]
 
 
 def test_an_error_of_the_steps_ahead_is_the_round_s():
     """It is raised where the round can answer for it."""
 
-    def fails(_round: int, _kept: Any) -> AheadSteps:
+    def fails(_round: int, _kept: Any, _first: int) -> AheadSteps:
         raise FloatingPointError("in the model")
 
     ahead = WorkAhead(fails)
-    ahead.begin(2, state_of(1.0))
+    ahead.begin(2, state_of(1.0), FIRST)
     with pytest.raises(FloatingPointError, match="in the model"):
-        ahead.take(2, state_of(1.0))
+        ahead.take(2, state_of(1.0), FIRST)
 
 
 def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
     """They began with a state that a resumed coordinator went back from."""
     own = {"calls": 0}
 
-    def fails_once(round_index: int, kept: Any) -> AheadSteps:
+    def fails_once(round_index: int, kept: Any, _first: int) -> AheadSteps:
         own["calls"] += 1
         if own["calls"] == 1:
             raise FloatingPointError("in the model")
@@ -245,10 +251,10 @@ def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
         )
 
     ahead = WorkAhead(fails_once)
-    ahead.begin(2, state_of(1.0))
+    ahead.begin(2, state_of(1.0), FIRST)
     assert ahead._begun is not None
     assert ahead._begun[2].exception(10) is not None
-    assert ahead.take(3, state_of(1.0)).weights_d[0] == 1.0
+    assert ahead.take(3, state_of(1.0), FIRST).weights_d[0] == 1.0
 
 
 @pytest.mark.parametrize(("waited", "took"), [(0.0, 10.0), (3.0, 7.0), (60.0, 6.0)])

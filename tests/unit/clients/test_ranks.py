@@ -202,7 +202,7 @@ def walks(train: Dataset, batch_size: int, num_ranks: int) -> list[list[np.ndarr
                 train=train,
                 held_out=HELD_OUT,
                 peers=Peers(rank=Rank(rank=rank, world_size=num_ranks)),
-            )._indices(1)
+            )._indices(1, range(0))
         )
         for rank in range(num_ranks)
     ]

@@ -1,0 +1,88 @@
+"""Local steps that a run chooses: under secure aggregation, with overlap, resumed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy.cli import job_check
+from deploy.wiring import parts as wiring
+from deploy.wiring.simulation import simulate
+from federation.clock import VirtualClock
+from federation.events import Event, LocalWorkChosen
+from federation.job.spec import JobSpec
+from federation.rounds import cost
+from monitoring.runs.run_result import RunResult
+
+pytestmark = pytest.mark.slow
+
+LOW, ROUNDS, SHARE = 2, 110, 0.9
+SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "threshold": 3}}}
+OVERLAP = {"training": {"overlap_steps": 1}}
+RARELY = {"evaluation": {"every": 4}}
+
+
+def job(*changes: dict[str, dict[str, Any]]) -> JobSpec:
+    """Three sites on lines of 0.1 Mbit/s that take 0.1 s for a step."""
+    names = [f"site-{i}" for i in range(3)]
+    line = {"down_mbit": 0.1, "up_mbit": 0.1, "latency_seconds": 0.04}
+    tables: dict[str, dict[str, Any]] = {
+        "training": {"local_steps": LOW, "batch_size": 8, "optimizer": {"lr": 0.1}},
+        "evaluation": {"every": 0},
+        "schedule": {
+            "local_work": "auto",
+            "max_local_steps": 64,
+            "training_share": SHARE,
+        },
+        "simulation": {
+            "machines": [
+                {"site": name, "examples_per_second": 80, **line} for name in names
+            ]
+        },
+    }
+    for change in changes:
+        for name, table in change.items():
+            tables[name] = {**tables.get(name, {}), **table}
+    return small_job(num_sites=3, rounds=ROUNDS, **tables)
+
+
+def watched(of: JobSpec, **how: Any) -> tuple[RunResult, Sequence[LocalWorkChosen]]:
+    seen: list[Event] = []
+    result = simulate(of, engine="virtual", listeners=[seen.append], **how)
+    return result, [event for event in seen if isinstance(event, LocalWorkChosen)]
+
+
+@pytest.mark.parametrize("changes", [(OVERLAP,), (SECURE,), (RARELY,)])
+def test_rounds_settle_at_what_the_model_of_time_says(
+    changes: tuple[dict[str, dict[str, Any]], ...],
+):
+    """That of ``check-job --speeds``; arrival times alone lead to it as well."""
+    asked = job(*changes)
+    _, found = watched(asked)
+    assert sum(event.num_steps for event in found) == LOW * ROUNDS
+    assert len(found) < ROUNDS / 3
+    traffic = job_check.forecast(wiring.build_federation(asked), VirtualClock()).traffic
+    assert traffic is not None
+    steps = cost.steps_for_share(traffic, cost.virtual_speeds(asked), SHARE)
+    assert steps is not None
+    # Headers and evaluations, which the model counts, differ a little.
+    assert max(event.num_steps for event in found) == pytest.approx(steps, abs=2)
+    lengths = [event.num_steps for event in found if event.reason == "probe"]
+    assert bool(lengths) == (SECURE in changes)
+
+
+def test_a_resumed_run_makes_the_same_choices(tmp_path: Path):
+    """What they follow from is in the checkpoint: the models are equal, bit for bit."""
+    whole, expected = watched(job())
+    answers = iter([False] * 4 + [True] * 9)
+    how: dict[str, Any] = {"folder": tmp_path / "run", "report": False}
+    _, before = watched(job(), stop_requested=lambda: next(answers), **how)
+    resumed, then = watched(job(), resume=True, **how)
+    assert 0 < len(before) < len(expected)
+    numbers = [event.num_steps for event in (*before, *then)]
+    assert numbers == [event.num_steps for event in expected]
+    for name, array in whole.weights.items():
+        np.testing.assert_array_equal(array, resumed.weights[name])

@@ -1,0 +1,283 @@
+"""How many local steps a round takes, chosen from what earlier rounds took."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from support import toy
+
+from aggregator.manifest import _encode_work, _parse_work
+from aggregator.weighting import most_trained_on
+from federation.errors import JobError, ProtocolError
+from federation.job.spec import JobSpec
+from federation.messages import TaskKind
+from federation.protocols import RoundTime, RunProgress
+from federation.rounds import local_work
+from federation.rounds.local_work import Pace, check_task, choose, pace_of
+from privacy.secagg.protocol.train import task_digest
+
+STEP, WAITING = 0.1, 0.5
+
+
+def auto(low: int = 2, high: int = 100, **training: Any) -> JobSpec:
+    return toy.job(
+        {
+            "rounds": 100,
+            "training": {"local_steps": low, **training},
+            "schedule": {"local_work": "auto", "max_local_steps": high},
+        }
+    )
+
+
+def took(*lengths: int, says: bool = False, more: float = 0.0) -> tuple[RoundTime, ...]:
+    """Rounds of so many steps at a constant pace, ``more`` in the last one."""
+    return tuple(
+        RoundTime(
+            round_index=index,
+            num_steps=steps,
+            seconds=WAITING + STEP * steps + more * (index == len(lengths)),
+            train_seconds=STEP * steps if says else None,
+        )
+        for index, steps in enumerate(lengths, start=1)
+    )
+
+
+def after(*times: RoundTime, taken: int = 10) -> RunProgress:
+    return RunProgress(
+        round_index=len(times) + 1,
+        rounds_completed=len(times) + 1,
+        lost_in_a_row=0,
+        steps_taken=taken,
+        times=times,
+    )
+
+
+def next_steps(job: JobSpec, *times: RoundTime, taken: int = 10) -> tuple[int, str]:
+    choice = choose(job, after(*times, taken=taken))
+    assert choice is not None
+    assert choice.steps.start == taken
+    return len(choice.steps), choice.reason
+
+
+def test_steps_for_a_share_are_the_fewest():
+    """By the formula, and no fewer."""
+    pace = Pace(STEP, WAITING)
+    steps = pace.steps_for(0.97)
+    assert pace.share(steps) >= 0.97 > pace.share(steps - 1)
+
+
+def test_arrival_times_show_the_pace():
+    """Also if one round of eight took ten times as long."""
+    for more in (0.0, 10.0):
+        times = took(2, 4, 8, 16, 30, 31, 32, 33, more=more)
+        pace = pace_of(times, overlap_steps=0)
+        assert pace is not None
+        assert pace.step_seconds == pytest.approx(STEP)
+        assert pace.waiting_seconds == pytest.approx(WAITING)
+
+
+def test_one_round_shows_the_pace_if_sites_say_how_long_they_trained():
+    pace = pace_of(took(7, says=True), overlap_steps=0)
+    assert pace == Pace(pytest.approx(STEP), pytest.approx(WAITING))
+
+
+@pytest.mark.parametrize(("overlap", "waiting"), [(2, 0.3), (5, 0.0), (8, 0.0)])
+def test_steps_that_overlap_with_messages_hide_them(overlap: int, waiting: float):
+    """What is left of them when the model arrives counts as training."""
+    hidden = min(WAITING, overlap * STEP)
+    trained = 10 * STEP - hidden
+    time = RoundTime(
+        round_index=2, num_steps=10, seconds=trained + WAITING, train_seconds=trained
+    )
+    pace = pace_of([time], overlap_steps=overlap)
+    assert pace == Pace(pytest.approx(STEP), pytest.approx(waiting))
+
+
+@pytest.mark.parametrize(
+    "times", [(), took(5, 5), (*took(4), replace(took(8)[0], seconds=0.1))]
+)
+def test_rounds_that_do_not_show_a_pace(times: tuple[RoundTime, ...]):
+    """None, only ones of one length, or longer ones that took less."""
+    assert pace_of(times, overlap_steps=0) is None
+
+
+def test_first_rounds_are_as_short_as_the_job_allows():
+    assert next_steps(auto(), taken=0) == (2, "start")
+    assert next_steps(auto(), *took(2)) == (2, "start")
+
+
+def test_a_second_length_is_tried_where_only_arrival_times_are_known():
+    assert next_steps(auto(), *took(2, 2)) == (4, "probe")
+
+
+def test_a_pace_leads_to_the_target_by_doubling():
+    """Not in one leap, since the first measurements are of short rounds."""
+    assert next_steps(auto(high=200), *took(2, says=True)) == (4, "measured")
+    assert next_steps(auto(high=200), *took(90, says=True)) == (162, "measured")
+
+
+def test_limits_of_the_job_hold():
+    assert next_steps(auto(high=100), *took(90, says=True)) == (100, "measured")
+    assert next_steps(auto(low=40, overlap_steps=8), *took(40, says=True))[0] == 40
+
+
+def test_rounds_of_one_length_are_followed_by_a_short_one():
+    """Where sites say how long they trained, none is needed."""
+    lengths = (2, 4, *(100,) * 7)
+    assert next_steps(auto(), *took(*lengths)) == (2, "probe")
+    assert next_steps(auto(), *took(*lengths, says=True)) == (100, "measured")
+
+
+def test_every_run_ends_with_its_last_step():
+    """Each round is within its limits, and there are no more than planned."""
+    for low, more, rounds in product((1, 2, 3), (0, 1, 5), (1, 4, 7)):
+        high = 2 * low + more
+        for wanted in range(low, high + 1):
+            left, lengths = low * rounds, list[int]()
+            while left:
+                lengths.append(local_work._of_what_is_left(wanted, left, low))
+                left -= lengths[-1]
+            assert all(low <= length <= high for length in lengths)
+            assert len(lengths) <= rounds
+
+
+def test_a_job_with_a_fixed_number_has_nothing_to_choose():
+    job = toy.job()
+    assert choose(job, after()) is None
+    assert local_work.fewest_rounds(job) == job.rounds
+    assert not local_work.is_complete(job, after(taken=10**9))
+    assert local_work.fewest_rounds(auto()) == 2
+    assert local_work.is_complete(auto(), after(taken=200))
+
+
+def test_only_typical_rounds_are_measured():
+    """Not the first; nor those that evaluate, if others do not."""
+    job, seldom = (
+        auto(),
+        replace(auto(), evaluation=replace(auto().evaluation, every=4)),
+    )
+    assert not local_work.is_typical(job, after(taken=0), evaluates=True)
+    assert local_work.is_typical(job, after(), evaluates=True)
+    assert local_work.is_typical(seldom, after(), evaluates=False)
+    assert not local_work.is_typical(seldom, after(), evaluates=True)
+
+
+def test_times_are_those_of_the_newest_rounds():
+    progress = after(*took(*(2,) * local_work.WINDOW))
+    times = local_work.observe(progress, range(9, 14), seconds=1.5, train_seconds=None)
+    assert len(times) == local_work.WINDOW
+    assert times[-1] == RoundTime(
+        round_index=progress.round_index + 1, num_steps=5, seconds=1.5
+    )
+
+
+# What a site accepts.
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"), [(0, 0), (1, 0), (101, 0), (50, 151), (2, 199)]
+)
+def test_steps_that_the_job_does_not_allow_are_refused(steps: int, first: int):
+    task = toy.task(num_steps=steps, first_step=first)
+    with pytest.raises(ProtocolError, match="local steps"):
+        check_task(auto(), task)
+
+
+def test_steps_within_the_range_are_accepted():
+    check_task(auto(), toy.task(num_steps=100, first_step=100))
+    check_task(auto(), toy.task(kind=TaskKind.EVALUATE))
+    check_task(toy.job(), toy.task())
+
+
+def test_a_job_with_a_fixed_number_is_asked_for_no_other():
+    with pytest.raises(ProtocolError, match="does not leave open"):
+        check_task(toy.job(), toy.task(num_steps=3))
+
+
+def test_steps_are_in_every_mask_key():
+    """Or one site could be made to train for longer, and its part read off the sum."""
+    tasks = [toy.task(num_steps=n, first_step=f) for n, f in ((0, 0), (2, 0), (2, 4))]
+    assert len({task_digest(task, 1.0) for task in tasks}) == len(tasks)
+
+
+def test_bounds_of_sums_are_for_the_longest_round():
+    job = auto(low=2, high=100, batch_size=8)
+    assert most_trained_on(job, None) == 100 * 8
+
+
+# What a checkpoint keeps.
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_checkpoint_keeps_what_choices_follow_from(says: bool):  # noqa: FBT001
+    progress = after(*took(2, 4, says=says))
+    found = _parse_work(_encode_work(progress))
+    assert found == {"steps_taken": progress.steps_taken, "times": progress.times}
+    assert _parse_work({}) == {"steps_taken": 0, "times": ()}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"steps_taken": -1},
+        {"steps_taken": 1.5},
+        {"steps_taken": 4, "times": [[1, 2, "x", None]]},
+        {"steps_taken": 4, "times": [[1, 2, 0.5, True]]},
+        {"steps_taken": 4, "times": [[1, -2, 0.5, None]]},
+    ],
+)
+def test_damaged_work_is_no_checkpoint(entry: dict[str, Any]):
+    with pytest.raises(ValueError, match="damaged"):
+        _parse_work(entry)
+
+
+# What a job must not ask for.
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "text"),
+    [
+        ({"max_local_steps": 9}, "schedule.max_local_steps", "has no effect"),
+        ({"training_share": 0.5}, "schedule.training_share", "has no effect"),
+        ({"local_work": "auto"}, "schedule.max_local_steps", "at least 4"),
+        (
+            {"local_work": "auto", "max_local_steps": 3},
+            "schedule.max_local_steps",
+            "at least 4",
+        ),
+    ],
+)
+def test_ranges_without_a_choice(changes: dict[str, Any], key: str, text: str):
+    with pytest.raises(JobError, match=text) as caught:
+        toy.job({"schedule": changes})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {
+                "aggregation": {"weights": "uniform"},
+                "privacy": {
+                    "differential_privacy": {"unit": "record", "target_epsilon": 8.0}
+                },
+            },
+            "planned and charged before the run",
+        ),
+        ({"sites": [{"name": "a"}, {"name": "b", "flower_app": {}}]}, "app of Flower"),
+    ],
+)
+def test_work_that_must_be_planned(changes: dict[str, Any], text: str):
+    schedule = {"local_work": "auto", "max_local_steps": 9}
+    with pytest.raises(JobError, match=text) as caught:
+        toy.job({"schedule": schedule, **changes})
+    assert caught.value.key == "schedule.local_work"
+
+
+def test_epochs_are_no_number_of_steps():
+    document = toy.document({"schedule": {"local_work": "auto", "max_local_steps": 9}})
+    document["training"] = {"local_epochs": 1}
+    with pytest.raises(JobError, match="instead of local_epochs"):
+        toy.job_file.parse(document)
