@@ -456,7 +456,7 @@ def _check_progress(
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); {_said(complaints)}{_what_is_left(state)}"
+            f"{job.cohort_size} sites); {_said(complaints)}{_what_is_left(job, state)}"
         )
 
 
@@ -469,10 +469,19 @@ def _first(complaints: Sequence[str]) -> str:
     return f"{complaints[0]}{more}"
 
 
-def _what_is_left(state: RunState) -> str:
-    if state.rounds_completed:
-        return "the model of the last completed round is safe in the checkpoints"
-    return "no round was completed; see what each site answered"
+def _what_is_left(job: JobSpec, state: RunState) -> str:
+    """Say what is safe, and how to continue: lost rounds count as planned ones."""
+    if not state.rounds_completed:
+        return "no round was completed; see what each site answered"
+    safe = "the model of the last completed round is safe in the checkpoints"
+    left = job.rounds - state.round_index
+    if local_work.is_complete(job, state) or left <= 0:
+        return f"{safe}. No round is left: fix the cause, then add some with --extend"
+    return (
+        f"{safe}. Fix the cause, then continue with --resume from round "
+        f"{state.round_index + 1} of {job.rounds}, or with --extend to add rounds for "
+        "those that were lost"
+    )
 
 
 def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> None:

@@ -386,6 +386,7 @@ def test_too_many_lost_rounds_stop_the_run():
     (finished,) = run.told(RunFinished)
     assert (finished.status, finished.message) == ("failed", str(caught.value))
     assert f"{A}: " in finished.message  # What the site said last.
+    assert "with --resume from round 5 of 9, or with --extend" in finished.message
     assert (finished.last_round, finished.rounds_completed) == (4, 1)
     saved = run.checkpoints().load_latest()
     assert saved is not None
@@ -401,6 +402,13 @@ def test_stopped_by_lost_rounds_and_resumed():
     state = run.run()
     assert (state.round_index, state.rounds_completed, state.lost_in_a_row) == (6, 3, 0)
     assert run.told(RunStarted)[1].first_round == 5
+
+
+def test_lost_rounds_at_the_end_leave_none_to_resume():
+    """Only an extension adds some."""
+    run = toy.Toy(job=toy.job({"rounds": 4}), **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet, match="No round is left: .* with --extend"):
+        run.run()
 
 
 def test_run_that_another_coordinator_goes_on_with_has_not_failed():
