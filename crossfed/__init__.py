@@ -32,6 +32,7 @@ from crossfed import _rooms
 _rooms.come_first()
 
 if TYPE_CHECKING:
+    from crossfed.patching import patch
     from crossfed.running import compare, load_job, report, simulate
     from federation.job.spec import JobSpec as Job
     from monitoring.runs.run_result import RunResult
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "compare",
     "load_job",
+    "patch",
     "report",
     "simulate",
 ]
@@ -51,6 +53,7 @@ __all__ = [
 _PLACES = {
     "Job": ("federation.job.spec", "JobSpec"),
     "RunResult": ("monitoring.runs.run_result", "RunResult"),
+    "patch": ("crossfed.patching", "patch"),
 }
 
 

@@ -41,17 +41,7 @@ def load_job(
         JobError: The job cannot be read, or asks for something unknown or out of range.
         StoreError: ``model.weights`` is in a bucket that cannot be read.
     """
-    folder = Path()
-    match source:
-        case JobSpec():
-            document = job_file.document(source)
-        case Mapping():
-            document = copy.deepcopy(dict(source))
-        case str() if "\n" in source:
-            document = job_file.parse_toml(source)
-        case _:
-            document = job_file.read_toml(Path(source))
-            folder = Path(source).parent
+    document, folder = read(source)
     for key, value in {**(overrides or {}), **keys}.items():
         job_file.override(document, key, value)
     code_files.pin(document, folder)
@@ -61,6 +51,23 @@ def load_job(
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
 
     return pinned(job, folder)
+
+
+def read(source: Source) -> tuple[dict[str, Any], Path]:
+    """Read a job without checking it.
+
+    Returns:
+        Nested mappings, which are the caller's to change, and the folder of its files.
+    """
+    match source:
+        case JobSpec():
+            return job_file.document(source), Path()
+        case Mapping():
+            return copy.deepcopy(dict(source)), Path()
+        case str() if "\n" in source:
+            return job_file.parse_toml(source), Path()
+        case _:
+            return job_file.read_toml(Path(source)), Path(source).parent
 
 
 def simulate(

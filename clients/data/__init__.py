@@ -29,6 +29,7 @@ from clients.data.datasets import (
 )
 from clients.factories import call_factory, import_factory
 from clients.preprocessing import preprocessing
+from clients.users_trainer import is_trainer, loaders_of
 from federation.errors import SiteError
 from federation.job.code_files import unpinned
 
@@ -91,6 +92,8 @@ def load(
     factory = import_factory(source, key=f"{key}.source")
     source = unpinned(source)
     pair = call_factory(factory, options, key=f"{key}.options")
+    if is_trainer(pair):
+        pair = loaders_of(pair, name=source)
     if not isinstance(pair, (tuple, list)) or len(pair) != _PAIR:
         raise SiteError(
             f"{source} returned {describe(pair)}: expected a tuple (train, held_out)"

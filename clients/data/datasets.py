@@ -40,6 +40,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
     default_convert,
 )
@@ -220,6 +221,7 @@ class _View:
     all_labels: Indices | None
     all_groups: Indices | None
     group_names: tuple[str, ...]
+    items: Any = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -344,7 +346,28 @@ def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View
         all_labels=_labels_of(getattr(obj, "targets", None), size),
         all_groups=None,
         group_names=(),
+        items=obj,
     )
+
+
+def records_of(dataset: Dataset, indices: Indices) -> "Subset[Any]":
+    """Records as their source has them, for a loop with a collator of its own.
+
+    Args:
+        dataset: From ``as_dataset``, of a map-style dataset.
+        indices: Which records, in this order; one may be there several times.
+
+    Raises:
+        SiteError: It was made of arrays or shards.
+    """
+    items = getattr(dataset, "items", None)
+    if not isinstance(dataset, _View) or items is None:
+        raise SiteError(
+            'training.task = "trainer" needs records that its collator takes: '
+            "let the data source return the Trainer, or two map-style datasets or "
+            "lists of dicts"
+        )
+    return Subset(items, [int(i) for i in dataset.index[indices]])
 
 
 def _check_item(item: object, *, name: str) -> None:

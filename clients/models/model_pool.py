@@ -23,7 +23,9 @@ from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
+from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
+from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
@@ -40,6 +42,16 @@ def build(factory: Factory, options: Mapping[str, Any]) -> torch.nn.Module:
         JobError: It is no function, does not take these options, or returns no model.
         UserCodeError: The factory itself failed; the cause is kept.
     """
+    module = call(factory, options)
+    return module.model if is_trainer(module) else module  # type: ignore[no-any-return]
+
+
+def call(factory: Factory, options: Mapping[str, Any]) -> Any:
+    """Call the factory of a job's model; see ``build``.
+
+    Returns:
+        The model, or the ``transformers.Trainer`` that has it.
+    """
     key = "model.factory"
     if isinstance(factory, torch.nn.Module):
         raise JobError(
@@ -48,7 +60,7 @@ def build(factory: Factory, options: Mapping[str, Any]) -> torch.nn.Module:
             key=key,
         )
     module = call_factory(factory, options, key="model.options")
-    if isinstance(module, torch.nn.Module):
+    if isinstance(module, torch.nn.Module) or is_trainer(module):
         return module
     found = "None" if module is None else f"a {type(module).__name__}"
     hint = ": does it end with a return statement?" if module is None else ""
@@ -62,11 +74,16 @@ class Instance:
 
     Attributes:
         module: The model.
+        trainer: The ``transformers.Trainer`` that the factory returned; None if it
+            returned the model itself.
     """
 
-    def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
+    def __init__(
+        self, module: torch.nn.Module, layout: Layout, trainer: Any = None
+    ) -> None:
         """Note what the module is like when it is new."""
         self.module = module
+        self.trainer = trainer
         self._layout = layout
         self._first_p = personal.read(module, layout)
         self._begin = _Snapshot(module)
@@ -167,7 +184,8 @@ class ModelPool:
         self.draws = GlobalDraws(self.device)
         self.records_apart = RecordsApart(self.device)
         self.replaced: tuple[str, ...] = ()
-        first = self._build()
+        self._has_loop = job.training.task == TRAINER
+        first, trainer = self._build()
         # An app of Flower's is given the whole model in Flower's own words.
         self._sends_frozen = any(site.flower_app is not None for site in job.sites)
         self._integer_buffers = job.model.integer_buffers
@@ -181,7 +199,7 @@ class ModelPool:
         _check_finite(self.layout, initial[0])
         self._initial = None if place_ else initial
         self._place_ = place_ or (lambda module: module.to(self.device))
-        self._idle = [self._instance(first)]
+        self._idle = [self._instance(first, trainer)]
 
     def initial_weights(self) -> tuple[Vector, IntegerVector]:
         """Weights that the job's seed gives: shapes ``(d,)`` and ``(m,)``."""
@@ -200,7 +218,7 @@ class ModelPool:
             JobError: The factory does not make a new model each time.
         """
         while len(self._idle) < num_instances:
-            self._idle.append(self._instance(self._another()))
+            self._idle.append(self._instance(*self._another()))
 
     def frozen_arrays(self) -> dict[str, NDArray[Any]]:
         """Copies of the tensors that are not trained and never travel, by name."""
@@ -217,7 +235,7 @@ class ModelPool:
         with self._lock:
             instance = self._idle.pop() if self._idle else None
         if instance is None:
-            instance = self._instance(self._another())
+            instance = self._instance(*self._another())
         try:
             yield instance
             instance.check_frozen()
@@ -234,8 +252,8 @@ class ModelPool:
             sends_frozen=self._sends_frozen,
         )
 
-    def _another(self) -> torch.nn.Module:
-        module = self._build()
+    def _another(self) -> tuple[torch.nn.Module, Any]:
+        module, trainer = self._build()
         layout = self._layout_of(module)
         if layout.tensors != self.layout.tensors:
             tensors = zip(self.layout.tensors, layout.tensors, strict=False)
@@ -257,26 +275,40 @@ class ModelPool:
                 "draw them with torch, which is seeded for every call",
                 key="model.factory",
             )
-        return module
+        return module, trainer
 
-    def _instance(self, module: torch.nn.Module) -> Instance:
+    def _instance(self, module: torch.nn.Module, trainer: Any) -> Instance:
         self._place_(module)
         memory = weights.memory_of(module)
         with self._lock:
             self._check_new(module, memory)
             self._memory[module] = memory
-        return Instance(module, self.layout)
+        return Instance(module, self.layout, trainer)
 
-    def _build(self) -> torch.nn.Module:
+    def _build(self) -> tuple[torch.nn.Module, Any]:
+        """Make a model, and the Trainer that comes with it, if there is one."""
         with seeded_globally(self._seed, self.device):
-            module = build(self._factory, self._options)
+            made = call(self._factory, self._options)
+            trainer = made if is_trainer(made) else None
+            module: torch.nn.Module = made if trainer is None else trainer.model
             if self._privacy.enabled:
                 # Before any layout is taken. What takes a layer's place may draw.
                 is_site = self._privacy.unit == "site"
                 fit = without_batch_norm if is_site else fit_for_privacy
                 module, replaced = fit(module)
                 self.replaced = tuple(replaced)
-        return module
+        if not self._has_loop:
+            return module, None
+        if trainer is None:
+            raise JobError(
+                f"{name_of(self._factory)} returned a model, but the task "
+                f'"{TRAINER}" needs a transformers.Trainer: return it, or name another '
+                "task in training.task",
+                key="model.factory",
+            )
+        check_loop(trainer)
+        adopt(trainer, module)
+        return module, trainer
 
     def _check_new(self, module: torch.nn.Module, memory: set[int]) -> None:
         # Addresses are noted: a module that another thread uses cannot be read.

@@ -24,13 +24,14 @@ from clients.models.applying import (
     one_tensor,
 )
 from clients.user_code import place_of
-from federation.errors import FederationError, SiteError, UserCodeError
+from federation.errors import FederationError, JobError, SiteError, UserCodeError
 from federation.job.code_files import unpinned
 from federation.job.metrics import (
     BUILT_IN,
     CONFUSION,
     LABELLED,
     LOSS,
+    TRAINER,
     Metric,
     evaluated_of,
     has_own_bounds,
@@ -97,6 +98,8 @@ def objective_of(training: TrainingSpec) -> Objective:
         JobError: There is no such function.
     """
     task, num_classes = training.task, len(training.classes)
+    if task == TRAINER:
+        return _in_the_trainer
     if task in LABELLED:
         return LabelledPlaces(
             task,
@@ -107,11 +110,10 @@ def objective_of(training: TrainingSpec) -> Objective:
     if task == "causal_lm":
         return partial(causal_lm, max_tokens=training.max_tokens)
     if task == "classification":
-        if not num_classes and not training.measures:
-            return classification
-        return partial(
+        counted = partial(
             classification, num_classes=num_classes, measures=training.measures
         )
+        return counted if num_classes or training.measures else classification
     if task in tasks.TASKS:
         return RecordObjective(training, partial(tasks.TASKS[task], **training.options))
     function = import_factory(task, key=_KEY)
@@ -121,6 +123,22 @@ def objective_of(training: TrainingSpec) -> Objective:
             partial(function, *batch), training.options, key="training.options"
         )
     return RecordObjective(training, partial(function, **training.options))
+
+
+def _in_the_trainer(
+    _model: torch.nn.Module,
+    _inputs: Tree,
+    _targets: Tree,
+    /,
+    *,
+    max_loss: float | None = None,  # noqa: ARG001 -- of the interface
+) -> BatchLoss:
+    """Refuse to compute the loss of a loop; see ``clients.training.users_loop``."""
+    raise JobError(
+        f'the loss of the task "{TRAINER}" is inside the Trainer: name another task '
+        "here",
+        key=_KEY,
+    )
 
 
 def classification(

@@ -39,7 +39,13 @@ from federation.errors import JobError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
-from federation.job.metrics import MAX_LOSS, loss_of, metrics_of, most_of_a_record
+from federation.job.metrics import (
+    MAX_LOSS,
+    TRAINER,
+    loss_of,
+    metrics_of,
+    most_of_a_record,
+)
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
@@ -262,6 +268,8 @@ class PrivateSites:
         trainer: ClippingTrainer
         if make is not None:
             trainer = make(plan.training, statistics)
+        elif federation.job.training.task == TRAINER:
+            trainer = federation.loop_trainer(name, (train, held_out))
         else:
             if statistics is not None:
                 train, held_out = statistics.apply(train), statistics.apply(held_out)

@@ -10,7 +10,7 @@ from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest
-from federation.job.metrics import BUILT_IN, is_function
+from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import JobSpec
 from federation.rounds.local_work import bounds, is_auto
 from federation.vectors import Layout
@@ -247,7 +247,7 @@ def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 
 def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     named = [("model.factory", job.model.factory)]
-    if job.training.task not in BUILT_IN:
+    if job.training.task not in {*BUILT_IN, TRAINER}:
         named.append(("training.task", job.training.task))
     for table in ("optimizer", "learning_rate"):
         name = getattr(job.training, table).name

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from clients.data.datasets import first_not_finite
+from clients.data.datasets import Dataset, first_not_finite
 from clients.models.applying import logits_of
 from clients.models.objectives import classes_misfit
 from clients.training.local_federation import Federation
@@ -16,7 +16,9 @@ from clients.user_code import sentence
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.code_files import unpinned
+from federation.job.metrics import TRAINER
 from federation.job.privacy_job import DifferentialPrivacySpec
+from federation.protocols import Trainer
 from federation.tree import map_tree
 
 _MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN in.
@@ -80,19 +82,22 @@ def _check_step(federation: Federation, name: SiteId) -> int:
     job, pool = federation.job, federation.pool
     train, held_out = federation.site_data[name]
     # One step without privacy, whose requirements on the model are checked elsewhere.
-    step = replace(job.training, local_steps=1, local_epochs=None, accumulate=1)
     off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
+    step = replace(job.training, local_steps=1, local_epochs=None)
+    held_out = held_out.subset(np.arange(min(len(held_out), _CHUNK)))
+    if job.training.task == TRAINER:
+        loop = replace(federation, job=replace(job, training=step, privacy=off))
+        _try(federation, loop.loop_trainer(name, (train, held_out)), held_out)
+        return 0
     trainer = TorchTrainer(
-        replace(job, training=step, privacy=off),
+        replace(job, training=replace(step, accumulate=1), privacy=off),
         name,
         pool=pool,
         train=train,
-        held_out=held_out.subset(np.arange(min(len(held_out), _CHUNK))),
+        held_out=held_out,
     )
+    _try(federation, trainer, held_out)
     weights_d, integers_m = pool.initial_weights()
-    prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
-    if len(held_out):
-        trainer.evaluate(weights_d, integers_m, round_index=1)
     batch = train.batch(np.arange(min(len(train), job.training.batch_size)))
     batch = map_tree(lambda part: part.to(pool.device), batch)
     with pool.borrow() as model:
@@ -112,6 +117,14 @@ def _check_step(federation: Federation, name: SiteId) -> int:
             key="model.factory",
         )
     return len(logits_bk[0])
+
+
+def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
+    """Train and evaluate once from the first weights."""
+    weights_d, integers_m = federation.pool.initial_weights()
+    prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
+    if len(held_out):
+        trainer.evaluate(weights_d, integers_m, round_index=1)
 
 
 def _check_labels(federation: Federation, name: SiteId, num_classes: int) -> None:

@@ -11,9 +11,11 @@ from clients.training.kept_steps import KeptSteps
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer, never
+from clients.training.users_loop import LoopTrainer
 from federation.compression.apart import fitted
 from federation.ids import SiteId
 from federation.job.disclosure import withheld
+from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
@@ -48,6 +50,8 @@ class Federation:
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
         train, held_out = self.site_data[name]
+        if self.job.training.task == TRAINER:
+            return self.loop_trainer(name, self.site_data[name])
         return TorchTrainer(
             self.job,
             name,
@@ -57,6 +61,19 @@ class Federation:
             seed=self.order_seed,
             ends_early=self.ends_early,
             kept_steps=self.kept_steps,
+        )
+
+    def loop_trainer(self, name: SiteId, data: SiteData) -> LoopTrainer:
+        """Make a site's trainer whose loop is the user's own."""
+        train, held_out = data
+        return LoopTrainer(
+            self.job,
+            name,
+            pool=self.pool,
+            train=train,
+            held_out=held_out,
+            seed=self.order_seed,
+            ends_early=self.ends_early,
         )
 
     def site(

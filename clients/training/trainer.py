@@ -70,6 +70,23 @@ def never() -> bool:
     return False
 
 
+def check_site_data(
+    job: JobSpec, site: SiteId, train: Dataset, held_out: Dataset
+) -> None:
+    """Check that a site has records to train on, and to evaluate on if that is asked.
+
+    Raises:
+        SiteError: It has none.
+    """
+    if len(train) == 0:
+        raise SiteError(f"site {site!r} has no training examples")
+    if len(held_out) == 0 and job.evaluation.every > 0:
+        raise SiteError(
+            f"site {site!r} has no held-out examples; give it some, or set "
+            "evaluation.every = 0"
+        )
+
+
 @dataclass(eq=False)
 class TorchTrainer:
     """Trains a job's model on the data of one site.
@@ -113,13 +130,7 @@ class TorchTrainer:
     def __post_init__(self) -> None:
         """Check that job and data fit each other."""
         job, private = self.job, self.private
-        if len(self.train) == 0:
-            raise SiteError(f"site {self.site!r} has no training examples")
-        if len(self.held_out) == 0 and job.evaluation.every > 0:
-            raise SiteError(
-                f"site {self.site!r} has no held-out examples; give it some, or set "
-                "evaluation.every = 0"
-            )
+        check_site_data(job, self.site, self.train, self.held_out)
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:

@@ -19,6 +19,7 @@ from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.errors import JobError
 from federation.events import DataDistributed, SiteShare
 from federation.ids import RunId, SiteId
+from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
 from federation.protocols import Grid
 from federation.rounds.gather import Gather, PlainGather
@@ -153,6 +154,8 @@ def plain_gather(
 
 def num_workers(job: JobSpec) -> int:
     """Sites of a simulation that work at the same time."""
+    if job.training.task == TRAINER:
+        return 1  # Trainers of one process share accelerate's state.
     if job.simulation.workers:
         return job.simulation.workers
     cores = len(os.sched_getaffinity(0))

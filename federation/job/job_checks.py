@@ -13,6 +13,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
 from federation.job.local_work_checks import check_local_work
+from federation.job.loop_checks import check_loop
 from federation.job.metrics import check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
@@ -49,6 +50,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_names,
         check_flower_apps,
         _check_data,
+        check_loop,
         check_objective,
         _check_training,
         check_local_work,

@@ -16,6 +16,8 @@ from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MAX_CLASSES, MAX_METRICS, METRIC_NAME
 
 LOSS = "loss"
+# The task of a transformers.Trainer, whose own loop trains.
+TRAINER = "trainer"
 # The loss of a prediction of a built-in task is clipped to this many nats before it
 # gets noise: guessing among 256 tokens costs 5.5. A larger bound would need more noise;
 # a smaller one would hide more of how wrong a model is that is wrong and sure of it.
@@ -99,6 +101,8 @@ def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
 
     On held-out data those of ``cells_of`` follow.
     """
+    if training.task == TRAINER:
+        return {}
     if training.task == "regression":
         return {name: _bounds(training, name) for name in ERRORS}
     built_in = BUILT_IN.get(training.task)
@@ -132,6 +136,8 @@ def measured_of(training: TrainingSpec) -> Mapping[str, Metric]:
 
 def cells_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """Sums that are reported on held-out data only."""
+    if training.task == TRAINER:
+        return {n: _bounds(training, n) for n in training.metrics if n != LOSS}
     return {**confusion_of(training), **measured_of(training)}
 
 
@@ -188,9 +194,10 @@ def check_objective(job: JobSpec) -> None:
                 key=key,
             )
         return
-    if training.task not in BUILT_IN and not is_function(training.task):
+    known = (*BUILT_IN, TRAINER)
+    if training.task not in known and not is_function(training.task):
         raise JobError(
-            f"{training.task!r:.80} is none of {', '.join(BUILT_IN)} and not of the "
+            f"{training.task!r:.80} is none of {', '.join(known)} and not of the "
             "form module:function or ./file.py:function",
             key="training.task",
         )
@@ -342,7 +349,7 @@ def _check_bounded(job: JobSpec) -> None:
         if job.privacy.differential_privacy.enabled
         else "secure aggregation sums it without seeing the site's value"
     )
-    for name in (LOSS, *metrics_of(job.training)):
+    for name in (LOSS, *evaluated_of(job.training)):
         if not job.training.metrics.get(name):
             raise JobError(
                 f"has no bounds, and {why}: set {name} = [low, high]",

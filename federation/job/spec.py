@@ -176,14 +176,16 @@ class TrainingSpec:
         task: What is minimised: `classification` (cross-entropy of one label per
             example), `binary`, `multi_label`, `regression`, `segmentation`,
             `causal_lm` (cross-entropy of each next token), `masked_lm`, `seq2seq_lm`,
-            `sft`, `contrastive`, `ranking`; or `module:function` or
+            `sft`, `contrastive`, `ranking`; `trainer` (the loop of the transformers
+            `Trainer` that `model.factory` returns); or `module:function` or
             `./file.py:function`, your own objective; called with model, inputs and
             targets.
         options: Options of the task, or keyword arguments of your own objective.
         metrics: Metrics that your own objective returns, by name, each with the bounds
             `[low, high]` of one record; reported values are clipped to them. `loss`
             bounds the reported loss. `regression` has `loss`, `absolute_error` and
-            `squared_error`. `[]` means no bounds; differential privacy and
+            `squared_error`; `trainer` has the results of `compute_metrics` that you
+            name here. `[]` means no bounds; differential privacy and
             secure aggregation require bounds.
         classes: Names of the classes, from label 0 on. With them, `classification` and
             `segmentation` report a confusion matrix on held-out data, which the report
@@ -645,13 +647,15 @@ class JobSpec:
         With secure aggregation a site answers a round once (ADR 11). With differential
         privacy every attempt is charged as a whole round: steps of the first one are
         discarded, have released nothing, and stay charged. Steps that were taken ahead
-        of a round begin with what only one process has.
+        of a round begin with what only one process has. A loop of the user's cannot
+        begin in the middle.
         """
         privacy = self.privacy
         return not (
             privacy.secure_aggregation.enabled
             or privacy.differential_privacy.enabled
             or self.training.overlap_steps
+            or self.training.task == "trainer"
         )
 
     @property

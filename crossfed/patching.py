@@ -1,0 +1,96 @@
+"""Make the script of a transformers Trainer train over a federation."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crossfed.running import Source, load_job, read, simulate
+from federation.job import code_files
+from federation.job.metrics import TRAINER
+
+if TYPE_CHECKING:
+    from monitoring.runs.run_result import RunResult
+
+
+def patch(
+    make_trainer: Callable[[], Any],
+    job: Source,
+    overrides: Mapping[str, Any] | None = None,
+    /,
+    *,
+    folder: str | Path | None = None,
+    **keys: Any,
+) -> Any:
+    """Make a Trainer whose ``train`` runs a job, with every site on this machine.
+
+    Each site trains in the loop of a Trainer of its own, which ``make_trainer`` makes.
+    Afterwards this one has the model of the federation.
+
+    Args:
+        make_trainer: A function of a file, which returns a ``transformers.Trainer``.
+            Sites import the file: guard what it runs with
+            ``if __name__ == "__main__"``.
+        job: What ``load_job`` takes. What it lacks is filled in: ``name``,
+            ``model.factory``, ``data.source``, and in ``training`` ``task``,
+            ``batch_size`` and ``accumulate``.
+        overrides: As in ``load_job``.
+        folder: Where ``train`` keeps the run; without it nothing is written.
+            ``train(resume_from_checkpoint=True)`` continues it.
+        keys: As in ``load_job``.
+
+    Returns:
+        A ``transformers.Trainer``; its ``train`` returns a ``RunResult``.
+
+    Raises:
+        TypeError: ``make_trainer`` returns something else.
+        ValueError: It is not a function at the top of a file.
+        JobError: The job asks for something that cannot be done.
+    """
+    trainer = make_trainer()
+    from clients.users_trainer import is_trainer  # noqa: PLC0415 -- imports torch
+
+    if not is_trainer(trainer):
+        raise TypeError(
+            f"make_trainer returned a {type(trainer).__name__}: let it return a "
+            "transformers.Trainer, without calling its train()"
+        )
+    document, beside = read(job)
+    code_files.pin(document, beside)
+    spec = load_job(_filled(document, trainer, _named(make_trainer)), overrides, **keys)
+
+    def train(resume_from_checkpoint: bool | None = None) -> "RunResult":  # noqa: FBT001 -- transformers' signature
+        result = simulate(spec, folder=folder, resume=bool(resume_from_checkpoint))
+        trainer.model.load_state_dict(result.state_dict(), strict=False)
+        return result
+
+    trainer.train = train
+    return trainer
+
+
+def _named(function: Callable[[], Any]) -> str:
+    """Name a function by its file, pinned to the file's content."""
+    file = inspect.getsourcefile(function)
+    if file is None or not Path(file).is_file() or "." in function.__qualname__:
+        raise ValueError(
+            f"{function.__qualname__} is not a function at the top of a file: put it "
+            "there, so that each site can import it"
+        )
+    names = {"source": f"./{Path(file).name}:{function.__name__}"}
+    code_files.pin(names, Path(file).parent)
+    return names["source"]
+
+
+def _filled(document: dict[str, Any], trainer: Any, named: str) -> dict[str, Any]:
+    """Fill in what a job lacks from the Trainer."""
+    file = code_files.parse(named)
+    stem = named if file is None else file.module
+    document.setdefault("name", stem.lower())
+    document.setdefault("model", {}).setdefault("factory", named)
+    if any("data" not in site for site in document.get("sites", ())):
+        document.setdefault("data", {}).setdefault("source", named)
+    training = document.setdefault("training", {})
+    training.setdefault("task", TRAINER)
+    training.setdefault("batch_size", trainer.args.per_device_train_batch_size)
+    training.setdefault("accumulate", trainer.args.gradient_accumulation_steps)
+    return document
