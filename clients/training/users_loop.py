@@ -120,6 +120,7 @@ class LoopTrainer:
         *,
         round_index: int,
         kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- such a loop keeps no state
+        steps: range | None = None,  # noqa: ARG002 -- the job's; others are refused
     ) -> LocalWeights:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         seed = torch_seed(self._seed, "training", self.site, round_index)
@@ -152,6 +153,7 @@ class LoopTrainer:
         integers_m: IntegerVector,
         *,
         round_index: int,  # noqa: ARG002 -- every round evaluates alike
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- such a loop keeps no state
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data: the Trainer's means times its records.

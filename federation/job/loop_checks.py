@@ -51,9 +51,25 @@ def check_loop(job: JobSpec) -> None:
                 "another task",
                 key=f"training.{name}",
             )
+    _check_rounds(job)
     if job.evaluation.batch_size != EvaluationSpec().batch_size:
         raise JobError(
             f'has no effect with task = "{TRAINER}": set per_device_eval_batch_size in '
             "the TrainingArguments, and remove this key",
             key="evaluation.batch_size",
+        )
+
+
+def _check_rounds(job: JobSpec) -> None:
+    if job.schedule.local_work != "fixed":
+        raise JobError(
+            "the schedule of a Trainer is made for rounds of equal length: use "
+            "'fixed', or name another task",
+            key="schedule.local_work",
+        )
+    if job.model.personal:
+        raise JobError(
+            "a Trainer's loop keeps nothing at a site from round to round: remove "
+            "this key, or name another task",
+            key="model.personal",
         )

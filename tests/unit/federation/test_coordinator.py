@@ -407,7 +407,7 @@ def test_stopped_by_lost_rounds_and_resumed():
 def test_lost_rounds_at_the_end_leave_none_to_resume():
     """Only an extension adds some."""
     run = toy.Toy(job=toy.job({"rounds": 4}), **failing((A, 2), (A, 3), (A, 4)))
-    with pytest.raises(QuorumNotMet, match="No round is left: .* with --extend"):
+    with pytest.raises(QuorumNotMet, match=r"No round is left: .* with --extend"):
         run.run()
 
 

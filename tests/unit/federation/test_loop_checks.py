@@ -57,3 +57,19 @@ def test_secure_sums_of_results_need_bounds():
     with pytest.raises(JobError, match="has no bounds") as caught:
         loop_job(training={"metrics": metrics}, privacy={"secure_aggregation": secure})
     assert caught.value.key == "training.metrics.f1"
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        (
+            {"schedule": {"local_work": "auto", "max_local_steps": 4}},
+            "schedule.local_work",
+        ),
+        ({"model": {"factory": "net:make", "personal": ["*"]}}, "model.personal"),
+    ],
+)
+def test_rounds_and_state_of_another_loop_are_refused(tables: dict[str, Any], key: str):
+    with pytest.raises(JobError, match="Trainer") as caught:
+        loop_job(**tables)
+    assert caught.value.key == key
