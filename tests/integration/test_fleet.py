@@ -3,9 +3,10 @@
 import json
 import os
 import random
-import shutil
 import signal
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from support.forked import shared
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.pool import Line
+from deploy.cli.commands import main
+from federation.job import code_files
 
 JOBS = Path(__file__).parents[2] / "jobs"
 ROLES = ["aggregator", *(f"site-{site}" for site in SITES)]
@@ -59,6 +62,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def deployment_file(tmp_path: Path) -> Iterator[Path]:
+    path = written(tmp_path)
+    yield path
+    crossfed("down", str(path))
+    assert alive(path) == []
+
+
+def written(tmp_path: Path) -> Path:
+    """The files of a deployment of which nothing has been started."""
     text = (JOBS / "quickstart.toml").read_text()
     head, _, tail = text.partition("[privacy.secure_aggregation]")
     head = head.replace("rounds = 30", "rounds = 2")
@@ -69,9 +80,7 @@ def deployment_file(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "job.toml").write_text(head + tail[tail.index("[[sites]]") :])
     path = tmp_path / "fed.toml"
     path.write_text('name = "fed"\njob = "job.toml"\n' + "".join(map(table, SITES)))
-    yield path
-    crossfed("down", str(path))
-    assert alive(path) == []
+    return path
 
 
 def give_network(file: Path) -> None:
@@ -250,15 +259,34 @@ def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     assert alive(running) == sorted(ROLES)
 
 
-def test_folder_of_another_user_is_refused(tmp_path: Path, file: Path):
+@pytest.fixture
+def refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path, int], str]:
+    """What ``up`` says, in this process, when it ends with a code before any start."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # ``main`` appends the folder.
+    monkeypatch.setenv(code_files.FOLDERS, ".")
+
+    def give(file: Path, code: int) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Those of libraries, as for a user.
+            assert main(["up", str(file)]) == code
+        return capsys.readouterr().err
+
+    return give
+
+
+def test_folder_of_another_user_is_refused(
+    tmp_path: Path, refusal: Callable[[Path, int], str]
+):
     """What they have prepared in it would run as this user."""
+    file = written(tmp_path)
     folder = tmp_path / "deployments" / "fed"
     folder.mkdir(parents=True)
     for mode in (0o777, 0o720):
         folder.chmod(mode)
-        told = crossfed("up", str(file), code=1).stderr
-        assert f"other users may write to {folder}" in told
-    folder.chmod(0o700)
+        assert f"other users may write to {folder}" in refusal(file, 1)
+    assert not [*folder.iterdir()]
 
 
 def test_another_folder_may_not_take_over(running: Path):
@@ -276,18 +304,20 @@ def test_another_folder_may_not_take_over(running: Path):
     record.write_text(whole)
 
 
-def test_job_that_no_deployed_run_can_have_starts_nothing(tmp_path: Path, file: Path):
+def test_job_that_no_deployed_run_can_have_starts_nothing(
+    tmp_path: Path, refusal: Callable[[Path, int], str]
+):
     """Nobody is left running who only waits for a better one."""
-    job = tmp_path / "job.toml"
+    file, job = written(tmp_path), tmp_path / "job.toml"
     whole = job.read_text()
     secure = "[privacy.secure_aggregation]\nenabled = true\ntwo_sites_waiver = true\n"
     fault = f'[[simulation.faults]]\nsite = "{SITES[0]}"\nkind = "silent"\n'
     for more, key in ((secure, "max_examples"), (fault, "simulation.faults")):
         job.write_text(whole + more)
-        told = crossfed("up", str(file), code=2).stderr
+        told = refusal(file, 2)
         assert f"{job}: " in told
         assert key in told
-    assert alive(file) == []
+    assert not (tmp_path / "deployments").exists()
 
 
 @pytest.mark.parametrize(
@@ -315,18 +345,17 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(tmp_path: Path, file: 
     ],
 )
 def test_mistakes_are_named_before_anything_starts(
-    tmp_path: Path, file: Path, old: str, new: str, message: str
+    tmp_path: Path,
+    refusal: Callable[[Path, int], str],
+    old: str,
+    new: str,
+    message: str,
 ):
     """With the key; no folder is made."""
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
-    for name in ("job.toml", "model.py"):
-        shutil.copy(file.parent / name, wrong)
-    path = wrong / "fed.toml"
-    path.write_text(file.read_text().replace(old, new, 1))
-    told = crossfed("up", str(path), code=2).stderr
-    assert message in told
-    assert not (wrong / "deployments").exists()
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert message in refusal(path, 2)
+    assert not (tmp_path / "deployments").exists()
 
 
 def test_nodes_of_a_lost_folder_can_be_ended(file: Path):
