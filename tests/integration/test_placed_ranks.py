@@ -179,12 +179,27 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+# One layer and one size of batches, because g++ takes seconds for each compiled graph.
+LAYER = small_job(
+    rounds=3,
+    training={"local_steps": 2, "batch_size": 8, "optimizer": {"lr": 0.1}},
+    evaluation={"batch_size": 8},
+)
+
+
 @pytest.mark.skipif(which("g++") is None, reason="torch.compile needs g++ on the CPU")
 @pytest.mark.parametrize(
     ("job", "source", "sharding"),
     [
+        pytest.param(LAYER, BLOBS, "full", id="layer"),
         pytest.param(mlp_job(), BLOBS, "none", id="mlp", marks=pytest.mark.long),
-        pytest.param(gpt_job(optimizer={"lr": 0.1}), TOKENS, "full", id="gpt"),
+        pytest.param(
+            gpt_job(optimizer={"lr": 0.1}),
+            TOKENS,
+            "full",
+            id="gpt",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_compiled_ranks_are_like_one(
