@@ -379,7 +379,7 @@ def test_a_run_does_not_depend_on_the_environments_threads():
     model = "clients.models:digits_cnn"
     found = [
         digests_elsewhere(model, 1, 2, OMP_NUM_THREADS=n, MKL_NUM_THREADS=n)
-        for n in ("1", "2", "4")
+        for n in ("1", "4")
     ]
     for digests in zip(*found, strict=True):  # By the job's number of threads.
         assert len(set(digests)) == 1

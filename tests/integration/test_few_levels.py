@@ -106,8 +106,6 @@ for levels, sites in ((4, 4), (256, 16), (256, 64)):
 print(found.hexdigest())
 """
 SETTINGS = (
-    {"OPENBLAS_NUM_THREADS": "1"},
-    {"OPENBLAS_NUM_THREADS": "2"},
     {"OPENBLAS_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Prescott"},
     {"OPENBLAS_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"},
 )

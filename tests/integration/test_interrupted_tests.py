@@ -30,7 +30,13 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),  # It ends as it should.
+        signal.SIGKILL,
+    ],
+)
 def test_no_process_outlives_its_tests(number: int, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the group that pytest leads."""
     tests = subprocess.Popen(

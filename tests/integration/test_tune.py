@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from federation.errors import CorruptObject, FederationError, JobError, RunConfl
 from federation.folder_lock import hold
 from monitoring.pages.tuning_page import Tuning
 
-pytest.importorskip("optuna")
 pytestmark = [
     pytest.mark.slow,
+    # Not imported here: each worker would pay for it when it collects the tests.
+    pytest.mark.skipif(find_spec("optuna") is None, reason="needs the extra tune"),
     # Optuna's own, and of the libraries under it.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
