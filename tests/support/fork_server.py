@@ -57,6 +57,8 @@ def finish(run: Callable[[], object]) -> NoReturn:
         code = run()
     except SystemExit as leaving:
         code = leaving.code
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
     except BaseException:  # noqa: BLE001 -- what the interpreter does with it
         sys.excepthook(*sys.exc_info())
     _end(code if isinstance(code, int) else int(code is not None))

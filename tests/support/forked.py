@@ -12,6 +12,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -43,10 +44,20 @@ _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 _GRACE_SECONDS = 10.0
 # Place for what `ps` shows of a fork.
 _TITLE = "." * 4000
+# Modules that are run with ``-m``, and the function of each that does its work.
 _PROGRAMS = {
-    f"deploy.aggregator_host.{name}_process"
-    for name in ("superlink", "superexec", "coordinator")
+    "crossfed": "deploy.cli.commands",
+    "cloud_adapters.compute.local_node": "cloud_adapters.compute.local_node",
+} | {
+    name: name
+    for name in (
+        f"deploy.aggregator_host.{program}_process"
+        for program in ("superlink", "superexec", "coordinator")
+    )
 }
+_RUNNERS = {"-m", "crossfed.child"}
+# Where a user's code is found: all that a program may not have of its parent.
+_FOUND: dict[str, list[Any]] = {}
 
 
 class Forked:
@@ -91,7 +102,11 @@ class Forked:
 
 
 class Forks(subprocess.Popen[Any]):
-    """Forks the programs of an aggregator's service, and starts all others."""
+    """Forks programs of ours that a command starts, and starts all others.
+
+    Those are the nodes of this host, what runs on them, and the programs of an
+    aggregator's service.
+    """
 
     def _execute_child(self, *given: Any) -> None:
         command, cwd, env = given[0], given[5], given[6]
@@ -121,8 +136,12 @@ class Forks(subprocess.Popen[Any]):
 def program(command: Sequence[object]) -> list[str]:
     """Module and arguments, if a command starts a program that can be forked."""
     words = [str(word) for word in command]
-    found = (place for place, word in enumerate(words) if word in _PROGRAMS)
-    return words[next(found, len(words)) :]
+    if "nsenter" in words:
+        return []  # It starts in the network of its node.
+    for place, (runner, word) in enumerate(itertools.pairwise(words), 1):
+        if runner in _RUNNERS and word in _PROGRAMS:
+            return words[place:]
+    return []
 
 
 def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoReturn:
@@ -144,9 +163,27 @@ def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoRetu
     if cwd is not None:
         os.chdir(cwd)
     _show([sys.executable, "-m", *words])
+    _forget_users_code()
     name, *arguments = words
-    main = importlib.import_module(name).main
-    fork_server.finish(lambda: main(arguments) if arguments else main())
+    main = importlib.import_module(_PROGRAMS[name]).main
+    sys.argv[1:] = arguments
+    takes_any = bool(inspect.signature(main).parameters)
+    fork_server.finish(lambda: main(arguments) if takes_any else main())
+
+
+def _forget_users_code() -> None:
+    """Forget what the parent has imported from elsewhere than this installation."""
+    sys.path[:], sys.meta_path[:] = _FOUND["path"], _FOUND["meta_path"]
+    ours = tuple(path for path in sys.path if path)
+    files = {n: getattr(m, "__file__", None) or "" for n, m in sys.modules.items()}
+    theirs = {
+        name.partition(".")[0]
+        for name, file in files.items()
+        if file.startswith("/") and not file.startswith(ours)
+    }
+    for name in files:
+        if name.partition(".")[0] in theirs:
+            del sys.modules[name]
 
 
 def _show(words: Sequence[str]) -> None:
@@ -283,6 +320,7 @@ def serve() -> None:
         "cloud_adapters.superlink.launcher",
     ):
         importlib.import_module(name)
+    _FOUND.update(path=[*sys.path], meta_path=[*sys.meta_path])
     # A child neither looks through what all of them share nor copies it.
     gc.freeze()
     children: dict[int, int] = {}
