@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,18 +129,29 @@ def test_words_tell_neither_secret():
     assert CONTROL.hex() not in control_word(CONTROL)
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
+    """One for both tests, beside whose folder there are files of the operator."""
+    above = tmp_path_factory.mktemp("guard")
+    (above / host_secrets.OPERATOR).write_text("key")
+    (above / "other").write_text("no key")
+    folder = above / "aggregator"
+    folder.mkdir(mode=0o700)
+    with superlink.serve(folder, forked=True) as made:
+        yield made
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("deployed")
-def test_another_bundle_is_not_started(tmp_path: Path):
+def test_another_bundle_is_not_started(running: SuperLink, tmp_path: Path):
     """Even if whoever starts the run knows the secret."""
     mark = tmp_path / "code was run"
     fab = bundles.foreign(f"open({str(mark)!r}, 'w')\n")
-    with superlink.serve(tmp_path) as running:
-        _start(running, fab)
-        log = tmp_path / "superexec.log"
-        wait_for(lambda: "only this release's bundle" in log.read_text(), "refused")
-        assert fab.hash_str in log.read_text()
-        assert not mark.exists()
+    _start(running, fab)
+    log = running.folder / "superexec.log"
+    wait_for(lambda: "only this release's bundle" in log.read_text(), "refused")
+    assert fab.hash_str in log.read_text()
+    assert not mark.exists()
 
 
 def test_coordinator_is_confined_before_anything_starts_a_thread(tmp_path: Path):
@@ -176,29 +187,23 @@ def test_coordinator_loads_no_other_bundle():
 @pytest.mark.skipif(
     not landlock.is_available(), reason="this kernel has no Landlock: see the decision"
 )
-def test_coordinator_cannot_read_the_authoritys_key(tmp_path: Path):
+def test_coordinator_cannot_read_the_authoritys_key(running: SuperLink):
     """Nor the secret of Control, nor the key that signs rosters; all else it reads."""
-    tmp_path, above = tmp_path / "aggregator", tmp_path
-    tmp_path.mkdir(mode=0o700)
-    (above / host_secrets.OPERATOR).write_text("key")
-    (above / "other").write_text("no key")
-    with superlink.serve(tmp_path) as running:
+    folder, above = running.folder, running.folder.parent
 
-        def outcome(path: str) -> str:
-            return str(
-                running.ask("call", function="support.reading:outcome", path=path)
-            )
+    def outcome(path: str) -> str:
+        return str(running.ask("call", function="support.reading:outcome", path=path))
 
-        assert running.ask("call", function="support.reading:unconfined") == []
-        for name in host_secrets.HIDDEN:
-            assert (tmp_path / name).is_file()
-            assert outcome(str(tmp_path / name)) == "PermissionError"
-            around = f"/proc/{running.pid}/root{tmp_path / name}"
-            assert outcome(around) == "PermissionError"
-        assert outcome(str(above / host_secrets.OPERATOR)) == "PermissionError"
-        assert outcome(str(above / "other")) == "read"
-        assert outcome(str(tmp_path / "ca.crt")) == "read"
-        assert outcome("/etc/passwd") == "read"
+    assert running.ask("call", function="support.reading:unconfined") == []
+    for name in host_secrets.HIDDEN:
+        assert (folder / name).is_file()
+        assert outcome(str(folder / name)) == "PermissionError"
+        around = f"/proc/{running.pid}/root{folder / name}"
+        assert outcome(around) == "PermissionError"
+    assert outcome(str(above / host_secrets.OPERATOR)) == "PermissionError"
+    assert outcome(str(above / "other")) == "read"
+    assert outcome(str(folder / "ca.crt")) == "read"
+    assert outcome("/etc/passwd") == "read"
 
 
 def _start(running: SuperLink, fab: Fab) -> None:

@@ -58,7 +58,7 @@ class Mirror:
 
 def test_large_model_goes_through_the_store(tmp_path: Path):
     """There and back in each of two rounds; nothing is left of it."""
-    with superlink.serve(tmp_path) as server:
+    with superlink.serve(tmp_path, forked=True) as server:
         key = new_key()
         server.register(key)
         frames = Frames(
