@@ -45,6 +45,9 @@ from federation.rounds.failures import failure
 POLL_SECONDS = 0.02
 # Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
 SUPERLINK_POLL_SECONDS = 0.1
+# While no answer comes, the pause grows to this share of the time waited, and at most
+# to so many seconds: an answer is noticed late by a twentieth of what it took.
+POLL_SHARE, MOST_POLL_SECONDS = 0.05, 0.5
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0
@@ -72,7 +75,7 @@ class Delivery:
         workers: Processes that the nodes share, as in a simulation: a task's deadline
             then counts from when a process takes it up. None if every node has a
             process of its own: it counts from when the task goes out.
-        poll_seconds: Pause between two looks for replies.
+        poll_seconds: Pause between two looks for replies, at the least.
         asks_again: Whether a site that left in the middle of a task, and is back while
             others still work, is asked once more.
     """
@@ -93,6 +96,18 @@ class Delivery:
     def max_in_flight(self) -> float:
         """Tasks that are out at the same time."""
         return math.inf if self.workers is None else QUEUE * self.workers
+
+    def pause_seconds(self, waited_seconds: float, left_seconds: float) -> float:
+        """Return how long to wait before the next look for replies.
+
+        Args:
+            waited_seconds: For a reply, until now.
+            left_seconds: Until nobody waits for one any more.
+        """
+        if self.is_simulated:
+            return self.poll_seconds
+        longer = min(POLL_SHARE * waited_seconds, MOST_POLL_SECONDS, left_seconds)
+        return max(longer, self.poll_seconds)
 
 
 class FlowerGrid:
@@ -193,9 +208,9 @@ class FlowerGrid:
         Raises:
             FederationError: Flower has ended.
         """
-        end = math.inf
+        begin, end = self._clock.monotonic(), math.inf
         if timeout_seconds is not None:
-            end = self._clock.monotonic() + timeout_seconds
+            end = begin + timeout_seconds
         while True:
             for batch in self._batches:
                 self._push(batch)
@@ -211,7 +226,8 @@ class FlowerGrid:
             self._batches = [batch for batch in self._batches if batch.is_open()]
             if ready or not self._batches or self._clock.monotonic() >= end:
                 return ready
-            self._pause()
+            now = self._clock.monotonic()
+            self._pause(self._delivery.pause_seconds(now - begin, end - now))
 
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
         """Close tasks, without a message to sites."""

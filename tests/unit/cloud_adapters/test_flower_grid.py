@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -48,7 +49,12 @@ from cloud_adapters.flower import (  # noqa: E402
     questions as flower_questions,
     site as flower_site,
 )
-from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.grid import (  # noqa: E402
+    POLL_SECONDS,
+    SUPERLINK_POLL_SECONDS,
+    Delivery,
+    FlowerGrid,
+)
 from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
 from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.transport.frame_references import PackedFrame  # noqa: E402
@@ -817,6 +823,17 @@ def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
     second = ask_app(app, bad, site="x-bad", seconds=0.1)
     assert (first.kind, second.kind) == (FailureKind.DEADLINE, FailureKind.BUSY)
     assert isinstance(ask_app(app, TASK), SiteUpdate)
+
+
+def test_answer_that_takes_long_is_looked_for_rarely():
+    """After a share of the time without one, and not past the end of the wait."""
+    over_a_superlink = Delivery(poll_seconds=SUPERLINK_POLL_SECONDS)
+    waits = [
+        over_a_superlink.pause_seconds(waited, left)
+        for waited, left in ((0.0, 9.0), (4.0, 9.0), (60.0, math.inf), (60.0, 0.3))
+    ]
+    assert waits == pytest.approx([0.1, 0.2, 0.5, 0.3])
+    assert Delivery(workers=2).pause_seconds(60.0, math.inf) == POLL_SECONDS
 
 
 def test_app_reports_a_site_that_leaves(flower: FakeFlower):
