@@ -261,8 +261,8 @@ def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
 
 @pytest.fixture
 def refusal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Path, int], str]:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Path, int], str]]:
     """What ``up`` says, in this process, when it ends with a code before any start."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # ``main`` appends the folder.
     monkeypatch.setenv(code_files.FOLDERS, ".")
@@ -273,7 +273,9 @@ def refusal(
             assert main(["up", str(file)]) == code
         return capsys.readouterr().err
 
-    return give
+    yield give
+    if [*tmp_path.glob("deployments/*/nodes/*")]:  # It was not refused.
+        crossfed("down", str(tmp_path / "fed.toml"))
 
 
 def test_folder_of_another_user_is_refused(
