@@ -109,7 +109,7 @@ test-newest: newest ## Run the fast tests with the newest versions there are (NE
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable '.[aws,gcp,kubernetes,parquet]' --group test
 	$(VENV)-newest/bin/python -I -m pytest $(WITHOUT_FLOWER)
 
-# Told at once, not after hours. A shim of pyenv is found, but need not run.
+# Checked first, not after hours. A shim of pyenv is found, but need not run.
 newest:
 	@$(NEWEST) -c "" >/dev/null 2>&1 || { echo "make: $(NEWEST) does not run here; name a Python 3.13 or newer with NEWEST=..."; exit 1; }
 

@@ -61,8 +61,8 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
     Breakdown point: 0, one bad site moves the mean anywhere.
 
     Args:
-        updates: At least one of positive weight; dropped at once. Those that are not
-            handed over are only read.
+        updates: At least one of positive weight; each is dropped when folded. Those
+            that are not handed over are only read.
         out_d: Shape ``(d,)``, float32, contiguous; written to if the first update is
             not handed over.
 

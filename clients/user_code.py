@@ -95,7 +95,7 @@ def last_frames(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class FirstFailure:
-    """Shows the first failure of a simulation's sites, at once.
+    """Shows the first failure of a simulation's sites when it happens.
 
     Attributes:
         show: Shows site and round, and the error.

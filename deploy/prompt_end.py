@@ -2,8 +2,8 @@
 
 An agent may be at work on a task for minutes, or wait for an aggregator that hangs.
 Nothing is lost if it does not finish: whatever must last is on its disk before it
-counts, since a machine may fail at any time. Only what others should know at once is
-said first.
+counts, since a machine may fail at any time. Only what others should know immediately
+is said first.
 """
 
 import os

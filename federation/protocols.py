@@ -93,8 +93,8 @@ class Grid(Protocol):
         """Wait for replies and remove them from the grid.
 
         Returns:
-            At least one reply; none if ``timeout_seconds`` have passed, or at once if
-            no task is open.
+            At least one reply; none if ``timeout_seconds`` have passed, or immediately
+            if no task is open.
         """
         ...
 
@@ -259,7 +259,7 @@ class WorksAhead(Protocol):
     def work_ahead(
         self, round_index: int, kept: Arrays, first_step: int | None = None
     ) -> None:
-        """Begin with the first steps of a round; it returns at once.
+        """Begin with the first steps of a round; it returns immediately.
 
         Args:
             round_index: The round that is expected next.

@@ -193,7 +193,7 @@ class Home:
             _ = self.lease.head
 
     def release(self) -> None:
-        """Let the next machine begin at once; nothing is confirmed afterwards.
+        """Let the next machine begin immediately; nothing is confirmed afterwards.
 
         What is not confirmed by now has released nothing, and stays in the folder.
 

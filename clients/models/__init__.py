@@ -189,7 +189,7 @@ class _Unembedding(nn.Linear):
     """Linear layer with the embedding's matrix, which stays out of the state."""
 
     def __init__(self, tokens: nn.Embedding) -> None:
-        # On the meta device nothing is drawn for a matrix that is replaced at once.
+        # On the meta device nothing is drawn for a matrix that is replaced.
         super().__init__(
             tokens.embedding_dim, tokens.num_embeddings, bias=False, device="meta"
         )

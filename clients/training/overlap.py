@@ -96,7 +96,7 @@ class WorkAhead:
         self._begun: tuple[tuple[int, int], Arrays, Future[AheadSteps]] | None = None
 
     def begin(self, round_index: int, kept: Arrays, first_step: int) -> None:
-        """Begin with a round's first steps; it returns at once."""
+        """Begin with a round's first steps; it returns immediately."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         future = self._pool.submit(self._steps, round_index, kept, first_step)

@@ -1,6 +1,6 @@
 """What Compute Engine answers, in this product's errors, with advice.
 
-It refuses in two ways: at once, with a status of HTTP and a reason; or later, with a
+It refuses in two ways: directly, with a status of HTTP and a reason; or later, with a
 code in the operation that it had begun.
 
 Source: Google, "Resource availability errors" and "Troubleshooting creating and

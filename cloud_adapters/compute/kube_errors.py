@@ -1,6 +1,6 @@
 """What a cluster of Kubernetes answers, in this product's errors, with advice.
 
-It refuses in two ways: the API server at once, with a status of HTTP; or a controller
+It refuses in two ways: the API server directly, with a status of HTTP; or a controller
 later, with an event of the job or a condition of its pod.
 
 Source: Kubernetes documentation, "API concepts", "Pod lifecycle" and "Resource quotas".

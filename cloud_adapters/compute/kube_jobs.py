@@ -181,8 +181,9 @@ class KubePool:
         """
         if is_new and node.state is NodeState.GONE:
             raise ComputeError(
-                f"cannot {doing}: it has ended at once: {node.trouble or 'no failure'}."
-                f" Its log ends:\n{self.log(node.id)[-_SHOWN_CHARS:]}"
+                f"cannot {doing}: it ended right after its start: "
+                f"{node.trouble or 'no failure'}. Its log ends:\n"
+                f"{self.log(node.id)[-_SHOWN_CHARS:]}"
             )
         return node
 

@@ -108,7 +108,7 @@ class LocalPool:
                 yield from (path.parent for path in self.folder.glob(f"*/{NODE}"))
 
     def _make(self, place: Path, spec: NodeSpec) -> None:
-        """Make a node's folder; of two that make it at once one does."""
+        """Make a node's folder; if two try, one succeeds."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as name:
             made = Path(name) / "node"
             made.mkdir(mode=0o700)

@@ -197,7 +197,7 @@ class ComputePool(Protocol):
     def terminate(self, ids: Collection[str]) -> None:
         """Ask nodes to end, with the notice that the machine gives its programs.
 
-        Returns at once; ``wait_for`` waits. Those that are gone or unknown are
+        Returns immediately; ``wait_for`` waits. Those that are gone or unknown are
         ignored.
         """
         ...

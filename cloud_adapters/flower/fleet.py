@@ -83,7 +83,7 @@ class FleetCalls:
     _refused_since: float | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """The node asks for admission; until then, each failure is reported at once."""
+        """The node asks for admission; until then, each failure is reported."""
         self.is_active, self._heard = False, -math.inf
 
     def succeed(self) -> None:

@@ -182,7 +182,7 @@ class FlowerGrid:
         if ordered:
             num_held = num_ahead(tasks)
             ahead = self._delivery.max_in_flight + num_held
-            # Without shared processes all tasks go out at once, and all answers may
+            # Without shared processes all tasks go out together, and all answers may
             # have to wait for the first.
             ordered = self._delivery.is_simulated or len(tasks) <= num_held
         task_ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]

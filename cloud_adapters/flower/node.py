@@ -321,8 +321,8 @@ class FlowerNode:
     ) -> bool:
         """Receive one envelope; return whether there was one.
 
-        What is replied to at once is not confirmed: Flower would forget its content,
-        which may still be on its way there, and its sender would fail.
+        What is replied to immediately is not confirmed: Flower would forget its
+        content, which may still be on its way there, and its sender would fail.
         """
         envelope = connection.next()
         if envelope is None:

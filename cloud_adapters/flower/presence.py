@@ -15,7 +15,7 @@ OUR_INTERVAL_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # Flower refuses a node that died without leaving for 20 s; then it must start.
 RETURN_SECONDS = 90.0
-# One that took leave is let in at once: for as long as its program takes to start.
+# One that took leave is admitted right away: for as long as its program takes to start.
 RESTART_SECONDS = 30.0
 
 

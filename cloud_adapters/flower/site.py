@@ -138,7 +138,7 @@ def agent_app(
         agent: The site.
         frames: How large messages travel.
         leaves: Why the site is about to leave; None as long as it is not. Then a task
-            that it works on is answered at once, by a leave notice.
+            that it works on is answered immediately, by a leave notice.
         leaves_after: The same of a site that finishes its task first: the answer then
             contains the notice.
     """

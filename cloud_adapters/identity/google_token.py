@@ -29,7 +29,7 @@ CERTIFICATES = "https://www.googleapis.com/oauth2/v1/certs"
 # Of the audience; ``.invalid`` is no registered domain.
 AUDIENCE = "https://crossfed.invalid/enrolment/"
 ISSUERS = frozenset({"https://accounts.google.com", "accounts.google.com"})
-# A token holds for an hour, and ours is used at once.
+# A token holds for an hour, and ours is used immediately.
 FRESH_SECONDS, SKEW_SECONDS = 600.0, 60.0
 MAX_TOKEN_CHARS = 8192
 _MAX_BYTES = 1 << 16

@@ -197,7 +197,7 @@ class AwsKms:
                     region_name=self._region,
                     endpoint_url=self._endpoint_url,
                     config=Config(
-                        # A key service answers at once, so that no attempt hangs
+                        # A key service answers quickly, so that no attempt hangs
                         # long beyond the deadline of its call.
                         connect_timeout=5,
                         read_timeout=5,

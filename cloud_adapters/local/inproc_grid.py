@@ -76,7 +76,7 @@ def all_returned(
     sites: Collection[SiteId],
     _round_index: int,
 ) -> Collection[SiteId]:
-    """Let all sites return at once."""
+    """Let all sites return immediately."""
     return sites
 
 

@@ -153,7 +153,7 @@ class ObjectCache:
     def _keep(self, sha256: str, content: bytes) -> None:
         """Write, free space, and rename."""
         path = self._folder / f"{_NEW}{secrets.token_hex(8)}"
-        # Made and locked at once: a cleaner must not see it without a lock.
+        # Made and locked in one step: a cleaner must not see it without a lock.
         with self._lock(".lock"):
             file = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600

@@ -89,7 +89,7 @@ class FlowerControl:
         return {run_id: _fact(run.status) for run_id, run in found.items()}
 
     def stop(self, run_id: int) -> None:
-        """End a run at once.
+        """End a run immediately.
 
         Raises:
             SuperLinkUnavailable: It cannot be reached.

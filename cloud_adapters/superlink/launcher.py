@@ -139,7 +139,7 @@ class CoordinatorExecutor:
         return {TaskType.SERVER_APP} & set(supported_task_types), set()
 
     def wait_for_capacity(self, *_: Any, **__: Any) -> None:
-        """Return at once: there is always room for one more."""
+        """Return immediately: there is always room for one more."""
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start a coordinator."""

@@ -251,7 +251,7 @@ def _token(
 def revoke(
     config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
 ) -> RevocationResult:
-    """Revoke a site at once; a repeated call finishes an interrupted one.
+    """Revoke a site immediately; a repeated call finishes an interrupted one.
 
     Args:
         config: The operator's ``aggregator.toml``.
@@ -319,7 +319,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
 def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:
     """Renew the server's certificate if it is due, or if ``hosts`` has changed.
 
-    A proxy that runs takes it up at once; a SuperLink with its next start.
+    A proxy that runs uses it immediately; a SuperLink with its next start.
 
     Returns:
         Whether there is a new certificate.

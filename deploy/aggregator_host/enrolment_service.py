@@ -202,7 +202,7 @@ class EnrolmentService:
         if found.keys not in {"", enrolment.keys_digest(asked)}:
             raise EnrolmentRefused(
                 "this token was used already, with other keys. If that was not you, "
-                "tell the aggregator's operator at once to revoke "
+                "ask the aggregator's operator now to revoke "
                 f"{asked.site!r}; otherwise {again}"
             )
         return found

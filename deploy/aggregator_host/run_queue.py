@@ -301,7 +301,7 @@ def goes_on(error: BaseException) -> bool:
 def check_room(run: RunFolder) -> None:
     """Refuse to start a coordinator that could not write anything.
 
-    Nor could its start be noted, and another one would follow it at once.
+    Nor could its start be noted, and another one would follow it immediately.
 
     Raises:
         StoreUnavailable: The folder cannot be written, for example since its disk is
@@ -326,7 +326,7 @@ class DeadCoordinators:
     def look(self, handed: Iterable[QueuedRun]) -> list[tuple[RunFolder, int]]:
         """Runs whose coordinator has not held the lock for some looks, with its number.
 
-        One that has just done its work leaves its outcome at once.
+        One that has just done its work leaves its outcome immediately.
         """
         found, missed = [], {}
         for one in handed:

@@ -58,7 +58,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 report=not options.no_report,
             )
     except KeyboardInterrupt:
-        _say_how_to_resume(options, folder, "stopped at once")
+        _say_how_to_resume(options, folder, "stopped immediately")
         return STOPPED
     except StoreUnavailable as error:
         code = complain(error, options)
@@ -111,7 +111,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
         # Not print: it may have been interrupted half-way, and cannot be re-entered.
-        text = b"\ncrossfed: stopping after this round; Ctrl-C again to stop at once\n"
+        text = b"\ncrossfed: stopping after this round; Ctrl-C again to stop now\n"
         with contextlib.suppress(OSError):
             os.write(2, text)
 

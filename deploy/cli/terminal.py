@@ -113,7 +113,7 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
     is_named = any(str(file) in text for file in (job, speeds) if file)
     if isinstance(error, (JobError, SiteError)) and job and not is_named:
         text = f"{job}: {text}"
-    if not (options.verbose or isinstance(error, QuorumNotMet)):  # Shown at once.
+    if not (options.verbose or isinstance(error, QuorumNotMet)):  # Already shown.
         text = "\n".join([text, *traceback.format_list(frames_of(origin(error)))])
     tell(text.rstrip())
     return exit_codes.of_error(error)

@@ -73,7 +73,7 @@ def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
 def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
     """Refuse to share a name with a folder that has launched under it before.
 
-    Two commands may start at once in two folders: neither finds a node, and each
+    Two commands may start together in two folders: neither finds a node, and each
     launches its own. Who has the oldest node keeps the name; of two as old, one of
     them. So whoever looks comes to the same answer, as soon as it sees both.
 

@@ -1,4 +1,4 @@
-"""How a site's agent goes: at once, or after the task that it works on."""
+"""How a site's agent leaves: immediately, or after the task that it works on."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ MARGIN_SECONDS = 20.0
 # What is left of that for an answer, once training has ended: its update has to be
 # prepared and sent.
 ANSWER_SECONDS = 5.0
-# How long a local step may go on once the site is to leave at once; and how long its
-# state may be written after that.
+# How long a local step may go on once the site is to leave immediately; and how long
+# its state may be written after that.
 STEP_SECONDS = 0.9
 WRITE_SECONDS = 22.0
 
@@ -26,7 +26,7 @@ class Departure:
     """Whether a site is about to leave, and why.
 
     Attributes:
-        stopped: Set when it is to leave at once.
+        stopped: Set when it is to leave immediately.
         last: Set when it is to take no further task.
         hurry: Set when training is to end after its current step, so that its answer
             leaves in time.
@@ -76,18 +76,18 @@ class Departure:
             self._kept.wait_for(lambda: not self._is_writing, WRITE_SECONDS)
 
     def now(self, reason: LeaveReason) -> None:
-        """Leave at once; the first reason counts."""
+        """Leave immediately; the first reason counts."""
         self._reason = self._reason or reason
         self.last.set()
         self.stopped.set()
 
     def lose(self, fault: str, reason: LeaveReason) -> None:
-        """Leave at once, with an error."""
+        """Leave immediately, with an error."""
         self.lost = self.lost or fault
         self.now(reason)
 
     def soon(self, reason: LeaveReason) -> None:
-        """Leave after the task that is at work, or at once if there is none."""
+        """Leave after the task that is at work, or now if there is none."""
         self._reason = self._reason or reason
         self.last.set()
 

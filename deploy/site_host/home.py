@@ -113,7 +113,7 @@ def _renew(
         except StoreError as error:
             left = max(0.0, home.lease.seconds_left)
             listener(f"the home was not renewed, {left:.0f} s left: {error}")
-        # By the clock, so that a process that was frozen finds out at once.
+        # By the clock, so that a frozen process finds out when it runs again.
         due = home.clock.monotonic() + home.lease.seconds / _RENEWALS
         while home.clock.monotonic() < due and not ended.is_set():
             if departure.stopped.wait(_LOOK_SECONDS):
@@ -123,7 +123,7 @@ def _renew(
         # Until the aggregator knows: it lets no other in before, and a node whose home
         # is released does not take leave.
         ended.wait(_FAREWELL_SECONDS)
-    # Then at once: a process that is to end may be ended within a second.
+    # Then immediately: a process that is to end may be ended within a second.
     try:
         home.release()
     except FederationError as error:

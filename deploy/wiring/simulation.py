@@ -412,7 +412,7 @@ class _Simulation:
     def _trainer(self, name: SiteId) -> Callable[[], Trainer]:
         if self._private is None:
             return lambda: self._timed(name, self._federation.trainer(name))
-        # At once: what is wrong with a ledger must show before the run begins.
+        # First: what is wrong with a ledger must show before the run begins.
         trainer = self._timed(name, self._private.trainer(name))
         return lambda: trainer
 

@@ -89,7 +89,7 @@ class RecordAttention(nn.Module):
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    # On the meta device nothing is drawn for weights that are replaced at once.
+    # On the meta device nothing is drawn for weights that are replaced.
     outputs, inputs = weight.shape
     layer = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.clone())

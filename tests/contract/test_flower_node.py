@@ -375,7 +375,7 @@ def test_killed_node_comes_back_under_its_number(server: SuperLink, tmp_path: Pa
 
 
 def _ended(node: FlowerNode) -> str:
-    """What ends a node at once."""
+    """What ends a node immediately."""
     with pytest.raises(SiteError) as caught:
         node.run()
     return str(caught.value)
@@ -406,7 +406,7 @@ class FastClock(SystemClock):
 
 
 def test_key_that_was_never_registered_ends_the_node(server: SuperLink):
-    """Flower tells it in the words that it has for a key in use, so not at once."""
+    """Flower tells it in the words that it has for a key in use, so not immediately."""
     stranger = ec.generate_private_key(ec.SECP384R1())
     words: list[str] = []
     node = flower_node_process.echo_node(

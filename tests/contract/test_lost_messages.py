@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 MB = 1 << 20
-# It is asked after when 5 and 15 s have passed, or at once if Flower knows of it.
+# It is asked after when 5 and 15 s have passed, or immediately if Flower knows of it.
 # A busy machine needs time as well, and nothing like the ten minutes of a deadline.
 SECONDS = 90.0
 

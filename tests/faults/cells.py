@@ -43,7 +43,7 @@ class Mode(StrEnum):
     P2_PRIVATE = "p2-private"
 
 
-# How long a deed lasts; none for what is over at once.
+# How long a deed lasts; none for what is over immediately.
 SECONDS = {Deed.FREEZE: 30.0, Deed.CUT: 30.0, Deed.LONG_CUT: 120.0, Deed.FULL: 30.0}
 
 _LOOPBACK = "it talks over the loopback of its host, which nobody can cut"

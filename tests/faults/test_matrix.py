@@ -17,7 +17,7 @@ from support import network, proxy_server
 # Longer than it takes to call a site silent (12 s), and than Flower keeps its place
 # (20 s).
 SILENT_SECONDS = 22.0
-# A round fails on a full disk at once.
+# A round fails on a full disk immediately.
 FULL_SECONDS = 6.0
 
 pytestmark = [

@@ -88,7 +88,7 @@ def _cpu_seconds(pid: int) -> float:
 def test_agent_ends_within_seconds(federation: Deployment):
     """Idle, at work on a task of hours, and beside an aggregator that hangs.
 
-    The aggregator lets the next one in at once: each has said that it goes.
+    The aggregator lets the next one in immediately: each has said that it goes.
     """
     _connect(federation, 1)
     assert _stop(federation) <= STOP_SECONDS

@@ -272,7 +272,7 @@ def test_the_agent_of_a_machine_without_its_gpus_ends(tmp_path: Path):
 
 
 def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
-    """At once, though the machine is there for minutes, for somebody to look."""
+    """Immediately, though the machine is there for minutes, for somebody to look."""
     clouds.gcp.console = "crossfed: the site was not started: line 9 failed"
     with clouds.opened() as deployment:
         clouds.launch(deployment.owner)

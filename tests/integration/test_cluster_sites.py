@@ -224,7 +224,7 @@ def test_pods_train_and_go(cluster: Cluster):
 
 
 def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
-    """At once: a shell would wait for the program, and be killed in the end."""
+    """Immediately: a shell would wait for the program, and be killed in the end."""
     cluster.write()
     cluster.kube.refusal = lambda request: (
         KubeError(403, "Forbidden", "no") if request.path.endswith("/log") else None

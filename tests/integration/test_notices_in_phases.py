@@ -276,8 +276,8 @@ def check_missed(
         # That round has its update, which was made before the notice came.
         assert told_in not in rounds
     if phase in {HANDSHAKE, DOWNLOAD, TRAINING} and len(rounds) > 1:
-        # Told to end at once, it may stay for a second only: a busy aggregator comes
-        # too late for its farewell, and asks once more.
+        # Asked to end immediately, it may stay for a second only: a busy aggregator
+        # comes too late for its farewell, and asks once more.
         assert kind == SIGTERM
         assert "disconnected" in {failure for failure, _ in missed[0]["failed"]}
     # One that has no task to answer can only end its connection, as an agent does that

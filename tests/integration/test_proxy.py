@@ -283,7 +283,7 @@ def test_revoked_site_is_refused_at_once():
 
 
 def test_certificate_that_expires_ends_with_its_connection():
-    """Not at once on one that is open, but when that grows old."""
+    """Not immediately on one that is open, but when that grows old."""
     with proxy_server.serve(connection_seconds=6) as proxy:
         early = VirtualClock(SystemClock().now() - 90 * 86_400.0 + 4.0)
         ending = replace(proxy, authority=replace(proxy.authority, clock=early))

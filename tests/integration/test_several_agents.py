@@ -20,7 +20,7 @@ NAMES = ("site-a", "site-b")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sites that have not enrolled: their agents end at once, with a reason."""
+    """Two sites that have not enrolled: their agents end immediately, with a reason."""
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / several.CONFIG).write_text(f'name = "{name}"\n')

@@ -45,7 +45,7 @@ class LossyFlower:
         delay: Seconds that one takes on its way to a node.
         work: Seconds that a node works on a message.
         sent: All that was sent to nodes.
-        replied: What nodes replied at once, beside their work.
+        replied: What nodes replied immediately, beside their work.
         worked: How often an app was given each task, by site, round and step.
         introduced: How often a node was asked to introduce itself.
     """

@@ -48,7 +48,7 @@ def hang() -> None:
 
 
 class EchoSite:
-    """Answers at once, with numbers that tell what it was asked."""
+    """Answers immediately, with numbers that tell what it was asked."""
 
     def __init__(
         self,

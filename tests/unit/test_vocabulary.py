@@ -101,6 +101,9 @@ PLAIN = {
     r"(?:has|have|had) (?:not )?told": "has reported",
     r"in whatever (?!order)": "in any",
     r"(?:let|lets) (?:[\w`]+ ){1,3}in no more": "refuses from now on",
+    # Several things at once are at the same time, which is plain enough.
+    r"(?:(?:answer|begin|end|fail|leave|return|revoke|start|stop)(?:s|ed)?|replie[sd]|"
+    r"refused?|shown|let in|begun|used|site|it|run) at once": "immediately",
 }
 """What is not written, as a regular expression, and what is written instead."""
 

@@ -220,7 +220,7 @@ def test_node_that_goes_may_come_back():
 
 
 def test_node_that_cannot_be_reached_is_tried_again():
-    """Flower may not take a message at once."""
+    """Flower may not take a message immediately."""
     nodes = Nodes(n5="one", n9="two")
     nodes.full = {9}
 

@@ -148,7 +148,7 @@ def test_needs_a_site_and_a_worker(arguments: tuple[dict[SiteId, Handler], int])
 
 
 def test_task_of_an_unknown_site():
-    """It is the caller's mistake, told at once."""
+    """It is the caller's mistake, reported first."""
     with grid_of() as grid, pytest.raises(ValueError, match=r"has no sites \['z'\]"):
         grid.send(tasks(sites=[SiteId("z")]), deadline_seconds=PATIENT)
 

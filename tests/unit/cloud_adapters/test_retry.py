@@ -74,7 +74,7 @@ def test_temporary_errors_are_tried_again(error: StoreError):
 
 @pytest.mark.parametrize("error", [StoreForbidden("no"), StoreUnavailable("disk full")])
 def test_lasting_errors_are_not(error: StoreError):
-    """What a person must mend is said at once, and as it was."""
+    """What a person must fix is reported immediately, unchanged."""
     request = Request(error)
     with pytest.raises(type(error)) as caught:
         Retry(clock=request.clock).call(request)

@@ -1,4 +1,4 @@
-"""How a site's agent goes: at once, or after the task that it works on."""
+"""How a site's agent leaves: immediately, or after the task that it works on."""
 
 import queue
 import threading
@@ -53,7 +53,7 @@ def test_a_notice_lets_the_task_end_if_there_is_time():
 
 
 class SteppedEvent(threading.Event):
-    """An event whose waits end at once, and move a clock on."""
+    """An event whose waits end immediately, and move a clock on."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def begun(federation: Federation, job: JobSpec) -> RunFolder:
 
 
 def test_revoked_site_is_refused_before_a_run_begins(federation: Federation):
-    """At once, and by its name; who is enrolled again is no longer revoked."""
+    """Immediately, and by its name; who is enrolled again is no longer revoked."""
     federation.revoke("site-2")
     expected = r"sites: revoked: site-2; .*aggregator invite site-2"
     with pytest.raises(JobError, match=expected):

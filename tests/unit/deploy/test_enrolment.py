@@ -498,7 +498,7 @@ def test_revoked_keys_never_come_back(renewed: tuple[str, ...], federation: Fede
 
 
 def test_revocation_is_finished_by_doing_it_again(federation: Federation):
-    """The SuperLink was down; the rest was done at once."""
+    """The SuperLink was down; the rest was done."""
     federation.site("site-a")
     federation.nodes.is_down = True
     assert "down" in str(federation.revoke("site-a").still_registered)

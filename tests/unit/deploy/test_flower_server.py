@@ -71,7 +71,7 @@ def test_without_a_book_agents_are_asked(tmp_path: Path):
 
 
 def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
-    """At once, with the code of a stopped run; later it ends after its round."""
+    """Immediately, with the code of a stopped run; later it ends after its round."""
     wait = SiteWait(stop=tmp_path / "stop")
     assert not wait.look()
     wait.stop.touch()

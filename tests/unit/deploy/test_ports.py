@@ -11,7 +11,7 @@ from federation.clock import SystemClock, VirtualClock
 
 
 def test_free_port_is_free():
-    """At once."""
+    """Immediately."""
     clock = VirtualClock(0.0)
     ports.await_free(ports.LOOPBACK, ports.free_port(), advice="", clock=clock)
     assert clock.monotonic() == 0.0

@@ -159,7 +159,7 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
 def test_run_that_is_stopped_before_it_begins_is_over(
     tmp_path: Path, coordinator: int | None
 ):
-    """It may wait for sites that never come; the next one has its turn at once."""
+    """It may wait for sites that never come; the next one runs immediately."""
     run = handed(tmp_path, "a", 1.0)
     if coordinator is not None:
         started(tmp_path, coordinator, fruitless=1)

@@ -329,7 +329,7 @@ def test_restarted_agent_takes_up_its_run(
 def test_policy_that_was_tightened_holds_for_a_run_that_goes_on(
     agent: SiteAgent, tmp_path: Path, members: Consortium
 ):
-    """An operator restarts the agent to be heard at once."""
+    """An operator restarts the agent to be heard immediately."""
     job = small_job(num_sites=2)
     accepted(agent, members, job)
     agent.close()

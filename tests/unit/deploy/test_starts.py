@@ -74,7 +74,7 @@ def test_a_machine_that_goes_before_it_is_ready_is_reported(machines: Machines):
 
 
 def test_one_that_was_ready_may_go(machines: Machines):
-    """It was taken back, and another is started at once."""
+    """It was taken back, and another is started immediately."""
     machines.start(READY)
     machines.look()
     assert machines.told == []
