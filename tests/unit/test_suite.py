@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from support.examples import few
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = ROOT / "tests" / "conftest.py"
@@ -74,6 +76,27 @@ def test_check_fails_with_lint_and_with_tests(lint: int, tests: int, tmp_path: P
     assert ("lint-imports ran\n" if lint == 0 else "ruff ran\n") in done.stdout
     assert ("make: lint failed, see above\n" in done.stdout) == bool(lint)
     assert ("make: tests failed, see above\n" in done.stdout) == bool(tests)
+
+
+def test_a_quick_profile_limits_what_a_property_asks_for():
+    """With any other, it has as many examples as it asks for."""
+    loaded = settings.get_current_profile_name()
+    try:
+        settings.load_profile("quick")
+        assert [few(n).max_examples for n in (10, 60)] == [10, 25]
+        settings.load_profile("crossfed")
+        assert [few(n).max_examples for n in (10, 60, 300)] == [10, 60, 300]
+    finally:
+        settings.load_profile(loaded)
+
+
+def test_a_file_that_is_not_open_cannot_be_flushed(tmp_path: Path):
+    """Tests flush nothing, but what the product must not do still fails."""
+    with (tmp_path / "file").open("wb") as file:
+        os.fsync(file)
+        os.fsync(descriptor := file.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fsync(descriptor)
 
 
 def test_a_part_that_fails_stops_no_other():
