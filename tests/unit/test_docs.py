@@ -129,10 +129,11 @@ def test_tests_of_the_threat_model_exist():
     text = (ROOT / "docs/explanation/threat-model.md").read_text()
     named = re.findall(r"`(?:(test_\w+\.py))?::(test_\w+)`", text)
     assert len(named) > 20
-    file = ""
+    file, homes = "", list[str]()
     for start, function in named:
-        file = start or file
-        homes = [home.read_text() for home in (ROOT / "tests").rglob(file)]
+        if start:
+            file = start
+            homes = [home.read_text() for home in (ROOT / "tests").rglob(file)]
         assert any(f"def {function}(" in home for home in homes), (file, function)
 
 
