@@ -7,11 +7,14 @@ Each of the generators in `spot_traces.py` draws the same number of traces. A po
 sees the present and the past; the optimum knows the whole trace. Seeds below 100000 are
 for these figures; all tuning was done on seeds from 100000 on.
 
-Policies: `policy` is `deploy.fleet.choosing.choice`; `on demand` uses nothing else;
-`spot until forced` stays on a spot machine while there is one, waits while there is
-none, and finishes on demand; `uniform progress` is that of Wu et al., NSDI 2024, which
-also uses machines on demand while it is behind an even pace, with the cheapest zone as
-its spot machine.
+Policies: `policy` is `deploy.fleet.choosing.choice` with all that can be known of the
+past: seven days of prices and of capacity in every zone. `as deployed` is the same rule
+with what `crossfed up --keep` knows and does: published prices, capacity only where it
+had a machine or was refused one, and no moves between spot machines. `on demand` uses
+nothing else; `spot until forced` stays on a spot machine while there is one, waits
+while there is none, and finishes on demand; `uniform progress` is that of Wu et al.,
+NSDI 2024, which also uses machines on demand while it is behind an even pace, with the
+cheapest zone as its spot machine.
 
 With `--recorded FOLDER`, availability is that of recorded traces (files of
 github.com/skypilot-org/spot-traces), of which each seed draws zones and a begin.
@@ -26,6 +29,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import machine
@@ -33,9 +37,17 @@ import numpy as np
 import spot_traces
 from spot_traces import SLOT_HOURS, WAIT, Outcome, Policy, Position, Trace
 
+from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market
 from deploy.fleet.choosing.choice import MachineOffer, Situation, decide
 from deploy.fleet.choosing.outlook import Left, MarketHistory, Outlook, foresee
+from deploy.fleet.choosing.spot_history import (
+    RestOfWork,
+    Sighting,
+    history,
+    is_believed,
+    situation,
+)
 
 # The outlook is computed again after so many slots, from as many of the newest.
 EVERY, WINDOW = 25, spot_traces.HISTORY_SLOTS
@@ -118,6 +130,95 @@ class Ours:
         return WAIT if offer is None else offers.index(offer)
 
 
+class AsDeployed:
+    """`decide` with the knowledge of `deploy.fleet.keeping.moves`."""
+
+    def __init__(self) -> None:
+        self._sightings: list[Sighting] = []
+        self._situation: Situation | None = None
+        self._place = WAIT
+
+    def __call__(self, trace: Trace, at: Position) -> int:
+        now = at.slot * SLOT_HOURS * 3600.0
+        *spots, reserve = _offers(trace, at)
+        if 0 <= self._place < trace.zones and at.place == WAIT:
+            self._see(spots[self._place], now, has_capacity=False)
+        while True:
+            wanted = self._wanted(trace, at, [*spots, reserve], now)
+            is_new = wanted != at.place and 0 <= wanted < trace.zones
+            if not is_new or trace.available_zt[wanted, at.slot]:
+                break
+            self._see(spots[wanted], now, has_capacity=False)
+        if is_new:
+            self._see(spots[wanted], now, has_capacity=True)
+        self._place = wanted
+        return wanted
+
+    def _see(self, offer: MachineOffer, now: float, *, has_capacity: bool) -> None:
+        seen = Sighting(zone=offer.zone, at=now, has_capacity=has_capacity)
+        self._sightings.append(seen)
+
+    def _wanted(
+        self, trace: Trace, at: Position, every: Sequence[MachineOffer], now: float
+    ) -> int:
+        *spots, reserve = every
+        runs_on_spot = 0 <= at.place < trace.zones
+        if runs_on_spot:
+            spots = [every[at.place]]
+        spots = [
+            replace(
+                offer,
+                is_available=runs_on_spot
+                or is_believed(offer, self._sightings, now=now, slot_hours=SLOT_HOURS),
+            )
+            for offer in spots
+        ]
+        offers = [*spots, reserve]
+        rest = RestOfWork(
+            work_hours=at.work * SLOT_HOURS,
+            left_hours=at.left * SLOT_HOURS,
+            boot_hours=trace.boot * SLOT_HOURS,
+            slot_hours=SLOT_HOURS,
+            current="" if at.place == WAIT else every[at.place].name,
+            boot_left_hours=at.boot * SLOT_HOURS,
+        )
+        if self._situation is None or (at.slot - trace.start) % EVERY == 0:
+            every_spot = [*every[:-1]]
+            known = history(
+                every_spot,
+                _published(trace, at, every_spot),
+                self._sightings,
+                now=now,
+                slot_hours=SLOT_HOURS,
+            )
+            self._situation = situation(rest, known, offers, now=now)
+        found = replace(
+            self._situation,
+            work_hours=rest.work_hours,
+            deadline=now + rest.left_hours * 3600.0,
+            current=rest.current,
+            boot_left_hours=rest.boot_left_hours,
+        )
+        offer = decide(found, offers, now).offer
+        names = [each.name for each in every]
+        return WAIT if offer is None else names.index(offer.name)
+
+
+def _published(
+    trace: Trace, at: Position, spots: Sequence[MachineOffer]
+) -> Sequence[SpotPrice]:
+    """Prices up to now, as a cloud lists them."""
+    return [
+        SpotPrice(
+            zone=offer.zone,
+            at=slot * SLOT_HOURS * 3600.0,
+            dollars_per_hour=float(trace.prices_zt[zone, slot]),
+        )
+        for zone, offer in enumerate(spots)
+        for slot in range(max(0, at.slot + 1 - WINDOW), at.slot + 1)
+    ]
+
+
 def _offers(trace: Trace, at: Position) -> Sequence[MachineOffer]:
     """One of each zone, and one on demand."""
     spots = [
@@ -147,6 +248,7 @@ def policies() -> Mapping[str, Policy]:
     """One of each, without memory of another trace."""
     return {
         "policy": Ours(),
+        "as deployed": AsDeployed(),
         "uniform progress": uniform_progress,
         "spot until forced": spot_until_forced,
         "on demand": on_demand,

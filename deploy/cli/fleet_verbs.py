@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import Node, NodeState, all_gone
 from deploy.cli import plan_verb
 from deploy.cli.run_verbs import follow, is_over
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from deploy.fleet.deployment import Deployment
     from deploy.fleet.deployment_file import DeploymentPlan
     from deploy.fleet.keeping.keep import Keeper
+    from deploy.fleet.keeping.moves import Mover
     from deploy.fleet.keeping.sizes import Sizer
-    from deploy.fleet.moves import Mover
     from deploy.fleet.remains import Remains
     from deploy.fleet.starting.starts import Starts
     from federation.job.spec import JobSpec
@@ -167,14 +168,21 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
 
 def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | None":
     """Who moves sites of clouds before a deadline; None if there is none."""
-    from deploy.fleet import moves, prices  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping import moves, spot_record  # noqa: PLC0415 -- --help
 
     plan = deployment.plan
     if plan.file.deadline_hours is None:
         return None
     today = prices.day_of(deployment.clock.now())
     table = prices.load(plan.prices, today=today, warn=lambda _: None)
-    return moves.Mover(plan, table, moves.ReadProgress(run, rounds), tell)
+    markets = {
+        name: pool
+        for name, pool in deployment.pools.items()
+        if isinstance(pool, SpotMarket)
+    }
+    record = spot_record.SpotRecord(plan.folder, markets, tell)
+    return moves.Mover(plan, table, moves.ReadProgress(run, rounds), record, tell)
 
 
 def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
@@ -192,8 +200,9 @@ def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | 
 
 def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     """Refuse what would end the watch in the middle of a run, for want of a price."""
-    from deploy.fleet import moves, prices, spending  # noqa: PLC0415 -- --help
+    from deploy.fleet import prices, spending  # noqa: PLC0415 -- --help
     from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import moves  # noqa: PLC0415 -- --help
 
     if plan.file.deadline_hours is None:
         return
@@ -201,7 +210,7 @@ def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     moves.check_prices(plan, table)
     for market in MARKETS:  # A budget counts either.
         sites = tuple(
-            site.in_market(market) if moves.is_movable(site) else site
+            site.in_market(market) if site.is_movable else site
             for site in plan.file.sites
         )
         moved = replace(plan, file=replace(plan.file, sites=sites))

@@ -256,6 +256,15 @@ class SiteMachine:
         return replace(self, machine=machine, dollars_per_hour=hourly)
 
     @property
+    def is_movable(self) -> bool:
+        """Whether a deadline may move it: its file says spot, and it has a home.
+
+        What a cluster's machines cost is not known well enough to choose between them.
+        """
+        is_spot = self.machine.market == Market.SPOT.value
+        return self.provider in CLOUDS and is_spot and bool(self.home.url)
+
+    @property
     def line(self) -> Line | None:
         """What connects it to this host; None if it is in this host's network."""
         if self.machine.isolation == PROCESS:

@@ -14,7 +14,7 @@ from cloud_adapters.compute.machine_types import (
     RequiresSpec,
 )
 from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
-from deploy.fleet import deployment, moves, prices as price_table
+from deploy.fleet import deployment, prices as price_table
 from deploy.fleet.choosing.choice import MachineOffer
 from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
 from deploy.fleet.prices import MachinePrice, Prices
@@ -162,7 +162,7 @@ def _running(plan: DeploymentPlan, site: SiteMachine, pool: ComputePool) -> Node
 
 
 def _may_move(plan: DeploymentPlan, site: SiteMachine) -> bool:
-    return plan.file.deadline_hours is not None and moves.is_movable(site)
+    return plan.file.deadline_hours is not None and site.is_movable
 
 
 def _is_kept(plan: DeploymentPlan, site: SiteMachine) -> bool:

@@ -22,8 +22,9 @@ from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.keep import Keeper
+from deploy.fleet.keeping.moves import Mover, WorkLeft
 from deploy.fleet.keeping.sizes import Sizer
-from deploy.fleet.moves import Mover, WorkLeft
+from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
 from deploy.fleet.roles import NodeRequest, fill
@@ -333,6 +334,7 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
         lambda: WorkLeft(
             started=kept.clock.now() - 3.8 * 3600, rounds_left=8, round_seconds=3600.0
         ),
+        SpotRecord(kept.plan.folder, {}, kept.told.append),
         kept.told.append,
     )
     kept.look()

@@ -74,7 +74,8 @@ class Situation:
     Attributes:
         work_hours: Hours of work left.
         deadline: When it must be done, in seconds since 1970.
-        boot_hours: What a new machine takes before it works.
+        boot_hours: What a loss of the machine costs at most: a new one's start, and
+            work that is done again.
         slot_hours: Time until the next decision at the latest; that of the outlook.
         current: Name of the offer that it runs on; empty if it runs on none.
         boot_left_hours: What the present machine still takes before it works.
@@ -139,8 +140,8 @@ def decide(situation: Situation, offers: Sequence[MachineOffer], now: float) -> 
                 if offer.name == situation.current:
                     return _to(situation, offer, "its loss could still be made up for")
         why = (
-            f"{situation.work_hours:.1f} h of work and {situation.boot_hours:.1f} h of "
-            f"start-up leave no slack before the deadline in {left_hours:.1f} h"
+            f"{situation.work_hours:.1f} h of work and {situation.boot_hours:.1f} h "
+            f"for a loss leave no slack before the deadline in {left_hours:.1f} h"
         )
         return _to(situation, reserve, why)
     # 3.

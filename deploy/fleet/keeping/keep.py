@@ -13,12 +13,12 @@ from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import LOCAL, DeploymentPlan
+from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.sizes import Sizer
-from deploy.fleet.moves import Mover
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
-from federation.errors import ComputeError, JobError
+from federation.errors import ComputeError, FederationError, JobError, NoCapacity
 from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
@@ -59,12 +59,13 @@ class Keeper:
             tell: Called with a word about every step.
             mover: Decides which machines it should have, if there is a deadline.
             sizer: Decides on sizes of machines, if any site states several.
-            pause: Asks the run to pause after its round, so that sizes can change.
+            pause: Asks the run to pause after its round, so that machines can change.
             starts: What is known of starts of machines; None for nothing yet.
         """
         self._starts = starts or starts_of(deployment, tell)
         self._mover = mover
         self._sizer, self._ask_to_pause = sizer, pause
+        # Machines that are wanted when the run has paused.
         self._resized: DeploymentPlan | None = None
         self._plan, self._clock = deployment.plan, deployment.clock
         self._pools = deployment.pools
@@ -76,7 +77,7 @@ class Keeper:
         self._spending = costs.read(self._plan.folder)
         self._since: float | None = None
         self._written = -_WRITE_SECONDS
-        self._told, self._is_moving = "", False
+        self._told, self._is_moving, self._is_to_move = "", False, False
         self._next_try, self._pause = 0.0, _RETRY_SECONDS
 
     def look(self, nodes: Sequence[Node]) -> None:
@@ -118,7 +119,7 @@ class Keeper:
         return False
 
     def resume(self) -> None:
-        """Change sizes of machines as decided, while no round runs; resume the run.
+        """Change machines as decided, while no round runs; resume the run.
 
         A machine that cannot be had is not asked for again: the old one stays, which
         ends only when the new one is launched. If a service fails then, too, the run
@@ -129,10 +130,10 @@ class Keeper:
                 reached and all machines were ended.
         """
         old, new = self._plan, self._resized
-        if new is None or self._sizer is None:
+        if new is None:
             self._try_to_resume()  # A command that is gone asked for the pause.
             return
-        self._resized = None
+        self._resized, self._is_to_move = None, False
         changed = {
             f"{SITE_PREFIX}{after.name}"
             for before, after in zip(old.file.sites, new.file.sites, strict=True)
@@ -147,9 +148,20 @@ class Keeper:
         except (ComputeError, JobError) as error:
             self._plan = old
             self._hourly = costs.budget_prices(old, now=self._priced_at)
-            self._sizer.refused(old, new, str(error), self._clock.now())
+            self._note_refused(old, new, error)
             self._try_to_resume()
-        self._sizer.changed()
+        if self._sizer is not None:
+            self._sizer.changed()
+
+    def _note_refused(
+        self, old: DeploymentPlan, new: DeploymentPlan, error: FederationError
+    ) -> None:
+        """Have those decide again whose machines a service has refused."""
+        if self._sizer is not None:
+            self._sizer.refused(old, new, str(error), self._clock.now())
+        if self._mover is not None:
+            self._tell(f"{old.file.name}: the machines stay for now: {error}")
+            self._mover.reconsider()
 
     def _try_to_resume(self) -> None:
         """Bring up the machines of the present plan, until that succeeds."""
@@ -234,11 +246,7 @@ class Keeper:
         missing = self._missing(nodes)
         is_early = self._clock.monotonic() < self._next_try
         if self._mover is not None:
-            plan = self._mover.moved(self._plan, nodes, self._clock.now())
-            if plan != self._plan:
-                self._is_moving, self._plan = True, plan
-                # What comes costs something else.
-                self._hourly = costs.budget_prices(plan, now=self._priced_at)
+            self._move(self._mover, nodes)
         if (
             not (missing or self._is_moving)
             or is_early
@@ -258,9 +266,30 @@ class Keeper:
         except _TakenDown:
             raise
         except (ComputeError, JobError) as error:
+            if self._mover is not None and isinstance(error, NoCapacity):
+                self._mover.note_refused(self._plan, missing, self._clock.now())
             self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
         else:
             self._replaced()
+
+    def _move(self, mover: Mover, nodes: Sequence[Node]) -> None:
+        """Take over what the deadline calls for, after the round if it may wait."""
+        now = self._clock.now()
+        plan = mover.moved(self._plan, nodes, now)
+        if plan == self._plan and self._is_to_move:
+            plan = self._resized or plan  # It waits, and may not for long.
+        if plan == self._plan:
+            return
+        if mover.may_wait(self._plan, plan, nodes, now):
+            if self._resized != plan:
+                self._resized, self._is_to_move = plan, True
+                self._tell("the run pauses after its round, and machines move then")
+                self._ask_to_pause()
+            return
+        self._resized, self._is_to_move = None, False
+        self._is_moving, self._plan = True, plan
+        # What comes costs something else.
+        self._hourly = costs.budget_prices(plan, now=self._priced_at)
 
     def _replaced(self) -> None:
         self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.fleet import deployment_file, forecast, moves, spending
+from deploy.fleet import deployment_file, forecast, spending
 from federation.errors import JobError
 
 TEXT = """
@@ -97,7 +97,7 @@ def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     a_century_later = 4e9
     prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5
-    assert not moves.is_movable(site)
+    assert not site.is_movable
 
 
 def test_another_namespace_is_another_service(tmp_path: Path):

@@ -227,7 +227,15 @@ def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
 
 
 class OnDemand:
-    """Moves every site, as a deadline does."""
+    """Moves every site, as a deadline does.
+
+    Attributes:
+        waits: Whether that may wait for the end of the round.
+        decided_again: Whether it was asked to decide again.
+    """
+
+    def __init__(self) -> None:
+        self.waits = self.decided_again = False
 
     def moved(
         self, plan: deployment_file.DeploymentPlan, *_: object
@@ -237,6 +245,19 @@ class OnDemand:
             for site in plan.file.sites
         )
         return replace(plan, file=replace(plan.file, sites=sites))
+
+    def may_wait(self, *_: object) -> bool:
+        return self.waits
+
+    def reconsider(self) -> None:
+        self.decided_again = True
+
+
+class Silent:
+    """A compute service whose machines have written nothing."""
+
+    def log(self, _: str) -> str:
+        return ""
 
 
 def test_a_machine_that_was_moved_is_counted_at_its_own_price(
@@ -253,7 +274,7 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     with opened(written(tmp_path)):
         pass  # Makes the folder: without one, the cloud is asked for nodes.
     kept = Keeper(
-        Deployment(plan=plan, pools={}, clock=clock, owner=""),
+        Deployment(plan=plan, pools={"aws us-east-1": Silent()}, clock=clock, owner=""),
         lambda _: None,
         hourly=spending.budget_prices(plan, now=now),
         random_bytes=os.urandom,
@@ -389,3 +410,79 @@ def test_limits_are_kept_while_a_run_cannot_be_resumed(
     assert clock.now() - 1.7e9 <= (370.0 if "hours" in why else 310.0)
     (line,) = told
     assert "kept: not resumed: us-east-1a has no g5.xlarge" in line
+
+
+class Moving:
+    """A keeper of a site that is to move, and what it brings up."""
+
+    def __init__(self, plan: deployment_file.DeploymentPlan, told: list[str]) -> None:
+        self.mover, self.told = OnDemand(), told
+        self.mover.waits = True
+        self.markets: list[str] = []
+        self.first: list[frozenset[str]] = []
+        self.refusals = 0
+        with opened(plan) as deployment:
+            self.keeper = Keeper(
+                deployment,
+                self.restore,
+                hourly={},
+                random_bytes=os.urandom,
+                tell=told.append,
+                mover=self.mover,
+                pause=lambda: told.append("asked to pause"),
+            )
+
+    def restore(self, deployment: Deployment) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise NoCapacity("us-east-1a has no g5.xlarge now")
+        (site,) = deployment.plan.file.sites
+        self.markets.append(site.machine.market)
+        self.first.append(deployment.launch_first)
+
+    def look(self) -> None:
+        now = SystemClock().now()
+        roles = (AGGREGATOR, "site-aws-us-east-1")
+        self.keeper.look(
+            [node(id=r, labels={"crossfed-role": r}, launched=now) for r in roles]
+        )
+
+
+@pytest.fixture
+def moving(plan: deployment_file.DeploymentPlan, told: list[str]) -> Moving:
+    spot = replace(plan.file.sites[0].machine, market="spot")
+    sites = (replace(plan.file.sites[0], machine=spot),)
+    return Moving(replace(plan, file=replace(plan.file, sites=sites)), told)
+
+
+def test_a_move_that_may_wait_is_made_while_the_run_pauses(moving: Moving):
+    """The run is asked once; the new machine is launched before the old one ends."""
+    for _ in range(3):
+        moving.look()
+    assert moving.told.count("asked to pause") == 1
+    assert moving.markets == []
+    moving.keeper.resume()
+    assert moving.markets == ["on-demand"]
+    assert moving.first == [{"site-aws-us-east-1"}]
+    moving.look()
+    assert moving.told.count("asked to pause") == 1
+
+
+def test_a_move_that_may_wait_no_longer_is_made_in_the_round(moving: Moving):
+    """The run may still pause, and is resumed then."""
+    moving.look()
+    moving.mover.waits = False
+    moving.look()
+    assert moving.markets == ["on-demand"]
+    moving.keeper.resume()
+    assert moving.markets == ["on-demand", "on-demand"]
+
+
+def test_a_move_that_is_refused_is_decided_again(moving: Moving):
+    """And the run goes on with the machine that it has."""
+    moving.look()
+    moving.refusals = 1
+    moving.keeper.resume()
+    assert moving.mover.decided_again
+    assert moving.markets == ["spot"]
+    assert "kept: the machines stay for now: us-east-1a has no" in moving.told[-1]

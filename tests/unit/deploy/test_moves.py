@@ -1,18 +1,20 @@
 """Sites move to machines on demand while the deadline can still be kept."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.fleet import deployment_file, spending
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.moves import Mover, WorkLeft, check_prices
+from deploy.fleet.keeping.moves import Mover, WorkLeft, check_prices
+from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices
-from federation.errors import JobError
+from federation.errors import ComputeUnavailable, JobError
 
 HOUR = 3600.0
 BOOT_HOURS = 0.25  # As in the file: `start.machine_minutes` is 15 by default.
@@ -59,6 +61,17 @@ def progress(rounds_left: int) -> Callable[[], WorkLeft]:
     return lambda: WorkLeft(started=0.0, rounds_left=rounds_left, round_seconds=HOUR)
 
 
+def mover_of(
+    plan: DeploymentPlan,
+    prices: Prices,
+    known: Callable[[], WorkLeft | None],
+    tell: Callable[[str], None],
+    market: SpotMarket | None = None,
+) -> Mover:
+    markets = {} if market is None else {"aws us-east-1": market}
+    return Mover(plan, prices, known, SpotRecord(plan.folder, markets, tell), tell)
+
+
 def node(market: Market = Market.SPOT, **changes: object) -> Node:
     values = {
         "id": "i-1",
@@ -79,7 +92,7 @@ def test_a_spot_machine_stays_while_its_loss_could_be_made_up_for(
     plan: DeploymentPlan,
 ):
     told: list[str] = []
-    mover = Mover(plan, PRICES, progress(8), told.append)
+    mover = mover_of(plan, PRICES, progress(8), told.append)
     assert mover.moved(plan, [node()], 2 * HOUR) == plan
     assert not told
 
@@ -89,7 +102,7 @@ def test_a_lost_machine_is_replaced_on_demand_when_time_is_short(
 ):
     """With its reason, in words and on disk."""
     told: list[str] = []
-    mover = Mover(plan, PRICES, progress(8), told.append)
+    mover = mover_of(plan, PRICES, progress(8), told.append)
     now = (12 - 8 - BOOT_HOURS - 0.1) * HOUR
     found = mover.moved(plan, [node(state=NodeState.GONE)], now)
     assert markets(found) == ["on-demand", "on-demand"]
@@ -103,7 +116,7 @@ def test_a_lost_machine_is_replaced_on_demand_when_time_is_short(
 
 def test_it_stays_on_demand_to_the_end(plan: DeploymentPlan):
     """There is no time left to change."""
-    mover = Mover(plan, PRICES, progress(8), lambda _: None)
+    mover = mover_of(plan, PRICES, progress(8), lambda _: None)
     now = (12 - 8 - BOOT_HOURS - 0.1) * HOUR
     moved = mover.moved(plan, [], now)
     again = mover.moved(moved, [node(Market.ON_DEMAND, launched=now)], now + 60.0)
@@ -114,7 +127,7 @@ def test_nothing_is_decided_before_the_first_round_or_after_the_last(
     plan: DeploymentPlan,
 ):
     for known in (lambda: None, progress(0)):
-        mover = Mover(plan, PRICES, known, lambda _: None)
+        mover = mover_of(plan, PRICES, known, lambda _: None)
         assert mover.moved(plan, [], 11.9 * HOUR) == plan
 
 
@@ -123,7 +136,7 @@ def test_a_site_without_a_home_is_never_moved(plan: DeploymentPlan):
     text = plan.path.read_text().replace('url = "file:///mnt/home"', "")
     plan.path.write_text(text)
     bare = deployment_file.load(plan.path)
-    mover = Mover(bare, PRICES, progress(8), lambda _: None)
+    mover = mover_of(bare, PRICES, progress(8), lambda _: None)
     assert mover.moved(bare, [], 11.9 * HOUR) == bare
 
 
@@ -158,7 +171,7 @@ def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):
         'provider = "aws"\ndollars_per_hour = 0.2\non_demand_dollars_per_hour = 1.5',
     )
     told: list[str] = []
-    mover = Mover(stated, replace(PRICES, machines=()), progress(8), told.append)
+    mover = mover_of(stated, replace(PRICES, machines=()), progress(8), told.append)
     now = (12 - 8 - BOOT_HOURS - 0.1) * HOUR
     moved = mover.moved(stated, [node(state=NodeState.GONE)], now)
     assert "at $1.500 an hour" in told[0]
@@ -174,3 +187,122 @@ def test_attached_gpus_are_not_forgotten_in_a_price(plan: DeploymentPlan):
         spending._hourly(
             replace(plan.file, sites=(replace(site, machine=machine),)), PRICES
         )
+
+
+def test_a_move_waits_for_the_end_of_the_round_while_the_deadline_allows(
+    plan: DeploymentPlan,
+):
+    """It may if a loss just before that end could still be made up for."""
+    began = 3 * HOUR
+    for spare, waits in ((1.1, True), (0.9, False)):
+        now = began + 0.1 * HOUR
+        left = 8.0 - 0.1 + BOOT_HOURS + spare
+        known = WorkLeft(
+            started=now - (12.0 - left) * HOUR,
+            rounds_left=8,
+            round_seconds=HOUR,
+            round_began=began,
+        )
+        mover = mover_of(plan, PRICES, lambda known=known: known, lambda _: None)
+        alive = [node(launched=0.0)]
+        moved = mover.moved(plan, alive, now)
+        assert markets(moved) == ["on-demand", "on-demand"]
+        assert mover.may_wait(plan, moved, alive, now) is waits
+        # A machine that is gone waits for nothing.
+        assert not mover.may_wait(plan, moved, [], now)
+
+
+def test_a_machine_stays_while_a_lost_round_could_be_made_up_for(plan: DeploymentPlan):
+    """A loss costs the round that it happens in, besides the start of the next one."""
+    mover = mover_of(plan, PRICES, progress(8), lambda _: None)
+    at = (12 - 8 - BOOT_HOURS) * HOUR
+    assert mover.moved(plan, [node()], at - 1.3 * HOUR) == plan
+    mover.reconsider()
+    late = mover.moved(plan, [node()], at - 1.2 * HOUR)
+    assert markets(late) == ["on-demand", "on-demand"]
+
+
+class Published:
+    """A cloud that publishes prices of two zones."""
+
+    def __init__(self) -> None:
+        self.dollars = {"us-east-1a": 0.3, "us-east-1b": 0.2}
+        self.fails = False
+
+    def spot_prices(
+        self, machine: str, zones: Sequence[str], since: float
+    ) -> Sequence[SpotPrice]:
+        assert machine == "g5.xlarge"
+        if self.fails:
+            raise ComputeUnavailable("no route to the service")
+        return [
+            SpotPrice(zone=zone, at=since, dollars_per_hour=self.dollars[zone])
+            for zone in zones
+        ]
+
+
+@pytest.fixture
+def zoned(plan: DeploymentPlan) -> DeploymentPlan:
+    zones = 'type = "g5.xlarge"\nzones = ["us-east-1a", "us-east-1b"]'
+    return without(plan, 'type = "g5.xlarge"', zones)
+
+
+def zones(plan: DeploymentPlan) -> Sequence[str]:
+    return plan.file.sites[0].machine.zones
+
+
+def test_a_lost_machine_is_replaced_in_the_zone_that_costs_least(zoned: DeploymentPlan):
+    """By the prices that the cloud publishes; not where it has just been lost."""
+    market = Published()
+    mover = mover_of(zoned, PRICES, progress(2), print, market)
+    assert mover.moved(zoned, [node(zone="us-east-1b")], HOUR) == zoned
+    gone = node(zone="us-east-1b", state=NodeState.GONE)
+    found = mover.moved(zoned, [gone], HOUR + 60.0)
+    assert zones(found) == ("us-east-1a", "us-east-1b")
+    # After a while, it is tried there again; also by the next command.
+    again = mover_of(zoned, PRICES, progress(2), print, market)
+    found = again.moved(zoned, [], 4 * HOUR)
+    assert zones(found) == ("us-east-1b", "us-east-1a")
+
+
+def test_a_refusal_of_all_zones_is_no_machine_for_a_while(zoned: DeploymentPlan):
+    """Then a machine on demand costs less than to wait, if there is little time."""
+    told: list[str] = []
+    mover = mover_of(zoned, PRICES, progress(8), told.append, Published())
+    now = 1.5 * HOUR
+    assert markets(mover.moved(zoned, [], now)) == ["spot", "on-demand"]
+    mover.note_refused(zoned, {"site-cloud"}, now)
+    mover.moved(zoned, [], now + 1.0)
+    sightings = json.loads((zoned.folder / "sightings.json").read_text())["sightings"]
+    assert [each["seen"]["has_capacity"] for each in sightings] == [False, False]
+
+
+def test_a_cloud_that_does_not_answer_is_named_once(zoned: DeploymentPlan):
+    told: list[str] = []
+    market = Published()
+    market.fails = True
+    mover = mover_of(zoned, PRICES, progress(2), told.append, market)
+    for number in range(3):
+        mover.reconsider()
+        mover.moved(zoned, [], HOUR * (1 + number))
+    assert told == ["no route to the service; the price table counts until it answers"]
+
+
+def test_a_machine_that_was_to_be_replaced_was_not_lost(zoned: DeploymentPlan):
+    """It would count against its zone for a week."""
+    mover = mover_of(zoned, PRICES, progress(2), print, Published())
+    mover.moved(zoned, [node(zone="us-east-1a")], HOUR)
+    moved = replace(
+        zoned,
+        file=replace(
+            zoned.file,
+            sites=tuple(
+                replace(s, machine=replace(s.machine, market="on-demand"))
+                for s in zoned.file.sites
+            ),
+        ),
+    )
+    mover.moved(moved, [], HOUR + 60.0)
+    record = SpotRecord(zoned.folder, {}, print)
+    (seen,) = record.sightings(zoned.file.sites[0])
+    assert (seen.zone, seen.has_capacity) == ("us-east-1a", True)

@@ -1,0 +1,68 @@
+"""What is known of spot machines becomes the history that the policy reads."""
+
+import numpy as np
+
+from cloud_adapters.compute.machine_types import SpotPrice
+from cloud_adapters.compute.pool import Market
+from deploy.fleet.choosing.choice import MachineOffer
+from deploy.fleet.choosing.spot_history import Sighting, history, is_believed
+
+HOUR = 3600.0
+NOW = 1.7e9
+
+
+def offer(zone: str, dollars: float = 0.5) -> MachineOffer:
+    return MachineOffer(
+        provider="aws",
+        region="us-east-1",
+        zone=zone,
+        machine="g5.xlarge",
+        market=Market.SPOT,
+        dollars_per_hour=dollars,
+    )
+
+
+def price(zone: str, hours_ago: float, dollars: float) -> SpotPrice:
+    return SpotPrice(zone=zone, at=NOW - hours_ago * HOUR, dollars_per_hour=dollars)
+
+
+def seen(zone: str, hours_ago: float, *, has_capacity: bool) -> Sighting:
+    return Sighting(zone=zone, at=NOW - hours_ago * HOUR, has_capacity=has_capacity)
+
+
+def test_a_price_holds_until_the_next_one_and_a_zone_without_any_has_its_offers():
+    """Also before the first that was published; in dollars of a slot."""
+    prices = [price("b", 1.2, 0.2), price("b", 3.2, 0.8), price("x", 0.0, 9.0)]
+    found = history(
+        [offer("a"), offer("b")], prices, [], now=NOW, slot_hours=0.5
+    ).prices_zt
+    assert np.unique(found[0]).tolist() == [0.25]
+    assert found[1][-8:].tolist() == [*[0.4] * 5, *[0.1] * 3]
+    assert found[1][0] == 0.4
+
+
+def test_only_what_was_seen_takes_capacity_away():
+    """The history begins a few hopeful slots before the first sighting."""
+    sightings = [
+        seen("a", 3.0, has_capacity=True),
+        seen("a", 1.0, has_capacity=False),
+        seen("b", 8 * 24.0, has_capacity=False),
+    ]
+    found = history(
+        [offer("a"), offer("b")], [], sightings, now=NOW, slot_hours=1.0
+    ).available_zt
+    assert not found[0][-2]
+    assert found[0][-4]
+    assert found[1].all()
+    without = history([offer("a")], [], [], now=NOW, slot_hours=1.0)
+    assert found.shape[1] == without.available_zt.shape[1] + 3
+
+
+def test_a_zone_without_capacity_is_tried_again_after_a_while():
+    sightings = [seen("a", 0.5, has_capacity=False)]
+    for now, expected in ((NOW, False), (NOW + 24 * HOUR, True), (NOW - HOUR, True)):
+        found = is_believed(offer("a"), sightings, now=now, slot_hours=1.0)
+        assert found is expected
+    assert is_believed(offer("b"), sightings, now=NOW, slot_hours=1.0)
+    sightings.append(seen("a", 0.1, has_capacity=True))
+    assert is_believed(offer("a"), sightings, now=NOW, slot_hours=1.0)
