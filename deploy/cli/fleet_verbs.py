@@ -286,9 +286,9 @@ class _Watch:
         """Refuse to watch what has ended, for example because its time was over."""
         from deploy.fleet.reconcile import AGGREGATOR, ROLE  # noqa: PLC0415 -- --help
 
-        if self.starts.failed:
+        if self.starts.not_started:
             raise ComputeError(
-                f"{', '.join(self.starts.failed)}: not started; the console of its "
+                f"{', '.join(self.starts.not_started)}: not started; the console of its "
                 "machine is above. Fix what it says, and give crossfed up again, "
                 "which resumes the run"
             )

@@ -61,6 +61,11 @@ class Starts:
         """How many starts in a row have failed, by role."""
         return {role: number for role, number in self._in_a_row.items() if number}
 
+    @property
+    def not_started(self) -> Sequence[str]:
+        """Roles whose last machine has failed before its site was ready."""
+        return [role for role in self.failed if role not in self._crashed]
+
     def look(self, nodes: Sequence[Node]) -> None:
         """Take note of all nodes of the deployment."""
         listed = {node.id: node for node in nodes}

@@ -175,6 +175,7 @@ def test_a_pod_whose_program_fails_is_not_launched_without_end(pods: Pods):
     assert "no more are launched" in pods.told[-1]
     assert "i-1 could not start the site" in pods.told[0]
     assert "i-2 has ended before its site was ready" in pods.told[1]
+    assert pods.starts.not_started == [ROLE]
 
 
 def test_a_pod_that_connects_and_fails_again_and_again_is_given_up(pods: Pods):
@@ -183,6 +184,7 @@ def test_a_pod_that_connects_and_fails_again_and_again_is_given_up(pods: Pods):
         assert not pods.starts.is_given_up(ROLE)
         pods.end(log=CONNECTED)
     assert "its machine i-3 failed" in pods.told[-2]
+    assert pods.starts.not_started == []
     assert pods.starts.is_given_up(ROLE)
 
 
