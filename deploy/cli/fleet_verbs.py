@@ -286,11 +286,11 @@ class _Watch:
         """Refuse to watch what has ended, for example because its time was over."""
         from deploy.fleet.reconcile import AGGREGATOR, ROLE  # noqa: PLC0415 -- --help
 
-        if self.starts.not_started:
+        if failed := self.starts.not_started:
             raise ComputeError(
-                f"{', '.join(self.starts.not_started)}: not started; the console of its "
-                "machine is above. Fix what it says, and give crossfed up again, "
-                "which resumes the run"
+                f"{', '.join(failed)}: not started; the console of its machine is "
+                "above. Fix what it says, and give crossfed up again, which resumes "
+                "the run"
             )
         for who, aggregators in (
             ("the aggregator's machine has", True),
