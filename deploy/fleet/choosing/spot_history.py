@@ -76,10 +76,11 @@ def history(
         dollars = np.array([d for _, d in rows] or [offer.dollars_per_hour])
         places = np.searchsorted(times, ends_t, side="right") - 1
         prices_zt[row] = dollars[np.clip(places, 0, None)] * slot_hours
-        for each in recent:
-            if each.zone == place_of(offer) and not each.has_capacity:
-                last = num - 1 - math.floor((now - each.at) / slot)
-                available_zt[row, max(0, last) : last + _BELIEVED_SLOTS] = False
+        for each in sorted(recent, key=lambda each: each.at):
+            if each.zone == place_of(offer):
+                # Until it is seen again: a refusal is no second loss.
+                first = num - 1 - math.floor((now - each.at) / slot)
+                available_zt[row, max(0, first) :] = each.has_capacity
     names = [offer.name for offer in offers]
     return MarketHistory(names=names, prices_zt=prices_zt, available_zt=available_zt)
 
