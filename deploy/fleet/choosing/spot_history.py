@@ -1,9 +1,8 @@
 """What is known of a market of spot machines, as the policy reads it.
 
 Clouds publish prices, but not where they have capacity. That is known only of the time
-in which one had a machine, and of launches that were refused. Every other slot is
-taken to have had capacity: this is the assumption of ``history``, and the policy is
-told of no more such slots than ``_HOPED_SLOTS`` before the first sighting.
+in which one had a machine, and of launches that were refused. A zone is taken to be as
+it was last seen; before that, to have had capacity, in few slots: ``_HOPED_SLOTS``.
 """
 
 import math
