@@ -9,7 +9,7 @@ and how many examples the site holds.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from federation.errors import ProtocolError
 from federation.messages import (
@@ -18,8 +18,8 @@ from federation.messages import (
     MetricSums,
     PrivacySpent,
 )
-from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
+from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import Ledger, Release
@@ -121,21 +121,18 @@ class BudgetedTrainer:
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
+        **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
         """Train a round that was charged.
 
         Raises:
             RuntimeError: It was not, or it was trained already.
         """
+        round_index = arguments["round_index"]
         if not self._trains or round_index != self._round_index:
             raise RuntimeError(f"round {round_index} was not charged")
         self._trains = False
-        result = self._trainer.fit(
-            weights_d, integers_m, round_index=round_index, kept=kept
-        )
+        result = self._trainer.fit(weights_d, integers_m, **arguments)
         return replace(result, num_examples=0, training=None)
 
     def evaluate(

@@ -38,10 +38,12 @@ class ForwardingTrainer:
         """Train."""
         return self._trainer.fit(weights_d, integers_m, **arguments)
 
-    def work_ahead(self, round_index: int, kept: Arrays) -> None:
+    def work_ahead(
+        self, round_index: int, kept: Arrays, first_step: int | None = None
+    ) -> None:
         """Begin with a round's first steps, if the other trainer can."""
         if isinstance(self._trainer, WorksAhead):
-            self._trainer.work_ahead(round_index, kept)
+            self._trainer.work_ahead(round_index, kept, first_step)
 
     def evaluate(
         self,
