@@ -35,6 +35,7 @@ def combine_rule(spec: AggregationSpec) -> CombineRule:
     """Return the rule that a job names."""
     rules: dict[str, Callable[[], CombineRule]] = {
         "mean": lambda: weighted_mean,
+        "contributor_mean": lambda: contributor_mean,
         "trimmed_mean": partial(trimmed_mean, byzantine_sites=spec.byzantine_sites),
         "median": lambda: median,
         "krum": partial(krum, byzantine_sites=spec.byzantine_sites),
@@ -87,11 +88,65 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
             mean_d, total_weight = folded_d, new_weight
         # The loop's variables would keep memory alive while the next is awaited.
         del update, folded_d
+    _check_weight(total_weight)
+    return mean_d
+
+
+def _check_weight(total_weight: float) -> None:
     if not 0 < total_weight < math.inf:
         raise ValueError(
             f"the updates' weights sum to {total_weight}: there is nothing to average"
         )
-    return mean_d
+
+
+def contributor_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+    """Average each coordinate over the updates that have it, by weight.
+
+    For updates in which each site sends other coordinates, and 0 for the rest: ``sum_i
+    w_i delta_i / sum_i w_i`` over the sites whose value is not 0, as in the reference
+    code of SparseLoCo (arXiv:2508.15706; its text divides by all sites). Where no site
+    has a value, the result is 0. It is a running mean, as in ``weighted_mean``.
+
+    Memory: the mean, the weights by coordinate, and a chunk of an update.
+    Breakdown point: 0, one bad site moves the mean anywhere; where it is the only one
+    that has a coordinate, it decides it.
+
+    Args:
+        updates: At least one of positive weight; dropped at once, only read.
+        out_d: Shape ``(d,)``, float32, contiguous; overwritten.
+
+    Returns:
+        ``out_d``.
+
+    Raises:
+        ValueError: As in ``weighted_mean``.
+    """
+    out_d.fill(0.0)
+    weights_d, total_weight = np.zeros_like(out_d), 0.0
+    for update in updates:
+        _check(update, out_d)
+        if not is_finite(update.delta_d):
+            _refuse(update)
+        elif update.weight:
+            total_weight += update.weight
+            _fold_where_sent(update, out_d, weights_d)
+        del update  # One update at a time: the next is about to land.
+    _check_weight(total_weight)
+    return out_d
+
+
+def _fold_where_sent(update: WeightedUpdate, mean_d: Vector, weights_d: Vector) -> None:
+    """Move a mean towards the values of an update that are not 0."""
+    weight = np.float32(update.weight)
+    for piece in chunks(mean_d.size, _CHECKED_CHUNK_VALUES):
+        delta_c, mean_c, weights_c = (
+            update.delta_d[piece],
+            mean_d[piece],
+            weights_d[piece],
+        )
+        sent = delta_c != 0
+        weights_c[sent] += weight
+        mean_c[sent] += (delta_c[sent] - mean_c[sent]) * (weight / weights_c[sent])
 
 
 def _folded(

@@ -29,7 +29,7 @@ from federation.protocols import Clock, SiteHandler
 from federation.rounds.failures import failure
 from federation.vectors import Vector, Words
 
-_SILENCING = frozenset({"silent", "crash", "leave"})
+_SILENCING = frozenset({"silent", "crash", "leave", "lost"})
 
 
 class Restartable:
@@ -65,7 +65,7 @@ class FaultInjector:
     Attributes:
         faults: Which, where and when.
         clock: Waits.
-        seed: Makes garbage the same in every run.
+        seed: Makes garbage, and draws of rounds, the same in every run.
         restart: Restarts a site.
     """
 
@@ -99,7 +99,7 @@ class FaultInjector:
         away = {
             fault.site
             for fault in self.faults
-            if fault.kind == "leave" and _strikes(fault, round_index)
+            if fault.kind == "leave" and self._strikes(fault, round_index)
         }
         return [site for site in sites if site not in away]
 
@@ -111,9 +111,20 @@ class FaultInjector:
             trains = task.kind is TaskKind.TRAIN
         if trains:
             for fault in self.faults:
-                if fault.site == task.site and _strikes(fault, task.round_index):
+                if fault.site == task.site and self._strikes(fault, task.round_index):
                     return fault
         return None
+
+    def _strikes(self, fault: FaultSpec, round_index: int) -> bool:
+        """Whether a fault happens in a round, which the seed may have to say."""
+        chosen = not fault.rounds or round_index in fault.rounds
+        if not chosen or round_index % fault.every:
+            return False
+        if fault.probability == 1:
+            return True
+        entropy = [self.seed, round_index, *fault.kind.encode(), *fault.site.encode()]
+        drawn = np.random.default_rng(entropy).random()
+        return bool(drawn < fault.probability)
 
     def _spoil(
         self, fault: FaultSpec, task: RoundTask, answer: Callable[[], SiteMessage]
@@ -126,7 +137,14 @@ class FaultInjector:
         if fault.kind == "crash":
             return (failure(task, FailureKind.CRASHED, "rehearsed crash"),)
         self._befall(fault, task.site)
-        message = answer()
+        return self._returned(fault, task, answer())
+
+    def _returned(
+        self, fault: FaultSpec, task: RoundTask, message: SiteMessage
+    ) -> Sequence[SiteMessage]:
+        """What arrives of an answer."""
+        if fault.kind == "lost":
+            return ()
         if fault.kind == "duplicate":
             return (message, message)
         if fault.kind == "wrong_round":
@@ -190,8 +208,3 @@ class FaultInjector:
 def _words(values_d: Vector, dtype: np.dtype[Any]) -> Words:
     """Values as the words of an update, in any codec, without its check."""
     return BF16.narrow(values_d) if dtype == BF16.dtype else values_d.astype(dtype)
-
-
-def _strikes(fault: FaultSpec, round_index: int) -> bool:
-    chosen = not fault.rounds or round_index in fault.rounds
-    return chosen and round_index % fault.every == 0

@@ -30,6 +30,7 @@ from federation.job.spec import (
     TrainingSpec,
 )
 
+MEANS = ("mean", "contributor_mean")
 SCHEDULES = ("constant", "linear", "cosine")
 # The first four have keys of their own. Not here: LBFGS, which calls the model several
 # times a step, and SparseAdam, whose gradients cannot be clipped.
@@ -316,7 +317,7 @@ def _check_quorum(job: JobSpec) -> None:
 def _check_robust_rule(job: JobSpec) -> None:
     aggregation = job.aggregation
     bad, rule = aggregation.byzantine_sites, aggregation.combine
-    if rule == "mean":
+    if rule in MEANS:
         if bad:
             raise JobError(
                 "a mean tolerates no bad site; use trimmed_mean, median, krum or "
@@ -369,11 +370,18 @@ def _check_codecs(job: JobSpec) -> None:
             f'"change", or choose {" or ".join(sorted(FOR_MODELS))}',
             key="communication.down_codec.name",
         )
-    if rule != "mean" and not communication.links.up.shares_support:
+    shares = communication.links.up.shares_support
+    if rule == "contributor_mean" and shares:
+        raise JobError(
+            "every site sends all values, or the same ones: use mean, or top_k as "
+            "communication.codec.name",
+            key="aggregation.combine",
+        )
+    if rule not in MEANS and not shares:
         raise JobError(
             f"{rule} compares the values of sites, and with "
             f"{communication.codec.name} each site sends other places and 0 for the "
-            "rest: use mean here, or another codec",
+            "rest: use mean or contributor_mean here, or another codec",
             key="aggregation.combine",
         )
     unit = job.privacy.differential_privacy.unit

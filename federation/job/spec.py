@@ -297,8 +297,9 @@ class AggregationSpec:
     """How updates become one step of the global model.
 
     Attributes:
-        combine: `mean`, or a rule that tolerates `byzantine_sites` bad sites:
-            `trimmed_mean`, `median`, `krum`, `multi_krum`.
+        combine: `mean`; `contributor_mean`, for the codec `top_k`: each value is the
+            mean over the sites that sent it, not over all; or a rule that tolerates
+            `byzantine_sites` bad sites: `trimmed_mean`, `median`, `krum`, `multi_krum`.
         weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
             (examples times the relative improvement of the loss on its held-out data).
         byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
@@ -307,7 +308,15 @@ class AggregationSpec:
     """
 
     combine: str = key(
-        default="mean", choices=("mean", "trimmed_mean", "median", "krum", "multi_krum")
+        default="mean",
+        choices=(
+            "mean",
+            "contributor_mean",
+            "trimmed_mean",
+            "median",
+            "krum",
+            "multi_krum",
+        ),
     )
     weights: str = key(default="examples", choices=("examples", "uniform", "dynamic"))
     byzantine_sites: int = key(default=0, low=0)
@@ -511,14 +520,17 @@ class FaultSpec:
 
     Attributes:
         site: Name of the site.
-        kind: `crash` (raises), `silent` (never answers), `hang` (answers after
-            `seconds`), `duplicate` (answers twice), `nan`, `inf`, `garbage` (random
-            values of norm `scale`, or random bytes in a codec of few bits),
-            `wrong_length`, `wrong_round`, `restart` (loses its memory just before the
-            task arrives), `leave` (announces that it leaves, and returns after `rounds`
-            with an empty memory).
+        kind: `crash` (raises), `silent` (never answers), `lost` (does its work, and
+            the answer is lost on its way), `hang` (answers after `seconds`),
+            `duplicate` (answers twice), `nan`, `inf`, `garbage` (random values of norm
+            `scale`, or random bytes in a codec of few bits), `wrong_length`,
+            `wrong_round`, `restart` (loses its memory just before the task arrives),
+            `leave` (announces that it leaves, and returns after `rounds` with an empty
+            memory).
         rounds: Rounds in which it happens; all if empty.
         every: With 2, only in every second round of these, and so on.
+        probability: In which share of these it happens, drawn by the job's seed, each
+            site and round by itself.
         seconds: How long `hang` takes.
         scale: Euclidean norm of `garbage`, in weight units.
     """
@@ -528,6 +540,7 @@ class FaultSpec:
         choices=(
             "crash",
             "silent",
+            "lost",
             "hang",
             "duplicate",
             "nan",
@@ -541,6 +554,7 @@ class FaultSpec:
     )
     rounds: tuple[int, ...] = ()
     every: int = key(default=1, low=1)
+    probability: float = key(default=1.0, above=0.0, high=1.0)
     seconds: float = key(default=1.0, above=0.0)
     scale: float = key(default=100.0, above=0.0)
 

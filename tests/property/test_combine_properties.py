@@ -215,3 +215,18 @@ def test_pairs_of_extremes_are_finite():
     """Squares overflow, and neighbours cancel."""
     extremes = [3.4e38, -3.4e38, 1e-45, 0.0]
     assert all(is_finite(np.array(p, np.float32)) for p in pairwise(extremes))
+
+
+@given(_updates())
+def test_contributor_mean_is_over_the_sites_that_sent_a_value(
+    updates: list[WeightedUpdate],
+):
+    """For any updates, with zeros wherever they stand."""
+    weights = [update.weight for update in updates]
+    expected = oracles.contributor_mean(_matrix(updates).tolist(), weights)
+    np.testing.assert_allclose(
+        _run(combine.contributor_mean, updates),
+        expected,
+        rtol=0,
+        atol=4 * _tolerance(updates),
+    )

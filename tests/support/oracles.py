@@ -17,6 +17,18 @@ def weighted_mean(
     ]
 
 
+def contributor_mean(
+    rows: Sequence[Sequence[float]], weights: Sequence[float]
+) -> list[float]:
+    """Coordinate by coordinate, over the rows that are not 0 there."""
+    found = []
+    for column in zip(*rows, strict=True):
+        pairs = [(w, v) for w, v in zip(weights, column, strict=True) if v]
+        total = math.fsum(w for w, _ in pairs)
+        found.append(math.fsum(w * v for w, v in pairs) / total if pairs else 0.0)
+    return found
+
+
 def trimmed_mean(rows: Sequence[Sequence[float]], cut: int) -> list[float]:
     """Sort every column and average what is left between the cuts."""
     means = []

@@ -373,3 +373,41 @@ def test_rule_of_a_job(name: str):
     np.testing.assert_array_equal(
         _run(ALL[name], updates), _run(combine.combine_rule(spec), updates)
     )
+
+
+# The mean over the sites that sent a value.
+
+
+def test_contributor_mean_leaves_out_sites_that_sent_nothing():
+    """By hand: weights 1, 3 and 4; of the last coordinate no site has a value."""
+    rows = [[2.0, 0.0, 5.0, 0.0], [6.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    updates = [
+        replace(one, weight=weight)
+        for one, weight in zip(_of(rows), (1.0, 3.0, 4.0), strict=True)
+    ]
+    found = _run(combine.contributor_mean, updates)
+    assert found.tolist() == [5.0, 8.0, 5.0, 0.0]
+
+
+def test_contributor_mean_of_whole_updates_is_the_mean():
+    updates = _updates(5)
+    expected = _run(combine.weighted_mean, updates)
+    found = _run(combine.contributor_mean, updates)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_contributor_mean_refuses_what_is_not_finite():
+    """And counts an update without weight for nothing."""
+    refused: list[str] = []
+    updates = _of([[1.0, 2.0], [np.nan, 2.0], [7.0, 7.0]])
+    updates[1] = replace(updates[1], refuse=lambda: refused.append("site-1"))
+    updates[2] = replace(updates[2], weight=0.0)
+    assert _run(combine.contributor_mean, updates).tolist() == [1.0, 2.0]
+    assert refused == ["site-1"]
+    with pytest.raises(ValueError, match="nothing to average"):
+        _run(combine.contributor_mean, updates[2:])
+
+
+def test_contributor_mean_is_what_a_job_names():
+    rule = combine.combine_rule(AggregationSpec(combine="contributor_mean"))
+    assert rule is combine.contributor_mean

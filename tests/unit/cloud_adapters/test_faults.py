@@ -314,3 +314,36 @@ def test_restart_makes_the_site_anew_and_closes_the_old_one():
     assert [(s.asked, s.closed) for s in made] == [(1, True), (2, False)]
     site.close()
     assert made[-1].closed
+
+
+def test_a_lost_answer_is_the_end_of_work_that_was_done():
+    """Unlike that of a silent site, which is not even called."""
+    calls: list[str] = []
+
+    def answer() -> SiteMessage:
+        calls.append("worked")
+        return toy.update(SITE)
+
+    for kind in ("lost", "silent"):
+        fault = FaultSpec(site=SITE, kind=kind)
+        injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
+        assert injector(toy.task(SITE), answer) == ()
+    assert calls == ["worked"]
+
+
+def test_a_share_of_the_rounds_is_drawn_by_the_seed():
+    """About so many, the same again with the same seed, and others at another site."""
+
+    def struck(site: str, seed: int) -> list[int]:
+        fault = FaultSpec(site=site, kind="lost", probability=0.5)
+        injector = FaultInjector([fault], clock=VirtualClock(), seed=seed)
+        return [
+            index
+            for index in range(1, 201)
+            if not injector(toy.task(site, round_index=index), lambda: toy.update(SITE))
+        ]
+
+    first = struck(SITE, 1)
+    assert 70 < len(first) < 130
+    assert struck(SITE, 1) == first
+    assert first not in (struck(SITE, 2), struck(OTHER, 1))

@@ -553,6 +553,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "sites[1].flower_app.settings.model",
         "a Flower record has no tables",
     ),
+    "mean over contributors of whole updates": (
+        {"aggregation": {"combine": "contributor_mean"}},
+        "aggregation.combine",
+        "use mean, or top_k",
+    ),
     "threshold beyond the sites": (
         secret(threshold=4),
         "privacy.secure_aggregation.threshold",
