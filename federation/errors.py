@@ -130,6 +130,10 @@ class SiteError(FederationError):
     """Work failed at a site: its data, its model or its training."""
 
 
+class ParityFailed(FederationError):
+    """An exported model computes something else than the run's model."""
+
+
 class UserCodeError(SiteError):
     """A user's code failed. Its message may quote a record and stays at the site.
 

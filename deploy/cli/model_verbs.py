@@ -27,11 +27,22 @@ def _export(options: argparse.Namespace) -> int:
     from monitoring.runs.find import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
+    data = None
+    if options.data:
+        from deploy.tools.predict import source_of  # noqa: PLC0415
+
+        data = source_of(run, options.data, source_options(options.option))[1]
     lock = key(options)
     with _opened(options.to, service(options), argument="--to") as plain:
         store = encrypted_with(lock, plain, place=EXPORT)
         with contextlib.closing(store):
-            done = export(run, store, overwrite=options.overwrite)
+            done = export(
+                run,
+                store,
+                overwrite=options.overwrite,
+                kind=options.format,
+                data=data,
+            )
     if not lock:
         tell("the export is not encrypted: use --encryption-key to encrypt it")
     if options.json:
@@ -40,6 +51,8 @@ def _export(options: argparse.Namespace) -> int:
         say(done.url)
         for name, digest in done.sha256.items():
             say(f"{digest}  {name}")
+    if done.parity and not options.json:
+        tell(f"outputs compared with the run's model: {done.parity}")
     return DONE
 
 

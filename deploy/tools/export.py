@@ -1,6 +1,6 @@
 """Export a run's final model: the model, its card and its job, under one URL.
 
-    model.safetensors   the model, in its own types
+    model.safetensors   the model, in its own types; or files of another format
     job.toml            the resolved job
     README.md           the model card; it names the model's SHA-256
 
@@ -13,19 +13,23 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import safetensors
 from safetensors import SafetensorError
 
+from clients.data.datasets import Dataset
 from cloud_adapters.storage.disk import transfer
+from deploy.tools.formats import SAFETENSORS, write_format
 from federation.errors import (
     CorruptObject,
     ObjectExists,
     ObjectNotFound,
     RunNotFound,
 )
+from federation.job import job_file
 from federation.protocols import Buffer, ObjectStore
-from monitoring.pages.model_card import ModelFile, model_card
+from monitoring.pages.model_card import ConvertedModel, ModelFile, model_card
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 
@@ -41,21 +45,33 @@ class Export:
         url: Where it is.
         sha256: Digests of its objects by key, as they were read back.
         bytes_written: What was sent; objects that were there already are not.
+        format: See ``deploy.tools.formats``.
+        parity: How far its outputs are from those of the run's model, in words; empty
+            for the run's own file.
     """
 
     run_id: str
     url: str
     sha256: Mapping[str, str]
     bytes_written: int
+    format: str = SAFETENSORS
+    parity: str = ""
 
 
-def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Export:
+def export(
+    run: RunFolder,
+    store: ObjectStore,
+    *,
+    overwrite: bool = False,
+    kind: str = SAFETENSORS,
+    data: Dataset | None = None,
+) -> Export:
     """Write a run's model, job and card into a store, and read them back.
 
     An object that is there and has the same bytes is left as it is, so that an export
     that was cut short can be made again.
 
-    1. Read what the run says, and the model's header.
+    1. Read what the run says, and the model's header; convert the model if need be.
     2. Write the model, which claims the place; then the job, then the card.
     3. Read everything back and compare digests.
 
@@ -63,48 +79,86 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
         run: A run that has ended with a model.
         store: Where to; its root is the place of the export.
         overwrite: Replace another export that is there.
+        kind: The format, one of ``formats.FORMATS``.
+        data: Records to compare the outputs of a converted model on.
 
     Raises:
         RunNotFound: The run has no final model.
+        JobError: The format does not fit the model.
+        ParityFailed: The converted model computes something else.
         ObjectExists: Something else is there, and ``overwrite`` is not set.
         CorruptObject: The model's file is not whole, or what the store gives back is
             not what was sent.
         KeyRefused: The store encrypts, and what is there has another key.
         StoreUnavailable: The store is unreachable.
     """
-    view = _ended(run)  # 1.
-    job = run.read_job()
-    model = examine(run.model)
-    card = model_card(view, job, model).encode()
-    contents: Mapping[str, Iterable[Buffer]] = {  # In the order of writing.
-        MODEL: transfer.FilePieces(run.model),
-        JOB: [job.encode()],
-        CARD: [card],
-    }
-    digests = {
-        MODEL: model.sha256,
-        JOB: hashlib.sha256(job.encode()).hexdigest(),
-        CARD: hashlib.sha256(card).hexdigest(),
-    }
-    written = 0
-    if overwrite:  # 2.
-        with contextlib.suppress(ObjectNotFound):
-            store.stat(CARD)  # With a wrong key this fails while all is there.
-        store.delete(CARD)
-    for key, pieces in contents.items():
-        written += _write(store, key, pieces, digests[key], overwrite=overwrite)
-    for key, digest in digests.items():  # 3.
-        if _digest(store, key) != digest:
-            raise CorruptObject(
-                f"{key!r} in {store.url} is not what was written: another export may "
-                "have used the same place; export again with --overwrite"
+    with TemporaryDirectory(prefix="crossfed-export-") as folder:
+        view = _ended(run)  # 1.
+        job, model = run.read_job(), examine(run.model)
+        converted = None
+        files: Mapping[str, Path] = {MODEL: run.model}
+        if kind != SAFETENSORS:
+            spec = job_file.loads(job)
+            made = write_format(kind, spec, run.model, Path(folder), data)
+            files = made.files
+            converted = ConvertedModel(
+                format=kind, sha256=_digests(files), parity=str(made.parity)
             )
+        card = model_card(view, job, model, converted).encode()
+        contents: dict[str, Iterable[Buffer]] = {  # In the order of writing.
+            **{name: transfer.FilePieces(path) for name, path in files.items()},
+            JOB: [job.encode()],
+            CARD: [card],
+        }
+        digests = {
+            **({MODEL: model.sha256} if converted is None else converted.sha256),
+            JOB: hashlib.sha256(job.encode()).hexdigest(),
+            CARD: hashlib.sha256(card).hexdigest(),
+        }
+        written = _write_all(store, contents, digests, overwrite=overwrite)  # 2.
+    _check_all(store, digests)  # 3.
     return Export(
         run_id=view.started.run_id,
         url=store.url,
         sha256=digests,
         bytes_written=written,
+        format=kind,
+        parity="" if converted is None else converted.parity,
     )
+
+
+def _digests(files: Mapping[str, Path]) -> Mapping[str, str]:
+    found = {}
+    for name, path in files.items():
+        with path.open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _write_all(
+    store: ObjectStore,
+    contents: Mapping[str, Iterable[Buffer]],
+    digests: Mapping[str, str],
+    *,
+    overwrite: bool,
+) -> int:
+    if overwrite:
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(CARD)  # With a wrong key this fails while all is there.
+        store.delete(CARD)
+    return sum(
+        _write(store, key, pieces, digests[key], overwrite=overwrite)
+        for key, pieces in contents.items()
+    )
+
+
+def _check_all(store: ObjectStore, digests: Mapping[str, str]) -> None:
+    for key, digest in digests.items():
+        if _digest(store, key) != digest:
+            raise CorruptObject(
+                f"{key!r} in {store.url} is not what was written: another export may "
+                "have used the same place; export again with --overwrite"
+            )
 
 
 def examine(path: Path) -> ModelFile:

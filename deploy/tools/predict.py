@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from clients.data.datasets import Dataset
 from clients.training.predictions import Columns, Predictor
 from cloud_adapters.extras import naming_extras
 from deploy.wiring.job_data import load_data
@@ -81,18 +82,9 @@ def predict(
         raise RunNotFound(
             f"the run in {run.path} has no model yet: resume it until it completes"
         )
-    job = job_file.loads(run.read_job())
-    if source == "job":
-        if job.data is None:
-            raise JobError(
-                "the job's sites have data of their own, so it names no source: name "
-                "one, as module:function or a URL",
-                key="DATA",
-            )
-        source, options = job.data.source, {**job.data.options, **options}
-    train, held_out = load_data(source, options, key="DATA")
+    train, held_out = source_of(run, source, options)
     chosen = {"held_out": [held_out], "train": [train], "all": [train, held_out]}[split]
-    predictor = Predictor(job, run.model)
+    predictor = Predictor(job_file.loads(run.read_job()), run.model)
     batches = (found for part in chosen for found in predictor.batches(part))
     replace_file(out, _WRITERS[out.suffix](batches))
     sums = predictor.metrics()
@@ -106,6 +98,27 @@ def predict(
         records=sum(len(part) for part in chosen),
         metrics={name: value for name, value in named.items() if value is not None},
     )
+
+
+def source_of(
+    run: RunFolder, source: str, options: Mapping[str, Any]
+) -> tuple[Dataset, Dataset]:
+    """Load a data source, or that of a run's job; see ``predict``.
+
+    Raises:
+        JobError: The source is unknown.
+        SiteError: It failed.
+    """
+    if source == "job":
+        job = job_file.loads(run.read_job())
+        if job.data is None:
+            raise JobError(
+                "the job's sites have data of their own, so it names no source: name "
+                "one, as module:function or a URL",
+                key="DATA",
+            )
+        source, options = job.data.source, {**job.data.options, **options}
+    return load_data(source, options, key="DATA")
 
 
 def _json_lines(batches: Iterator[Columns]) -> Iterator[bytes]:

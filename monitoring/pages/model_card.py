@@ -30,6 +30,38 @@ model.load_state_dict(load_file("model.safetensors"), strict=False)
 `model` is what the factory above returns. Tied weights are in the file under one of
 their names, which is why `strict=False` is needed."""
 
+_ONNX = """\
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+outputs = session.run(None, {session.get_inputs()[0].name: records})
+```"""
+_GGUF = """\
+The file is for llama.cpp. It has no tokeniser: it takes and returns token
+identifiers."""
+_USE = {
+    "huggingface": """\
+```python
+from transformers import AutoModel  # Or the class that `architectures` names.
+
+model = AutoModel.from_pretrained(folder, local_files_only=True)
+```""",
+    "adapters": """\
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, folder)
+```
+
+`base` is the model that `[model]` of `job.toml` describes, without `lora`.""",
+    "onnx": _ONNX,
+    "onnx-int8": _ONNX,
+    "onnx-int4": _ONNX,
+    "gguf": _GGUF,
+    "gguf-q8": _GGUF,
+}
+
 _NO_PRIVACY = (
     "No differential privacy. The model may reveal which records it was trained on, or "
     "their content: share it only with people who may see the data."
@@ -69,7 +101,27 @@ class ModelFile:
     types: tuple[str, ...]
 
 
-def model_card(view: RunView, job_toml: str, model: ModelFile) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedModel:
+    """A model in another format than the run's own.
+
+    Attributes:
+        format: Its name, such as ``onnx``.
+        sha256: Digests of the files by name.
+        parity: How far its outputs are from those of the run's model, in words.
+    """
+
+    format: str
+    sha256: Mapping[str, str]
+    parity: str
+
+
+def model_card(
+    view: RunView,
+    job_toml: str,
+    model: ModelFile,
+    converted: ConvertedModel | None = None,
+) -> str:
     """Write the card of a run's final model.
 
     The same run always has the same card.
@@ -77,18 +129,20 @@ def model_card(view: RunView, job_toml: str, model: ModelFile) -> str:
     Args:
         view: The run, completed or exhausted.
         job_toml: Its resolved job file, as text.
-        model: The file.
+        model: The run's own file.
+        converted: What is exported, if it is not that file.
     """
     job = tomllib.loads(job_toml)
+    use = _LOAD if converted is None else _USE[converted.format]
     sections = (
         _head(view),
-        ["## Model", "", *_table(_model_rows(job, model))],
+        ["## Model", "", *_table(_model_rows(job, model, converted))],
         ["## Data", "", *_data(view, job)],
         ["## Training", "", *_table(_training_rows(view, job))],
         ["## Evaluation", "", *_evaluation(view)],
         ["## Privacy", "", *_privacy(view)],
         ["## Limits", "", *(f"- {limit}" for limit in _limits(view))],
-        ["## Use", "", _LOAD],
+        ["## Use", "", use],
     )
     return "\n\n".join("\n".join(section) for section in sections) + "\n"
 
@@ -108,9 +162,18 @@ def _head(view: RunView) -> Iterator[str]:
         yield from ("", _EXHAUSTED)
 
 
-def _model_rows(job: Mapping[str, Any], model: ModelFile) -> Iterator[tuple[str, str]]:
-    yield "file", f"`model.safetensors`, {format_bytes(model.size)}"
-    yield "SHA-256", _code(model.sha256)
+def _model_rows(
+    job: Mapping[str, Any], model: ModelFile, converted: ConvertedModel | None
+) -> Iterator[tuple[str, str]]:
+    if converted is None:
+        yield "file", f"`model.safetensors`, {format_bytes(model.size)}"
+        yield "SHA-256", _code(model.sha256)
+    else:
+        yield "format", _code(converted.format)
+        for name, digest in converted.sha256.items():
+            yield f"SHA-256 of {_code(name)}", _code(digest)
+        yield "SHA-256 of the run's model", _code(model.sha256)
+        yield "outputs, against the run's model", _plain(converted.parity)
     tensors = format_count(model.num_tensors, "tensor")
     yield "values", f"{model.num_values:,} in {tensors} of {', '.join(model.types)}"
     yield "factory", _code(job["model"]["factory"])

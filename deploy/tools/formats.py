@@ -1,0 +1,174 @@
+"""The formats that a run's model can leave in, each checked before it is written.
+
+Every format but the run's own file is read back by another reader where there is one,
+and its outputs are compared with those of the run's model (``deploy.tools.parity``).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from clients.data.datasets import Dataset
+from clients.models.trained import trained_model
+from deploy.tools import gguf_file, hugging_face_folder as folders, onnx_file
+from deploy.tools.parity import Parity, check_parity, outputs_of
+from federation.errors import JobError
+from federation.job.spec import JobSpec
+from federation.tree import Tree, leaves, map_tree
+
+SAFETENSORS = "safetensors"
+# Largest relative error of the outputs.
+TOLERANCES: Mapping[str, float] = {
+    "huggingface": 1e-4,
+    "adapters": 1e-5,
+    "onnx": 1e-4,
+    "onnx-int8": 0.1,
+    "onnx-int4": 0.25,
+    "gguf": 5e-3,
+    "gguf-q8": 3e-2,
+}
+FORMATS = (SAFETENSORS, *TOLERANCES)
+# Weights in bfloat16 have 8 significant bits, and are rounded again when merged.
+_BFLOAT16_TOLERANCE = 3e-2
+_RECORDS, _TOKENS = 16, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatFiles:
+    """A model in a format.
+
+    Attributes:
+        files: By the name in the export; all lie in the folder that was given.
+        parity: How far its outputs are from those of the run's model.
+    """
+
+    files: Mapping[str, Path]
+    parity: Parity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a format is made from."""
+
+    job: JobSpec
+    model: torch.nn.Module
+    inputs: Tree
+    folder: Path
+
+
+def write_format(
+    kind: str, job: JobSpec, model_file: Path, folder: Path, data: Dataset | None
+) -> FormatFiles:
+    """Write a run's model in a format, and compare what it computes.
+
+    Args:
+        kind: One of ``TOLERANCES``.
+        job: The run's job.
+        model_file: Its ``model.safetensors``.
+        folder: An empty folder.
+        data: Records to compare the outputs of; without them, language models get
+            random tokens.
+
+    Raises:
+        JobError: The format does not fit the model, or it needs records.
+        ParityFailed: The outputs differ by more than the format's tolerance.
+        MissingExtra: A package of the format is not installed.
+    """
+    pool, model = trained_model(job, model_file)
+    model.to("cpu")
+    inputs = _records(model, data) if data is not None else _random_tokens(model)
+    work = _Work(job=job, model=model, inputs=inputs, folder=folder)
+    reference = outputs_of(model, inputs)
+    found = _WRITERS[kind](work)
+    tolerance = TOLERANCES[kind]
+    if any(spec.dtype == "bfloat16" for spec in pool.layout.tensors):
+        tolerance = max(tolerance, _BFLOAT16_TOLERANCE)
+    parity = check_parity(reference, found, tolerance=tolerance)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return FormatFiles(
+        files={path.relative_to(folder).as_posix(): path for path in files},
+        parity=parity,
+    )
+
+
+def _records(model: torch.nn.Module, data: Dataset) -> Tree:
+    inputs, targets = data.batch(np.arange(min(_RECORDS, len(data))))
+    if len(next(leaves(inputs))) < 2:  # noqa: PLR2004
+        raise JobError("needs two records or more", key="--data")
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare and isinstance(inputs, Mapping) and isinstance(targets, torch.Tensor):
+        # Sequence to sequence: the decoder's inputs are made of the labels.
+        given = {"decoder_input_ids": prepare(targets)}
+        inputs = {**given, **inputs}
+    return map_tree(lambda part: part.cpu(), inputs)
+
+
+def _random_tokens(model: torch.nn.Module) -> Tree:
+    """Tokens that a language model of transformers takes.
+
+    Raises:
+        JobError: It is not one.
+    """
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    main_input = getattr(model, "main_input_name", "")
+    if main_input != "input_ids" or not vocabulary:
+        raise JobError(
+            "this format is checked on records: name a data source with --data, or "
+            "--data job for that of the run's job",
+            key="--data",
+        )
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (_RECORDS, _TOKENS), generator=draw)
+    found = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if getattr(config, "is_encoder_decoder", False):
+        found["decoder_input_ids"] = tokens
+    return found
+
+
+def _hugging_face(work: _Work) -> list[torch.Tensor]:
+    model = folders.merged(work.model)
+    folders.write_folder(model, work.folder)
+    return outputs_of(folders.read_folder(type(model), work.folder), work.inputs)
+
+
+def _adapters(work: _Work) -> list[torch.Tensor]:
+    if not folders.has_adapters(work.model):
+        raise JobError(
+            "the run's model has no adapters: export huggingface", key="--format"
+        )
+    folders.write_folder(work.model, work.folder)
+    return outputs_of(folders.read_adapters(work.job, work.folder), work.inputs)
+
+
+def _onnx(kind: str) -> Callable[[_Work], list[torch.Tensor]]:
+    def write(work: _Work) -> list[torch.Tensor]:
+        model = work.model
+        if folders.has_adapters(model):
+            model = folders.merged(model)
+        path = onnx_file.write_onnx(model, work.inputs, work.folder, kind=kind)
+        return [torch.from_numpy(a) for a in onnx_file.run_onnx(path, work.inputs)]
+
+    return write
+
+
+def _gguf(kind: str) -> Callable[[_Work], list[torch.Tensor]]:
+    def write(work: _Work) -> list[torch.Tensor]:
+        path = gguf_file.write_gguf(folders.merged(work.model), work.folder, kind=kind)
+        return outputs_of(gguf_file.read_gguf(path), work.inputs)
+
+    return write
+
+
+_WRITERS: Mapping[str, Callable[[_Work], list[torch.Tensor]]] = {
+    "huggingface": _hugging_face,
+    "adapters": _adapters,
+    "onnx": _onnx("exact"),
+    "onnx-int8": _onnx("int8"),
+    "onnx-int4": _onnx("int4"),
+    "gguf": _gguf("f16"),
+    "gguf-q8": _gguf("q8_0"),
+}
