@@ -6,6 +6,7 @@ Arguments in and text out; the work is in ``deploy.tools`` and
 
 import argparse
 import contextlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from federation.protocols import ObjectStore
 
 
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+
+
 def _export(options: argparse.Namespace) -> int:
     from deploy.tools.export import export  # noqa: PLC0415
     from deploy.wiring.encryption import EXPORT, encrypted_with  # noqa: PLC0415 -- keeps `--help` fast
@@ -32,6 +36,11 @@ def _export(options: argparse.Namespace) -> int:
         from deploy.tools.predict import source_of  # noqa: PLC0415
 
         data = source_of(run, options.data, source_options(options.option))[1]
+    signer = None
+    if options.sign is not None:
+        from privacy.membership.key_files import open_key  # noqa: PLC0415
+
+        signer = open_key(options.sign, passphrase_file=options.passphrase_file)
     lock = key(options)
     with _opened(options.to, service(options), argument="--to") as plain:
         store = encrypted_with(lock, plain, place=EXPORT)
@@ -42,6 +51,7 @@ def _export(options: argparse.Namespace) -> int:
                 overwrite=options.overwrite,
                 kind=options.format,
                 data=data,
+                signer=signer,
             )
     if not lock:
         tell("the export is not encrypted: use --encryption-key to encrypt it")
@@ -53,6 +63,25 @@ def _export(options: argparse.Namespace) -> int:
             say(f"{digest}  {name}")
     if done.parity and not options.json:
         tell(f"outputs compared with the run's model: {done.parity}")
+    return DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from deploy.tools.export_signature import verify  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.wiring.encryption import EXPORT, encrypted_with  # noqa: PLC0415
+
+    if not _PUBLIC_KEY.fullmatch(options.key):
+        raise JobError("must have 64 hexadecimal digits", key="--key")
+    with _opened(options.url, service(options), argument="URL") as plain:
+        store = encrypted_with(key(options), plain, place=EXPORT)
+        with contextlib.closing(store):
+            found = verify(store, options.key)
+    if options.json:
+        say_json(asdict(found))
+        return DONE
+    for name, digest in found.sha256.items():
+        say(f"{digest}  {name}")
+    say(f"signed with {found.public_key}, of run {found.run_id}")
     return DONE
 
 
@@ -142,6 +171,7 @@ def _opened(
 
 VERBS = {
     "predict": _predict,
+    "verify": _verify,
     "export": _export,
     "export-metrics": _export_metrics,
     "checkpoints": _checkpoints,

@@ -2,6 +2,7 @@
 
     model.safetensors   the model, in its own types; or files of another format
     job.toml            the resolved job
+    signature.json      who gives it away, if they sign it
     README.md           the model card; it names the model's SHA-256
 
 The card is written last and, where an export is replaced, removed first: an export is
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 
 from clients.data.datasets import Dataset
 from cloud_adapters.storage.disk import transfer
+from deploy.tools.export_signature import SIGNATURE, sign
 from deploy.tools.formats import SAFETENSORS, write_format
 from federation.errors import (
     CorruptObject,
@@ -32,6 +34,7 @@ from federation.protocols import Buffer, ObjectStore
 from monitoring.pages.model_card import ConvertedModel, ModelFile, model_card
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
+from privacy.secagg.agreement.identity import Identity
 
 MODEL, JOB, CARD = "model.safetensors", "job.toml", "README.md"
 
@@ -65,6 +68,7 @@ def export(
     overwrite: bool = False,
     kind: str = SAFETENSORS,
     data: Dataset | None = None,
+    signer: Identity | None = None,
 ) -> Export:
     """Write a run's model, job and card into a store, and read them back.
 
@@ -81,6 +85,7 @@ def export(
         overwrite: Replace another export that is there.
         kind: The format, one of ``formats.FORMATS``.
         data: Records to compare the outputs of a converted model on.
+        signer: Signs the export.
 
     Raises:
         RunNotFound: The run has no final model.
@@ -115,6 +120,11 @@ def export(
             JOB: hashlib.sha256(job.encode()).hexdigest(),
             CARD: hashlib.sha256(card).hexdigest(),
         }
+        if signer is not None:
+            card_last = contents.pop(CARD)
+            signature = sign(signer, view.started.run_id, digests)
+            contents |= {SIGNATURE: [signature], CARD: card_last}
+            digests[SIGNATURE] = hashlib.sha256(signature).hexdigest()
         written = _write_all(store, contents, digests, overwrite=overwrite)  # 2.
     _check_all(store, digests)  # 3.
     return Export(

@@ -8,6 +8,7 @@ Not here: any number that the run keeps at its sites. Under secure aggregation o
 differential privacy sizes of data sets are among those.
 """
 
+import copy
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from federation.job import job_digest, job_file
+from federation.job.spec import TrainingSpec
 from monitoring import privacy_words
 from monitoring.terminal import outcome
 from monitoring.units import format_bytes, format_count, format_duration
@@ -208,6 +211,8 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     started = datetime.fromtimestamp(view.first_started_at, UTC)
     optimizer = job["training"]["optimizer"]
     yield "run", _code(view.started.run_id)
+    digest = job_digest.digest(job_file.parse(copy.deepcopy(dict(job)))).hex()
+    yield "SHA-256 of the job", _code(digest)
     yield "begun", f"{started:%Y-%m-%d %H:%M} UTC"
     yield "rounds", f"{view.rounds_completed} of {view.started.rounds}"
     if view.selected is not None:
@@ -218,6 +223,8 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     rate = f"learning rate {optimizer['lr']:g}"
     work = _work(job["training"])
     yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
+    batch = job["training"].get("batch_size", TrainingSpec().batch_size)
+    yield "batch", format_count(batch, "record")
     server = job["aggregation"]["server_optimizer"]["name"]
     yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
     sums = "the aggregator saw only sums" if view.is_secret else "no"

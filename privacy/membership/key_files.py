@@ -70,6 +70,17 @@ def new(
     return _facts(path, made, encrypted=passphrase is not None)
 
 
+def open_key(path: Path, *, passphrase_file: Path | None = None) -> Identity:
+    """Read a key file, to sign with it.
+
+    Raises:
+        KeyFileRefused: As ``show``.
+    """
+    passphrase = _passphrase(passphrase_file)
+    with _advice_on_keys(path):
+        return identity.load(path, passphrase=passphrase)
+
+
 def show(path: Path, *, passphrase_file: Path | None = None) -> KeyFacts:
     """The public half of a key file.
 

@@ -88,8 +88,10 @@ def test_verbs_and_options_are_frozen() -> None:
         "data balance": common | {"run", "--root"},
         "export": common
         | {"run", "--to", "--overwrite", "--root", "--kms-key"}
-        | {"--format", "--data", "--option"}
+        | {"--format", "--data", "--option", "--sign"}
+        | passphrase
         | service,
+        "verify": common | {"url", "--key"} | service,
         "predict": common | {"run", "data", "--option", "--split", "--out", "--root"},
         "export-metrics": common | {"run", "--to", "--follow", "--root"},
         "storage": {"-h", "--help"},

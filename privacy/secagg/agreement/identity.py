@@ -50,6 +50,7 @@ class Label(StrEnum):
     LEDGER = "ledger head"  # of a site's privacy ledger, for itself
     RELAYED = "relayed sum"  # of a relay, over its sites' heads
     ROSTER = "roster"  # of a federation, by the operator of its sites
+    EXPORT = "exported model"  # of all files of an export, by who gives it away
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from support.small_jobs import small_job
 
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools.export import CARD, JOB, MODEL, examine, export
+from deploy.tools.export_signature import SIGNATURE, verify
 from federation.errors import (
     CorruptObject,
     ObjectExists,
@@ -24,6 +25,7 @@ from federation.errors import (
 from federation.event_log import EventWriter
 from federation.protocols import ObjectStore
 from monitoring.runs.run_folder import RunFolder
+from privacy.secagg.agreement import identity
 
 NUM_CHANGES = 6
 
@@ -175,3 +177,13 @@ def test_run_without_model_is_refused(run: RunFolder):
     with pytest.raises(RunNotFound, match="no final model"):
         export(run, store)
     assert keys(store) == []
+
+
+def test_a_signed_export_is_signed_as_a_whole(run: RunFolder):
+    """Model, job and card; the card is still written last."""
+    store, signer = MemoryStore(), identity.generate(lambda size: bytes(range(size)))
+    done = export(run, store, signer=signer)
+    found = verify(store, signer.public.key.hex())
+    assert found.sha256.keys() == {MODEL, JOB, CARD}
+    assert [*done.sha256] == [MODEL, JOB, CARD, SIGNATURE]
+    assert export(run, store, signer=signer).bytes_written == 0

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "tune": "integration/test_tune.py",
     "transcript": "integration/test_cli.py",
     "export": "integration/test_cli.py",
+    "verify": "unit/deploy/test_export_signature.py",
     "predict": "integration/test_predict.py",
     "checkpoints": "integration/test_cli.py",
     "doctor": "integration/test_cli.py",
