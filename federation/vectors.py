@@ -68,6 +68,7 @@ class Role(StrEnum):
 
     PARAMETER = "parameter"  # trained; combined by the job's rule
     BUFFER = "buffer"  # floating-point state; combined, but not stepped
+    SERVER = "server"  # floating point: set by the aggregator; travels down only
     MAX = "max"  # integers: the largest value of any site
     FROM_SERVER = "from_server"  # integers: the server's value, at every site
     KEEP = "keep"  # integers: each site keeps its own; they never travel
@@ -75,7 +76,7 @@ class Role(StrEnum):
     PERSONAL = "personal"  # trained at each site for itself; never travels
 
 
-AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER})
+AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER, Role.SERVER})
 INTEGERS = frozenset({Role.MAX, Role.FROM_SERVER, Role.KEEP})
 
 

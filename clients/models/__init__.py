@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name.
 
-from clients.models.pretrained import hugging_face, tokenizer, with_lora
+from clients.models.adapters import with_lora, with_prompt
+from clients.models.pretrained import hugging_face, tokenizer
 
 __all__ = [
     "digits_cnn",
@@ -25,6 +26,7 @@ __all__ = [
     "mlp",
     "tokenizer",
     "with_lora",
+    "with_prompt",
 ]
 
 

@@ -24,6 +24,7 @@ from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
+from federation.adapters import check_exact
 from federation.errors import JobError
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
@@ -154,6 +155,7 @@ class ModelPool:
         records_apart: Tests these models for mixing records.
         replaced: Layers that differential privacy has replaced, for people to read.
         trained_spans: Places ``[start, stop)`` of these in the flat vector.
+        exact: Adapters whose products the aggregator averages.
         num_trained: Values that training changes: those of parameters that require a
             gradient.
     """
@@ -191,6 +193,9 @@ class ModelPool:
         self._integer_buffers = job.model.integer_buffers
         self._personal = job.model.personal
         self.layout: Layout = self._layout_of(first)
+        self.exact = weights.exact_factors(first)
+        if self.exact:
+            check_exact(job)
         if job.training.optimizer.name == "muon":
             hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)

@@ -8,7 +8,7 @@ not safetensors.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from clients.factories import check_options
+from clients.models.adapters import with_lora, with_prompt
 from federation.errors import JobError, MissingExtra
 from federation.os_errors import os_errors
 
@@ -37,7 +38,6 @@ _INDEX = ".safetensors.index.json"
 _MODEL_ENDS = (".safetensors", _INDEX)
 _MODEL_FILES = frozenset({"config.json", "adapter_config.json"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_METHODS = ("ffa", "plain")
 
 
 def hugging_face(
@@ -49,6 +49,7 @@ def hugging_face(
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     lora: Mapping[str, Any] | None = None,
+    prompt: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Build a model of transformers.
 
@@ -66,6 +67,7 @@ def hugging_face(
             (names of layers), ``train`` (names of layers that are trained as they
             are, such as a new head), ``dropout``, ``dora`` and ``method``, see
             ``with_lora``.
+        prompt: Train only a prompt, by peft: ``tokens``, see ``with_prompt``.
 
     Raises:
         JobError: An option does not fit, or the folder is not what the job names.
@@ -78,98 +80,46 @@ def hugging_face(
             f"{auto!r:.80} is not an AutoModel class of transformers",
             key=f"{_KEY}.auto",
         )
-    if (config is None) == (folder is None):
-        raise JobError("give either config or folder", key=_KEY)
     if dtype not in _DTYPES:
         raise JobError(f"use one of {', '.join(_DTYPES)}", key=f"{_KEY}.dtype")
-    if folder is not None:
-        path = checked_folder(folder, sha256, key=_KEY, tokenizer=False)
-        model = _from_folder(kind, path)
-    else:
-        model = kind.from_config(_config(transformers, dict(config or {})))
+    _check_one(config=config, folder=folder)
+    if lora is not None and prompt is not None:
+        raise JobError("give either lora or prompt", key=_KEY)
+    model = _made(kind, config, folder, sha256)
     model.config.use_cache = False
     model.to(_DTYPES[dtype])
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-        if lora is not None:
+        if lora is not None or prompt is not None:
             model.enable_input_require_grads()
-    if lora is not None:
-        check_options(partial(with_lora, model), lora, key=f"{_KEY}.lora")
-        model = with_lora(model, **lora)
+    for name, options, adapt in (
+        ("lora", lora, with_lora),
+        ("prompt", prompt, with_prompt),
+    ):
+        if options is not None:
+            check_options(partial(adapt, model), options, key=f"{_KEY}.{name}")
+            model = adapt(model, **options)
     return model  # type: ignore[no-any-return]
 
 
-def with_lora(
-    model: torch.nn.Module,
-    *,
-    rank: int = 8,
-    alpha: float | None = None,
-    targets: list[str] | str = "all-linear",
-    train: list[str] | None = None,
-    dropout: float = 0.0,
-    dora: bool = False,
-    method: str = "ffa",
-) -> torch.nn.Module:
-    """Put low-rank adapters ``B A`` beside layers of a model, and freeze all else.
+def _made(
+    kind: Any, config: Mapping[str, Any] | None, folder: str | None, sha256: str | None
+) -> Any:
+    """Make a model from its configuration or its folder."""
+    if folder is None:
+        return kind.from_config(_config(_transformers(), dict(config or {})))
+    path = checked_folder(folder, sha256, key=_KEY, tokenizer=False)
+    return _from_folder(kind, path)
 
-    The mean of the sites' products is the product of their means only if one factor is
-    the same everywhere. With ``ffa`` that is A, drawn with the job's seed and frozen:
-    sums are exact (Sun et al. 2024, arXiv:2403.12313, FFA-LoRA). ``plain`` trains and
-    averages both, which is not exact.
 
-    Args:
-        model: A model of transformers, or any that peft takes.
-        rank: Rank of the adapters.
-        alpha: Numerator of their scale ``alpha / rank``; twice the rank by default.
-        targets: Names of layers; ``all-linear`` for all but the head.
-        train: Names of layers that are trained as they are.
-        dropout: Share of the adapters' inputs that is set to zero in training.
-        dora: Train the magnitude of the weights as well (arXiv:2402.09353); ``plain``
-            only.
-        method: ``ffa`` or ``plain``.
+def _check_one(**options: object) -> None:
+    """Refuse more or less than one of several options.
 
     Raises:
-        JobError: An option does not fit, or no layer has such a name.
-        MissingExtra: peft is not installed.
+        JobError: There are more, or none.
     """
-    key = f"{_KEY}.lora"
-    if method not in _METHODS:
-        raise JobError(f"use one of {', '.join(_METHODS)}", key=f"{key}.method")
-    if dora and method == "ffa":
-        raise JobError(
-            "the norm of DoRA is not linear in B, so that sums would not be exact: set "
-            'method = "plain", or remove this key',
-            key=f"{key}.dora",
-        )
-    _check_layers(model, train or ())
-    peft = _peft()
-    settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules=targets,
-        modules_to_save=train,
-        lora_dropout=dropout,
-        use_dora=dora,
-        # GPT-2's layers, which store their matrices the other way round.
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
-    )
-    try:
-        adapted = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise JobError(f"peft refuses these adapters: {error}", key=key) from error
-    if method == "ffa":
-        for name, parameter in adapted.named_parameters():
-            if ".lora_A." in name or ".lora_embedding_A." in name:
-                parameter.requires_grad = False
-    return adapted  # type: ignore[no-any-return]
-
-
-def _check_layers(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Refuse names of layers that peft would pass over."""
-    layers = [name for name, _ in model.named_modules()]
-    for name in names:
-        if not any(layer.endswith(name) for layer in layers):
-            raise JobError(f"there is no layer {name!r:.80}", key=f"{_KEY}.lora.train")
+    if sum(value is not None for value in options.values()) != 1:
+        raise JobError(f"give either {' or '.join(options)}", key=_KEY)
 
 
 def tokenizer(folder: str, sha256: str | None = None) -> Any:
@@ -271,14 +221,6 @@ def _transformers() -> Any:
     except ImportError as error:
         raise MissingExtra("transformers", "huggingface") from error
     return transformers
-
-
-def _peft() -> Any:
-    try:
-        import peft  # noqa: PLC0415 -- an extra, which takes seconds to import
-    except ImportError as error:
-        raise MissingExtra("peft", "huggingface") from error
-    return peft
 
 
 def _config(transformers: Any, options: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from clients.models import personal
+from federation.adapters import Factors
 from federation.errors import JobError, LayoutMismatch
 from federation.vectors import AVERAGED, IntegerVector, Layout, Role, Vector
 
@@ -50,9 +51,13 @@ def layout_of(
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     rows, unused, unused_personal = [], set(integer_buffers), set(personal_patterns)
+    exact = exact_factors(module)
+    from_server = {each.weight for each in exact if not each.refactored}
     for name, tensor in _distinct(module).items():
         parameter = parameters.get(name)
-        if parameter is not None and not (parameter.requires_grad or sends_frozen):
+        if name in from_server:
+            role = Role.SERVER
+        elif parameter is not None and not (parameter.requires_grad or sends_frozen):
             role = Role.FROZEN
         elif fitting := personal.match(name, personal_patterns):
             role = Role.PERSONAL if tensor.is_floating_point() else Role.KEEP
@@ -92,6 +97,12 @@ def _check_personal(unused: set[str], roles: set[Role]) -> None:
             "share nothing: name fewer",
             key="model.personal",
         )
+
+
+def exact_factors(module: torch.nn.Module) -> tuple[Factors, ...]:
+    """Adapters whose products the aggregator averages, if the model has any."""
+    found: tuple[Factors, ...] = getattr(module, "exact_factors", ())
+    return found
 
 
 def frozen_digest(module: torch.nn.Module, layout: Layout) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from aggregator.combine import combine_rule
+from aggregator.exact_adapters import ExactAdapters
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
@@ -139,7 +140,7 @@ def plain_gather(
         introduced: What sites have signed of their data, and are held to; none in a
             simulation.
     """
-    job, said = federation.job, introduced or {}
+    job, pool, said = federation.job, federation.pool, introduced or {}
     examples = {name: each.examples for name, each in said.items()}
     return PlainGather(
         job,
@@ -149,6 +150,7 @@ def plain_gather(
         weight_of=weight_of(job.aggregation.weights, introduced=examples),
         combine=combine_rule(job.aggregation),
         fault_of=sums_fault(job, said),
+        rule_of=ExactAdapters(pool.layout, pool.exact) if pool.exact else None,
     )
 
 

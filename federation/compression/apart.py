@@ -15,6 +15,7 @@ import numpy as np
 
 from federation.compression.choice import FOR_MODELS
 from federation.compression.codec import Codec, Links, count_fault
+from federation.compression.without import Without, server_spans
 from federation.vectors import Layout, Role, Values, Vector, Words
 
 _FLOAT32 = np.dtype(np.float32)
@@ -22,6 +23,8 @@ _FLOAT32 = np.dtype(np.float32)
 
 def fitted(links: Links, layout: Layout) -> Links:
     """Return a job's codecs as they encode updates and changes of a model."""
+    if left_out := server_spans(layout):
+        return replace(links, up=Without(left_out))
     spans = tuple(_spans(layout))
     if not spans:
         return links

@@ -33,7 +33,7 @@ from federation.rounds.failures import failure
 from federation.rounds.relayed import revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
-from federation.vectors import Layout, Words
+from federation.vectors import Layout, Vector, Words
 
 # Weighted updates, possibly from a generator that waits for the network; and the rule
 # that makes one of them.
@@ -106,6 +106,8 @@ class PlainGather:
         combine: Combines the updates.
         schedule: When to ask whom.
         fault_of: What is wrong with an answer, which then does not count.
+        rule_of: From the global weights of a round to the rule that combines its
+            updates, where that depends on them; in place of ``combine``.
     """
 
     job: JobSpec
@@ -117,6 +119,7 @@ class PlainGather:
     combine: CombineRule
     schedule: Schedule = BARRIER
     fault_of: Callable[[SiteUpdate | SiteEvaluation], str] = lambda _answer: ""
+    rule_of: Callable[[Vector], CombineRule] | None = None
     _desk: Desk = field(init=False)
     # Of each site the round of the newest model that it is known to have.
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
@@ -138,7 +141,8 @@ class PlainGather:
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Train; see ``Gather``."""
-        return self._sound_updates(state, record), self.combine
+        rule = self.rule_of(state.weights_d) if self.rule_of else self.combine
+        return self._sound_updates(state, record), rule
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""

@@ -199,18 +199,56 @@ def test_gradients_of_records_are_those_one_by_one(lora: dict[str, Any], clippin
     labels[2, :6] = -100
     objective = objective_of(job().training)
     clipped = ClippedSum(model, clip_norm=0.5, clipping=clipping, batch_size=5)
-    clipped.add_(lambda: objective(model, (tokens,), labels).sum_of_means(5), 5)
+    clipped.add_(
+        lambda: objective(model, {"input_ids": tokens}, labels).sum_of_means(5), 5
+    )
     expected, num_clipped = torch.zeros_like(clipped.sum_d), 0
     for number in range(5):
         one = slice(number, number + 1)
         model.zero_grad()
-        objective(model, (tokens[one],), labels[one]).sum_of_means(1).backward()
+        objective(model, {"input_ids": tokens[one]}, labels[one]).sum_of_means(
+            1
+        ).backward()
         parts = [p.grad.flatten() for p in clipped.parameters.values()]
         gradient = torch.cat(parts).double()
         num_clipped += int(gradient.norm() > clipped._limit)
         expected += gradient * min(1.0, clipped._limit / gradient.norm())
     assert num_clipped > 0
     assert (clipped.sum_d - expected).norm() < 3e-5 * 0.5
+
+
+def test_a_prompt_is_all_that_is_trained_and_sent():
+    """With the loss of transformers, in the clear and in a secure sum."""
+    options = {"prompt": {"tokens": 2}}
+    plain = simulate(job(options=options))
+    assert plain.view.initial is not None
+    assert plain.loss is not None
+    assert plain.loss < plain.view.initial.pooled.loss
+    values = ModelPool(job(options=options)).num_trained
+    assert values == 2 * GPT2["n_embd"]
+    for report in plain.view.rounds[-1].reports:
+        assert 0 < report.bytes_up - 4 * values < HEADER_BYTES
+    secure = simulate(job(options=options, privacy={"secure_aggregation": SECURE}))
+    assert secure.loss == pytest.approx(plain.loss, rel=1e-2)
+    model = hugging_face(config=GPT2, prompt={"tokens": 2})
+    tokens = torch.arange(8).view(1, 8)
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    objective = objective_of(job().training)
+    found = objective(model, {"input_ids": tokens}, labels)
+    theirs = model.adapted(tokens, labels=labels).loss
+    assert found.total.item() / found.count == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def test_record_level_privacy_refuses_prompts_which_records_share():
+    model, _ = fit_for_privacy(hugging_face(config=GPT2, prompt={"tokens": 2}))
+    clipped = ClippedSum(model, clip_norm=0.5, clipping="hooks", batch_size=5)
+    objective = objective_of(job().training)
+    tokens = torch.zeros((5, 9), dtype=torch.long)
+    with pytest.raises(JobError, match=r"prompt_encoder.*must be the records"):
+        clipped.add_(
+            lambda: objective(model, {"input_ids": tokens}, tokens).sum_of_means(5), 5
+        )
 
 
 def test_record_level_privacy_trains_adapters():
@@ -386,9 +424,9 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
         ),
         ({"config": GPT2, "dtype": "int8"}, "model.options.dtype", "use one of"),
         (
-            {"config": GPT2, "lora": {"targets": ["no_such_layer"]}},
-            "model.options.lora",
-            "no_such_layer",
+            {"config": GPT2, "lora": {"targets": ["q_proj"]}},
+            "model.options.lora.targets",
+            "no layer 'q_proj'; layers with weights are .*c_attn, c_proj",
         ),
         (
             {"config": GPT2, "lora": {"train": ["ln_f", "scores"]}},
@@ -401,9 +439,29 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
             "did you mean rank",
         ),
         (
-            {"config": GPT2, "lora": {"method": "fedex"}},
+            {"config": GPT2, "lora": {"method": "mean"}},
             "model.options.lora.method",
-            "ffa, plain",
+            "ffa, plain, fedex, svd",
+        ),
+        (
+            {"config": GPT2, "lora": {"method": "fedex", "targets": ["wte"]}},
+            "model.options.lora.targets",
+            "name linear layers",
+        ),
+        (
+            {"config": GPT2, "lora": {}, "prompt": {}},
+            "model.options",
+            "either lora or prompt",
+        ),
+        (
+            {"config": GPT2, "prompt": {"tokens": 0}},
+            "model.options.prompt.tokens",
+            "at least 1",
+        ),
+        (
+            {"auto": "AutoModelForMaskedLM", "config": BERT, "prompt": {}},
+            "model.options.prompt",
+            "takes no prompt",
         ),
         (
             {"config": GPT2, "lora": {"dora": True}},
@@ -416,6 +474,55 @@ def test_wrong_options_are_explained(options: dict[str, Any], key: str, text: st
     with pytest.raises(JobError, match=text) as caught:
         hugging_face(**options)
     assert caught.value.key == key
+
+
+def merged(pool: ModelPool, model_d: Any) -> dict[str, Any]:
+    """Weights with their adapters, in float64."""
+    views = {s.name: v.astype(np.float64) for s, v in pool.layout.float_views(model_d)}
+    products = {f.weight: f.scale * views[f.b] @ views[f.a] for f in pool.exact}
+    return {
+        f.weight: views[f.weight]
+        + (products[f.weight].T if f.transposed else products[f.weight])
+        for f in pool.exact
+    }
+
+
+def test_fedex_is_the_mean_of_the_sites_models():
+    """Whole rounds: the residual travels down, and only factors go up."""
+    spec = job(num_sites=3, rounds=1, options={"lora": {"rank": 2, "method": "fedex"}})
+    federation = build_federation(spec)
+    pool = federation.pool
+    start_d, integers_m = pool.initial_weights()
+    whole, total = dict[str, Any](), 0
+    for site in federation.site_data:
+        done = federation.trainer(site).fit(start_d, integers_m, round_index=1)
+        total += done.num_examples
+        for name, values in merged(pool, done.weights_d).items():
+            whole[name] = whole.get(name, 0) + done.num_examples * values
+    result = simulate(spec)
+    model_d = np.concatenate(
+        [
+            result.weights[s.name].reshape(-1)
+            for s, _ in pool.layout.float_views(start_d)
+        ]
+    )
+    for name, values in merged(pool, model_d).items():
+        np.testing.assert_allclose(values, whole[name] / total, atol=1e-6)
+    for report in result.view.rounds[-1].reports:
+        assert 0 < report.bytes_up - 4 * pool.num_trained < HEADER_BYTES
+
+
+def test_svd_trains_and_secure_aggregation_refuses_both():
+    lora = {"rank": 2, "method": "svd"}
+    result = simulate(job(options={"lora": lora}))
+    assert result.view.initial is not None
+    assert result.loss is not None
+    assert result.loss < result.view.initial.pooled.loss
+    for method in ("fedex", "svd"):
+        lora = {"rank": 2, "method": method}
+        secure = {"secure_aggregation": SECURE}
+        with pytest.raises(JobError, match="shows it only their sum"):
+            ModelPool(job(options={"lora": lora}, privacy=secure))
 
 
 def test_dora_trains_with_plain_averaging():

@@ -1,0 +1,70 @@
+"""The factors of low-rank adapters, for an aggregator that averages their products."""
+
+from dataclasses import dataclass
+
+from federation.errors import JobError
+from federation.job.spec import JobSpec, ServerOptimizerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """One adapter ``scale * B A`` beside a weight, by names of the model's state.
+
+    Attributes:
+        weight: The weight, of shape ``(outputs, inputs)`` unless it is transposed.
+        a: A, of shape ``(rank, inputs)``.
+        b: B, of shape ``(outputs, rank)``.
+        scale: What the product is multiplied by.
+        transposed: Whether the weight has shape ``(inputs, outputs)``.
+        refactored: Whether the aggregator makes new factors of the mean of products;
+            otherwise it adds what their mean misses to the weight.
+    """
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    transposed: bool = False
+    refactored: bool = False
+
+
+def check_exact(job: JobSpec) -> None:
+    """Refuse jobs in which the mean of products is not what the aggregator computes.
+
+    Raises:
+        JobError: The first reason.
+    """
+    optimizer, links = job.aggregation.server_optimizer, job.communication.links
+    step = ServerOptimizerSpec()
+    faults = {
+        "the aggregator needs each site's factors, and secure aggregation shows it "
+        "only their sum": job.privacy.secure_aggregation.enabled,
+        "products of noised factors have more noise than was planned": (
+            job.privacy.differential_privacy.enabled
+        ),
+        f"aggregation.combine is {job.aggregation.combine}, not mean": (
+            job.aggregation.combine != "mean"
+        ),
+        "the server optimiser would step factors and products differently: leave out "
+        "aggregation.server_optimizer": (
+            (optimizer.name, optimizer.lr) != (step.name, step.lr)
+        ),
+        "codecs round the factors: leave out communication.codec and down_codec": (
+            {links.up.name, links.down.name} != {"identity"}
+        ),
+        "relays and Flower apps send no factors of single sites": (
+            bool(job.relays) or any(site.flower_app for site in job.sites)
+        ),
+        "kept optimiser state would be of other factors: leave out "
+        "training.optimizer.state": job.training.optimizer.state == "keep",
+        "overlap_steps mixes an older weight with the residual of the round": (
+            job.training.overlap_steps > 0
+        ),
+    }
+    for reason, is_refused in faults.items():
+        if is_refused:
+            raise JobError(
+                f'with method = "fedex" or "svd", {reason}; or use method = "ffa", '
+                "whose sums are exact everywhere",
+                key="model.options.lora.method",
+            )
