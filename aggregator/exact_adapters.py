@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.combine import weighted_mean
-from federation.adapters import Factors
+from federation.job.adapters import Factors
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Layout, TensorSpec, Values, Vector
 

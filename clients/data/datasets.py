@@ -18,8 +18,9 @@ else is inputs, in a dict of that order; ``inputs`` alone stands for itself.
 Nothing has to be inherited or registered. ``as_dataset`` makes a ``Dataset`` of any.
 Models see float32 and int64 only: floating-point and boolean inputs become
 float32, integer inputs are tokens and become int64, and integer targets are classes and
-become int64. Arrays of uint8 with four axes or more are images: their inputs become
-float32 from 0 to 1.
+become int64. Inputs of uint8 with four axes or more in a batch are images and become
+float32 from 0 to 1, also those of items and of a ``collate_fn``; tokens with so many
+axes must have another integer type.
 
 Where datasets come from is in ``data``, how one is dealt out to sites in
 ``partition``.
@@ -413,7 +414,7 @@ def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> B
                 outside=fault,
             )
     return (
-        map_tree(_as_model_type, pair[0]),
+        map_tree(_as_input, pair[0]),
         map_tree(partial(_as_model_type, bools=torch.int64), pair[1]),
     )
 
@@ -427,7 +428,7 @@ def _fetch_items(items: Any, indices: Indices, *, name: str) -> Batch:
     inputs, targets = zip(*found, strict=True)
     try:
         return (
-            map_tree(lambda *each: _as_model_type(_stacked(*each)), *inputs),
+            map_tree(lambda *each: _as_input(_stacked(*each)), *inputs),
             map_tree(
                 lambda *each: _as_model_type(_stacked(*each), bools=torch.int64),
                 *targets,
@@ -452,6 +453,12 @@ def _stacked(*parts: object) -> Any:
     if isinstance(parts[0], np.bool_):  # Which torch 2.6 reads as an index.
         parts = tuple(map(bool, parts))
     return default_collate(list(parts))
+
+
+def _as_input(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype == torch.uint8 and values.ndim >= _IMAGE_AXES:
+        return values.float() / 255
+    return _as_model_type(values)
 
 
 def _as_model_type(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from federation.adapters import Factors
 from federation.errors import JobError, MissingExtra
+from federation.job.adapters import Factors
 
 _KEY = "model.options"
 _METHODS = ("ffa", "plain", "fedex", "svd")
@@ -132,7 +132,7 @@ def with_prompt(model: torch.nn.Module, *, tokens: int = 20) -> torch.nn.Module:
         own places are cut off.
 
     Raises:
-        JobError: The model is of another kind, or there is no token.
+        JobError: It is another kind of model, or there is no token.
         MissingExtra: peft is not installed.
     """
     key = f"{_KEY}.prompt"
@@ -149,10 +149,10 @@ def with_prompt(model: torch.nn.Module, *, tokens: int = 20) -> torch.nn.Module:
     peft = _peft()
     settings = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=tokens)
     adapted = peft.get_peft_model(model, settings)
-    return _Prompted(adapted, cut=tokens if task == "CAUSAL_LM" else 0)
+    return _PromptModel(adapted, cut=tokens if task == "CAUSAL_LM" else 0)
 
 
-class _Prompted(torch.nn.Module):
+class _PromptModel(torch.nn.Module):
     """A model with a prompt that returns logits of its inputs alone."""
 
     def __init__(self, adapted: torch.nn.Module, *, cut: int) -> None:

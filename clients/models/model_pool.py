@@ -24,8 +24,8 @@ from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
-from federation.adapters import check_exact
 from federation.errors import JobError
+from federation.job.adapters import check_exact
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector

@@ -42,6 +42,7 @@ from federation.job.spec import TrainingSpec
 from federation.tree import Tree, num_records
 
 _KEY = "training.task"
+_NO_LABEL = torch.iinfo(torch.int64).min
 _PART = 1 << 14  # Predictions that are sorted into a confusion matrix at a time.
 
 
@@ -530,8 +531,12 @@ def _cross_entropy(
 ) -> BatchLoss:
     """Sum of the cross-entropies; one that is not a number counts ``max_loss``."""
     try:
+        # No label is left out, as torch does with -100: it would count as learnt.
         losses = functional.cross_entropy(
-            logits, targets, reduction="sum" if max_loss is None else "none"
+            logits,
+            targets,
+            ignore_index=_NO_LABEL,
+            reduction="sum" if max_loss is None else "none",
         )
     except IndexError as error:  # Which a GPU cannot raise.
         raise classes_misfit(logits.shape[1], targets) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from clients.factories import check_options
 from clients.models.adapters import with_lora, with_prompt
@@ -141,9 +142,18 @@ def tokenizer(folder: str, sha256: str | None = None) -> Any:
     """
     path = checked_folder(folder, sha256, key="data.options", tokenizer=True)
     transformers = _transformers()
-    return transformers.AutoTokenizer.from_pretrained(
-        str(path), local_files_only=True, trust_remote_code=False
-    )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # Its readers, some of them in Rust, raise anything. This does not continue.
+        raise JobError(
+            f"transformers cannot read the tokeniser in {path}: {error!r:.400}; copy "
+            "its files again",
+            key="data.options.folder",
+            outside="transformers cannot read the tokeniser",
+        ) from error
 
 
 def checked_folder(
@@ -244,13 +254,38 @@ def _from_folder(kind: Any, path: Path) -> Any:
         )
         _refuse_remote_code(config)
         _refuse_other_files(path, config)
-        return kind.from_pretrained(str(path), use_safetensors=True, **local)
-    except (OSError, ValueError) as error:
+        model, found = kind.from_pretrained(
+            str(path),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # They are refused below, by name.
+            output_loading_info=True,
+            **local,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise JobError(
-            f"transformers cannot read {path}: {error}",
+            f"transformers cannot read {path}: {error!r:.400}; copy its files again",
             key=f"{_KEY}.folder",
             outside="transformers cannot read it",
         ) from error
+    if fault := _misfit(model, found):
+        fault = f"its weights are those of another model than its config.json: {fault}"
+        raise JobError(f"{path}: {fault}", key=f"{_KEY}.folder", outside=fault)
+    return model
+
+
+def _misfit(model: Any, found: Mapping[str, Any]) -> str:
+    """Name the first layer that a file of weights does not have; empty for none.
+
+    A new head is no misfit, nor is the pooler of a model that was trained without one.
+    """
+    for name, theirs, ours in sorted(found["mismatched_keys"]):
+        return f"{name!r} is {list(ours)} in the model and {list(theirs)} in the file"
+    body = f"{model.base_model_prefix}."
+    for name in model.state_dict():
+        is_body = name.startswith(body) and ".pooler." not in name
+        if is_body and name in found["missing_keys"]:
+            return f"the file has no {name!r}"
+    return ""
 
 
 def _refuse_other_files(path: Path, config: Mapping[str, Any]) -> None:

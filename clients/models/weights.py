@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from clients.models import personal
-from federation.adapters import Factors
 from federation.errors import JobError, LayoutMismatch
+from federation.job.adapters import Factors
 from federation.vectors import AVERAGED, IntegerVector, Layout, Role, Vector
 
 _INTEGER_TYPES = {

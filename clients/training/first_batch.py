@@ -1,5 +1,6 @@
 """One batch forward and backward at each kind of site, before a run or without one."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from federation.job.code_files import unpinned
 from federation.job.metrics import TRAINER
 from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.protocols import Trainer
-from federation.tree import map_tree
+from federation.tree import Tree, map_tree
 
 _MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN in.
 
@@ -34,14 +35,17 @@ def check_first_batches(federation: Federation) -> None:
         SiteError: A site could not train or evaluate; the cause is kept.
     """
     job, seen, num_classes = federation.job, [], 0
+    first: SiteId | None = None
     federation.pool.reserve(2)
     for site in job.sites:
         data = job.data if site.data is None else site.data
         if site.flower_app is not None or data is None:
             continue
         name = SiteId(site.name)
+        first = name if first is None else first
         try:
             _check_records(federation, name)
+            _check_columns(federation, first, name)
             if data not in seen:
                 num_classes = _check_step(federation, name)
             _check_labels(federation, name, num_classes)
@@ -67,6 +71,30 @@ def _check_records(federation: Federation, name: SiteId) -> None:
                 f"{what} record {bad} holds NaN or infinite values: drop or fill these "
                 "records in the data function"
             )
+
+
+def _check_columns(federation: Federation, first: SiteId, name: SiteId) -> None:
+    """Check that a site's records have the columns of the first site's."""
+    one = np.zeros(1, np.int64)
+    for number, what in enumerate(("inputs", "targets")):
+        here, there = (
+            _form(federation.site_data[site][0].batch(one)[number])
+            for site in (name, first)
+        )
+        if here != there:
+            raise SiteError(
+                f"{what} are {here}, and those of site {first!r} are {there}: give "
+                "all sites the same columns, under the same names"
+            )
+
+
+def _form(values: Tree) -> str:
+    """The nesting of a batch, without shapes, which padding may change."""
+    if isinstance(values, Mapping):
+        return "{" + ", ".join(f"{k}: {_form(v)}" for k, v in values.items()) + "}"
+    if isinstance(values, (tuple, list)):
+        return "(" + ", ".join(map(_form, values)) + ")"
+    return "none" if values is None else str(values.dtype).removeprefix("torch.")
 
 
 def _check_step(federation: Federation, name: SiteId) -> int:
@@ -131,5 +159,7 @@ def _check_labels(federation: Federation, name: SiteId, num_classes: int) -> Non
     """Check the class of every record: a batch need not have them all."""
     for part in federation.site_data[name]:
         labels = part.labels()
-        if num_classes and labels is not None and labels.max() >= num_classes:
+        if num_classes == 0 or labels is None:
+            continue
+        if labels.min() < 0 or labels.max() >= num_classes:
             raise classes_misfit(num_classes, torch.from_numpy(labels))

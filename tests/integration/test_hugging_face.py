@@ -12,7 +12,7 @@ import torch
 from support.hugging_face import BERT, GPT2, save_tokenizer
 from support.small_jobs import small_job
 
-from clients.models import hugging_face
+from clients.models import hugging_face, tokenizer
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import objective_of
 from clients.models.pretrained import folder_digest
@@ -326,6 +326,42 @@ def test_model_of_a_folder(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(JobError, match="use the same files"):
         hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+def test_weights_of_another_model_are_refused_by_their_first_layer(tmp_path: Path):
+    """A new head is welcome; a body that the file does not have would be random."""
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+
+    def load(auto: str = "AutoModelForCausalLM") -> torch.nn.Module:
+        sha256 = folder_digest(tmp_path, tokenizer=False)
+        return hugging_face(auto, folder=str(tmp_path), sha256=sha256)
+
+    load("AutoModelForSequenceClassification")
+    for change, text in (
+        ({"n_layer": 2}, r"the file has no 'transformer\.h\.1\.ln_1\.weight'"),
+        ({"n_embd": 16}, r"c_attn\.bias' is \[48\] in the model and \[24\] in"),
+    ):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(JobError, match=text) as caught:
+            load()
+        assert caught.value.key == "model.options.folder"
+    path.write_text(json.dumps(config))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(JobError, match=r"cannot read .*copy its files again"):
+        load()
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_tokenizer_is_one_message(tmp_path: Path, text: str):
+    save_tokenizer(tmp_path, ("a", "b"))
+    (tmp_path / "tokenizer.json").write_text(text)
+    sha256 = folder_digest(tmp_path, tokenizer=True)
+    with pytest.raises(JobError, match="cannot read the tokeniser") as caught:
+        tokenizer(str(tmp_path), sha256)
+    assert str(tmp_path) not in caught.value.outside
 
 
 def test_code_of_a_folder_is_never_run(tmp_path: Path):

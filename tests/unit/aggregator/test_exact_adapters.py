@@ -9,12 +9,12 @@ from support.small_jobs import small_job
 
 from aggregator.combine import weighted_mean
 from aggregator.exact_adapters import ExactAdapters
-from federation.adapters import Factors, check_exact
 from federation.compression.apart import fitted
 from federation.compression.codec import IDENTITY, Links, decoded, encoded_over
 from federation.compression.without import Without
 from federation.errors import JobError
 from federation.ids import SiteId
+from federation.job.adapters import Factors, check_exact
 from federation.job.spec import JobSpec
 from federation.protocols import WeightedUpdate
 from federation.vectors import Layout, Role, Vector

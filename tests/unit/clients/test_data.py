@@ -15,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from clients.data import (
@@ -591,3 +592,15 @@ def test_images_of_bytes_are_scaled():
     assert inputs.unique().tolist() == [np.float32(0.2)]
     labels = as_dataset((INPUTS[:2], images), name="train").batch(np.array([0]))[1]
     assert labels.dtype is torch.int64
+
+
+def test_images_of_items_are_scaled_as_those_of_arrays():
+    images = np.full((2, 3, 4, 4), 51, np.uint8)
+    items = [(image, 1) for image in images]
+    collated = DataLoader(items, collate_fn=lambda rows: default_collate(list(rows)))
+    for source in (items, collated):
+        inputs, _ = as_dataset(source, name="train").batch(np.array([0, 1]))
+        assert inputs.dtype is torch.float32
+        assert inputs.unique().tolist() == [np.float32(0.2)]
+    rows = as_dataset([(image[0], 1) for image in images], name="train")
+    assert rows.batch(np.array([0]))[0].dtype is torch.int64

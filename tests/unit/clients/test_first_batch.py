@@ -1,0 +1,62 @@
+"""What a look at the first batches of each site finds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import blobs, small_job
+
+from clients.data.datasets import as_dataset
+from clients.models.model_pool import ModelPool
+from clients.training.first_batch import check_first_batches
+from clients.training.local_federation import Federation
+from federation.errors import SiteError
+from federation.ids import SiteId
+
+SITES = ("site-0", "site-1")
+
+
+def federation(*of_sites: Any) -> Federation:
+    """Two sites with data of their own."""
+    job = small_job(num_sites=2)
+    datasets = [as_dataset(data, name="train") for data in of_sites]
+    site_data = {
+        SiteId(name): (data, data) for name, data in zip(SITES, datasets, strict=True)
+    }
+    return Federation(job=job, pool=ModelPool(job), site_data=site_data)
+
+
+def arrays() -> tuple[Any, Any]:
+    train, _ = blobs()
+    return train.inputs, train.targets
+
+
+def test_sound_sites_pass():
+    check_first_batches(federation(arrays(), arrays()))
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3])
+def test_labels_out_of_range_are_found_wherever_they_are(label: int):
+    """Also the one that torch would leave out of the loss, and count all the same."""
+    inputs, targets = arrays()
+    wrong = targets.copy()
+    wrong[-1] = label
+    with pytest.raises(SiteError, match=r"must be from 0 to 2: renumber them") as found:
+        check_first_batches(federation((inputs, targets), (inputs, wrong)))
+    assert "site-1" in str(found.value)
+
+
+def test_columns_that_differ_by_site_are_named():
+    inputs, targets = arrays()
+    named = {"values": inputs, "labels": targets}
+    with pytest.raises(SiteError, match="give all sites the same columns") as found:
+        check_first_batches(federation((inputs, targets), named))
+    assert "{values: float32}, and those of site 'site-0' are float32" in str(
+        found.value
+    )
+    halves = targets.astype(np.float32)
+    with pytest.raises(SiteError, match="targets are float32, and those of"):
+        check_first_batches(federation((inputs, targets), (inputs, halves)))
+    nested = ({"a": inputs, "b": (inputs, inputs)}, targets)
+    with pytest.raises(SiteError, match=r"a: float32, b: \(float32, float32\)"):
+        check_first_batches(federation((inputs, targets), nested))
