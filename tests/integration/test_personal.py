@@ -45,8 +45,8 @@ def by_hand(job: JobSpec) -> tuple[np.ndarray, float]:
     federation = parts.build_federation(job)
     models = {}
     for name in federation.site_data:
-        with ModelPool(job).borrow() as model:
-            models[name] = model.module
+        with ModelPool(job).borrow() as instance:
+            models[name] = instance.module
     shared = {k: v.clone() for k, v in next(iter(models.values())).state_dict().items()}
     shared = {name: value for name, value in shared.items() if name.startswith("1.")}
     sizes = {name: len(train) for name, (train, _) in federation.site_data.items()}

@@ -1,0 +1,61 @@
+"""Files of weights on this machine that a model's factory reads.
+
+For frozen parts of a model: their values are in the layout's digest, so a site whose
+file differs is refused, and nothing else has to name the file's digest.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from federation.errors import JobError
+from federation.job import code_files
+
+_MODEL = "model.safetensors"
+
+
+def find(name: str, *, key: str) -> Path:
+    """Find a file of weights, or the one in the folder of a run or an export.
+
+    Args:
+        name: Path relative to the job file or to the working folder.
+        key: Key of the job, for errors.
+
+    Raises:
+        JobError: It is not here.
+    """
+    places = [place / name for place in (*code_files.places(), Path())]
+    paths = [path / _MODEL if path.is_dir() else path for path in places]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        tried = " or ".join(dict.fromkeys(str(each.resolve()) for each in paths))
+        raise JobError(f"there is no file {tried} at this site", key=key)
+    return path
+
+
+def read(name: str, *, key: str) -> dict[str, torch.Tensor]:
+    """Read what ``find`` finds.
+
+    Raises:
+        JobError: It is not here, or is no safetensors file.
+    """
+    path = find(name, key=key)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"{path} is not a safetensors file: {error}", key=key) from error
+
+
+def load(module: torch.nn.Module, name: str, *, key: str) -> torch.nn.Module:
+    """Load a file into a module that has all of its tensors, and freeze the module.
+
+    Raises:
+        JobError: It does not fit, or see ``read``.
+    """
+    try:
+        module.load_state_dict(read(name, key=key))
+    except RuntimeError as error:
+        raise JobError(f"{name} does not fit the model: {error}", key=key) from error
+    return module.requires_grad_(requires_grad=False)
