@@ -15,7 +15,7 @@ sites, and a site compares its own losses with these.
 Shape suffixes: B batch, C clusters, K classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from clients.factories import call_factory, import_factory
 from clients.models.applying import logits_of
-from clients.models.tasks import TASKS
+from clients.models.tasks import TASKS, Values
 from federation.errors import JobError
 from federation.job.metrics import LOSS
 from federation.tree import Tree
@@ -123,7 +123,7 @@ def clusters(
 
 def best_cluster(
     model: nn.Module, inputs: Tree, targets: Tree, *, task: str = "classification"
-) -> Mapping[str, torch.Tensor]:
+) -> Values:
     """An objective: in training, choose the model to train; otherwise use the choice.
 
     Held-out records are evaluated with the choice that training records led to.
@@ -143,12 +143,7 @@ def best_cluster(
             "best_cluster trains models of clients.models:clusters: use that",
             key="model.factory",
         )
-    if task != "classification" and task not in TASKS:
-        raise JobError(
-            f"{task!r} has no clusters: use classification, {', '.join(TASKS)}",
-            key="training.options.task",
-        )
-    objective = _classification if task == "classification" else TASKS[task]
+    objective = by_record(task)
     if model.training:
         model.members.eval()  # What is only measured leaves no statistics.
         with torch.no_grad():
@@ -160,9 +155,24 @@ def best_cluster(
     return objective(model.chosen(), inputs, targets)
 
 
-def _classification(
-    model: nn.Module, inputs: Tree, targets: Tree
-) -> Mapping[str, torch.Tensor]:
+def by_record(task: str) -> Callable[[nn.Module, Tree, Tree], Values]:
+    """Find a built-in task that another objective is around.
+
+    Raises:
+        JobError: It is unknown, or does not give a value for each record.
+    """
+    if task == "classification":
+        return _classification
+    if task not in TASKS:
+        raise JobError(
+            f"{task!r} cannot be used here: choose classification or "
+            f"{', '.join(TASKS)}",
+            key="training.options.task",
+        )
+    return TASKS[task]
+
+
+def _classification(model: nn.Module, inputs: Tree, targets: Tree) -> Values:
     logits_bk = logits_of(model, inputs)
     loss_b = functional.cross_entropy(logits_bk, targets, reduction="none")
     return {LOSS: loss_b, "accuracy": (logits_bk.argmax(1) == targets).float()}

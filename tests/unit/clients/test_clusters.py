@@ -109,7 +109,7 @@ def test_other_tasks_have_clusters_too():
         (
             lambda: best_cluster(fixed(1, 1, 1), INPUTS, LABELS, task="sft"),
             "training.options.task",
-            "'sft' has no clusters",
+            "'sft' cannot be used here",
         ),
     ],
 )
