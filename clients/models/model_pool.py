@@ -113,8 +113,9 @@ class Instance:
         """
         self.reset()
         weights.load(self.module, self._layout, weights_d, integers_m)
-        own_p = personal.own_part(kept, self._first_p)
-        personal.load(self.module, self._layout, own_p)
+        own_p = personal.own_part(kept)
+        begin_p = self._first_p if own_p is None else own_p
+        personal.load(self.module, self._layout, begin_p)
 
     def check_frozen(self) -> None:
         """Check that frozen tensors have not changed, since nothing reloads them.

@@ -25,14 +25,9 @@ def match(name: str, patterns: Sequence[str]) -> set[str]:
     return {pattern for pattern in patterns if fnmatchcase(name, pattern)}
 
 
-def own_part(kept: Arrays, first_p: Vector) -> Vector:
-    """Return a site's personal values, shape ``(p,)``.
-
-    Args:
-        kept: The site's state; without personal values before it has trained.
-        first_p: What every site begins with.
-    """
-    return kept.get(_PERSONAL, first_p)
+def own_part(kept: Arrays) -> Vector | None:
+    """Return a site's personal values, shape ``(p,)``; None before it has trained."""
+    return kept.get(_PERSONAL)
 
 
 @torch.no_grad()

@@ -93,9 +93,9 @@ class InterruptedSteps:
             found.arrays[_WEIGHTS],
             found.arrays[_INTEGERS],
         )
-        begun_p = personal.read(self._model, self._layout)
-        own_p = personal.own_part(found.arrays, begun_p)
-        personal.load(self._model, self._layout, own_p)
+        own_p = personal.own_part(found.arrays)
+        if own_p is not None:
+            personal.load(self._model, self._layout, own_p)
         buffers = _other_buffers(self._model)
         for name, array in _below(_BUFFER, found.arrays).items():
             buffers[name].copy_(torch.tensor(array))

@@ -21,8 +21,26 @@ from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.local_work import check_task
 from federation.rounds.server_optimizer import server_optimizer
+from federation.vectors import Layout
 
 SiteData = tuple[Dataset, Dataset]
+
+
+def state_of(
+    job: JobSpec, layout: Layout, site: SiteId, store: ObjectStore
+) -> SiteState:
+    """Make what a site keeps of a run between rounds."""
+    optimizer, links = job.training.optimizer, fitted(job.communication.links, layout)
+    return SiteState(
+        site,
+        layout,
+        store,
+        rounds=job.storage.keep_checkpoints + 1,
+        carries=optimizer.name if optimizer.state == "keep" else "",
+        leaves_out=job.privacy.secure_aggregation.levels is not None
+        or job.training.overlap_steps > 0,
+        codec=links.up.name if links.feedback else "",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +108,11 @@ class Federation:
         works_ahead: bool = False,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
-        optimizer = self.job.training.optimizer
         links = fitted(self.job.communication.links, self.pool.layout)
         return Site(
             name,
             make_trainer=make_trainer,
-            state=SiteState(
-                name,
-                self.pool.layout,
-                store,
-                rounds=self.job.storage.keep_checkpoints + 1,
-                carries=optimizer.name if optimizer.state == "keep" else "",
-                leaves_out=self.job.privacy.secure_aggregation.levels is not None
-                or self.job.training.overlap_steps > 0,
-                codec=links.up.name if links.feedback else "",
-            ),
+            state=state_of(self.job, self.pool.layout, name, store),
             clock=clock,
             meter=meter,
             withheld=withheld(self.job),

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from deploy.cli.store_arguments import key, service, source_options
@@ -20,6 +22,7 @@ from federation.errors import JobError
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
     from federation.protocols import ObjectStore
+    from monitoring.runs.run_folder import RunFolder
 
 
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
@@ -42,7 +45,10 @@ def _export(options: argparse.Namespace) -> int:
 
         signer = open_key(options.sign, passphrase_file=options.passphrase_file)
     lock = key(options)
-    with _opened(options.to, service(options), argument="--to") as plain:
+    with (
+        _model_of(run, options.site) as model,
+        _opened(options.to, service(options), argument="--to") as plain,
+    ):
         store = encrypted_with(lock, plain, place=EXPORT)
         with contextlib.closing(store):
             done = export(
@@ -52,6 +58,7 @@ def _export(options: argparse.Namespace) -> int:
                 kind=options.format,
                 data=data,
                 signer=signer,
+                model=model,
             )
     if not lock:
         tell("the export is not encrypted: use --encryption-key to encrypt it")
@@ -103,6 +110,20 @@ def _predict(options: argparse.Namespace) -> int:
         say(f"{name:<11} {value:.4f}")
     say(f"{done.records} predictions are in {done.path}")
     return DONE
+
+
+@contextmanager
+def _model_of(run: "RunFolder", site: str) -> Iterator[Path | None]:
+    """The file of a site's own model, for as long as the block lasts."""
+    if not site:
+        yield None
+        return
+    from deploy.tools.site_model import write_site_model  # noqa: PLC0415 -- keeps `--help` fast
+
+    with TemporaryDirectory(prefix="crossfed-site-model-") as folder:
+        path = Path(folder) / "model.safetensors"
+        write_site_model(run, site, path)
+        yield path
 
 
 def _export_metrics(options: argparse.Namespace) -> int:

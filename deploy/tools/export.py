@@ -69,6 +69,7 @@ def export(
     kind: str = SAFETENSORS,
     data: Dataset | None = None,
     signer: Identity | None = None,
+    model: Path | None = None,
 ) -> Export:
     """Write a run's model, job and card into a store, and read them back.
 
@@ -86,6 +87,7 @@ def export(
         kind: The format, one of ``formats.FORMATS``.
         data: Records to compare the outputs of a converted model on.
         signer: Signs the export.
+        model: The model's file, in place of the run's: a site's own model.
 
     Raises:
         RunNotFound: The run has no final model.
@@ -99,24 +101,25 @@ def export(
     """
     with TemporaryDirectory(prefix="crossfed-export-") as folder:
         view = _ended(run)  # 1.
-        job, model = run.read_job(), examine(run.model)
+        path = run.model if model is None else model
+        job, file = run.read_job(), examine(path)
         converted = None
-        files: Mapping[str, Path] = {MODEL: run.model}
+        files: Mapping[str, Path] = {MODEL: path}
         if kind != SAFETENSORS:
             spec = job_file.loads(job)
-            made = write_format(kind, spec, run.model, Path(folder), data)
+            made = write_format(kind, spec, path, Path(folder), data)
             files = made.files
             converted = ConvertedModel(
                 format=kind, sha256=_digests(files), parity=str(made.parity)
             )
-        card = model_card(view, job, model, converted).encode()
+        card = model_card(view, job, file, converted).encode()
         contents: dict[str, Iterable[Buffer]] = {  # In the order of writing.
             **{name: transfer.FilePieces(path) for name, path in files.items()},
             JOB: [job.encode()],
             CARD: [card],
         }
         digests = {
-            **({MODEL: model.sha256} if converted is None else converted.sha256),
+            **({MODEL: file.sha256} if converted is None else converted.sha256),
             JOB: hashlib.sha256(job.encode()).hexdigest(),
             CARD: hashlib.sha256(card).hexdigest(),
         }

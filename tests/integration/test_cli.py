@@ -87,7 +87,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "data info": common | {"url", "--verify"} | service,
         "data balance": common | {"run", "--root"},
         "export": common
-        | {"run", "--to", "--overwrite", "--root", "--kms-key"}
+        | {"run", "--to", "--overwrite", "--root", "--kms-key", "--site"}
         | {"--format", "--data", "--option", "--sign"}
         | passphrase
         | service,

@@ -1,18 +1,25 @@
 """Runs of which each site keeps a part of the model for itself."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.small_jobs import small_job
 from support.without_report import simulate
 
 from clients.data.batches import stepwise
+from clients.models import mlp
 from clients.models.model_pool import ModelPool
+from deploy.cli import main
+from deploy.tools.site_model import write_site_model
 from deploy.wiring import parts
+from federation.errors import JobError, RunNotFound
 from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -109,3 +116,36 @@ def test_personal_parts_outlive_what_holds_them(tmp_path: Path):
     for done in (extended, simulate(job_of(4, simulation=restarts))):
         np.testing.assert_array_equal(values(done), values(whole))
         assert done.loss == whole.loss
+
+
+def test_each_site_can_export_its_own_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Evaluated by hand, the sites' models are as accurate as the run says."""
+    job, run = job_of(), RunFolder(tmp_path / "run")
+    done = simulate(job, folder=run.path)
+    hits = count = 0
+    for name, (_, held_out) in parts.build_federation(job).site_data.items():
+        given = tmp_path / name
+        words = ["export", str(run.path), "--site", name, "--to", f"file://{given}"]
+        assert main(words) == 0
+        model = mlp(4, 3, [6])
+        model.load_state_dict(load_file(given / "model.safetensors"))
+        inputs, labels = held_out.batch(np.arange(len(held_out)))
+        hits += int((model(inputs).argmax(1) == labels).sum())
+        count += len(labels)
+    assert done.accuracy == hits / count
+    assert "model.safetensors" in capsys.readouterr().out
+    with pytest.raises(JobError, match="no site 'site-9'; it has site-0") as caught:
+        write_site_model(run, "site-9", tmp_path / "out")
+    assert caught.value.key == "--site"
+    shutil.rmtree(run.path / "sites/site-1")
+    with pytest.raises(RunNotFound, match="no personal parts of site 'site-1'"):
+        write_site_model(run, "site-1", tmp_path / "out")
+
+
+def test_a_job_without_personal_parts_has_no_models_of_sites(tmp_path: Path):
+    """The message says what to do."""
+    simulate(small_job(), folder=tmp_path)
+    with pytest.raises(JobError, match="remove --site"):
+        write_site_model(RunFolder(tmp_path), "site-0", tmp_path / "out")
