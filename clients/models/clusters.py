@@ -48,7 +48,7 @@ class Clusters(nn.Module):
         """Begin with the first one."""
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.choice = _Choice(len(members))
+        self.choice = _MemberLosses(len(members))
         self.register_buffer("typical", torch.zeros(len(members)))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -74,7 +74,7 @@ class Clusters(nn.Module):
         return is_first
 
 
-class _Choice(nn.Module):
+class _MemberLosses(nn.Module):
     """Running means of the models' losses on this site's training batches."""
 
     losses: torch.Tensor
