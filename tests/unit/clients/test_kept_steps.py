@@ -168,6 +168,25 @@ def test_replacement_ends_with_the_same_bits(
     assert not second.is_kept()
 
 
+def test_personal_parts_are_continued_too(tmp_path: Path):
+    """Of a layer with statistics: they end with the same bits."""
+    personal = ["layers.0.*", "layers.1.*"]
+    job = small_job(
+        model={"factory": f"{__name__}:drawing", "personal": personal},
+        training={
+            "optimizer": {"name": "adamw", "lr": 0.1},
+            "batch_size": 8,
+            "local_steps": STEPS,
+        },
+    )
+    expected = Machine(tmp_path / "undisturbed", job).fit()
+    left(tmp_path / "site", job)
+    found = Machine(tmp_path / "site", job).fit()
+    assert is_same(found, expected)
+    np.testing.assert_array_equal(found.kept["personal"], expected.kept["personal"])
+    assert found.kept["personal"].size == 4 * 8 + 8 + 4 * 8
+
+
 def test_it_continues_and_does_not_begin_again(tmp_path: Path, caplog: Any):
     """Every step is taken once."""
     left(tmp_path, after=4)
