@@ -18,6 +18,7 @@ REACHED: dict[str, Callable[[RunResult], bool]] = {
     "multimodal": lambda result: result.accuracy > 0.75,
     "recommender": lambda result: result.metrics["recall_at_10"] > 0.4,
     "resnet": lambda result: result.accuracy > 0.95,
+    "segmentation": lambda result: result.metrics["mean_iou"] > 0.75,
     "tabular": lambda result: result.metrics["auc"] > 0.99,
 }
 

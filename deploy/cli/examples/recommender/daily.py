@@ -7,6 +7,7 @@ knows every user's taste.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,11 @@ SHOPS = 3
 DAYS = 7
 
 
-def train(day: int, runs: Path, **keys: int) -> crossfed.RunResult:
+def train(day: int, runs: Path, **keys: Any) -> crossfed.RunResult:
     """Run the rounds of a day, from the model of the day before."""
-    changes = {f"sites.{shop}.data.options.day": day for shop in range(SHOPS)}
+    changes: dict[str, Any] = {
+        f"sites.{shop}.data.options.day": day for shop in range(SHOPS)
+    }
     if day:
         changes |= {"model.weights": str(runs / f"day-{day - 1}"), "rounds": 2}
     return crossfed.simulate(
