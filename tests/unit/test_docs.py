@@ -158,3 +158,22 @@ def test_every_decision_is_listed():
     listed = (folder / "0001-record-decisions.md").read_text()
     pages = {page.name for page in folder.glob("[0-9]*.md")}
     assert {n for n in pages if f"({n})" not in listed} == {"0001-record-decisions.md"}
+
+
+def test_keys_that_the_seventeen_methods_name_exist():
+    """Each key of the job file in a column of the page is in the reference."""
+    text = (ROOT / "docs/explanation/seventeen-methods.md").read_text()
+    tables = "training|model|communication|aggregation|schedule|privacy"
+    named = set(re.findall(rf"`((?:{tables})\.[\w.]+)[` =]", text))
+    assert len(named) > 12
+    pages = re.split(
+        "^## ", (ROOT / "docs/reference/job-file.md").read_text(), flags=re.MULTILINE
+    )
+    known = {
+        f"{page.split('`')[1].strip('[]')}.{key}"
+        for page in pages
+        if page.startswith("`[")
+        for key in re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    }
+    known |= {page.split("`")[1].strip("[]") for page in pages if page.startswith("`[")}
+    assert named - known == set()
