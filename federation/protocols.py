@@ -191,18 +191,26 @@ class RoundCharges(TypedDict):
     anchor: NotRequired[LedgerAnchor]
 
 
-class FitArguments(TypedDict):
-    """What a ``Trainer`` is given besides the global model.
+class EvaluateArguments(TypedDict):
+    """What a ``Trainer`` is given for an evaluation, besides the global model.
 
     Attributes:
         round_index: The round.
         kept: What an earlier round has kept; see ``LocalResult.kept``.
-        steps: Local steps of the run that the round takes, counted from 0; the job's
-            number of each round by default.
     """
 
     round_index: int
     kept: NotRequired[Arrays]
+
+
+class FitArguments(EvaluateArguments):
+    """What a ``Trainer`` is given for training, besides the global model.
+
+    Attributes:
+        steps: Local steps of the run that the round takes, counted from 0; the job's
+            number of each round by default.
+    """
+
     steps: NotRequired[range]
 
 
@@ -242,7 +250,7 @@ class Trainer(Protocol):
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        **arguments: Unpack[FitArguments],
+        **arguments: Unpack[EvaluateArguments],
     ) -> MetricSums:
         """Sums over the site's held-out data, for a round; see ``fit``."""
         ...

@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
+from clients.models import personal
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, pinned
+from federation.errors import JobError
 from federation.job.spec import CommunicationSpec, JobSpec
 
 
@@ -15,20 +18,40 @@ def trained_model(job: JobSpec, file: Path) -> tuple[ModelPool, torch.nn.Module]
 
     Args:
         job: The run's job.
-        file: Its ``model.safetensors``.
+        file: Its ``model.safetensors``, or a site's own model.
 
     Returns:
         The pool that the model is of, and the model.
 
     Raises:
-        JobError: The model cannot be built, or the file belongs to another model.
+        JobError: The model cannot be built, or the file belongs to another model, or
+            is only the part of one that sites share.
     """
+    _check_whole(job, file)
     # The file is exact; only what a site receives is rounded.
-    exact = replace(job, communication=CommunicationSpec())
-    model = replace(job.model, weights=str(file.resolve()))
+    exact = replace(
+        job,
+        communication=CommunicationSpec(),
+        model=replace(job.model, personal=()),  # Personal parts are in the file.
+    )
+    model = replace(exact.model, weights=str(file.resolve()))
     pool = ModelPool(exact)
     weights = initial_weights(pinned(replace(exact, model=model), Path()), pool)
     with pool.borrow() as instance:
         instance.load(*weights)
         module = instance.module
     return pool, module.eval()
+
+
+def _check_whole(job: JobSpec, file: Path) -> None:
+    if not job.model.personal:
+        return
+    with safe_open(file, framework="numpy") as found:
+        names = list(found.keys())
+    if not any(personal.match(name, job.model.personal) for name in names):
+        raise JobError(
+            "the model of this run is the part that its sites share: each site keeps "
+            "the rest (model.personal), so the whole is known there only; `crossfed "
+            "export RUN --site NAME` writes the own model of a site of a simulation",
+            key="model.personal",
+        )

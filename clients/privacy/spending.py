@@ -19,7 +19,7 @@ from federation.messages import (
     PrivacySpent,
 )
 from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import Ledger, Release

@@ -4,6 +4,7 @@ from typing import Unpack
 
 from federation.messages import MetricSums, PrivacySpent
 from federation.protocols import (
+    EvaluateArguments,
     FitArguments,
     LocalUpdate,
     LocalWeights,
@@ -49,7 +50,7 @@ class ForwardingTrainer:
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        **arguments: Unpack[FitArguments],
+        **arguments: Unpack[EvaluateArguments],
     ) -> MetricSums:
         """Evaluate."""
         return self._trainer.evaluate(weights_d, integers_m, **arguments)

@@ -6,7 +6,13 @@ from clients.training.forwarding import ForwardingTrainer
 from clients.training.overlap import own_weights
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
-from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
+from federation.protocols import (
+    EvaluateArguments,
+    FitArguments,
+    LocalUpdate,
+    LocalWeights,
+    Trainer,
+)
 from federation.rounds.cost import WorkSeconds
 from federation.vectors import NO_ARRAYS, IntegerVector, Vector
 
@@ -58,7 +64,7 @@ class TimedTrainer(ForwardingTrainer):
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        **arguments: Unpack[FitArguments],
+        **arguments: Unpack[EvaluateArguments],
     ) -> MetricSums:
         """Evaluate, and let virtual time pass."""
         sums = super().evaluate(weights_d, integers_m, **arguments)

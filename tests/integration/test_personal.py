@@ -14,6 +14,7 @@ from support.without_report import simulate
 from clients.data.batches import stepwise
 from clients.models import mlp
 from clients.models.model_pool import ModelPool
+from clients.models.trained import trained_model
 from deploy.cli import main
 from deploy.tools.site_model import write_site_model
 from deploy.wiring import parts
@@ -132,6 +133,8 @@ def test_each_site_can_export_its_own_model(
         model = mlp(4, 3, [6])
         model.load_state_dict(load_file(given / "model.safetensors"))
         inputs, labels = held_out.batch(np.arange(len(held_out)))
+        _, whole = trained_model(job, given / "model.safetensors")
+        torch.testing.assert_close(whole(inputs), model(inputs))
         hits += int((model(inputs).argmax(1) == labels).sum())
         count += len(labels)
     assert done.accuracy == hits / count
@@ -139,6 +142,8 @@ def test_each_site_can_export_its_own_model(
     with pytest.raises(JobError, match="no site 'site-9'; it has site-0") as caught:
         write_site_model(run, "site-9", tmp_path / "out")
     assert caught.value.key == "--site"
+    with pytest.raises(JobError, match="export RUN --site NAME"):
+        trained_model(job, run.model)
     shutil.rmtree(run.path / "sites/site-1")
     with pytest.raises(RunNotFound, match="no personal parts of site 'site-1'"):
         write_site_model(run, "site-1", tmp_path / "out")
