@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from federation.protocols import Clock
 
 _SHOWN_LOG = 2000
+_LOOK_SECONDS = 0.1
 _TOKEN_DIGITS = 12
 
 
@@ -146,7 +147,10 @@ class LocalPool:
                 start_new_session=True,
                 check=False,
             ).returncode
-        # Another launch with this token may have started it.
+        # Another launch with this token may be starting it, which takes long if it
+        # has a network of its own.
+        while code and _is_new(place) and folder_lock.is_held(place / LOCK):
+            self.clock.sleep(_LOOK_SECONDS)
         if code and _is_new(place):
             raise ComputeError(
                 f"node {place.name} did not start; its log ends:\n"

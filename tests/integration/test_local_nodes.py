@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.deployment import descendants, is_alive, wait_for
 
 from cloud_adapters.compute.local import LocalPool
-from cloud_adapters.compute.local_files import NodeStarted, read
+from cloud_adapters.compute.local_files import LOCK, NodeStarted, read, write
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, all_gone
 from deploy.cli import fleet_verbs
 from deploy.fleet.deployment import Deployment
@@ -113,6 +114,23 @@ def test_a_launch_that_was_killed_half_way_is_completed(pool: LocalPool):
     assert found.state is NodeState.STARTING
     assert launch(pool).state is NodeState.RUNNING
     assert len(pool.nodes({})) == 1
+
+
+def test_a_launch_waits_for_another_one_that_is_starting_the_node(pool: LocalPool):
+    """The other holds the node's lock while it makes its network."""
+    node = launch(pool)
+    place = pool.folder / node.id
+    os.kill(process_of(pool, node), signal.SIGKILL)
+    wait_for(lambda: all_gone(pool.nodes({})), "it is gone", 60)
+    (place / "started.json").unlink()
+
+    class OtherStarts(SystemClock):
+        def sleep(self, seconds: float) -> None:
+            write(place, NodeStarted(at=self.now(), pid=os.getpid()))
+
+    with hold(place / LOCK, "another launch"):
+        late = launch(replace(pool, clock=OtherStarts()))
+    assert late.state is NodeState.RUNNING
 
 
 def test_a_node_that_was_ended_before_it_started_never_starts(pool: LocalPool):
