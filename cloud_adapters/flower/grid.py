@@ -102,7 +102,7 @@ class Delivery:
 
         Args:
             waited_seconds: For a reply, until now.
-            left_seconds: Until nobody waits for one any more.
+            left_seconds: Until it is too late for one.
         """
         if self.is_simulated:
             return self.poll_seconds

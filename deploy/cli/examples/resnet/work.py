@@ -6,7 +6,7 @@ from torch import nn
 from clients.data import Examples, digits, preprocessing
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions beside a shortcut (He et al. 2016, arXiv:1603.05027, fig. 4e).
 
     GroupNorm in place of BatchNorm: batch statistics of sites with different classes
@@ -52,7 +52,7 @@ def net(width: int = 16, blocks: int = 1, classes: int = 10) -> nn.Module:
         after = width << stage
         for block in range(blocks):
             stride = 2 if stage and not block else 1
-            layers.append(Residual(before, after, stride))
+            layers.append(ResidualBlock(before, after, stride))
             before = after
     layers += [nn.GroupNorm(8, before), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before, classes))
