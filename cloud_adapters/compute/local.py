@@ -198,6 +198,7 @@ def _node(place: Path) -> Node:
     works = folder_lock.is_held(place / LOCK)
     started, ended = read(place, NodeStarted), read(place, NodeEnded)
     is_asked = (place / STOP).exists()
+    ready = works and read(place, NodeReady) is not None
     trouble = read(place, NodeTrouble)
     text = "" if trouble is None else trouble.text
     if works and ended is None:
@@ -217,5 +218,5 @@ def _node(place: Path) -> Node:
         launched=node.launched,
         ended=None if ended is None else ended.at,
         trouble=text,
-        ready=works and read(place, NodeReady) is not None,
+        ready=ready,
     )

@@ -76,9 +76,10 @@ def serve(
 
     def tell(text: str) -> None:
         if child.pid is None:
-            remove(folder, NodeReady)
             said = _last_words(folder)
+            # In this order: a node that is no longer ready has left the reason.
             write(folder, NodeTrouble(at=clock.now(), text=f"{text}{said}"))
+            remove(folder, NodeReady)
         print(f"{_MARK}{text}", flush=True)  # noqa: T201 -- into its log
 
     with (

@@ -125,7 +125,7 @@ def test_a_launch_waits_for_another_one_that_is_starting_the_node(pool: LocalPoo
     (place / "started.json").unlink()
 
     class OtherStarts(SystemClock):
-        def sleep(self, seconds: float) -> None:
+        def sleep(self, _seconds: float) -> None:
             write(place, NodeStarted(at=self.now(), pid=os.getpid()))
 
     with hold(place / LOCK, "another launch"):
