@@ -102,7 +102,7 @@ class Delivery:
 
         Args:
             waited_seconds: For a reply, until now.
-            left_seconds: Until it is too late for one.
+            left_seconds: Until the caller's timeout.
         """
         if self.is_simulated:
             return self.poll_seconds
@@ -182,7 +182,7 @@ class FlowerGrid:
         if ordered:
             num_held = num_ahead(tasks)
             ahead = self._delivery.max_in_flight + num_held
-            # Without shared processes all tasks go out together, and all answers may
+            # Without shared processes all tasks go out at once, and all answers may
             # have to wait for the first.
             ordered = self._delivery.is_simulated or len(tasks) <= num_held
         task_ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]
