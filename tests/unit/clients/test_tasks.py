@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as sk
 from support.small_jobs import small_job
 from torch import nn
 from torch.nn import functional
@@ -27,6 +26,13 @@ from monitoring.views.round_view import accuracy_of, metrics_of
 
 RNG = np.random.default_rng(7)
 N = 300
+
+
+def sk() -> Any:
+    """Other people's metrics; importing them takes a second."""
+    from sklearn import metrics  # noqa: PLC0415
+
+    return metrics
 
 
 class Same(nn.Module):
@@ -96,9 +102,9 @@ def test_regression(loss: str, function: Callable[..., Any], shape: tuple[int, .
     means = metrics_of(sums)
     flat = found.reshape(N, -1).double(), wanted.reshape(N, -1).double()
     assert means["absolute_error"] == pytest.approx(
-        sk.mean_absolute_error(*flat), rel=1e-6
+        sk().mean_absolute_error(*flat), rel=1e-6
     )
-    assert means["rmse"] ** 2 == pytest.approx(sk.mean_squared_error(*flat), rel=1e-6)
+    assert means["rmse"] ** 2 == pytest.approx(sk().mean_squared_error(*flat), rel=1e-6)
     assert accuracy_of(sums) is None
 
 
@@ -111,15 +117,15 @@ def test_binary():
     sums = evaluated(spec, logits, labels)
     means = metrics_of(sums)
     said = (logits[:, 0] > 0).long()
-    assert accuracy_of(sums) == pytest.approx(sk.accuracy_score(labels, said))
-    assert means["f1"] == pytest.approx(sk.f1_score(labels, said))
-    assert means["precision"] == pytest.approx(sk.precision_score(labels, said))
-    assert means["recall"] == pytest.approx(sk.recall_score(labels, said))
+    assert accuracy_of(sums) == pytest.approx(sk().accuracy_score(labels, said))
+    assert means["f1"] == pytest.approx(sk().f1_score(labels, said))
+    assert means["precision"] == pytest.approx(sk().precision_score(labels, said))
+    assert means["recall"] == pytest.approx(sk().recall_score(labels, said))
     scores = torch.sigmoid(logits[:, 0])
     binned = (scores * AUC_BINS).long()
-    assert means["auc"] == pytest.approx(sk.roc_auc_score(labels, binned))
+    assert means["auc"] == pytest.approx(sk().roc_auc_score(labels, binned))
     # What bins lose.
-    assert means["auc"] == pytest.approx(sk.roc_auc_score(labels, scores), abs=0.01)
+    assert means["auc"] == pytest.approx(sk().roc_auc_score(labels, scores), abs=0.01)
     confidence = torch.maximum(scores, 1 - scores)
     expected_error = calibration_by_hand(confidence, said == labels)
     assert means["calibration_error"] == pytest.approx(expected_error, rel=1e-5)
@@ -161,9 +167,9 @@ def test_multi_label():
     )
     sums = evaluated(spec, logits, labels)
     said = (logits > 0).long()
-    assert accuracy_of(sums) == sk.accuracy_score(labels, said)
+    assert accuracy_of(sums) == sk().accuracy_score(labels, said)
     assert metrics_of(sums)["f1"] == pytest.approx(
-        sk.f1_score(labels, said, average="micro"), rel=1e-6
+        sk().f1_score(labels, said, average="micro"), rel=1e-6
     )
 
 
@@ -177,11 +183,11 @@ def test_classification():
     sums = evaluated(spec, logits, labels)
     means, said = metrics_of(sums), logits.argmax(1)
     assert means["macro_f1"] == pytest.approx(
-        sk.f1_score(labels, said, average="macro")
+        sk().f1_score(labels, said, average="macro")
     )
     for k in (2, 3):
         assert means[f"recall_at_{k}"] == pytest.approx(
-            sk.top_k_accuracy_score(labels, logits, k=k)
+            sk().top_k_accuracy_score(labels, logits, k=k)
         )
     confidence = logits.double().softmax(1).max(1).values
     assert means["calibration_error"] == pytest.approx(
@@ -206,9 +212,9 @@ def test_segmentation():
     seen = labels != 255
     said = logits.argmax(1)[seen]
     assert sums.count == int(seen.sum())
-    assert accuracy_of(sums) == sk.accuracy_score(labels[seen], said)
+    assert accuracy_of(sums) == sk().accuracy_score(labels[seen], said)
     assert metrics_of(sums)["mean_iou"] == pytest.approx(
-        sk.jaccard_score(labels[seen], said, average="macro")
+        sk().jaccard_score(labels[seen], said, average="macro")
     )
 
 
@@ -270,7 +276,7 @@ def test_contrastive():
     assert batch.total.item() == pytest.approx(expected.item() / 2, rel=1e-5)
     sums = evaluated(spec, (first, second), None, step=N)
     parts = [logits[:100, :100], logits[100:, 100:]]
-    top = sum(sk.top_k_accuracy_score(range(len(p)), p, k=5) * len(p) for p in parts)
+    top = sum(sk().top_k_accuracy_score(range(len(p)), p, k=5) * len(p) for p in parts)
     assert metrics_of(sums)["recall_at_5"] == pytest.approx(top / N)
 
 

@@ -26,7 +26,6 @@ from federation.errors import JobError
 from federation.events import Event
 from federation.job.spec import JobSpec
 from federation.rounds import cost
-from monitoring.pages import plan_plot
 from monitoring.views.run_fold import fold
 
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
@@ -290,6 +289,8 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
 
 def test_a_plan_is_drawn(tmp_path: Path):
     """As SVG or PNG; another ending is refused."""
+    from monitoring.pages import plan_plot  # noqa: PLC0415 (imports matplotlib)
+
     points = {"as it is": (10.0, 2.0), "half": (5.0, 3.0)}
     for name, head in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
         plan_plot.write(points, tmp_path / name)

@@ -9,7 +9,6 @@ from types import TracebackType
 
 import pytest
 import safetensors.torch
-import sklearn.utils
 
 from deploy.cli import terminal
 from federation.errors import JobError
@@ -40,6 +39,8 @@ def _no_file(folder: Path) -> object:
 
 
 def _no_class(_: Path) -> object:
+    import sklearn.utils  # noqa: PLC0415 (a second to import)
+
     return sklearn.utils.check_X_y([[0.0]], [0.0, 1.0])
 
 
