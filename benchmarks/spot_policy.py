@@ -149,10 +149,23 @@ class AsDeployed:
             if not is_new or trace.available_zt[wanted, at.slot]:
                 break
             self._see(spots[wanted], now, has_capacity=False)
-        if is_new:
+        if wanted == WAIT:  # A spot machine stays; the keeper goes on asking for one.
+            stays = 0 <= at.place < trace.zones
+            wanted = at.place if stays else self._tried(trace, at, spots, now)
+        if wanted != at.place and 0 <= wanted < trace.zones:
             self._see(spots[wanted], now, has_capacity=True)
         self._place = wanted
         return wanted
+
+    def _tried(
+        self, trace: Trace, at: Position, spots: Sequence[MachineOffer], now: float
+    ) -> int:
+        """The first zone with capacity, the cheapest first; WAIT if none has any."""
+        for zone in np.argsort(trace.prices_zt[:, at.slot]).tolist():
+            if trace.available_zt[zone, at.slot]:
+                return int(zone)
+            self._see(spots[zone], now, has_capacity=False)
+        return WAIT
 
     def _see(self, offer: MachineOffer, now: float, *, has_capacity: bool) -> None:
         seen = Sighting(zone=offer.zone, at=now, has_capacity=has_capacity)
