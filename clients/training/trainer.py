@@ -24,6 +24,7 @@ from clients.data.datasets import Batch, Dataset, Indices, first_not_finite
 from clients.models import personal, weights
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record
+from clients.models.pruning import holding_zeros
 from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
@@ -316,19 +317,20 @@ class TorchTrainer:
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
-            training, num_steps = self._steps(
-                model,
-                round_index,
-                optimizer,
-                steps=steps,
-                begin=begin,
-                interrupted=self._interrupted(
+            with holding_zeros(model, enabled=self.job.model.keep_zeros):
+                training, num_steps = self._steps(
                     model,
                     round_index,
                     optimizer,
-                    (weights_d, before_m, kept, self._chosen(steps)),
-                ),
-            )
+                    steps=steps,
+                    begin=begin,
+                    interrupted=self._interrupted(
+                        model,
+                        round_index,
+                        optimizer,
+                        (weights_d, before_m, kept, self._chosen(steps)),
+                    ),
+                )
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
         optimizer.normalize_(num_steps)

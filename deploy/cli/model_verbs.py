@@ -92,6 +92,21 @@ def _verify(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _prune(options: argparse.Namespace) -> int:
+    from deploy.tools.prune import prune  # noqa: PLC0415 -- imports torch
+    from monitoring.runs.find import find_run  # noqa: PLC0415
+
+    run = find_run(options.run, options.root)
+    done = prune(run, options.fraction, kind=options.by, out=options.out)
+    if options.json:
+        say_json(asdict(done))
+        return DONE
+    for layer in done.layers:
+        say(f"{layer.zeros:>12,} of {layer.weights:>12,}  {layer.layer}")
+    say(f"{done.path}: set model.weights to it, and model.keep_zeros = true")
+    return DONE
+
+
 def _predict(options: argparse.Namespace) -> int:
     from deploy.tools.predict import predict  # noqa: PLC0415 -- imports torch
     from monitoring.runs.find import find_run  # noqa: PLC0415
@@ -193,6 +208,7 @@ def _opened(
 VERBS = {
     "predict": _predict,
     "verify": _verify,
+    "prune": _prune,
     "export": _export,
     "export-metrics": _export_metrics,
     "checkpoints": _checkpoints,

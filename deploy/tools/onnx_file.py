@@ -107,7 +107,7 @@ def run_onnx(path: Path, inputs: Tree) -> Sequence[Any]:
     taken = {one.name for one in session.get_inputs()}
     named = dict(zip(input_names(inputs), arrays, strict=True))
     # The export drops inputs on which no output depends.
-    return session.run(None, {n: a for n, a in named.items() if n in taken})
+    return list(session.run(None, {n: a for n, a in named.items() if n in taken}))
 
 
 def _exported(

@@ -66,6 +66,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_buffers,
         check_clusters,
         check_personal,
+        _check_zeros,
         _check_simulation,
         check_relays,
         check_selection,
@@ -410,6 +411,23 @@ def _check_buffers(job: JobSpec) -> None:
                 f"{role!r} is not a role: use keep, max or from_server",
                 key=f"model.integer_buffers.{pattern}",
             )
+
+
+def _check_zeros(job: JobSpec) -> None:
+    """Refuse ``keep_zeros`` where values would not stay zero at the sites."""
+    if not job.model.keep_zeros:
+        return
+    reason = ""
+    if job.model.weights is None:
+        reason = "it needs weights to start from: set model.weights"
+    elif job.privacy.differential_privacy.enabled:
+        reason = "noise is added to every value, also to those that are zero"
+    elif job.training.optimizer.name == "muon":
+        reason = "muon mixes the values of a matrix, so zeros would not stay"
+    elif job.communication.down_content != "model":
+        reason = 'sites must receive whole models: set down_content = "model"'
+    if reason:
+        raise JobError(f"{reason}; or remove this key", key="model.keep_zeros")
 
 
 def _check_simulation(job: JobSpec) -> None:

@@ -23,6 +23,7 @@ EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 # Keys that came after runs of earlier releases, with the value that does what those
 # did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
+    (("model", "keep_zeros"), False),
     (("training", "optimizer", "state"), "fresh"),
     (("training", "optimizer", "adamw_parameters"), []),
     (("training", "metrics"), {}),

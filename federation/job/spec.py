@@ -52,6 +52,8 @@ class ModelSpec:
             or to the working folder; or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file
             or an exported model. A digest of the weights is added when the job is
             loaded; sites compare the first model with it.
+        keep_zeros: Trained values that are 0 in `weights` stay 0, as in a model that
+            `crossfed prune` has written.
     """
 
     factory: str
@@ -59,6 +61,7 @@ class ModelSpec:
     integer_buffers: Mapping[str, str] = key(default={})
     personal: tuple[str, ...] = ()
     weights: str | None = None
+    keep_zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ from federation.rounds.round_count import COMPLETED
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
-from federation.rounds.server_optimizer import take_step
+from federation.rounds.server_optimizer import keep_zeros_, take_step
 from federation.vectors import Layout, Vector, is_finite, norm
 
 
@@ -234,6 +234,8 @@ def _run_round(
                 delta_f=delta_d,
                 fragment=record.sums.fragment,
             )
+            if job.model.keep_zeros:
+                keep_zeros_(parts.layout, before_d=state.weights_d, after_d=weights_d)
             new_state, status = _next_state(parts, state, weights_d, record)
             # Memory that was not touched takes none: it is kept before any other.
             is_taken = status == "completed" and delta_d is spare_d

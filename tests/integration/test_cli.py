@@ -92,6 +92,7 @@ def test_verbs_and_options_are_frozen() -> None:
         | passphrase
         | service,
         "verify": common | {"url", "--key"} | service,
+        "prune": common | {"run", "--fraction", "--by", "--out", "--root"},
         "predict": common | {"run", "data", "--option", "--split", "--out", "--root"},
         "export-metrics": common | {"run", "--to", "--follow", "--root"},
         "storage": {"-h", "--help"},

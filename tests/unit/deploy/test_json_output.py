@@ -49,6 +49,7 @@ ELSEWHERE = {
     "transcript": "integration/test_cli.py",
     "export": "integration/test_cli.py",
     "verify": "unit/deploy/test_export_signature.py",
+    "prune": "integration/test_pruning.py",
     "predict": "integration/test_predict.py",
     "checkpoints": "integration/test_cli.py",
     "doctor": "integration/test_cli.py",
