@@ -26,7 +26,7 @@ SAID = (
 LENGTH = 4
 
 
-class LateFusion(nn.Module):
+class TwoViews(nn.Module):
     """An encoder for each view; their sum goes to the classifier."""
 
     def __init__(self, width: int) -> None:
@@ -54,7 +54,7 @@ class LateFusion(nn.Module):
 
 def net(width: int = 64) -> nn.Module:
     """The classifier of both views."""
-    return LateFusion(width)
+    return TwoViews(width)
 
 
 @preprocessing("public")
