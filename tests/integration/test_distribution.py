@@ -10,6 +10,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from deploy.cli.new_verb import example_names
 from deploy.fleet import cloud_sites
 from deploy.fleet.starting import user_data
 
@@ -55,6 +56,15 @@ def test_it_has_the_units_that_machines_of_clouds_are_given(wheel: Path):
     with ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if n.startswith("deploy/systemd/")}
     assert {f"deploy/systemd/{name}" for name in cloud_sites._UNIT_NAMES} <= names
+
+
+def test_it_has_the_examples(wheel: Path):
+    """Those that `crossfed new --from` copies, and nothing that running them leaves."""
+    with ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.startswith("deploy/cli/examples/")]
+    folders = {name.split("/")[3] for name in names}
+    assert folders == {*example_names()}
+    assert {Path(name).suffix for name in names} == {".md", ".py", ".toml"}
 
 
 def test_it_names_the_versions_that_machines_of_clouds_install(
