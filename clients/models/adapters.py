@@ -111,7 +111,7 @@ def _factors(adapted: torch.nn.Module, *, refactored: bool) -> Iterator[Factors]
                 weight=f"{name}.base_layer.weight",
                 a=f"{name}.lora_A.{adapter}.weight",
                 b=f"{name}.lora_B.{adapter}.weight",
-                scale=layer.scaling[adapter],  # type: ignore[index]
+                scale=layer.scaling[adapter],
                 transposed=bool(layer.fan_in_fan_out),
                 refactored=refactored,
             )

@@ -126,13 +126,13 @@ def holding_zeros(model: torch.nn.Module, *, enabled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for parameter in model.parameters() if enabled else ():
             if parameter.requires_grad and not hasattr(parameter, "to_local"):
-                mask = _Masked(parameter.detach() != 0)
+                mask = _GradientMask(parameter.detach() != 0)
                 hook = parameter.register_hook(mask)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
         yield
 
 
-class _Masked:
+class _GradientMask:
     """Multiplies a gradient by a mask."""
 
     def __init__(self, mask: torch.Tensor) -> None:

@@ -283,7 +283,7 @@ class _StepsOfRound:
         """
         self._before, self._steps, self._ends_early = before, steps, ends_early
 
-    def on_train_begin(self, *_: Any, **parts: Any) -> None:
+    def on_train_begin(self, *_given: Any, **parts: Any) -> None:
         """Have the schedule continue where the last round has left it."""
         schedule = parts["lr_scheduler"]
         if self._before:  # Else torch warns of steps before those of the optimiser.

@@ -139,6 +139,18 @@ def test_secure_sums_and_accumulation():
     assert split.history[-1]["training_loss"] > 0
 
 
+def test_bfloat16_and_checkpointing_are_those_of_the_trainer():
+    """Autocast changes the loss a little, activations computed again do not."""
+    plain = simulate(job(num_sites=1, rounds=1))
+    half = simulate(job(num_sites=1, rounds=1, options={"bf16": True}))
+    assert half.loss != plain.loss
+    assert half.loss == pytest.approx(plain.loss, rel=0.02)
+    less = simulate(
+        job(num_sites=1, rounds=1, options={"activation_checkpointing": True})
+    )
+    assert less.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
 def test_updates_of_a_loop_can_be_protected_by_site():
     private = {"unit": "site", "clip_norm": 1.0, "noise_multiplier": 0.5}
     private |= {"target_epsilon": 1e9, "delta": 1e-3, "held_out": "public"}
