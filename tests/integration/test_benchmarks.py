@@ -34,6 +34,7 @@ name = "two"
 
 # What makes each script short. JOB stands for a job file, of two sites and two rounds.
 SHORT = {
+    "adapter_privacy": "--smoke",
     "adapters": "--smoke",
     "agents_memory": "--sites 1 --ways shared",
     "checkpoints": "--megabytes 4",
@@ -59,7 +60,7 @@ SHORT = {
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
     "turns": "--pairs 1 --cases encrypted-read-small",
 }
-LONG = {"agents_memory"}
+LONG = {"adapter_privacy", "agents_memory"}
 DEPLOYED = [
     pytest.mark.long,
     pytest.mark.skipif(not proxy_server.installed(), reason="nginx is not installed"),
