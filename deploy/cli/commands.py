@@ -87,7 +87,7 @@ def _check_job(options: argparse.Namespace) -> int:
         found = job_check.forecast(federation, options.clock, options.speeds)
         check_first_batches(federation)
     dealt = wiring.data_distributed(federation, at=options.clock.now())
-    size = federation.pool.layout.size
+    size, own = federation.pool.layout.size, federation.pool.layout.num_personal
     if options.json:
         sites = _site_rows(dealt)
         document: dict[str, Any] = {"job": job_file.document(job)}
@@ -97,6 +97,8 @@ def _check_job(options: argparse.Namespace) -> int:
     output = console()
     output.print(data_table(dealt, columns=output.width))
     say(f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values")
+    if own:
+        say(f"each site trains {own:,} values more for itself (model.personal)")
     for line in found.lines():
         say(line)
     say("the job is sound")

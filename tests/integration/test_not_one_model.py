@@ -14,6 +14,7 @@ from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import pinned
+from deploy.cli import main
 from federation.job import job_file
 from monitoring.runs.run_result import RunResult
 
@@ -46,6 +47,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(folder: Path, name: str, *overrides: str) -> RunResult:
     return simulate(job_file.load(folder / f"{name}.toml", overrides))
+
+
+def test_a_check_tells_what_stays_at_a_site(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The last layer of the page's first job."""
+    assert main(["check-job", str(folder / "personal.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "1,248 values\neach site trains 2,570 values more for itself" in said
 
 
 def test_sites_find_the_cluster_that_fits_them(folder: Path):
