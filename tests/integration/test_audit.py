@@ -266,6 +266,13 @@ def test_objective_of_a_users_own_is_not_audited():
         audit(job, Attack())
 
 
+def test_a_model_with_personal_parts_is_not_audited():
+    """What is attacked is the model that leaves the sites."""
+    model = {"factory": "clients.models:mlp", "personal": ["3.*"]}
+    with pytest.raises(JobError, match="not whole without their personal parts"):
+        audit(small_job(model=model), Attack())
+
+
 def test_records_of_different_shapes_cannot_carry_canaries():
     """A linear model would take them, flattened, but one code has one place."""
     sites = [
