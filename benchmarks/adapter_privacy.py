@@ -72,7 +72,7 @@ sequences.preprocessing = "public"  # type: ignore[attr-defined]
 def pretrain(folder: Path, steps: int) -> str:
     """Train the public model and return the digest of its folder."""
     torch.manual_seed(0)
-    model = hugging_face(config=CONFIG)
+    model: Any = hugging_face(config=CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rng = np.random.default_rng(7)
     for _ in range(steps):

@@ -67,10 +67,10 @@ def read_gguf(path: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- an extra
 
     quiet()
-    model = AutoModelForCausalLM.from_pretrained(
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, local_files_only=True
     )
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def _config(model: torch.nn.Module) -> Any:
@@ -79,7 +79,7 @@ def _config(model: torch.nn.Module) -> Any:
     Raises:
         JobError: It is not.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     reason = ""
     if kind not in _LIKE_LLAMA or not type(model).__name__.endswith("ForCausalLM"):

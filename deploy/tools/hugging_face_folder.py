@@ -20,7 +20,7 @@ def quiet() -> None:
     """Show no progress bars of transformers: the command has its own output."""
     from transformers.utils import logging  # noqa: PLC0415 -- the model needed it
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def is_hugging_face(model: torch.nn.Module) -> bool:
@@ -93,8 +93,8 @@ def read_adapters(job: JobSpec, folder: Path) -> torch.nn.Module:
     import peft  # noqa: PLC0415 -- the run's model needed this extra
 
     base = base_model(job)
-    model = peft.PeftModel.from_pretrained(base, str(folder))
-    return model.eval()  # type: ignore[no-any-return]
+    model: torch.nn.Module = peft.PeftModel.from_pretrained(base, str(folder))
+    return model.eval()
 
 
 def base_model(job: JobSpec) -> torch.nn.Module:
