@@ -187,6 +187,7 @@ LAYER = small_job(
 )
 
 
+@pytest.mark.timeout(900)  # On a busy machine g++ takes minutes.
 @pytest.mark.skipif(which("g++") is None, reason="torch.compile needs g++ on the CPU")
 @pytest.mark.parametrize(
     ("job", "source", "sharding"),
