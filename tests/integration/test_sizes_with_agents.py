@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.deploy,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
     pytest.mark.skipif(
         not proxy_server.installed(), reason="nginx is not installed (make nginx)"
@@ -115,13 +115,13 @@ def test_a_site_grows_and_the_model_is_that_of_an_undisturbed_run(
         assert up.poll() is None, made.told
         return len(made.aws.launches()) > 1
 
-    wait_for(has_grown, "a larger machine is launched", 120)
+    wait_for(has_grown, "a larger machine is launched", 240)
     assert made.aws.launches()[-1]["InstanceType"] == "m5.xlarge"
     # As EC2 does, which was asked to end it.
     wait_for(lambda: len(made.aws_nodes()) == 1, "the smaller one is ended", 60)
     small.end()
     begin_to_work(made.boot("aws"), made)
-    out, err = up.communicate(200)
+    out, err = up.communicate(400)
     assert up.returncode == 0, err
     result = json.loads(out)
     assert (result["status"], result["rounds_completed"]) == ("completed", ROUNDS)
