@@ -52,6 +52,13 @@ def test_every_row_runs_in_a_form_too_short_to_count(server: ForkServer):
             continue
         # A round's messages hold little beside the model's values.
         least = dense / row["local_steps"]
+        if "top-k" in row["row"]:  # The first model is whole, changes have 4 bits.
+            assert row["bytes_up"] < least / 20
+            assert row["bytes_down"] < least / 2
+            continue
+        if "lost" in row["row"]:
+            assert 0 < row["bytes_up"] < least
+            continue
         assert least <= row["bytes_up"] < 1.05 * least
         assert least <= row["bytes_down"] < 1.05 * least
     assert len({row["row"] for row in rows}) == len(rows) >= 7

@@ -11,10 +11,11 @@ from aggregator.manifest import _encode_work, _parse_work
 from aggregator.weighting import most_trained_on
 from federation.errors import JobError, ProtocolError
 from federation.job.spec import JobSpec
-from federation.messages import TaskKind
+from federation.messages import RoundTask, TaskKind
 from federation.protocols import RoundTime, RunProgress
 from federation.rounds import local_work
 from federation.rounds.local_work import Pace, check_task, choose, pace_of
+from federation.wire import frame as wire
 from privacy.secagg.protocol.train import task_digest
 
 STEP, WAITING = 0.1, 0.5
@@ -281,3 +282,16 @@ def test_epochs_are_no_number_of_steps():
     document["training"] = {"local_epochs": 1}
     with pytest.raises(JobError, match="instead of local_epochs"):
         toy.job_file.parse(document)
+
+
+# What travels.
+
+
+def test_steps_survive_the_journey():
+    """Of a task that has none, no byte is sent for them."""
+    task = toy.task(num_steps=7, first_step=40)
+    found = wire.decode(wire.encode_bytes(task))
+    assert isinstance(found, RoundTask)
+    assert found.steps == range(40, 47)
+    assert b"_step" in wire.encode_bytes(task)
+    assert b"_step" not in wire.encode_bytes(toy.task())
