@@ -222,3 +222,10 @@ def test_complex_metrics_are_refused_by_name(dtype: torch.dtype):
 def test_every_task_has_an_objective():
     """The names are those of the job file."""
     assert {"classification", "causal_lm"} == set(OBJECTIVES)
+
+
+def test_a_label_of_minus_100_is_not_left_out_of_the_loss():
+    """As torch does by default, while it still counts as a prediction."""
+    inputs, labels = torch.zeros(2, 4), torch.tensor([0, -100])
+    with pytest.raises(SiteError, match="must be from 0 to 2"):
+        classification(torch.nn.Linear(4, 3), inputs, labels)
