@@ -15,13 +15,13 @@ from federation.errors import JobError
 from federation.vectors import Role
 
 INPUTS = torch.linspace(-2, 1, 15).reshape(5, 3)
-LABELS = torch.tensor([0, 1, 1, 0, 1])
-OPTIONS = {"inputs": 3, "classes": 2, "hidden": [4]}
+LABELS = torch.tensor([0, 1, 2, 0, 1])
+OPTIONS = {"inputs": 3, "classes": 3, "hidden": [4]}
 
 
 def trained() -> nn.Module:
     """A model with some weights."""
-    model = mlp(3, 2, [4])
+    model = mlp(3, 3, [4])
     for number, value in enumerate(model.parameters()):
         nn.init.constant_(value, 0.1 * (number + 1))
         value.data.reshape(-1)[0] -= 0.3
@@ -89,7 +89,7 @@ def test_training_is_pulled_towards_what_mattered(tmp_path: Path):
     torch.testing.assert_close(held_out["loss"], plain)
     with pytest.raises(JobError, match=r"another model: it has no '1.weight'"):
         consolidated(
-            mlp(3, 2, [5]).train(), INPUTS, LABELS, memory=str(file), sha256=digest
+            mlp(3, 3, [5]).train(), INPUTS, LABELS, memory=str(file), sha256=digest
         )
 
 
