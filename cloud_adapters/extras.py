@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from federation.errors import MissingExtra
 
 _EXTRAS = {
+    "accelerate": "huggingface",
     "boto3": "aws",
     "botocore": "aws",
     "cmaes": "tune",

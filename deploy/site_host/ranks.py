@@ -31,6 +31,7 @@ from deploy.site_host.config import LocalDataSpec, SiteFile
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_file
+from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.protocols import Trainer
 from federation.vectors import Layout
@@ -97,6 +98,12 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "its operator for compute.ranks = 1 without compute.compile, or use "
             '"fresh"',
             key="training.optimizer.state",
+        )
+    if job.training.task == TRAINER:
+        raise JobError(
+            f"{site}, but a Trainer's loop runs in one process: ask its operator for "
+            "compute.ranks = 1 without compute.compile, or name another task",
+            key="training.task",
         )
     if job.model.personal:
         raise JobError(

@@ -131,6 +131,14 @@ def test_a_kept_optimiser_is_refused(file: SiteFile):
     site_ranks.check_job(job, site_file(ranks=1), DATA)
 
 
+def test_a_users_loop_is_refused():
+    """It runs in one process."""
+    job = small_job(training={"task": "trainer", "local_steps": 1})
+    with pytest.raises(JobError, match="runs in one process") as caught:
+        site_ranks.check_job(job, site_file(), DATA)
+    assert caught.value.key == "training.task"
+
+
 def test_personal_parts_are_refused():
     """They would be in several processes."""
     model = {"factory": "toy:net", "personal": ["head.*"]}
