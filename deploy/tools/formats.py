@@ -50,7 +50,7 @@ class FormatFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Conversion:
+class _FormatWork:
     """What a format is made from."""
 
     job: JobSpec
@@ -80,7 +80,7 @@ def write_format(
     pool, model = trained_model(job, model_file)
     model.to("cpu")
     inputs = _records(model, data) if data is not None else _random_tokens(model)
-    work = _Conversion(job=job, model=model, inputs=inputs, folder=folder)
+    work = _FormatWork(job=job, model=model, inputs=inputs, folder=folder)
     reference = outputs_of(model, inputs)
     found = _WRITERS[kind](work)
     tolerance = TOLERANCES[kind]
@@ -129,13 +129,13 @@ def _random_tokens(model: torch.nn.Module) -> Tree:
     return found
 
 
-def _hugging_face(work: _Conversion) -> list[torch.Tensor]:
+def _hugging_face(work: _FormatWork) -> list[torch.Tensor]:
     model = folders.merged(work.model)
     folders.write_folder(model, work.folder)
     return outputs_of(folders.read_folder(type(model), work.folder), work.inputs)
 
 
-def _adapters(work: _Conversion) -> list[torch.Tensor]:
+def _adapters(work: _FormatWork) -> list[torch.Tensor]:
     if not folders.has_adapters(work.model):
         raise JobError(
             "the run's model has no adapters: export huggingface", key="--format"
@@ -144,8 +144,8 @@ def _adapters(work: _Conversion) -> list[torch.Tensor]:
     return outputs_of(folders.read_adapters(work.job, work.folder), work.inputs)
 
 
-def _onnx(kind: str) -> Callable[[_Conversion], list[torch.Tensor]]:
-    def write(work: _Conversion) -> list[torch.Tensor]:
+def _onnx(kind: str) -> Callable[[_FormatWork], list[torch.Tensor]]:
+    def write(work: _FormatWork) -> list[torch.Tensor]:
         model = work.model
         if folders.has_adapters(model):
             model = folders.merged(model)
@@ -155,15 +155,15 @@ def _onnx(kind: str) -> Callable[[_Conversion], list[torch.Tensor]]:
     return write
 
 
-def _gguf(kind: str) -> Callable[[_Conversion], list[torch.Tensor]]:
-    def write(work: _Conversion) -> list[torch.Tensor]:
+def _gguf(kind: str) -> Callable[[_FormatWork], list[torch.Tensor]]:
+    def write(work: _FormatWork) -> list[torch.Tensor]:
         path = gguf_file.write_gguf(folders.merged(work.model), work.folder, kind=kind)
         return outputs_of(gguf_file.read_gguf(path), work.inputs)
 
     return write
 
 
-_WRITERS: Mapping[str, Callable[[_Conversion], list[torch.Tensor]]] = {
+_WRITERS: Mapping[str, Callable[[_FormatWork], list[torch.Tensor]]] = {
     "huggingface": _hugging_face,
     "adapters": _adapters,
     "onnx": _onnx("exact"),

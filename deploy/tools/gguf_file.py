@@ -67,10 +67,10 @@ def read_gguf(path: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 -- an extra
 
     quiet()
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, local_files_only=True
     )
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _config(model: torch.nn.Module) -> Any:

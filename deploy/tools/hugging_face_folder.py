@@ -93,7 +93,7 @@ def read_adapters(job: JobSpec, folder: Path) -> torch.nn.Module:
     import peft  # noqa: PLC0415 -- the run's model needed this extra
 
     base = base_model(job)
-    model: torch.nn.Module = peft.PeftModel.from_pretrained(base, str(folder))
+    model = peft.PeftModel.from_pretrained(base, str(folder))
     return model.eval()
 
 

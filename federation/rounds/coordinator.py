@@ -147,8 +147,9 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         if is_complete or exhausted:
             _check_result(job, state, complaints)
             # With masks a round is attempted once, and a refusal uses its number.
-            skip = int(_in_secret(job) and not is_complete)
-            state = _evaluate_last(job, parts, state, skip=skip)
+            state = _evaluate_last(
+                job, parts, state, skip=int(_in_secret(job) and not is_complete)
+            )
             _emit_selected(job, parts, state)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"

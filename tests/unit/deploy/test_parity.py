@@ -13,7 +13,7 @@ from federation.errors import ParityFailed, SiteError
 LOGITS = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
 
 
-class Twice(torch.nn.Module):
+class SwappedOutputs(torch.nn.Module):
     """Returns its two inputs in a dict, or a constant."""
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -56,7 +56,7 @@ def test_inputs_and_outputs_are_flattened():
     assert input_names((inputs["a"], inputs["b"])) == ["input_0", "input_1"]
     assert input_names(inputs["a"]) == ["input"]
     given = {name: inputs[name] for name in "ab"}
-    b, a = Flat(Twice(), given)(torch.zeros(2), torch.ones(2))
+    b, a = Flat(SwappedOutputs(), given)(torch.zeros(2), torch.ones(2))
     assert (a.sum(), b.sum()) == (0, 2)
 
 
