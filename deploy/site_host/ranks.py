@@ -92,31 +92,34 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "its operator to set compute.ranks = 1",
             key="privacy.differential_privacy.unit",
         )
-    if job.training.optimizer.state == "keep":
-        raise JobError(
-            f"{site}, but ranks cannot keep the optimiser's state between rounds: ask "
-            "its operator for compute.ranks = 1 without compute.compile, or use "
-            '"fresh"',
-            key="training.optimizer.state",
-        )
-    if job.training.task == TRAINER:
-        raise JobError(
-            f"{site}, but a Trainer's loop runs in one process: ask its operator for "
-            "compute.ranks = 1 without compute.compile, or name another task",
-            key="training.task",
-        )
-    if job.model.personal:
-        raise JobError(
-            f"{site}, but ranks keep no personal parts: ask its operator for "
-            "compute.ranks = 1 without compute.compile, or remove this key",
-            key="model.personal",
-        )
-    if job.training.overlap_steps:
-        raise JobError(
-            f"{site}, but ranks do not work ahead: ask its operator for compute.ranks "
-            "= 1 without compute.compile, or remove this key",
-            key="training.overlap_steps",
-        )
+    one = "ask its operator for compute.ranks = 1 without compute.compile"
+    for refused, reason, key in (
+        (
+            job.training.optimizer.state == "keep",
+            (
+                "ranks cannot keep the optimiser's state between rounds: "
+                f'{one}, or use "fresh"'
+            ),
+            "training.optimizer.state",
+        ),
+        (
+            job.training.task == TRAINER,
+            f"a Trainer's loop runs in one process: {one}, or name another task",
+            "training.task",
+        ),
+        (
+            bool(job.model.personal),
+            f"ranks keep no personal parts: {one}, or remove this key",
+            "model.personal",
+        ),
+        (
+            job.training.overlap_steps > 0,
+            f"ranks do not work ahead: {one}, or remove this key",
+            "training.overlap_steps",
+        ),
+    ):
+        if refused:
+            raise JobError(f"{site}, but {reason}", key=key)
     if job.training.device.startswith("cuda:"):
         raise JobError(
             f"{site}, but {job.training.device!r} is a single device: use cuda or auto",
