@@ -62,6 +62,16 @@ def test_the_best_model_is_left():
     assert (event.models, event.stopped_early) == (1, False)
 
 
+def test_the_best_model_is_copied():
+    """The round loop overwrites the memory of the newest one."""
+    spec = job(metric="accuracy")
+    state = toy.Toy(job=spec).run(score=lambda _sums: 0.5)
+    kept = selection.judge(spec, state, 0.9).kept
+    assert kept is not None
+    np.testing.assert_array_equal(kept.weights_d, state.weights_d)
+    assert not np.shares_memory(kept.weights_d, state.weights_d)
+
+
 def test_the_last_model_can_be_the_best():
     """It is evaluated after the last round."""
     spec = job(rounds=2)
@@ -173,6 +183,11 @@ def test_jobs_without_the_table_keep_their_digest():
         ({"model": "last"}, {}, "or set patience"),
         ({"model": "ema", "metric": "accuracy"}, {}, "has no effect"),
         ({"model": "swa", "average_from": 9}, {}, "the job has 3 rounds"),
+        (
+            {"model": "ema"},
+            {"model": {"factory": "toy:net", "personal": ["head.*"]}},
+            "personal parts",
+        ),
         (
             {"metric": "gain"},
             {"training": {"task": "m:f", "metrics": {"gain": [0, 1]}}},
