@@ -63,6 +63,7 @@ def weights(result: RunResult) -> bytes:
 REFUSED = {
     "crash": (["crashed"], "rehearsed crash"),
     "silent": (["unreachable"], "never answered"),
+    "lost": (["unreachable"], "never answered"),
     "nan": (["not_finite"], "sent NaN or infinite values"),
     "inf": (["not_finite"], "sent NaN or infinite values"),
     "wrong_length": (["invalid"], "sent 649 values; the model has 650"),

@@ -299,6 +299,8 @@ TASK = {
     "fragment": "copied into the answer; nothing is computed from it",
     "changed_to": "compared with the model that the site finds; model digest",
     "counted": "of no account: the certificate says who was in a sum",
+    "num_steps": "task digest",
+    "first_step": "task digest, with the number; without one, the task has no steps",
 }
 BODY = {
     "setup_hash": "context",
@@ -328,11 +330,14 @@ def test_every_word_of_a_task_is_bound_or_compared():
     changed = {"kind": TaskKind.EVALUATE, "evaluate": True, "evaluate_after": True}
     digests = {task_digest(task, 1.0), task_digest(task, 2.0)}
     digests |= {task_digest(replace(task, **{k: v}), 1.0) for k, v in changed.items()}
+    for first, number in ((0, 4), (4, 4), (0, 8)):
+        steps = replace(task, first_step=first, num_steps=number)
+        digests |= {task_digest(steps, 1.0)}
     plan = LevelPlan(levels=4, steps_b=np.ones(1, np.float32))
     digests |= {task_digest(task, 1.0, plan)}
     digests |= {task_digest(task, 1.0, replace(plan, levels=8))}
     digests |= {task_digest(task, 1.0, replace(plan, steps_b=plan.steps_b * 2))}
-    assert len(digests) == 8
+    assert len(digests) == 11
     weights_d, integers_m = task.weights_d, task.integers_m
     joined = np.concatenate([weights_d, integers_m[:1].view(np.float32)])
     models = {

@@ -151,8 +151,10 @@ def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoRetu
     atexit._clear()  # What is to be done at the parent's end.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            is_int = number == signal.SIGINT
+        is_int = number == signal.SIGINT
+        # Under nohup or in the background, the suite was told to ignore these.
+        may_be_ignored = is_int or number == signal.SIGHUP
+        if may_be_ignored or callable(signal.getsignal(number)):
             signal.signal(
                 number, signal.default_int_handler if is_int else signal.SIG_DFL
             )
