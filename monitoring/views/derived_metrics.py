@@ -6,6 +6,7 @@ area under the curve and the calibration error, whose scores are in bins.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from federation.job.metrics import (
@@ -16,7 +17,8 @@ from federation.job.metrics import (
 from federation.messages import MetricSums
 
 _FOUND = ("tp", "fp", "fn")
-_HIDDEN = (f"{CONFUSION}_", "auc_", "calibration_")  # Cells, which are not shown.
+# Cells, which are not shown. An own metric may be called auc_of_men.
+_HIDDEN = re.compile(rf"({CONFUSION}_\d+|auc_(pos|neg)|calibration)_\d+")
 
 
 def means(sums: MetricSums) -> Mapping[str, float]:
@@ -25,7 +27,7 @@ def means(sums: MetricSums) -> Mapping[str, float]:
     return {
         name: sums.mean(name)
         for name in sums.metrics
-        if name not in {"correct", *counted} and not name.startswith(_HIDDEN)
+        if name not in {"correct", *counted} and not _HIDDEN.fullmatch(name)
     }
 
 

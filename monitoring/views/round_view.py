@@ -164,7 +164,9 @@ def named_metric(sums: MetricSums, name: str) -> float | None:
     """A result by its name in reports, or None if it is not there."""
     if name == "loss":
         return loss_of(sums)
-    return accuracy_of(sums) if name == "accuracy" else metrics_of(sums).get(name)
+    found = accuracy_of(sums) if name == "accuracy" else None
+    # An objective of the user's own may report an accuracy as any other metric.
+    return metrics_of(sums).get(name) if found is None else found
 
 
 def perplexity(loss: float) -> float:

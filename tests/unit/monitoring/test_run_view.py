@@ -24,7 +24,13 @@ from federation.events import (
 )
 from federation.messages import FailureKind, MetricSums
 from monitoring.views.result_json import result
-from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.round_view import (
+    accuracy_of,
+    loss_of,
+    metrics_of,
+    named_metric,
+    perplexity,
+)
 from monitoring.views.run_fold import RunFold, fold
 from monitoring.views.run_view import RunView
 
@@ -371,3 +377,10 @@ def test_spending_that_cannot_be_told_apart_is_nobodys():
     without = [*events[:place], replace(last, spent=()), *events[place + 1 :]]
     short = [*events[:place], replace(last, spent=last.spent[:1]), *events[place + 1 :]]
     assert fold(short).spent == fold(without).spent != fold(events).spent
+
+
+@pytest.mark.parametrize("name", ["accuracy", "auc_of_men", "calibration_by_age"])
+def test_metrics_of_an_own_objective_are_found_by_name(name: str):
+    """Also those whose name a built-in task has, or begins a name with."""
+    sums = MetricSums(count=4, loss_sum=2.0, metrics={name: 3.0})
+    assert named_metric(sums, name) == metrics_of(sums)[name] == 0.75
