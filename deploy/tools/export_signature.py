@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloud_adapters.storage.disk import transfer
+from cloud_adapters.storage.disk.strays import strays
 from federation.errors import CorruptObject, ObjectNotFound, ProtocolError
 from federation.protocols import ObjectStore
 from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
@@ -88,6 +89,12 @@ def verify(store: ObjectStore, public_key: str) -> VerifiedExport:
                 f"{info.key!r} in {store.url} is not covered by the signature: remove "
                 "it, or export again to an empty place"
             )
+    for name in strays(store.url):
+        raise CorruptObject(
+            f"{name!r:.200} in {store.url} is a link, a special file or a name that no "
+            "export has, so the signature does not cover it: remove it, or get the "
+            "export again from its signer"
+        )
     for name, digest in files.items():  # 3.
         found = hashlib.sha256()
         for part in transfer.stream(store, name):
@@ -122,7 +129,8 @@ def _parsed(store: ObjectStore, content: bytes) -> dict[str, Any]:
         fault = str(error)
     if fault:
         raise ProtocolError(
-            f"{SIGNATURE} in {store.url} is not a signature of an export: {fault}"
+            f"{SIGNATURE} in {store.url} is not a signature of an export: {fault}; if "
+            "the export is encrypted, give --encryption-key"
         )
     return facts  # type: ignore[no-any-return]
 

@@ -1,11 +1,13 @@
 """The signature of an export: of its files, its run and its signer, and no others."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.cli.commands import main
 from deploy.tools.export_signature import SIGNATURE, sign, verify
@@ -114,7 +116,43 @@ def test_the_command_verifies_a_folder(
     words = ["verify", f"file://{place}", "--key"]
     assert main([*words, made.public_key, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sha256"] == {"model": EMPTY}
-    assert main([*words, made.public_key]) == 0
+    assert main([*words, made.public_key.upper()]) == 0
     assert "signed with" in capsys.readouterr().out
     assert main([*words, KEY]) == 1
     assert main([*words, "12"]) == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "more/weights", "line\nbreak", "pipe"])
+def test_what_the_store_leaves_out_is_refused(name: str, tmp_path: Path):
+    """Programs that open the folder would follow a link; the store never does."""
+    place = tmp_path / "given"
+    (place / "more").mkdir(parents=True)
+    (place / "a").mkdir()
+    for file in ("a/model", "README.md"):
+        (place / file).touch()
+    files = dict.fromkeys(("a/model", "README.md"), EMPTY)
+    (place / SIGNATURE).write_bytes(sign(SIGNER, "run-1", files))
+    store = LocalStore(place)
+    assert verify(store, KEY).sha256 == files
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    if name == "pipe":
+        os.mkfifo(place / name)
+    elif "\n" in name:
+        (place / name).touch()
+    else:
+        (place / name).symlink_to(evil)
+    with pytest.raises(CorruptObject, match="signature does not cover it"):
+        verify(store, KEY)
+
+
+def test_a_link_in_place_of_a_folder_is_refused(tmp_path: Path):
+    """Its files are not those of the export, whatever they contain."""
+    place, other = tmp_path / "given", tmp_path / "other"
+    place.mkdir()
+    other.mkdir()
+    (place / SIGNATURE).write_bytes(sign(SIGNER, "run-1", {}))
+    (place / "more").symlink_to(other)
+    (other / "code.py").touch()
+    with pytest.raises(CorruptObject, match="'more' in"):
+        verify(LocalStore(place), KEY)
