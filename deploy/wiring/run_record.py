@@ -116,6 +116,8 @@ class RunRecord:
         event = conceal(event, self._setting)
         if isinstance(event, RunFinished):  # It is the last one.
             self._tell_use()
+            if self.run is not None and event.status in {COMPLETED, EXHAUSTED}:
+                self.run.forget_model()
         for listener in (*self._records, *self.listeners):
             listener(event)
         if isinstance(event, RunStarted):

@@ -199,6 +199,21 @@ class RunFolder:
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         replace_file(self.result, [text.encode()])
 
+    def forget_model(self) -> None:
+        """Remove the model of an earlier end, as of a run that was extended.
+
+        Called before the record says that the run has ended again: if its process is
+        killed before the new model is written, the old one must not pass for it.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        try:
+            self.model.unlink(missing_ok=True)
+            flush(self.path)
+        except OSError as error:
+            raise unavailable(self.model, error) from error
+
     def flush_events(self) -> None:
         """Make the events durable.
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
 from support.without_report import simulate
@@ -63,6 +65,27 @@ def untimed(events: Sequence[Event], *, after: int = 0) -> list[Any]:
 
 def extensions(run: RunFolder) -> list[RunExtended]:
     return [event for event in run.read_events() if isinstance(event, RunExtended)]
+
+
+def test_the_model_before_an_extension_is_not_taken_for_the_new_one(
+    tmp_path: Path,
+) -> None:
+    """If the process is killed after the last event, before the model is written."""
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(2), folder=run.path)
+    leave_report(run)
+
+    def kill(event: Event) -> None:
+        if isinstance(event, RunFinished):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(job_of(3), folder=run.path, extend=True, listeners=[kill])
+    resumed = simulate(job_of(3), folder=run.path, resume=True)
+    whole = simulate(job_of(3))
+    for name, array in load_file(run.model).items():
+        np.testing.assert_array_equal(array, whole.weights[name])
+        np.testing.assert_array_equal(array, resumed.weights[name])
 
 
 @pytest.mark.parametrize(
