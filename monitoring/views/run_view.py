@@ -167,10 +167,12 @@ class RunView:
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
-        """The newest evaluation of the global model; of the best, if that is left."""
-        if self.selected is not None and self.selected.model == "best":
+        """The newest evaluation of the global model; of the one that is left."""
+        if self.selected is not None and self.selected.model != "last":
             chosen = self.selected.round_index
-            return next(e for e in self.evaluations() if e.round_index == chosen)
+            found = (e for e in self.evaluations() if e.round_index == chosen)
+            # After a power cut, a checkpoint may know more than the events.
+            return next(found, None)
         evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
         return next(evaluated, self.initial)
 

@@ -11,6 +11,7 @@ from support.event_samples import TWO_SITES, UPDATE_BYTES, Script
 from federation.events import (
     Event,
     ModelEvaluated,
+    ModelSelected,
     PrivacyPlanned,
     RoundStarted,
     RunFinished,
@@ -384,3 +385,49 @@ def test_metrics_of_an_own_objective_are_found_by_name(name: str):
     """Also those whose name a built-in task has, or begins a name with."""
     sums = MetricSums(count=4, loss_sum=2.0, metrics={name: 3.0})
     assert named_metric(sums, name) == metrics_of(sums)[name] == 0.75
+
+
+def test_a_best_model_whose_evaluation_was_lost_has_no_results():
+    """After a power cut, the checkpoint knows a best round that no event has."""
+    *events, end = event_samples.two_sites(2)
+    selected = ModelSelected(
+        at=end.at,
+        round_index=1,
+        model="best",
+        models=1,
+        metric="loss",
+        best_round=1,
+        best_score=0.5,
+        stopped_early=False,
+    )
+    left = [
+        event
+        for event in events
+        if not (isinstance(event, ModelEvaluated) and event.round_index == 1)
+    ]
+    view = fold([*left, selected, end])
+    assert view.last_evaluated is None
+    assert result(view)["final"]["loss"] is None
+    assert fold([*events, selected, end]).last_evaluated.round_index == 1
+
+
+def test_an_average_has_no_results_of_another_model():
+    """Its own evaluation failed; that of the round before is of another model."""
+    *events, end = event_samples.two_sites(2)
+    selected = ModelSelected(
+        at=end.at,
+        round_index=2,
+        model="swa",
+        models=2,
+        metric="",
+        best_round=None,
+        best_score=None,
+        stopped_early=False,
+    )
+    left = [
+        event
+        for event in events
+        if not (isinstance(event, ModelEvaluated) and event.round_index == 2)
+    ]
+    assert fold([*left, selected, end]).last_evaluated is None
+    assert fold([*events, selected, end]).last_evaluated.round_index == 2
