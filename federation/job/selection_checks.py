@@ -4,11 +4,12 @@ import difflib
 from collections.abc import Mapping
 
 from federation.errors import JobError
-from federation.job.metrics import BUILT_IN, ERRORS, metrics_of
+from federation.job.metrics import BUILT_IN, ERRORS, TRAINER, evaluated_of, metrics_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec, TrainingSpec
 
 _MIN, _MAX = "min", "max"
+_BETTER = {_MIN: "smaller", _MAX: "larger"}
 # Sums that other metrics are computed from.
 _COUNTS = ("correct", "tp", "fp", "fn")
 
@@ -60,7 +61,14 @@ def goal_of(spec: SelectionSpec, training: TrainingSpec) -> str:
             f"{spec.metric!r:.80} is not a result of this task: {hint}",
             key="selection.metric",
         )
-    goal = spec.goal or goals[spec.metric]
+    known = goals[spec.metric]
+    if spec.goal and known and spec.goal != known:
+        raise JobError(
+            f"{spec.metric!r} is better the {_BETTER[known]} it is, so the worst model "
+            "would be chosen: remove this key",
+            key="selection.goal",
+        )
+    goal = spec.goal or known
     if not goal:
         raise JobError(
             f"say which values of {spec.metric!r} are better: min or max",
@@ -71,7 +79,9 @@ def goal_of(spec: SelectionSpec, training: TrainingSpec) -> str:
 
 def _goals(training: TrainingSpec) -> Mapping[str, str]:
     """Results of a task by name, as reports show them, each with its goal."""
-    sums = metrics_of(training)
+    # A loop of the user's own reports its metrics on held-out data only.
+    is_loop = training.task == TRAINER
+    sums = evaluated_of(training) if is_loop else metrics_of(training)
     found = {"loss": _MIN}
     if "correct" in sums:
         found["accuracy"] = _MAX

@@ -146,11 +146,13 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         is_complete = _is_done(job, parts, state)
         if is_complete or exhausted:
             _check_result(job, state, complaints)
+            # The evaluation that follows ends nothing early any more.
+            is_early = _stops_early(job, state)
             # With masks a round is attempted once, and a refusal uses its number.
             state = _evaluate_last(
                 job, parts, state, skip=int(_in_secret(job) and not is_complete)
             )
-            _emit_selected(job, parts, state)
+            _emit_selected(job, parts, state, is_early=is_early)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         if parts.goes_on(error):
@@ -523,7 +525,14 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
         parts.emit(events.left_out(state.members, index, at=parts.clock.now()))
 
 
-def _emit_selected(job: JobSpec, parts: ServerParts, state: RunState) -> None:
+def _stops_early(job: JobSpec, state: RunState) -> bool:
+    is_over = selection.is_over(job.selection, state.selection)
+    return is_over and state.round_index < job.rounds
+
+
+def _emit_selected(
+    job: JobSpec, parts: ServerParts, state: RunState, *, is_early: bool
+) -> None:
     spec, progress = job.selection, state.selection
     if spec is None:
         return
@@ -538,8 +547,7 @@ def _emit_selected(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             metric=spec.metric if spec.compares else "",
             best_round=progress.best_round,
             best_score=progress.best_score,
-            stopped_early=selection.is_over(spec, progress)
-            and state.round_index < job.rounds,
+            stopped_early=is_early,
         )
     )
 

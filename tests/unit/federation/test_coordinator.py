@@ -25,6 +25,7 @@ from federation.errors import (
 from federation.events import (
     CheckpointSaved,
     ModelEvaluated,
+    ModelSelected,
     RoundFinished,
     RoundStarted,
     RunFinished,
@@ -930,6 +931,16 @@ def test_run_ends_where_the_budget_does():
     )
     evaluated = [event for event in run.events if isinstance(event, ModelEvaluated)]
     assert evaluated[-1].round_index == 2
+
+
+def test_the_last_evaluation_stops_no_run_early():
+    """The budget ended it, although the last model is worse than the one before."""
+    job = toy.job({"rounds": 5, "selection": {"patience": 1}})
+    scores = iter([5.0, 4.0, 6.0])
+    run = toy.Toy(job=job, **spent_from(3, A))
+    run.run(score=lambda _sums: next(scores))
+    (selected,) = run.told(ModelSelected)
+    assert (selected.best_round, selected.stopped_early) == (1, False)
 
 
 def test_others_go_on_without_a_site_that_has_spent_its_budget():

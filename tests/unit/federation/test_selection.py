@@ -11,7 +11,9 @@ from support import toy
 from federation.errors import JobError
 from federation.events import ModelEvaluated, ModelSelected, RunFinished
 from federation.job import job_digest
-from federation.job.spec import JobSpec
+from federation.job.selection_checks import goal_of
+from federation.job.selection_job import SelectionSpec
+from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums, SiteMessage, Task, TaskKind
 from federation.protocols import RunState
 from federation.rounds import selection
@@ -181,6 +183,8 @@ def test_jobs_without_the_table_keep_their_digest():
         ({}, {"evaluation": {"every": 0}}, "no model is evaluated"),
         ({"decay": 0.5}, {}, 'use model = "ema"'),
         ({"model": "last"}, {}, "or set patience"),
+        ({"goal": "max"}, {}, "'loss' is better the smaller it is"),
+        ({"metric": "accuracy", "goal": "min"}, {}, "better the larger it is"),
         ({"model": "ema", "metric": "accuracy"}, {}, "has no effect"),
         ({"model": "swa", "average_from": 9}, {}, "the job has 3 rounds"),
         (
@@ -230,3 +234,12 @@ def test_less_of_an_error_is_better(name: str):
     spec = toy.job({"training": training, "selection": {"metric": name}})
     state = selection.judge(spec, toy.initial_state(spec), 0.5)
     assert selection.judge(spec, state, 0.6).selection.stale == 1
+
+
+def test_metrics_of_a_users_loop_can_be_compared():
+    """They are reported on held-out data only, and need a goal."""
+    training = TrainingSpec(task="trainer", metrics={"f1": (0.0, 1.0)})
+    spec = SelectionSpec(metric="f1", goal="max")
+    assert goal_of(spec, training) == "max"
+    with pytest.raises(JobError, match="min or max"):
+        goal_of(replace(spec, goal=None), training)
