@@ -35,6 +35,7 @@ def check_exact(job: JobSpec) -> None:
         JobError: The first reason.
     """
     optimizer, links = job.aggregation.server_optimizer, job.communication.links
+    averages = job.selection is not None and job.selection.averages
     step = ServerOptimizerSpec()
     faults = {
         "the aggregator needs each site's factors, and secure aggregation shows it "
@@ -57,6 +58,8 @@ def check_exact(job: JobSpec) -> None:
         ),
         "kept optimiser state would be of other factors: leave out "
         "training.optimizer.state": job.training.optimizer.state == "keep",
+        "ema and swa would average factors of different rounds, whose product is not "
+        "the mean of the products: set selection.model to best": averages,
         "overlap_steps mixes an older weight with the residual of the round": (
             job.training.overlap_steps > 0
         ),

@@ -177,6 +177,7 @@ def refusing(**tables: Any) -> JobSpec:
             "other factors",
         ),
         ({"training": {"local_steps": 2, "overlap_steps": 1}}, "overlap_steps"),
+        ({"selection": {"model": "swa"}}, "factors of different rounds"),
     ],
 )
 def test_jobs_that_cannot_average_products_are_refused(
