@@ -85,7 +85,10 @@ def prune_(
 
 def _prunable(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
     for name, layer in model.named_modules():
-        if isinstance(layer, _LAYERS) and layer.weight.requires_grad:
+        if not isinstance(layer, _LAYERS):
+            continue
+        # One that is computed from others, as by weight_norm, would not stay zero.
+        if isinstance(layer.weight, torch.nn.Parameter) and layer.weight.requires_grad:
             yield name, layer
 
 

@@ -422,6 +422,8 @@ def _check_zeros(job: JobSpec) -> None:
         reason = "it needs weights to start from: set model.weights"
     elif job.privacy.differential_privacy.enabled:
         reason = "noise is added to every value, also to those that are zero"
+    elif any(job.model.options.get(name) for name in ("lora", "prompt")):
+        reason = "adapters begin with zeros, which would never be trained"
     elif job.training.optimizer.name == "muon":
         reason = "muon mixes the values of a matrix, so zeros would not stay"
     elif job.communication.down_content != "model":

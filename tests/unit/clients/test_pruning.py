@@ -50,6 +50,14 @@ def test_a_model_without_such_layers_is_refused():
         prune_(torch.nn.Linear(2, 2), 0.5, kind="channel")
 
 
+def test_weights_that_are_computed_are_left_out():
+    """They would be computed again, without the zeros."""
+    model = two_layers()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    assert [found.layer for found in prune_(model, 0.5)] == ["2"]
+    assert model[0].weight.count_nonzero() == 4
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_training_leaves_zeros_alone(name: str):
     """In the block; after it they move again."""

@@ -15,13 +15,14 @@ from federation.job import job_digest
         ({}, "needs weights to start from"),
         ({"communication": {"down_content": "change"}}, "must receive whole models"),
         ({"training": {"optimizer": {"name": "muon", "momentum": 0.9}}}, "muon mixes"),
+        ({"model": {"options": {"lora": {"rank": 2}}}}, "adapters begin with zeros"),
     ],
 )
 def test_zeros_are_kept_only_where_they_would_stay(keys: dict[str, Any], message: str):
     """Each refusal names the reason."""
     weights = {"weights": "a.safetensors@" + 64 * "0"} if keys else {}
     with pytest.raises(JobError, match=message):
-        toy.job({"model": {"keep_zeros": True, **weights}, **keys})
+        toy.job(toy.merged({"model": {"keep_zeros": True, **weights}}, keys))
 
 
 def test_zeros_of_parameters_are_kept_by_the_aggregator():
