@@ -60,10 +60,11 @@ class Predictor:
             outputs = self._outputs(inputs, targets)
             found = columns_of(self._training, outputs)
             for name, values in found.items():
-                if len(values) != len(rows):
+                if values.shape[:1] != rows.shape:
                     raise SiteError(
-                        f"the model returned {name!r} for {len(values)} records of a "
-                        f"batch of {len(rows)}: it must return a row for each"
+                        f"the model returned {name!r} of shape {list(values.shape)} "
+                        f"for a batch of {len(rows)} records: it must return a row for "
+                        "each"
                     )
             yield found
 

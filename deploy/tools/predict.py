@@ -82,9 +82,17 @@ def predict(
         raise RunNotFound(
             f"the run in {run.path} has no model yet: resume it until it completes"
         )
+    job = job_file.loads(run.read_job())
+    if source == "job" and job.privacy.differential_privacy.standardise is not None:
+        raise JobError(
+            "each site standardised its records by statistics that it keeps, and the "
+            "job's source returns them as they are: name a source that standardises "
+            "its records by their own mean and deviation",
+            key="DATA",
+        )
     train, held_out = source_of(run, source, options)
     chosen = {"held_out": [held_out], "train": [train], "all": [train, held_out]}[split]
-    predictor = Predictor(job_file.loads(run.read_job()), run.model)
+    predictor = Predictor(job, run.model)
     batches = (found for part in chosen for found in predictor.batches(part))
     replace_file(out, _WRITERS[out.suffix](batches))
     sums = predictor.metrics()

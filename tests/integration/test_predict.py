@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 
 from clients.data.datasets import Examples
 from deploy.cli.commands import main
 from deploy.tools.predict import predict
-from federation.errors import JobError, ObjectExists, RunNotFound
+from federation.errors import JobError, ObjectExists, RunNotFound, SiteError
 from monitoring.runs.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow]
@@ -94,3 +96,48 @@ def test_what_cannot_be_done_is_refused_before_the_model_is_built(
         predict(run, "job", {}, out=tmp_path / "a.npz")
     with pytest.raises(RunNotFound, match="no model yet"):
         predict(RunFolder(tmp_path), "job", {}, out=tmp_path / "b.npz")
+
+
+def test_raw_records_of_standardising_sites_are_refused(tmp_path: Path) -> None:
+    """The model has never seen any; each site keeps its statistics."""
+    bounds = {"low": [0.0], "high": [1.0]}
+    private = {"unit": "record", "target_epsilon": 8.0, "clip_norm": 1.0}
+    run = RunFolder(tmp_path)
+    run.write_job(
+        small_job(
+            num_sites=2,
+            evaluation={"every": 0},
+            aggregation={"weights": "uniform"},
+            privacy={
+                "secure_aggregation": {"enabled": True, "two_sites_waiver": True},
+                "differential_privacy": {**private, "standardise": bounds},
+            },
+        )
+    )
+    run.model.touch()
+    with pytest.raises(JobError, match="standardised its records"):
+        predict(run, "job", {}, out=tmp_path / "a.jsonl")
+
+
+class TwoOutputs(torch.nn.Linear):
+    """Returns a row for each record, and one number for all."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Logits, and their mean."""
+        found = super().forward(inputs)
+        return found, found.mean()
+
+
+def two_outputs() -> torch.nn.Module:
+    """From four features."""
+    return TwoOutputs(4, 3)
+
+
+def test_an_output_without_rows_is_refused_by_name(tmp_path: Path) -> None:
+    """It has no length to compare."""
+    run = RunFolder(tmp_path)
+    run.write_job(small_job(model={"factory": f"{__name__}:two_outputs"}))
+    save_file(two_outputs().state_dict(), run.model)
+    with pytest.raises(SiteError, match=r"'output_1' of shape \[\]"):
+        predict(run, f"{__name__}:unlabelled", {}, out=tmp_path / "a.jsonl")
+    assert not (tmp_path / "a.jsonl").exists()
