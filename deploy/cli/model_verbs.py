@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from monitoring.runs.run_folder import RunFolder
 
 
-_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+_PUBLIC_KEY = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -59,6 +59,7 @@ def _export(options: argparse.Namespace) -> int:
                 data=data,
                 signer=signer,
                 model=model,
+                site=options.site,
             )
     if not lock:
         tell("the export is not encrypted: use --encryption-key to encrypt it")
@@ -82,7 +83,7 @@ def _verify(options: argparse.Namespace) -> int:
     with _opened(options.url, service(options), argument="URL") as plain:
         store = encrypted_with(key(options), plain, place=EXPORT)
         with contextlib.closing(store):
-            found = verify(store, options.key)
+            found = verify(store, options.key.lower())
     if options.json:
         say_json(asdict(found))
         return DONE

@@ -70,6 +70,7 @@ def export(
     data: Dataset | None = None,
     signer: Identity | None = None,
     model: Path | None = None,
+    site: str = "",
 ) -> Export:
     """Write a run's model, job and card into a store, and read them back.
 
@@ -88,6 +89,7 @@ def export(
         data: Records to compare the outputs of a converted model on.
         signer: Signs the export.
         model: The model's file, in place of the run's: a site's own model.
+        site: Whose it is, for the card.
 
     Raises:
         RunNotFound: The run has no final model.
@@ -112,7 +114,7 @@ def export(
             converted = ConvertedModel(
                 format=kind, sha256=_digests(files), parity=str(made.parity)
             )
-        card = model_card(view, job, file, converted).encode()
+        card = model_card(view, job, file, converted, site=site).encode()
         contents: dict[str, Iterable[Buffer]] = {  # In the order of writing.
             **{name: transfer.FilePieces(path) for name, path in files.items()},
             JOB: [job.encode()],
@@ -128,6 +130,7 @@ def export(
             signature = sign(signer, view.started.run_id, digests)
             contents |= {SIGNATURE: [signature], CARD: card_last}
             digests[SIGNATURE] = hashlib.sha256(signature).hexdigest()
+            _check_alone(store, digests)
         written = _write_all(store, contents, digests, overwrite=overwrite)  # 2.
     _check_all(store, digests)  # 3.
     return Export(
@@ -138,6 +141,17 @@ def export(
         format=kind,
         parity="" if converted is None else converted.parity,
     )
+
+
+def _check_alone(store: ObjectStore, digests: Mapping[str, str]) -> None:
+    """Refuse to sign where users could not verify, because of files of others."""
+    for info in store.list():
+        if info.key not in digests:
+            raise ObjectExists(
+                f"{info.key!r} in {store.url} is not a part of this export, so its "
+                "signature would not cover the whole place: remove it, or choose an "
+                "empty place"
+            )
 
 
 def _digests(files: Mapping[str, Path]) -> Mapping[str, str]:

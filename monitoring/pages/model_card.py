@@ -124,6 +124,8 @@ def model_card(
     job_toml: str,
     model: ModelFile,
     converted: ConvertedModel | None = None,
+    *,
+    site: str = "",
 ) -> str:
     """Write the card of a run's final model.
 
@@ -134,16 +136,17 @@ def model_card(
         job_toml: Its resolved job file, as text.
         model: The run's own file.
         converted: What is exported, if it is not that file.
+        site: Whose own model it is; empty for that of all sites.
     """
     job = tomllib.loads(job_toml)
     use = _LOAD if converted is None else _USE[converted.format]
     sections = (
-        _head(view),
+        [*_head(view), *_personal(job, site)],
         ["## Model", "", *_table(_model_rows(job, model, converted))],
         ["## Data", "", *_data(view, job)],
         ["## Training", "", *_table(_training_rows(view, job))],
         ["## Evaluation", "", *_evaluation(view)],
-        ["## Privacy", "", *_privacy(view)],
+        ["## Privacy", "", *_privacy(view), *_uncovered(view, site)],
         ["## Limits", "", *(f"- {limit}" for limit in _limits(view))],
         ["## Use", "", use],
     )
@@ -163,6 +166,31 @@ def _head(view: RunView) -> Iterator[str]:
     )
     if view.status != COMPLETED:
         yield from ("", _EXHAUSTED)
+
+
+def _personal(job: Mapping[str, Any], site: str) -> Iterator[str]:
+    """Say which part of a model with personal parts this is."""
+    patterns = job["model"].get("personal", [])
+    if not patterns:
+        return
+    named = ", ".join(_code(pattern) for pattern in patterns)
+    whose = (
+        f"This is the own model of site {_code(site)}: the part that all sites share, "
+        f"with the site's own {named}."
+        if site
+        else f"This is the part that all sites share. Each site keeps {named}, which "
+        "is not in the file: the model is not complete without it."
+    )
+    yield from ("", f"{whose} Results are over all sites, each with its own model.")
+
+
+def _uncovered(view: RunView, site: str) -> Iterator[str]:
+    if site and view.privacy is not None and view.privacy.unit == "site":
+        yield ""
+        yield (
+            "**Epsilon does not cover the site's own part.** It was trained without "
+            "noise: share this file only with people who may see the site's data."
+        )
 
 
 def _model_rows(

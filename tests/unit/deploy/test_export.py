@@ -187,3 +187,13 @@ def test_a_signed_export_is_signed_as_a_whole(run: RunFolder):
     assert found.sha256.keys() == {MODEL, JOB, CARD}
     assert [*done.sha256] == [MODEL, JOB, CARD, SIGNATURE]
     assert export(run, store, signer=signer).bytes_written == 0
+
+
+def test_nothing_is_signed_beside_other_files(run: RunFolder):
+    """Nobody could verify it; nothing is written."""
+    store = MemoryStore()
+    store.put("model.onnx", [b"of an earlier export"])
+    signer = identity.generate(lambda size: bytes(range(size)))
+    with pytest.raises(ObjectExists, match=r"'model\.onnx' .* not a part of this"):
+        export(run, store, signer=signer, overwrite=True)
+    assert keys(store) == ["model.onnx"]

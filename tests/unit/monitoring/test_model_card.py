@@ -141,3 +141,20 @@ def test_card_of_a_run_never_changes():
     """So that an export can be made again."""
     events = event_samples.private(2)
     assert card_of(fold(events)) == card_of(fold(events))
+
+
+def personal_card(site: str) -> str:
+    model = {"factory": "clients.models:digits_cnn", "personal": ["6.*"]}
+    job = tomli_w.dumps(job_file.document(small_job(num_sites=2, model=model)))
+    return model_card(fold(event_samples.whole_sites(1)), job, MODEL, site=site)
+
+
+def test_the_card_says_which_part_of_a_personal_model_it_is():
+    """Epsilon of whole sites does not cover what a site has kept."""
+    shared, own = personal_card(""), personal_card("north")
+    assert "Each site keeps `6.*`, which is not in the file" in shared
+    assert "own model of site `north`" in own
+    warning = "**Epsilon does not cover the site's own part.**"
+    assert warning in own
+    assert warning not in shared
+    assert "own model" not in card_of(fold(event_samples.two_sites(1)))
