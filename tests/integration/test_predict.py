@@ -12,6 +12,7 @@ from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 
 from clients.data.datasets import Examples
+from clients.models import logistic_regression
 from deploy.cli.commands import main
 from deploy.tools.predict import predict
 from federation.errors import JobError, ObjectExists, RunNotFound, SiteError
@@ -119,6 +120,20 @@ def test_raw_records_of_standardising_sites_are_refused(tmp_path: Path) -> None:
         predict(run, "job", {}, out=tmp_path / "a.jsonl")
 
 
+def own_objective(model: Any, inputs: Any, targets: Any) -> Any:
+    """Cross-entropy of each record."""
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+    return {"loss": loss}
+
+
+def badly_labelled() -> tuple[Examples, Examples]:
+    """Classes that the model does not have."""
+    train, held_out = (
+        Examples(inputs=part.inputs, targets=part.targets + 9) for part in blobs()
+    )
+    return train, held_out
+
+
 class TwoOutputs(torch.nn.Linear):
     """Returns a row for each record, and one number for all."""
 
@@ -141,3 +156,20 @@ def test_an_output_without_rows_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SiteError, match=r"'output_1' of shape \[\]"):
         predict(run, f"{__name__}:unlabelled", {}, out=tmp_path / "a.jsonl")
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_own_objective_predicts_without_labels(tmp_path: Path) -> None:
+    """It fails where it compares; what the model returned is what was asked for."""
+    run = RunFolder(tmp_path)
+    objective = {"task": f"{__name__}:own_objective", "metrics": {"loss": []}}
+    run.write_job(small_job(training={"local_steps": 1, **objective}))
+    model = logistic_regression(inputs=4, classes=3)
+    save_file(model.state_dict(), run.model)
+    done = predict(run, f"{__name__}:unlabelled", {}, out=tmp_path / "a.jsonl")
+    assert (done.records, done.metrics) == (12, {})
+    first = unlabelled()[1].inputs[:1]
+    with torch.no_grad():
+        expected = model(torch.as_tensor(first)).tolist()
+    assert [rows(tmp_path / "a.jsonl")[0]["output"]] == expected
+    with pytest.raises(SiteError, match="own_objective failed"):
+        predict(run, f"{__name__}:badly_labelled", {}, out=tmp_path / "b.jsonl")
