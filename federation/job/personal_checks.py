@@ -34,7 +34,8 @@ def check_personal(job: JobSpec) -> None:
 
     Private steps of records noise the personal part like the rest: the next gradient
     depends on it. In a joint round only the sum has noise, and the personal part is in
-    no sum.
+    no sum. Where whole sites are protected only the shared update has noise, and
+    results of the site's own model would reveal the rest.
 
     Raises:
         JobError: The first such thing, with its key and what to write instead.
@@ -50,6 +51,15 @@ def check_personal(job: JobSpec) -> None:
                 'without noise into the next update: use unit = "record"'
             ),
             "privacy.differential_privacy.unit",
+        ),
+        (
+            job.privacy.differential_privacy.unit == "site"
+            and job.evaluation.every > 0,
+            (
+                "a site evaluates its own model, whose personal part has no noise: set "
+                "this to 0"
+            ),
+            "evaluation.every",
         ),
         (
             training.overlap_steps > 0,

@@ -184,6 +184,15 @@ WHOLE_SITES: dict[str, tuple[dict[str, Any], str, str]] = {
         f"{DP}.held_out",
         "hides one held-out record, but the unit is a whole site",
     ),
+    "results of personal parts": (
+        {
+            "model": {"factory": "toy:net", "personal": ["head.*"]},
+            "evaluation": {"every": 1},
+            **_private(held_out="public"),
+        },
+        "evaluation.every",
+        "its own model, whose personal part has no noise: set this to 0",
+    ),
 }
 
 STANDARDISE = f"{DP}.standardise"
