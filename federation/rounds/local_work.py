@@ -37,6 +37,7 @@ _RECENT = 8  # Of these, for the median where each round shows the pace.
 _PROBE_AFTER = 7  # Rounds of similar length before one that differs.
 _APART = 1.5  # Ratio of two numbers of steps that differ.
 _MOST_GROWTH = 2
+_MOST_STEPS = 1 << 53  # Beyond any job's limit, and exact in float64.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Pace:
     def steps_for(self, share: float) -> int:
         """The fewest steps for which it trains at least this share, below 1."""
         busy = self.waiting_seconds * share / (1 - share)
-        return max(1, math.ceil(busy / self.step_seconds))
+        # A site may claim to take next to no time, so that the ratio is infinite.
+        return max(1, math.ceil(min(busy / self.step_seconds, _MOST_STEPS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

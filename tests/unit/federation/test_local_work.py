@@ -123,6 +123,13 @@ def test_limits_of_the_job_hold():
     assert next_steps(auto(low=40, overlap_steps=8), *took(40, says=True))[0] == 40
 
 
+def test_a_site_that_claims_to_take_no_time_stops_nothing():
+    """The number of steps is finite, and the job's limit holds."""
+    times = replace(took(2, says=True)[0], train_seconds=1e-308)
+    assert next_steps(auto(), times) == (4, "measured")
+    assert Pace(1e-308, WAITING).steps_for(0.97) > 10**15
+
+
 def test_rounds_of_one_length_are_followed_by_a_short_one():
     """Where sites say how long they trained, none is needed."""
     lengths = (2, 4, *(100,) * 7)
