@@ -40,9 +40,12 @@ class Clusters(nn.Module):
         choice: What this site knows of them.
         typical: Mean loss of each model over the sites, before any of them was trained;
             zeros in the first round. Shape ``(C,)``.
+        measures: Whether this round only measures. Not a part of the state: every
+            round begins with False.
     """
 
     typical: torch.Tensor
+    measures: torch.Tensor
 
     def __init__(self, members: list[nn.Module]) -> None:
         """Begin with the first one."""
@@ -50,6 +53,7 @@ class Clusters(nn.Module):
         self.members = nn.ModuleList(members)
         self.choice = _MemberLosses(len(members))
         self.register_buffer("typical", torch.zeros(len(members)))
+        self.register_buffer("measures", torch.tensor(False), persistent=False)  # noqa: FBT003 -- torch's
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Apply the chosen model."""
@@ -66,12 +70,12 @@ class Clusters(nn.Module):
         Returns:
             Whether this is the first round, which only measures.
         """
-        losses = self.choice.losses
-        is_first = not self.typical.any() or torch.equal(self.typical, losses)
+        if not self.typical.any():
+            self.measures.fill_(True)  # noqa: FBT003 -- torch's
         self.choice.note(losses_c)
-        if is_first:  # Buffers are averaged: the next round has the mean.
-            self.typical.copy_(losses)
-        return is_first
+        if self.measures:  # Buffers are averaged: the next round has the mean.
+            self.typical.copy_(self.choice.losses)
+        return bool(self.measures)
 
 
 class _MemberLosses(nn.Module):

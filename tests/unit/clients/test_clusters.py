@@ -5,10 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.small_jobs import blobs, small_job
 from torch import nn
 
+from clients.data.datasets import as_dataset
 from clients.models.clusters import Clusters, best_cluster, clusters
+from clients.models.model_pool import ModelPool
+from clients.training.trainer import TorchTrainer
 from federation.errors import JobError
+from federation.ids import SiteId
+from federation.protocols import LocalWeights
 
 INPUTS, LABELS = torch.eye(3), torch.tensor([0, 1, 2])
 
@@ -69,6 +75,38 @@ def test_the_first_round_measures_and_trains_nothing():
     assert all(not member.scale.grad for member in model.members)  # type: ignore[union-attr]
     np.testing.assert_array_equal(model.typical, model.choice.losses)
     assert model.typical.argmin() == 1
+
+
+def test_the_only_site_of_the_first_round_trains_in_the_next():
+    """Then the mean over the sites is what this site has measured."""
+    job = small_job(
+        model={
+            "factory": "clients.models.clusters:clusters",
+            "options": {
+                "number": 2,
+                "factory": "clients.models:mlp",
+                "options": {"inputs": 4, "classes": 3, "hidden": [3]},
+            },
+            "personal": ["choice.*"],
+        },
+        training={
+            "task": "clients.models.clusters:best_cluster",
+            "metrics": {"loss": [0.0, 9.0], "accuracy": [0.0, 1.0]},
+            "local_steps": 2,
+        },
+    )
+    pool = ModelPool(job)
+    train, held_out = (as_dataset(part, name="blobs") for part in blobs())
+    trainer = TorchTrainer(
+        job, SiteId("site-0"), pool=pool, train=train, held_out=held_out
+    )
+    start_d, integers_m = pool.initial_weights()
+    first = trainer.fit(start_d, integers_m, round_index=1)
+    assert isinstance(first, LocalWeights)
+    assert np.count_nonzero(first.weights_d != start_d) == 2  # The mean losses.
+    second = trainer.fit(first.weights_d, integers_m, round_index=2, kept=first.kept)
+    assert isinstance(second, LocalWeights)
+    assert np.count_nonzero(second.weights_d != first.weights_d) > 2
 
 
 def test_held_out_records_choose_nothing():
