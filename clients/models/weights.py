@@ -80,6 +80,7 @@ def layout_of(
             "that requires a gradient",
             key="model.factory",
         )
+    _check_tied(module, personal_patterns)
     _check_personal(unused_personal, {role for *_, role in rows})
     layout = Layout.build(rows)
     return replace(layout, frozen=frozen_digest(module, layout))
@@ -97,6 +98,19 @@ def _check_personal(unused: set[str], roles: set[Role]) -> None:
             "share nothing: name fewer",
             key="model.personal",
         )
+
+
+def _check_tied(module: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Refuse a pattern for weights that travel under another of their names."""
+    first: dict[object, str] = {}
+    for name, tensor in module.state_dict().items():
+        known = first.setdefault(_memory(tensor), name) if tensor.numel() else name
+        if personal.match(name, patterns) and not personal.match(known, patterns):
+            raise JobError(
+                f"{name!r} shares its values with {known!r}, which is not personal: "
+                "name both, or neither",
+                key="model.personal",
+            )
 
 
 def exact_factors(module: torch.nn.Module) -> tuple[Factors, ...]:
@@ -143,11 +157,16 @@ def _distinct(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen, distinct = set(), {}
     for name, tensor in module.state_dict().items():
         _check_travels(name, tensor)
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        memory = _memory(tensor)
         if tensor.numel() == 0 or memory not in seen:
             seen.add(memory)
             distinct[name] = tensor
     return distinct
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What tensors have in common that are one, under several names."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _check_travels(name: str, tensor: object) -> None:

@@ -14,6 +14,7 @@ from clients.data.datasets import as_dataset
 from clients.models import personal, weights
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, pinned
+from clients.models.trained import trained_model
 from clients.training.private_steps import PrivateTraining
 from clients.training.site import Site
 from clients.training.site_state import SiteState
@@ -71,6 +72,22 @@ def test_roles_follow_from_the_patterns():
         "fixed.weight": Role.FROZEN,
     }
     assert (layout.size, layout.num_personal, layout.num_integers) == (6, 8, 1)
+
+
+def test_tied_weights_stay_at_a_site_under_all_of_their_names():
+    """They are one tensor, which travels or does not."""
+
+    def found(*patterns: str) -> list[str]:
+        model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+        model["head"].weight = model["embed"].weight
+        model["body"] = nn.Linear(2, 2)
+        layout = weights.layout_of(model, {}, personal_patterns=patterns)
+        return [t.name for t in layout.tensors if t.role is Role.PERSONAL]
+
+    assert found("embed.*") == ["embed.weight"]
+    assert found("head.*", "embed.*") == ["embed.weight", "head.bias"]
+    with pytest.raises(JobError, match=r"'head.weight' shares .* with 'embed.weight'"):
+        found("head.*")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +217,15 @@ def exported(pool: ModelPool, path: Path) -> list[str]:
     arrays = named_arrays(pool.layout, state, pool.frozen_arrays())
     path.write_bytes(b"".join(file_pieces(pool.layout, arrays)))
     return list(arrays)
+
+
+def test_the_shared_part_is_not_taken_for_a_whole_model(tmp_path: Path):
+    """Though it holds a counter whose name fits; the message says what to do."""
+    job = small_job(model={"factory": f"{__name__}:Normed", "personal": ["norm.*"]})
+    names = exported(ModelPool(job), tmp_path / "model.safetensors")
+    assert "norm.num_batches_tracked" in names
+    with pytest.raises(JobError, match="export RUN --site NAME"):
+        trained_model(job, tmp_path / "model.safetensors")
 
 
 def test_an_exported_model_is_the_shared_part(tmp_path: Path):
