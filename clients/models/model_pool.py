@@ -196,7 +196,7 @@ class ModelPool:
         self.layout: Layout = self._layout_of(first)
         self.exact = weights.exact_factors(first)
         if self.exact:
-            check_exact(job)
+            check_exact(job, self.exact)
         if job.training.optimizer.name == "muon":
             hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)

@@ -1,6 +1,8 @@
 """The factors of low-rank adapters, for an aggregator that averages their products."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec, ServerOptimizerSpec
@@ -28,14 +30,19 @@ class Factors:
     refactored: bool = False
 
 
-def check_exact(job: JobSpec) -> None:
+def check_exact(job: JobSpec, factors: Sequence[Factors] = ()) -> None:
     """Refuse jobs in which the mean of products is not what the aggregator computes.
+
+    Args:
+        job: The job.
+        factors: Of the model's adapters.
 
     Raises:
         JobError: The first reason.
     """
     optimizer, links = job.aggregation.server_optimizer, job.communication.links
     averages = job.selection is not None and job.selection.averages
+    names = [name for each in factors for name in (each.a, each.b)]
     step = ServerOptimizerSpec()
     faults = {
         "the aggregator needs each site's factors, and secure aggregation shows it "
@@ -60,6 +67,9 @@ def check_exact(job: JobSpec) -> None:
         "training.optimizer.state": job.training.optimizer.state == "keep",
         "ema and swa would average factors of different rounds, whose product is not "
         "the mean of the products: set selection.model to best": averages,
+        "model.personal keeps factors at the sites that the aggregator needs": any(
+            fnmatchcase(name, each) for name in names for each in job.model.personal
+        ),
         "overlap_steps mixes an older weight with the residual of the round": (
             job.training.overlap_steps > 0
         ),

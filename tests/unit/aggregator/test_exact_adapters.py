@@ -178,12 +178,17 @@ def refusing(**tables: Any) -> JobSpec:
         ),
         ({"training": {"local_steps": 2, "overlap_steps": 1}}, "overlap_steps"),
         ({"selection": {"model": "swa"}}, "factors of different rounds"),
+        (
+            {"model": {"factory": "toy:net", "personal": ["*b"]}},
+            "keeps factors at the sites",
+        ),
     ],
 )
 def test_jobs_that_cannot_average_products_are_refused(
     tables: dict[str, Any], text: str
 ):
-    check_exact(refusing())
+    check_exact(refusing(), [factors()])
+    check_exact(refusing(model={"factory": "toy:net", "personal": ["bias"]}))
     with pytest.raises(JobError, match=text) as caught:
-        check_exact(refusing(**tables))
+        check_exact(refusing(**tables), [factors()])
     assert caught.value.key == "model.options.lora.method"
