@@ -9,6 +9,7 @@ from federation.job import job_digest, job_file
 from federation.job.job_extension import check_extension
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
+from federation.rounds.local_work import is_auto
 from monitoring.runs.run_folder import RunFolder
 
 
@@ -37,9 +38,11 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
         )
     last = max((row.index for row in view.rounds), default=0)
     # With secure aggregation a site answers each number once, and the evaluation of
-    # the final model has used up the one after the last round.
+    # the final model has used up the one after the last round. A run that chooses its
+    # local steps may have ended after any of them.
     secure = job.privacy.secure_aggregation.enabled
-    spent = secure and job.evaluation.every > 0 and last >= before.rounds
+    ended = last >= before.rounds or is_auto(before)
+    spent = secure and job.evaluation.every > 0 and ended
     first = last + 1 + spent
     if first > job.rounds:
         raise CheckpointMismatch(

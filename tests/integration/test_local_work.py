@@ -1,6 +1,7 @@
 """Local steps that a run chooses: under secure aggregation, with overlap, resumed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,15 @@ def test_a_resumed_run_makes_the_same_choices(tmp_path: Path):
     assert numbers == [event.num_steps for event in expected]
     for name, array in whole.weights.items():
         np.testing.assert_array_equal(array, resumed.weights[name])
+
+
+def test_a_run_that_ended_before_its_last_round_is_extended(tmp_path: Path):
+    """With masks, the number after the round it ended with went to evaluate."""
+    whole = job(SECURE, {"evaluation": {"every": 1}})
+    how: dict[str, Any] = {"folder": tmp_path / "run", "report": False}
+    _, before = watched(replace(whole, rounds=12), **how)
+    result, then = watched(replace(whole, rounds=18), extend=True, **how)
+    assert before[-1].round_index < 12
+    assert then[0].round_index == before[-1].round_index + 2
+    assert sum(event.num_steps for event in (*before, *then)) == LOW * 18
+    assert result.rounds_completed == len(before) + len(then)
