@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from clients.factories import call_factory, import_factory
 from clients.models import weight_files
@@ -43,6 +45,14 @@ class Fisher(nn.Module):
                 for name, value in model.named_parameters()
             }
         )
+
+    def train(self, mode: bool = True) -> "Fisher":  # noqa: FBT001, FBT002 -- torch's
+        """Keep layers as they predict: a batch is one record, and none is left out."""
+        super().train(mode)
+        for part in self.model.modules():
+            if isinstance(part, (_BatchNorm, _DropoutNd)):
+                part.eval()
+        return self
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Apply the model; its gradients go to ``fisher``, whatever that holds."""

@@ -103,3 +103,22 @@ def test_the_file_of_another_run_is_refused(tmp_path: Path):
     assert caught.value.key == "training.options.sha256"
     with pytest.raises(JobError, match="give a number of at least 0"):
         consolidated(trained(), INPUTS, LABELS, memory="", sha256="", strength=-1.0)
+
+
+def normed() -> nn.Module:
+    """A model with batch normalisation and dropout."""
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3)
+    )
+
+
+def test_a_model_is_measured_as_it_predicts(tmp_path: Path):
+    """One record has no statistics, and no unit is left out."""
+    path = tmp_path / "model.safetensors"
+    save_file(normed().state_dict(), path)
+    model = fisher(f"{__name__}:normed", str(path)).train()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    first, second = (model(INPUTS[:1]) for _ in range(2))
+    torch.testing.assert_close(first, second)
+    for name, value in model.named_buffers():
+        torch.testing.assert_close(value, before[name])
