@@ -7,12 +7,13 @@ is stored or sent.
 Shape suffixes: d float values of the model, n outputs of a layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from clients.models import personal
 from federation.errors import JobError
 
 KINDS = ("value", "channel")
@@ -116,18 +117,24 @@ def _prune_channels_(layer: Layer, fraction: float) -> None:
 
 
 @contextmanager
-def holding_zeros(model: torch.nn.Module, *, enabled: bool) -> Iterator[None]:
+def holding_zeros(
+    model: torch.nn.Module, *, enabled: bool, personal_patterns: Sequence[str] = ()
+) -> Iterator[None]:
     """Let no gradient reach trained values that are zero, while the block lasts.
 
     An optimiser that moves each value by its own gradient then leaves them at zero.
-    Sharded parameters are left out: their zeros come back at the aggregator.
+    Sharded parameters are left out: their zeros come back at the aggregator. So are
+    personal parts: they begin as the factory made them, and nothing has pruned them.
 
     Args:
         model: The model.
         enabled: Whether to do anything.
+        personal_patterns: See ``ModelSpec.personal``.
     """
     with ExitStack() as stack:
-        for parameter in model.parameters() if enabled else ():
+        for name, parameter in model.named_parameters() if enabled else ():
+            if personal.match(name, personal_patterns):
+                continue
             if parameter.requires_grad and not hasattr(parameter, "to_local"):
                 mask = _GradientMask(parameter.detach() != 0)
                 hook = parameter.register_hook(mask)  # type: ignore[no-untyped-call]

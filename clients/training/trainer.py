@@ -317,7 +317,11 @@ class TorchTrainer:
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
-            with holding_zeros(model, enabled=self.job.model.keep_zeros):
+            with holding_zeros(
+                model,
+                enabled=self.job.model.keep_zeros,
+                personal_patterns=self.job.model.personal,
+            ):
                 training, num_steps = self._steps(
                     model,
                     round_index,

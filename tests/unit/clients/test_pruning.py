@@ -74,3 +74,14 @@ def test_training_leaves_zeros_alone(name: str):
     assert model[0].weight.tolist() == [[0, 0], [0, 0]]
     step()
     assert not (model[0].weight == 0).all()
+
+
+def test_personal_parts_were_not_pruned():
+    """A bias that is new is zero, and is trained all the same."""
+    model = two_layers()
+    torch.nn.init.zeros_(model[2].bias)
+    torch.nn.init.zeros_(model[0].bias)
+    with holding_zeros(model, enabled=True, personal_patterns=["2.*"]):
+        model(torch.ones(3, 2)).square().sum().backward()
+    assert not model[0].bias.grad.any()
+    assert model[2].bias.grad.all()
