@@ -30,6 +30,7 @@ from federation.events import Event
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.cost import SiteSpeed, Speeds
+from federation.rounds.local_work import is_auto
 from monitoring.runs.find import find_runs
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_fold import fold
@@ -82,6 +83,9 @@ def probe(plan: DeploymentPlan, job: JobSpec, sizes_of: SizesOf) -> MeasuredSpee
 
 def _few_rounds(plan: DeploymentPlan, job: JobSpec) -> Mapping[str, Any]:
     changes: dict[str, Any] = {"rounds": ROUNDS}
+    if is_auto(job):  # A rehearsal has no lines to choose by.
+        names = ("local_work", "max_local_steps", "training_share")
+        changes |= {f"schedule.{name}": None for name in names}
     steps = job.training.local_steps
     if steps is not None and steps > STEPS:
         changes["training.local_steps"] = STEPS

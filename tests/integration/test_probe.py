@@ -20,6 +20,7 @@ from federation.job.spec import JobSpec
 pytestmark = pytest.mark.slow
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
 SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 1000}}}
+AUTO = {"schedule": {"local_work": "auto", "max_local_steps": 8}}
 
 
 def plan_of(job: JobSpec, folder: Path) -> DeploymentPlan:
@@ -30,7 +31,9 @@ def plan_of(job: JobSpec, folder: Path) -> DeploymentPlan:
     return deployment_file.load(folder / "fed.toml")
 
 
-@pytest.mark.parametrize("tables", [{}, SECURE], ids=["plain", "secure"])
+@pytest.mark.parametrize(
+    "tables", [{}, SECURE, AUTO], ids=["plain", "secure", "chosen steps"]
+)
 def test_a_rehearsal_shows_training_and_evaluation(tmp_path: Path, tables: dict):  # type: ignore[type-arg]
     """Apart, also of a job whose sites would not report them."""
     job = small_job(num_sites=3, rounds=9, **tables)
