@@ -8,6 +8,7 @@ logits; a model then learns from the table.
 Shape suffixes: B batch, K classes, M members.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from clients.factories import call_factory, import_factory
 from clients.models import weight_files
-from clients.models.applying import logits_of, misfit
+from clients.models.applying import describe, logits_of, misfit
 from federation.errors import JobError
 from federation.job.metrics import LOSS
 from federation.tree import Tree
@@ -47,8 +48,16 @@ def match_logits(
         model: From ``logit_table``.
         inputs: Numbers of public records, ``(B,)``.
         targets: Logits of the site's own model, ``(B, K)``.
+
+    Raises:
+        SiteError: They are not.
     """
     found_bk = logits_of(model, inputs)
+    if not isinstance(targets, torch.Tensor) or targets.shape != found_bk.shape:
+        raise misfit(
+            "match_logits needs the logits of the site's own model, one for each class",
+            f"targets are {describe(targets)}, not of shape {tuple(found_bk.shape)}",
+        )
     return {LOSS: (found_bk - targets).square().sum(1) / 2}
 
 
@@ -68,8 +77,14 @@ def distill(
         temperature: T above, > 0.
 
     Raises:
+        JobError: The temperature is not above 0.
         SiteError: Targets are neither.
     """
+    if not 0 < temperature < math.inf:
+        raise JobError(
+            f"is {temperature}: give a number above 0",
+            key="training.options.temperature",
+        )
     student_bk = logits_of(model, inputs)
     if not isinstance(targets, torch.Tensor):
         raise misfit("distill needs one tensor of targets", "targets are nested")
