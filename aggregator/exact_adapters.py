@@ -74,6 +74,8 @@ class _ExactMean:
             # Of rank n r: one product of these is the mean of the products.
             tall = np.hstack([share * b for share, b, _ in pairs])
             wide = np.vstack([a for _, _, a in pairs])
+            if each.refactored and not tall.any():
+                continue  # All products are 0: new factors would be 0 and never train.
             if each.refactored:
                 b, a = _truncated(tall, wide, rank=self.specs[each.a].shape[0])
                 self._set(each.b, b, mean_d)

@@ -9,6 +9,7 @@ from federation.errors import JobError, MissingExtra
 from federation.job.adapters import Factors
 
 _KEY = "model.options"
+_AXES = 2  # Of the factors of a linear layer.
 _METHODS = ("ffa", "plain", "fedex", "svd")
 # Classes of transformers by the end of their names, and what peft calls their task.
 _TASKS = {
@@ -100,10 +101,12 @@ def _check_method(method: str, *, dora: bool) -> None:
 def _factors(adapted: torch.nn.Module, *, refactored: bool) -> Iterator[Factors]:
     """Name the factors of all adapters of a model of peft."""
     for name, layer in adapted.named_modules():
-        if getattr(layer, "lora_embedding_A", None):
+        factors = getattr(layer, "lora_A", {}).values()
+        is_linear = all(each.weight.ndim == _AXES for each in factors)
+        if getattr(layer, "lora_embedding_A", None) or not is_linear:
             raise JobError(
-                f"{name} is an embedding, whose adapters cannot be averaged exactly: "
-                'name linear layers, or set method = "plain"',
+                f"{name} is no linear layer, so its adapters cannot be averaged "
+                'exactly: name linear layers, or set method = "plain"',
                 key=f"{_KEY}.lora.targets",
             )
         for adapter in getattr(layer, "lora_A", ()):

@@ -25,7 +25,7 @@ from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
-from federation.job.adapters import check_exact
+from federation.job.adapters import check_exact, check_factors
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
@@ -196,7 +196,8 @@ class ModelPool:
         self.layout: Layout = self._layout_of(first)
         self.exact = weights.exact_factors(first)
         if self.exact:
-            check_exact(job, self.exact)
+            check_exact(job)
+            check_factors(self.exact, self.layout)
         if job.training.optimizer.name == "muon":
             hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)

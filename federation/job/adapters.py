@@ -1,11 +1,11 @@
 """The factors of low-rank adapters, for an aggregator that averages their products."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec, ServerOptimizerSpec
+from federation.vectors import Layout, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +30,41 @@ class Factors:
     refactored: bool = False
 
 
-def check_exact(job: JobSpec, factors: Sequence[Factors] = ()) -> None:
-    """Refuse jobs in which the mean of products is not what the aggregator computes.
+def check_factors(factors: Iterable[Factors], layout: Layout) -> None:
+    """Refuse adapters of which the aggregator could not average the products.
 
     Args:
-        job: The job.
-        factors: Of the model's adapters.
+        factors: All adapters.
+        layout: Of the model.
+
+    Raises:
+        JobError: A factor stays at its site, or a weight is also that of another layer.
+    """
+    roles = {spec.name: spec.role for spec in layout.tensors}
+    for each in factors:
+        for name in (each.a, each.b):
+            if roles.get(name) is Role.PERSONAL:
+                raise JobError(
+                    f'with method = "fedex" or "svd", the aggregator needs {name!r} of '
+                    'each site: leave it out here, or use method = "ffa" or "plain"',
+                    key="model.personal",
+                )
+        if not each.refactored and each.weight not in roles:
+            raise JobError(
+                f'with method = "fedex", the aggregator changes {each.weight!r}, which '
+                "is also the weight of another layer (tied): name other layers, or use "
+                'another method, such as "svd"',
+                key="model.options.lora.targets",
+            )
+
+
+def check_exact(job: JobSpec) -> None:
+    """Refuse jobs in which the mean of products is not what the aggregator computes.
 
     Raises:
         JobError: The first reason.
     """
     optimizer, links = job.aggregation.server_optimizer, job.communication.links
-    averages = job.selection is not None and job.selection.averages
-    names = [name for each in factors for name in (each.a, each.b)]
     step = ServerOptimizerSpec()
     faults = {
         "the aggregator needs each site's factors, and secure aggregation shows it "
@@ -65,13 +87,12 @@ def check_exact(job: JobSpec, factors: Sequence[Factors] = ()) -> None:
         ),
         "kept optimiser state would be of other factors: leave out "
         "training.optimizer.state": job.training.optimizer.state == "keep",
-        "ema and swa would average factors of different rounds, whose product is not "
-        "the mean of the products: set selection.model to best": averages,
-        "model.personal keeps factors at the sites that the aggregator needs": any(
-            fnmatchcase(name, each) for name in names for each in job.model.personal
-        ),
         "overlap_steps mixes an older weight with the residual of the round": (
             job.training.overlap_steps > 0
+        ),
+        "an average of the models of several rounds mixes factors of different "
+        'products: set selection.model to "best" or "last"': (
+            job.selection is not None and job.selection.averages
         ),
     }
     for reason, is_refused in faults.items():

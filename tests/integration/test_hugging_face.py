@@ -46,6 +46,15 @@ SECURE = {
 }
 ROOT = Path(__file__).parents[2]
 HEADER_BYTES = 4096
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "image_size": 4,
+    "patch_size": 2,
+}
 FFA, PLAIN = {"rank": 2}, {"rank": 2, "method": "plain"}
 
 
@@ -483,6 +492,15 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
             {"config": GPT2, "lora": {"method": "fedex", "targets": ["wte"]}},
             "model.options.lora.targets",
             "name linear layers",
+        ),
+        (
+            {
+                "auto": "AutoModelForImageClassification",
+                "config": VIT,
+                "lora": {"method": "fedex", "targets": ["projection"]},
+            },
+            "model.options.lora.targets",
+            "no linear layer",
         ),
         (
             {"config": GPT2, "lora": {}, "prompt": {}},

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from federation.job.adapters import Factors
+
 _N, _TRAIN = 120, 90
 
 
@@ -28,6 +30,22 @@ class Tokens(nn.Module):
         return {"logits": self.head(found)}
 
 
+class LowRank(nn.Module):
+    """Logits of three classes by a frozen weight and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4), requires_grad=False)
+        self.a = nn.Parameter(torch.randn(2, 4))
+        self.b = nn.Parameter(torch.zeros(3, 2))
+        self.exact_factors = (
+            Factors(weight="w", a="a", b="b", scale=1.0, refactored=True),
+        )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values @ (self.w + self.b @ self.a).T
+
+
 class Towers(nn.Module):
     """Two embeddings of two inputs."""
 
@@ -39,6 +57,11 @@ class Towers(nn.Module):
         self, left: torch.Tensor, right: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.left(left), self.right(right)
+
+
+def low_rank() -> LowRank:
+    """An adapter of which the aggregator averages products."""
+    return LowRank()
 
 
 def model(task: str) -> nn.Module:
