@@ -10,7 +10,7 @@ refuses it; see ADR 69.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Unpack
@@ -261,13 +261,39 @@ def _settings(trainer: Any) -> Iterator[None]:
     args.train_sampling_strategy = "sequential"  # The order is the job's.
     args.eval_on_start = args.load_best_model_at_end = False
     args.logging_nan_inf_filter = False  # A loss that is not a number is no smaller.
-    trainer.callback_handler.callbacks = copy.deepcopy(before[2])
+    trainer.callback_handler.callbacks = _fresh(before[2], trainer)
     trainer.optimizer = trainer.lr_scheduler = None
     try:
         yield
     finally:
         trainer.args, trainer.train_dataset, trainer.callback_handler.callbacks = before
         trainer.optimizer = trainer.lr_scheduler = None
+
+
+def _fresh(callbacks: Sequence[Any], trainer: Any) -> list[Any]:
+    """Copy callbacks, but not the Trainer and the model that they may refer to.
+
+    Raises:
+        SiteError: One cannot be copied.
+    """
+    model = trainer.model
+    parts = (*model.modules(), *model.parameters(), *model.buffers())
+    data = (trainer.train_dataset, trainer.eval_dataset)
+    shared = {id(each): each for each in (trainer, *parts, *data)}
+    copies = []
+    for each in callbacks:
+        try:
+            copies.append(copy.deepcopy(each, shared))
+        except Exception as error:
+            # Foreign objects may raise anything. This translates and does not continue.
+            name = type(each).__name__
+            raise SiteError(
+                f"the Trainer's callback {name} cannot be copied, and every round "
+                f"begins with a copy: {error}. Have it open files and connections in "
+                'on_train_begin, or remove it (report_to = "none")',
+                outside=f"the Trainer's callback {name} cannot be copied",
+            ) from error
+    return copies
 
 
 class _StepsOfRound:
