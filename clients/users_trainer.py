@@ -51,6 +51,14 @@ def _faults(trainer: Any) -> Iterator[tuple[bool, str]]:
             "decides which records make a batch: use random, and pad in the collator"
         ),
     )
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        yield (
+            not getattr(trainer, name).__module__.startswith("transformers."),
+            (
+                f"{name} of its own, but the job decides which records make a batch: "
+                "remove it, and do what it does in the dataset or the collator"
+            ),
+        )
     yield (
         _has(trainer, "EarlyStoppingCallback"),
         "EarlyStoppingCallback, which would end each round and not the run: remove it",

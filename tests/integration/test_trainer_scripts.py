@@ -215,6 +215,7 @@ def test_another_task_uses_model_and_data_of_the_trainer():
         ({"torch_compile": True}, "torch_compile"),
         ({"early": True}, "EarlyStoppingCallback"),
         ({"own_optimizer": True}, "optimizers"),
+        ({"chosen": True}, "get_train_dataloader"),
     ],
 )
 def test_settings_that_do_not_fit_a_round_are_refused(
