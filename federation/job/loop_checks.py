@@ -67,6 +67,12 @@ def _check_rounds(job: JobSpec) -> None:
             "'fixed', or name another task",
             key="schedule.local_work",
         )
+    if job.model.keep_zeros:
+        raise JobError(
+            "a Trainer's loop changes zeros like all other values: remove this key, or "
+            "name another task",
+            key="model.keep_zeros",
+        )
     if job.model.personal:
         raise JobError(
             "a Trainer's loop keeps nothing at a site from round to round: remove "

@@ -67,6 +67,10 @@ def test_secure_sums_of_results_need_bounds():
             "schedule.local_work",
         ),
         ({"model": {"factory": "net:make", "personal": ["*"]}}, "model.personal"),
+        (
+            {"model": {"factory": "net:make", "weights": "w", "keep_zeros": True}},
+            "model.keep_zeros",
+        ),
     ],
 )
 def test_rounds_and_state_of_another_loop_are_refused(tables: dict[str, Any], key: str):
