@@ -70,11 +70,14 @@ def patch(
 
 def _named(function: Callable[[], Any]) -> str:
     """Name a function by its file, pinned to the file's content."""
-    file = inspect.getsourcefile(function)
-    if file is None or not Path(file).is_file() or "." in function.__qualname__:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    file = None
+    if inspect.isfunction(function):
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    if file is None or not Path(file).is_file() or not name.isidentifier():
         raise ValueError(
-            f"{function.__qualname__} is not a function at the top of a file: put it "
-            "there, so that each site can import it"
+            f"{name} is not a function at the top of a file: put one there with def, "
+            "so that each site can import it by its name"
         )
     names = {"source": f"./{Path(file).name}:{function.__name__}"}
     code_files.pin(names, Path(file).parent)
