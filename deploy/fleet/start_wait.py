@@ -7,7 +7,7 @@ spot prices, or those of the price table, and the user's table of carbon intensi
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cloud_adapters.compute.machine_types import SpotMarket
-from cloud_adapters.compute.pool import ComputePool, Market
+from cloud_adapters.compute.pool import ComputePool, Market, NodeState
 from deploy.fleet import prices as price_table
 from deploy.fleet.choosing import carbon_table, start_window
 from deploy.fleet.choosing.carbon_table import CarbonTable
@@ -19,6 +19,7 @@ from deploy.fleet.choosing.start_conditions import (
     why_started,
 )
 from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan, SiteMachine
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
 
@@ -27,6 +28,7 @@ _LOOK_SECONDS = 30.0
 # Clouds publish a new price every few minutes at most.
 _READ_SECONDS = 300.0
 _HOUR = 3600.0
+_WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
 
 Tell = Callable[[str], None]
 # Made when a cloud is to be asked: that takes credentials.
@@ -60,13 +62,13 @@ def await_start(
         What was decided, for the log: the folder may not exist yet.
 
     Raises:
-        JobError: A price is not in the table, or at the first look the table of carbon
+        JobError: At the first look, a price is not in the table, or the table of carbon
             intensity cannot be read or has no row of a region.
         ComputeError: A cloud refuses to tell its prices at the first look. Later
             failures hold the start back.
     """
     conditions = conditions_of(plan)
-    if conditions.is_empty:
+    if conditions.is_empty or _has_started(plan, pools_of):
         return ()
     readings = _Readings(plan, pools_of, clock)
     since = clock.now()
@@ -101,6 +103,18 @@ def await_start(
             )
         known = keys
         clock.sleep(_LOOK_SECONDS)
+
+
+def _has_started(plan: DeploymentPlan, pools_of: PoolsOf) -> bool:
+    """Whether a site has a machine: it costs, and what is missing is a replacement."""
+    if not plan.folder.exists():  # No command has started any, so no cloud is asked.
+        return False
+    labels = {DEPLOYMENT: plan.file.name}
+    return any(
+        node.state in _WORKS and node.labels.get(ROLE, "").startswith(SITE_PREFIX)
+        for pool in pools_of().values()
+        for node in pool.nodes(labels)
+    )
 
 
 class _Readings:
@@ -159,9 +173,10 @@ class _Readings:
             what = f"a spot {machine.type} in {machine.region}"
             try:
                 yield Reading(what=what, value=self._price(site))
-            except ComputeError as error:
+            except (ComputeError, JobError) as error:
                 if is_first:
                     raise
+                # The price table may be rewritten just now.
                 yield Reading(what=what, value=None, why=str(error))
 
     def _price(self, site: SiteMachine) -> float:

@@ -64,7 +64,10 @@ class CarbonTable:
         if not held:
             why = "the table has a row for another time only" if rows else "no row"
             return Reading(what=region, value=None, why=why)
-        newest = max(held, key=lambda each: _seconds(each.begins, -math.inf))
+        # Of two that begin together, the one that may hold a start back.
+        newest = max(
+            held, key=lambda row: (_seconds(row.begins, -math.inf), row.grams_per_kwh)
+        )
         return Reading(what=region, value=newest.grams_per_kwh)
 
 
@@ -89,6 +92,12 @@ def _check(table: CarbonTable) -> None:
                     "2026-11-26T18:00:00+01:00",
                     key=f"intensity[{index}].{name}",
                 ) from None
+        if _seconds(row.ends, math.inf) <= _seconds(row.begins, -math.inf):
+            raise JobError(
+                f"{row.ends} is not after begins = {row.begins}, so the row would "
+                "never hold: exchange or correct them",
+                key=f"intensity[{index}].ends",
+            )
 
 
 def _seconds(text: str, default: float) -> float:

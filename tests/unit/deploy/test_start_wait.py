@@ -1,14 +1,16 @@
 """Machines are started when hours, spot prices and carbon intensity allow it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from cloud_adapters.compute.machine_types import SpotPrice
-from deploy.fleet import deployment_file
+from cloud_adapters.compute.pool import Node, NodeState
+from deploy.fleet import deployment_file, spending
 from deploy.fleet.choosing import decision_log
 from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.start_conditions import (
@@ -20,6 +22,7 @@ from deploy.fleet.choosing.start_conditions import (
     held_back,
 )
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.start_wait import await_start
 from federation.clock import VirtualClock
 from federation.errors import ComputeUnavailable, JobError
@@ -155,6 +158,62 @@ def test_a_cloud_without_such_prices_has_that_of_the_table(tmp_path: Path):
     assert "at_latest_hours = 6 are over" in waited.rows[-1].reason
 
 
+def test_a_price_table_that_has_become_unreadable_holds_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A new one may be copied over it just now."""
+    start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6"
+    plan = written(tmp_path, start)
+    table = tmp_path / "prices.toml"
+    table.write_text((Path(spending.__file__).with_name("prices.toml")).read_text())
+    plan = replace(plan, prices=table)
+
+    def sleep(self: VirtualClock, seconds: float) -> None:
+        real(self, seconds)
+        table.write_text("")
+
+    real = VirtualClock.sleep
+    monkeypatch.setattr(VirtualClock, "sleep", sleep)
+    assert Waited(plan).hours == pytest.approx(6.0, abs=0.1)
+
+
+class Running(Market):
+    """A cloud in which a machine of the deployment may run."""
+
+    def __init__(self, state: NodeState, role: str) -> None:
+        super().__init__(lambda _: (0.3, 0.3))
+        labels = {ROLE: role, DEPLOYMENT: "fed"}
+        self.node = Node(id="i-1", name=role, state=state, labels=labels, launched=NOON)
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        assert labels == {DEPLOYMENT: "fed"}
+        return [self.node]
+
+
+@pytest.mark.parametrize(
+    ("state", "role", "waits"),
+    [
+        (NodeState.RUNNING, "site-a", False),
+        (NodeState.STARTING, "site-a", False),
+        (NodeState.GONE, "site-a", True),
+        (NodeState.RUNNING, "aggregator", True),
+    ],
+)
+def test_machines_that_run_do_not_wait(
+    tmp_path: Path,
+    state: NodeState,
+    role: str,
+    waits: bool,  # noqa: FBT001
+):
+    """They cost, and what is missing beside them is a replacement."""
+    plan = written(tmp_path, 'window = "20:00-22:00 UTC"')
+    cloud = Running(state, role)
+    assert Waited(plan, cloud).hours > 7.0  # No command was given before.
+    plan.folder.mkdir(parents=True)
+    waited = Waited(plan, cloud)
+    assert (waited.hours > 7.0, bool(waited.rows)) == (waits, waits)
+
+
 def test_carbon_intensity_is_waited_for(tmp_path: Path):
     """The row of the time counts, in the offset that it states."""
     plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
@@ -207,6 +266,13 @@ def test_all_conditions_must_hold_at_once(tmp_path: Path):
         ("grams_per_kwh = 1e4", "at most 2000"),
         ('grams_per_kwh = 1.0\nbegins = "2026-11-26T18:00:00"', "offset from UTC"),
         ('grams_per_kwh = 1.0\nends = "at night"', "offset from UTC"),
+        (
+            """grams_per_kwh = 1.0
+begins = "2026-11-27T05:00:00Z"
+ends = "2026-11-27T06:00:00+01:00"
+""",
+            "never hold",
+        ),
     ],
 )
 def test_a_wrong_table_is_refused(tmp_path: Path, table: str, message: str):
@@ -216,6 +282,14 @@ def test_a_wrong_table_is_refused(tmp_path: Path, table: str, message: str):
     with pytest.raises(JobError, match=message) as caught:
         Waited(plan)
     assert "intensity[0]" in str(caught.value)
+
+
+def test_of_two_rows_that_begin_together_the_higher_one_counts(tmp_path: Path):
+    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
+    row = '[[intensity]]\nregion = "us-east-1"\ngrams_per_kwh = 380.0\n'
+    row += 'ends = "2026-11-26T13:00:00Z"\n'
+    (tmp_path / "carbon.toml").write_text(TABLE.format(now=100.0) + row)
+    assert Waited(plan).hours == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_region_that_the_table_lacks_is_named(tmp_path: Path):
