@@ -41,7 +41,10 @@ class StartWindow:
         if is_open:
             return now
         day = here.date() if at < self.begin else here.date() + timedelta(days=1)
-        return datetime.combine(day, self.begin, tzinfo=self.zone).timestamp()
+        begin = datetime.combine(day, self.begin, tzinfo=self.zone)
+        if begin.timestamp() <= now:  # In the hour that comes twice.
+            begin = begin.replace(fold=1)
+        return begin.timestamp()
 
     def text(self, seconds: float) -> str:
         """Write a time as people of the place do."""

@@ -51,6 +51,14 @@ def test_the_night_in_which_clocks_change_is_as_long_as_it_is():
     assert opens("04:00-06:00 Europe/Berlin", "2026-10-24 12:00") == "10-25 03:00"
 
 
+def test_a_window_in_the_hour_that_comes_twice_opens_twice():
+    """Between its two times it is closed."""
+    window = "02:15-02:45 Europe/Berlin"
+    assert opens(window, "2026-10-25 00:00") == "10-25 00:15"
+    assert opens(window, "2026-10-25 01:10") == "10-25 01:15"
+    assert opens(window, "2026-10-25 01:20") == "10-25 01:20"
+
+
 def test_times_are_shown_as_people_of_the_place_write_them():
     window = start_window.parse("22:00-06:00 Europe/Berlin", key="start.window")
     assert window is not None
