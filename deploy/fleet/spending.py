@@ -76,7 +76,9 @@ def observed(
             )
         # The end of a machine that is gone may not be known.
         elif node.ended is not None or not _is_gone(node):
-            known[node.id] = replace(before, seconds=seconds)
+            # One that was first seen without a budget has no price yet.
+            price = before.dollars_per_hour or hourly.get(role, 0.0)
+            known[node.id] = replace(before, seconds=seconds, dollars_per_hour=price)
     return Spending(machines=tuple(known.values()))
 
 

@@ -203,6 +203,17 @@ def test_machines_that_are_no_longer_listed_keep_what_they_have_cost():
     assert [each.id for each in then.machines] == ["a", "b"]
 
 
+def test_a_machine_that_was_seen_without_a_budget_has_its_price_with_one():
+    """From its launch on: the budget is for all that a deployment costs."""
+    free = observed(Spending(), [node()], {}, 3600.0)
+    assert free.dollars == 0.0
+    hourly = {AGGREGATOR: 2.0}
+    then = observed(free, [node()], hourly, 7200.0)
+    assert then.dollars == 4.0
+    dearer = observed(then, [node()], {AGGREGATOR: 3.0}, 7200.0)
+    assert dearer.dollars == 4.0  # It keeps the price that it had.
+
+
 def test_a_machine_whose_end_is_unknown_costs_what_it_had_when_last_seen():
     seen = MachineCost(id="a", role=AGGREGATOR, dollars_per_hour=1.0, seconds=3600.0)
     gone = node(state=NodeState.GONE)
