@@ -199,13 +199,14 @@ def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | 
 
 
 def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
-    """Refuse what would end the watch in the middle of a run, for want of a price."""
+    """Refuse what would end the watch of a run: no price, or a damaged record."""
     from deploy.fleet import prices, spending  # noqa: PLC0415 -- --help
     from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
-    from deploy.fleet.keeping import moves  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import moves, spot_record  # noqa: PLC0415 -- --help
 
     if plan.file.deadline_hours is None:
         return
+    spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     table = prices.load(plan.prices, today=prices.day_of(clock.now()), warn=tell)
     moves.check_prices(plan, table)
     for market in MARKETS:  # A budget counts either.

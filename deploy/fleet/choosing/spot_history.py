@@ -59,7 +59,8 @@ def history(
     """
     slot = slot_hours * _HOUR
     recent = [each for each in sightings if now - each.at < HISTORY_HOURS * _HOUR]
-    oldest = min((each.at for each in recent), default=now)
+    # A clock that was set back has sightings of later on.
+    oldest = min([now, *(each.at for each in recent)])
     seen = math.ceil((now - oldest) / slot)
     num = min(_MOST_SLOTS, _HOPED_SLOTS + seen)
     ends_t = now - slot * np.arange(num)[::-1]

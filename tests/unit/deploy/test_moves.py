@@ -9,12 +9,14 @@ import pytest
 
 from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeState
+from deploy.cli import fleet_verbs
 from deploy.fleet import deployment_file, spending
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.moves import Mover, WorkLeft, check_prices
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices
-from federation.errors import ComputeUnavailable, JobError
+from federation.clock import VirtualClock
+from federation.errors import ComputeUnavailable, CorruptObject, JobError
 
 HOUR = 3600.0
 BOOT_HOURS = 0.25  # As in the file: `start.machine_minutes` is 15 by default.
@@ -161,6 +163,16 @@ def test_a_deadline_without_a_price_is_refused_before_the_start(plan: Deployment
     with pytest.raises(JobError, match="no price of an on-demand") as caught:
         check_prices(stated, replace(PRICES, machines=()))
     assert caught.value.key == "sites[0].on_demand_dollars_per_hour"
+
+
+def test_a_damaged_record_is_refused_before_the_start(plan: DeploymentPlan):
+    """And not when the machines have been started."""
+    clock = VirtualClock(1.782e9)
+    (plan.folder / "sightings.json").write_text('{"sightings": [')
+    with pytest.raises(CorruptObject, match=r"sightings\.json is damaged.*delete it"):
+        fleet_verbs._check_moves(plan, clock)
+    (plan.folder / "sightings.json").unlink()
+    fleet_verbs._check_moves(plan, clock)
 
 
 def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):

@@ -59,6 +59,14 @@ def test_only_what_was_seen_takes_capacity_away():
     assert found.shape[1] == without.available_zt.shape[1] + 3
 
 
+def test_a_clock_that_was_set_back_takes_nothing_from_the_history():
+    """Sightings of later on are of no account until then."""
+    later = [seen("a", -30.0, has_capacity=False)]
+    found = history([offer("a")], [], later, now=NOW, slot_hours=1.0)
+    without = history([offer("a")], [], [], now=NOW, slot_hours=1.0)
+    np.testing.assert_array_equal(found.available_zt, without.available_zt)
+
+
 def test_a_zone_without_capacity_is_tried_again_after_a_while():
     sightings = [seen("a", 0.5, has_capacity=False)]
     for now, expected in ((NOW, False), (NOW + 24 * HOUR, True), (NOW - HOUR, True)):
