@@ -501,7 +501,12 @@ def _check_start(file: DeploymentFile) -> None:
 
 
 def _check_paths(file: DeploymentFile) -> None:
-    paths = (("job", file.job), ("folder", file.folder), ("prices", file.prices))
+    paths = (
+        ("job", file.job),
+        ("folder", file.folder),
+        ("prices", file.prices),
+        ("start.carbon", file.start.carbon),
+    )
     for name, text in paths:
         if "\0" in text or (name == "job" and not text):
             raise JobError(f"{text!r:.200} is no path", key=name)
