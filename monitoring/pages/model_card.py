@@ -249,7 +249,7 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
         yield "started from", _code(view.started.weights)
     yield "duration", format_duration(view.seconds)
     rate = f"learning rate {optimizer['lr']:g}"
-    work = _work(job["training"])
+    work = _work(job)
     yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
     batch = job["training"].get("batch_size", TrainingSpec().batch_size)
     yield "batch", format_count(batch, "record")
@@ -263,8 +263,12 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
         yield "failures", format_count(len(view.failures), "answer")
 
 
-def _work(training: Mapping[str, Any]) -> str:
+def _work(job: Mapping[str, Any]) -> str:
     """A site's work in a round: steps or epochs."""
+    training, schedule = job["training"], job.get("schedule", {})
+    if schedule.get("local_work") == "auto":
+        most = format_count(schedule["max_local_steps"], "step")
+        return f"{training['local_steps']} to {most}"
     if "local_steps" in training:
         return format_count(training["local_steps"], "step")
     return format_count(training["local_epochs"], "epoch")

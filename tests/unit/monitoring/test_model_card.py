@@ -111,6 +111,13 @@ def test_local_work_is_in_the_words_of_the_job(
     assert rows(card)["at each site"].startswith(f"{work} a round of `sgd`, ")
 
 
+def test_local_work_that_the_run_chose_is_a_range():
+    """The card of a run whose rounds differ does not name its fewest steps alone."""
+    auto = {"local_work": "auto", "max_local_steps": 64}
+    card = card_of(fold(event_samples.two_sites(1)), schedule=auto)
+    assert rows(card)["at each site"].startswith("1 to 64 steps a round of ")
+
+
 def test_only_simulated_sites_are_called_simulated():
     """A deployed site's data is its own, whatever a rehearsal would deal out."""
     events = event_samples.two_sites(1)
