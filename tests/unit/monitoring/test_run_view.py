@@ -14,6 +14,7 @@ from federation.events import (
     ModelSelected,
     PrivacyPlanned,
     RoundStarted,
+    RunExtended,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -431,3 +432,29 @@ def test_an_average_has_no_results_of_another_model():
     ]
     assert fold([*left, selected, end]).last_evaluated is None
     assert fold([*events, selected, end]).last_evaluated.round_index == 2
+
+
+def test_a_skipped_number_has_the_results_of_the_model_before_it():
+    """With secure aggregation, an evaluation uses up the first one of an extension."""
+    *events, end = event_samples.two_sites(2)
+    extended = RunExtended(
+        at=end.at,
+        last_round=2,
+        first_round=4,
+        rounds_before=2,
+        rounds=6,
+        job_before="",
+        job="",
+    )
+    selected = ModelSelected(
+        at=end.at,
+        round_index=3,
+        model="best",
+        models=1,
+        metric="loss",
+        best_round=3,
+        best_score=0.5,
+        stopped_early=False,
+    )
+    view = fold([*events, extended, selected, end])
+    assert view.last_evaluated.round_index == 2
