@@ -19,7 +19,7 @@ from clients.data.datasets import Dataset
 from clients.models.applying import apply_model
 from clients.models.trained import trained_model
 from clients.ranks.peers import NO_PEERS, Sums
-from federation.errors import SiteError, UserCodeError
+from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums
@@ -57,7 +57,13 @@ class Predictor:
             inputs, targets = map_tree(
                 lambda part: part.to(self._pool.device), data.batch(rows)
             )
-            outputs = self._outputs(inputs, targets)
+            try:
+                outputs = self._outputs(inputs, targets)
+            except FederationError:
+                raise
+            except Exception as error:
+                # A model may raise anything. This translates and does not continue.
+                raise _misfit(error) from error
             found = columns_of(self._training, outputs)
             for name, values in found.items():
                 if values.shape[:1] != rows.shape:
@@ -103,6 +109,14 @@ class Predictor:
         if self._training.precision == "fp32":
             return nullcontext()
         return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
+
+
+def _misfit(error: Exception) -> SiteError:
+    said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    return SiteError(
+        f"the model cannot be applied to these records ({'; '.join(said)}): they must "
+        "be like those that it was trained on"
+    )
 
 
 def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:

@@ -173,3 +173,19 @@ def test_an_own_objective_predicts_without_labels(tmp_path: Path) -> None:
     assert [rows(tmp_path / "a.jsonl")[0]["output"]] == expected
     with pytest.raises(SiteError, match="own_objective failed"):
         predict(run, f"{__name__}:badly_labelled", {}, out=tmp_path / "b.jsonl")
+
+
+def wide() -> tuple[Examples, Examples]:
+    """Records with twice as many features."""
+    train, held_out = (
+        Examples(inputs=np.tile(part.inputs, (1, 2)), targets=None) for part in blobs()
+    )
+    return train, held_out
+
+
+def test_records_that_do_not_fit_the_model_are_refused(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """With the shape that the model received."""
+    with pytest.raises(SiteError, match=r"cannot be applied .* \(12, 8\)"):
+        predict(run, f"{__name__}:wide", {}, out=tmp_path / "a.jsonl")
