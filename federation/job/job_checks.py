@@ -14,7 +14,7 @@ from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
 from federation.job.local_work_checks import check_local_work
 from federation.job.loop_checks import check_loop
-from federation.job.metrics import check_objective, is_function
+from federation.job.metrics import TRAINER, check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
     check_differential_privacy,
@@ -417,19 +417,35 @@ def _check_zeros(job: JobSpec) -> None:
     """Refuse ``keep_zeros`` where values would not stay zero at the sites."""
     if not job.model.keep_zeros:
         return
-    reason = ""
-    if job.model.weights is None:
-        reason = "it needs weights to start from: set model.weights"
-    elif job.privacy.differential_privacy.enabled:
-        reason = "noise is added to every value, also to those that are zero"
-    elif any(job.model.options.get(name) for name in ("lora", "prompt")):
-        reason = "adapters begin with zeros, which would never be trained"
-    elif job.training.optimizer.name == "muon":
-        reason = "muon mixes the values of a matrix, so zeros would not stay"
-    elif job.communication.down_content != "model":
-        reason = 'sites must receive whole models: set down_content = "model"'
-    if reason:
-        raise JobError(f"{reason}; or remove this key", key="model.keep_zeros")
+    training, options = job.training, job.model.options
+    for refused, reason in (
+        (
+            job.model.weights is None,
+            "it needs weights to start from: set model.weights",
+        ),
+        (
+            job.privacy.differential_privacy.enabled,
+            "noise is added to every value, also to those that are zero",
+        ),
+        (
+            any(options.get(name) for name in ("lora", "prompt")),
+            "adapters begin with zeros, which would never be trained",
+        ),
+        (
+            training.task == TRAINER,
+            "a loop of your own trains every value at the sites",
+        ),
+        (
+            training.optimizer.name == "muon",
+            "muon mixes the values of a matrix, so zeros would not stay",
+        ),
+        (
+            job.communication.down_content != "model",
+            'sites must receive whole models: set down_content = "model"',
+        ),
+    ):
+        if refused:
+            raise JobError(f"{reason}; or remove this key", key="model.keep_zeros")
 
 
 def _check_simulation(job: JobSpec) -> None:
