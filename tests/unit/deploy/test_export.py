@@ -197,3 +197,13 @@ def test_nothing_is_signed_beside_other_files(run: RunFolder):
     with pytest.raises(ObjectExists, match=r"'model\.onnx' .* not a part of this"):
         export(run, store, signer=signer, overwrite=True)
     assert keys(store) == ["model.onnx"]
+
+
+def test_a_forgotten_model_is_not_exported(run: RunFolder, tmp_path: Path):
+    """A run that ends again has none until the new one is written."""
+    run.forget_model()
+    run.forget_model()  # There may be none.
+    with pytest.raises(RunNotFound, match="no final model"):
+        export(run, MemoryStore())
+    with pytest.raises(StoreUnavailable, match="cannot write"):
+        RunFolder(tmp_path / "nowhere").forget_model()
