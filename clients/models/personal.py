@@ -57,6 +57,12 @@ def read(module: torch.nn.Module, layout: Layout) -> Vector:
     return values_p
 
 
+def unchanged(kept: Arrays) -> Arrays:
+    """Return what a site keeps of parts that a round has not changed."""
+    own_p = own_part(kept)
+    return NO_ARRAYS if own_p is None else {_PERSONAL: own_p}
+
+
 def to_keep(module: torch.nn.Module, layout: Layout) -> Arrays:
     """Return what a site keeps of a module that it has trained."""
     if not layout.num_personal:

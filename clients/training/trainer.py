@@ -7,6 +7,7 @@ arXiv:2007.07481, section 5) if the job asks for them. The trainer itself keeps 
 between rounds: optimiser state comes and goes with each of them, if the job keeps any.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -64,6 +65,8 @@ from federation.vectors import (
     Vector,
     is_finite,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 def never() -> bool:
@@ -356,21 +359,24 @@ class TorchTrainer:
             training=training,
             kept={
                 **self._kept(optimizer, local_d, local_m),
-                **self._personal(model),
+                **self._personal(model, kept),
             },
         )
 
-    def _personal(self, model: torch.nn.Module) -> Arrays:
+    def _personal(self, model: torch.nn.Module, kept: Arrays) -> Arrays:
         """What the site keeps of its personal parts.
 
         Raises:
             NotFinite: Training left the finite numbers: every later round would begin
-                with these.
+                with these. Not where whole sites are protected, whose answer must
+                not tell this: then the parts are those that the round began with.
         """
         own = personal.to_keep(model, self.pool.layout)
-        if not all(map(is_finite, own.values())):
+        if all(map(is_finite, own.values())):
+            return own
+        if self.private is not None or not self._is_protected:
             raise NotFinite(UNSTABLE)
-        return own
+        return personal.unchanged(kept)
 
     def _kept(
         self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector
@@ -445,17 +451,21 @@ class TorchTrainer:
         """Find the record that made a model's weights infinite.
 
         Raises:
-            NotFinite: It is one of this round's batches.
+            NotFinite: It is one of this round's batches. Not where whole sites are
+                protected, whose answer must not tell this: the site's log does.
         """
         if is_finite(local_d) or self.peers.count > 1:
             return
         bad = first_not_finite(self.train, self._indices(round_index, steps))
         if bad is not None:
-            raise NotFinite(
+            error = NotFinite(
                 f"training record {bad} holds NaN or infinite values: drop or fill "
                 "these records in the data function",
                 outside=UNSTABLE,
             )
+            if not self._is_protected:
+                raise error
+            _LOG.warning("site %s: %s", self.site, error)
 
     def _add_gradient(
         self, model: torch.nn.Module, chosen: Indices, num_examples: int, sums: Sums

@@ -1,5 +1,6 @@
 """Parts of a model that a site trains for itself and never sends."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,29 @@ def test_a_personal_part_that_diverged_is_not_stored():
     bad_p = np.full(pool.layout.num_personal, np.nan, dtype=np.float32)
     with pytest.raises(NotFinite):
         trainer.fit(*pool.initial_weights(), round_index=1, kept={"personal": bad_p})
+
+
+def test_no_site_tells_without_noise_that_its_training_diverged():
+    """With noise for whole sites it answers; it keeps the part that it began with."""
+    job = job_of(
+        num_sites=4,
+        evaluation={"every": 0},
+        aggregation={"weights": "uniform"},
+        privacy={
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": {"unit": "site", "target_epsilon": 8.0},
+        },
+    )
+    pool, (examples, _) = ModelPool(job), blobs()
+    spoilt = replace(examples, inputs=np.full_like(examples.inputs, np.nan))
+    train = as_dataset(spoilt, name="blobs")
+    trainer = TorchTrainer(job, SITE, pool=pool, train=train, held_out=HELD_OUT)
+    first_p = np.ones(pool.layout.num_personal, dtype=np.float32)
+    for kept in ({"personal": first_p}, {}):
+        result = trainer.fit(*pool.initial_weights(), round_index=1, kept=kept)
+        assert isinstance(result, LocalWeights)
+        assert np.isnan(result.weights_d).any()
+        assert result.kept == kept
 
 
 def exported(pool: ModelPool, path: Path) -> list[str]:
