@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from federation.errors import JobError, MissingExtra
+from federation.errors import JobError, MissingExtra, SiteError
 from federation.job.adapters import Factors
 
 _KEY = "model.options"
@@ -162,12 +162,44 @@ class _PromptModel(torch.nn.Module):
         super().__init__()
         self.adapted = adapted
         self._cut = cut
+        # A decoder's head is called so, and reads the last place. Without a prompt,
+        # transformers looks for the last one that is not padding.
+        self._reads_last = not cut and hasattr(adapted.base_model, "score")
 
     def forward(self, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Logits ``(B, T, V)`` of tokens ``(B, T)``, or ``(B, K)``."""
-        found = self.adapted(input_ids=input_ids, **inputs)
+        """Logits ``(B, T, V)`` of tokens ``(B, T)``, or ``(B, K)``.
+
+        Raises:
+            SiteError: Records end with padding that would be classified, or are too
+                long with the prompt.
+        """
+        mask = inputs.get("attention_mask")
+        if self._reads_last and mask is not None and not bool(mask[:, -1].all()):
+            raise SiteError(
+                "with a prompt, this model classifies the last place of a record, "
+                "which is padding here: pad on the left"
+            )
+        try:
+            found = self.adapted(input_ids=input_ids, **inputs)
+        except IndexError as error:
+            fault = self._too_long(input_ids.shape[1])
+            if fault is None:
+                raise
+            raise fault from error
         logits: torch.Tensor = found.logits
         return logits[:, self._cut :] if self._cut else logits
+
+    def _too_long(self, places: int) -> SiteError | None:
+        """Explain that records have no place left for the prompt, if so."""
+        most = getattr(self.adapted.config, "max_position_embeddings", None)
+        tokens = self.adapted.active_peft_config.num_virtual_tokens
+        if most is None or places + tokens <= most:
+            return None
+        return SiteError(
+            f"records and a prompt of {tokens} tokens are longer than the {most} "
+            "places of the model: use shorter records, or fewer tokens in "
+            f"{_KEY}.prompt"
+        )
 
 
 def _check_layers(model: torch.nn.Module, names: Sequence[str], *, key: str) -> None:

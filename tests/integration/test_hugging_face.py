@@ -19,7 +19,7 @@ from clients.models.pretrained import folder_digest
 from clients.training.local_federation import Federation
 from deploy.wiring.parts import build_federation
 from deploy.wiring.simulation import simulate
-from federation.errors import JobError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -247,6 +247,27 @@ def test_a_prompt_is_all_that_is_trained_and_sent():
     found = objective(model, {"input_ids": tokens}, labels)
     theirs = model.adapted(tokens, labels=labels).loss
     assert found.total.item() / found.count == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def test_records_that_do_not_fit_a_prompt_are_explained():
+    """Padding is not classified, and a record and its prompt have their places."""
+    model = hugging_face(config=GPT2, prompt={"tokens": 5})
+    assert model(torch.ones(1, 7, dtype=torch.long)).shape == (1, 7, 16)
+    with pytest.raises(SiteError, match="prompt of 5 tokens are longer than the 12"):
+        model(torch.ones(1, 8, dtype=torch.long))
+    with pytest.raises(IndexError):
+        model(torch.full((1, 7), 16))
+    config = {**GPT2, "pad_token_id": 0, "num_labels": 2}
+    options = {"auto": "AutoModelForSequenceClassification", "prompt": {"tokens": 2}}
+    classifier = hugging_face(config=config, **options)
+    ids = torch.tensor([[3, 4, 5], [3, 4, 0]])
+    with pytest.raises(SiteError, match="pad on the left"):
+        classifier(ids, attention_mask=(ids > 0).long())
+    assert (
+        classifier(ids.flip(1), attention_mask=(ids.flip(1) > 0).long()).shape[1] == 2
+    )
+    encoder = hugging_face(config={**BERT, "num_labels": 2}, **options)
+    assert encoder(ids, attention_mask=(ids > 0).long()).shape == (2, 2)
 
 
 def test_record_level_privacy_refuses_prompts_which_records_share():
