@@ -13,6 +13,7 @@ import torch
 
 from clients.data.datasets import Dataset
 from clients.models.trained import trained_model
+from clients.models.weights import exact_factors
 from deploy.tools import gguf_file, hugging_face_folder as folders, onnx_file
 from deploy.tools.parity import Parity, check_parity, outputs_of
 from federation.errors import JobError
@@ -139,6 +140,12 @@ def _adapters(work: _FormatWork) -> list[torch.Tensor]:
     if not folders.has_adapters(work.model):
         raise JobError(
             "the run's model has no adapters: export huggingface", key="--format"
+        )
+    if any(not each.refactored for each in exact_factors(work.model)):
+        raise JobError(
+            'method = "fedex" has changed the weights beside the adapters, which these '
+            "would leave behind: export huggingface",
+            key="--format",
         )
     folders.write_folder(work.model, work.folder)
     return outputs_of(folders.read_adapters(work.job, work.folder), work.inputs)

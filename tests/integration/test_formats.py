@@ -12,11 +12,12 @@ from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 
 from clients.data.datasets import as_dataset
+from clients.models import hugging_face
 from cloud_adapters.storage.disk import transfer
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools import formats, hugging_face_folder
 from deploy.tools.export import CARD, export
-from deploy.tools.formats import write_format
+from deploy.tools.formats import _adapters, _FormatWork, write_format
 from federation.errors import JobError, ParityFailed
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -131,6 +132,10 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, run: RunFolder) ->
         write_format("gguf", job, model, tmp_path, None)
     with pytest.raises(JobError, match="no adapters"):
         write_format("adapters", job, model, tmp_path, None)
+    changed = hugging_face(config=GPT2, lora={"method": "fedex"})
+    work = _FormatWork(job=job, model=changed, inputs=(), folder=tmp_path)
+    with pytest.raises(JobError, match="has changed the weights"):
+        _adapters(work)
     small = small_job(num_sites=2)
     simulate(small, folder=tmp_path / "small")
     blob = tmp_path / "small/model.safetensors"
