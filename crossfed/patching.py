@@ -1,16 +1,22 @@
 """Make the script of a transformers Trainer train over a federation."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossfed.running import Source, load_job, read, simulate
+from federation.errors import JobError
+from federation.ids import MAX_NAME_CHARS
 from federation.job import code_files
 from federation.job.metrics import TRAINER
 
 if TYPE_CHECKING:
     from monitoring.runs.run_result import RunResult
+
+# What a job's name has none of.
+_NO_NAME = re.compile(r"[^a-z0-9._-]+|\.{2,}")
 
 
 def patch(
@@ -88,12 +94,28 @@ def _filled(document: dict[str, Any], trainer: Any, named: str) -> dict[str, Any
     """Fill in what a job lacks from the Trainer."""
     file = code_files.parse(named)
     stem = named if file is None else file.module
-    document.setdefault("name", stem.lower())
-    document.setdefault("model", {}).setdefault("factory", named)
-    if any("data" not in site for site in document.get("sites", ())):
-        document.setdefault("data", {}).setdefault("source", named)
-    training = document.setdefault("training", {})
+    name = _NO_NAME.sub("-", stem.lower())[:MAX_NAME_CHARS].strip("-._")
+    document.setdefault("name", name or TRAINER)
+    _table(document, "model").setdefault("factory", named)
+    sites = document.get("sites")
+    rows = sites if isinstance(sites, list | tuple) else ()
+    # What is no table is refused with the rest of the job.
+    if any("data" not in site for site in rows if isinstance(site, Mapping)):
+        _table(document, "data").setdefault("source", named)
+    training = _table(document, "training")
     training.setdefault("task", TRAINER)
     training.setdefault("batch_size", trainer.args.per_device_train_batch_size)
     training.setdefault("accumulate", trainer.args.gradient_accumulation_steps)
     return document
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table of a job, which is made if it is not there.
+
+    Raises:
+        JobError: It is something else.
+    """
+    found = document.setdefault(name, {})
+    if not isinstance(found, dict):
+        raise JobError(f"must be a table, not {found!r:.80}", key=name)
+    return found
