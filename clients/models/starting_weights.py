@@ -191,6 +191,8 @@ def _files(name: str, places: Sequence[Path]) -> Iterator[Sequence[tuple[str, Pa
             copy = Path(folder) / MODEL
             yield [(_download(name, copy), copy)]
         return
+    if "\0" in name:
+        raise JobError(f"{name!r:.200} is no path", key=KEY)
     found = [place / name.removeprefix("file://") for place in places]
     found = [each / MODEL if each.is_dir() else each for each in found]
     files = [each for each in found if each.is_file()]

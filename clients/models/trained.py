@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from clients.models import personal
 from clients.models.model_pool import ModelPool
@@ -46,13 +46,18 @@ def trained_model(job: JobSpec, file: Path) -> tuple[ModelPool, torch.nn.Module]
 def _check_whole(job: JobSpec, file: Path) -> None:
     if not job.model.personal:
         return
-    with safe_open(file, framework="numpy") as found:
-        # Counters, as of batch normalisation, are in the shared part as well.
-        names = [
-            name
-            for name in found.keys()  # noqa: SIM118 -- not a mapping
-            if "F" in found.get_slice(name).get_dtype()
-        ]
+    try:
+        with safe_open(file, framework="numpy") as found:
+            # Counters, as of batch normalisation, are in the shared part as well.
+            names = [
+                name
+                for name in found.keys()  # noqa: SIM118 -- not a mapping
+                if "F" in found.get_slice(name).get_dtype()
+            ]
+    except (OSError, SafetensorError) as error:
+        raise JobError(
+            f"{file} is not a safetensors file: {error}; restore it, or resume the run"
+        ) from error
     if not any(personal.match(name, job.model.personal) for name in names):
         raise JobError(
             "the model of this run is the part that its sites share: each site keeps "

@@ -84,7 +84,7 @@ def _check_columns(federation: Federation, first: SiteId, name: SiteId) -> None:
         if here != there:
             raise SiteError(
                 f"{what} are {here}, and those of site {first!r} are {there}: give "
-                "all sites the same columns, under the same names"
+                "all sites the same columns, under the same names and in one order"
             )
 
 

@@ -20,6 +20,7 @@ from clients.models.starting_weights import (
     notice,
     pinned,
 )
+from clients.models.trained import trained_model
 from cloud_adapters.storage.disk.transfer import upload
 from deploy.cli import main
 from federation.compression.codec import decoded
@@ -350,3 +351,18 @@ def test_a_file_in_a_bucket_has_a_largest_size(
     monkeypatch.setattr(starting_weights, "MAX_DOWNLOAD_BYTES", 100)
     with pytest.raises(JobError, match="at most 100 are downloaded"):
         job_of(tmp_path, bucket.url)
+
+
+def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="is no path") as caught:
+        job_of(tmp_path, "a\0b")
+    assert caught.value.key == "model.weights"
+
+
+def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:
+    """Before its names are compared with the parts that sites keep."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\x10" + 7 * b"\0" + b"damaged")
+    personal = small_job(model={**FACTORY, "personal": ["*bias"]})
+    with pytest.raises(JobError, match=r"model\.safetensors is not a safetensors file"):
+        trained_model(personal, file)
