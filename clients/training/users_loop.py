@@ -260,6 +260,7 @@ def _settings(trainer: Any) -> Iterator[None]:
         setattr(args, name, type(getattr(args, name)).NO)
     args.train_sampling_strategy = "sequential"  # The order is the job's.
     args.eval_on_start = args.load_best_model_at_end = False
+    args.dataloader_drop_last = False  # All held-out records count.
     args.logging_nan_inf_filter = False  # A loss that is not a number is no smaller.
     trainer.callback_handler.callbacks = _fresh(before[2], trainer)
     trainer.optimizer = trainer.lr_scheduler = None

@@ -151,6 +151,17 @@ def test_bfloat16_and_checkpointing_are_those_of_the_trainer():
     assert less.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
+def test_all_held_out_records_are_evaluated():
+    """Also those of a last batch that the loop would leave out in training."""
+    sums = []
+    for options in ({}, {"dataloader_drop_last": True}):
+        federation = build_federation(job(options=options))
+        site = SiteId("site-0")
+        trainer = federation.loop_trainer(site, federation.site_data[site])
+        sums.append(trainer.evaluate(*federation.pool.initial_weights(), round_index=1))
+    assert sums[0] == sums[1]
+
+
 def test_updates_of_a_loop_can_be_protected_by_site():
     private = {"unit": "site", "clip_norm": 1.0, "noise_multiplier": 0.5}
     private |= {"target_epsilon": 1e9, "delta": 1e-3, "held_out": "public"}
