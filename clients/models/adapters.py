@@ -192,7 +192,8 @@ class _PromptModel(torch.nn.Module):
     def _too_long(self, places: int) -> SiteError | None:
         """Explain that records have no place left for the prompt, if so."""
         most = getattr(self.adapted.config, "max_position_embeddings", None)
-        tokens = self.adapted.active_peft_config.num_virtual_tokens
+        prompt: Any = self.adapted.active_peft_config
+        tokens = prompt.num_virtual_tokens
         if most is None or places + tokens <= most:
             return None
         return SiteError(
