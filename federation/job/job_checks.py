@@ -14,7 +14,7 @@ from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
 from federation.job.local_work_checks import check_local_work
 from federation.job.loop_checks import check_loop
-from federation.job.metrics import TRAINER, check_objective, is_function
+from federation.job.metrics import check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
     check_differential_privacy,
@@ -430,10 +430,6 @@ def _check_zeros(job: JobSpec) -> None:
         (
             any(options.get(name) for name in ("lora", "prompt")),
             "adapters begin with zeros, which would never be trained",
-        ),
-        (
-            training.task == TRAINER,
-            "a loop of your own trains every value at the sites",
         ),
         (
             training.optimizer.name == "muon",

@@ -15,7 +15,7 @@ from federation.job import job_digest
         ({}, "needs weights to start from"),
         ({"communication": {"down_content": "change"}}, "must receive whole models"),
         ({"training": {"optimizer": {"name": "muon", "momentum": 0.9}}}, "muon mixes"),
-        ({"training": {"task": "trainer"}}, "a loop of your own"),
+        ({"training": {"task": "trainer"}}, "changes zeros like all other values"),
         ({"model": {"options": {"lora": {"rank": 2}}}}, "adapters begin with zeros"),
     ],
 )
