@@ -63,7 +63,7 @@ class PolicySpec:
             differential privacy: the other site can compute this site's update.
         max_rounds: Most rounds of a run.
         max_local_steps: Most local steps of a round: those of a job that fixes them,
-            or `schedule.max_local_steps`. No limit by default.
+            or `schedule.max_local_steps`. No limit by default, and none for epochs.
         functions: Functions that a job may use as model or objective:
             `module:function`; `module:*` for every function that the module itself
             defines; or `./file.py:function` for a file beside this one, which must be

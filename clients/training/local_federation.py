@@ -67,9 +67,9 @@ class Federation:
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
-        train, held_out = self.site_data[name]
         if self.job.training.task == TRAINER:
             return self.loop_trainer(name, self.site_data[name])
+        train, held_out = self.site_data[name]
         return TorchTrainer(
             self.job,
             name,
