@@ -18,12 +18,12 @@ from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models import logistic_regression
 from clients.privacy.site_memory import FileMemory
 from cloud_adapters.local.faults import Restartable
 from deploy.aggregator_host.deployed_run import DeployedRun
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError, QuorumNotMet, SiteError

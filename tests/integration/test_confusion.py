@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_jobs import blobs, small_job
+from support.without_report import simulate
 
-from deploy.wiring.simulation import simulate
 from federation.events import Event, ModelEvaluated, SiteAnswered
 from federation.job.job_digest import deciding, digest
 from federation.job.spec import JobSpec

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 from support.small_jobs import blobs, small_job
+from support.without_report import simulate
 from torch import nn
 from torch.nn import functional
 
 from clients.data import Examples
 from clients.data.batches import epoch_order
 from clients.models.model_pool import ModelPool
-from deploy.wiring.simulation import simulate
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
@@ -345,7 +345,7 @@ PROGRAM = """
 import hashlib, sys
 sys.path.insert(0, sys.argv[1])
 from support.small_jobs import small_job
-from deploy.wiring.simulation import simulate
+from support.without_report import simulate
 
 for threads in map(int, sys.argv[3:]):
     job = small_job(

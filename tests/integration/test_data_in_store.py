@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from cloud_adapters.keys.key_file import add_key
 from deploy import exit_codes
 from deploy.cli import commands as cli
-from deploy.wiring.simulation import simulate
 from federation.errors import BucketNotFound, CorruptObject, JobError, KeyRefused
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, consortium
+from support.without_report import simulate
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring.run import SecureContext
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError, SiteError

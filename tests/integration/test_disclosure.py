@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support import event_samples
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from deploy.wiring import parts as wiring
 from deploy.wiring.run_record import RunRecord
-from deploy.wiring.simulation import simulate
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock
 from federation.event_log import read_events

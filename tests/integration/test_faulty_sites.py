@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.toy import merged
+from support.without_report import simulate
 
-from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
 from federation.events import Event, RoundFinished, RunFinished, SiteFailed
 from federation.job import job_file

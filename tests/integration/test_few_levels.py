@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from support.lying_sites import Lies
 from support.secure_runs import MASK, Answer, Run, Spoilt, run, secure_job, step_of
+from support.without_report import simulate
 
 from clients.privacy.residual import Residual, stored
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools import transcript_reader
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.compression.change import digest
 from federation.compression.rotation import padded

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.lying_sites import Lies, beside, weight_of
 from support.secure_runs import Run, retrained, run, secure_job, silence
+from support.without_report import simulate
 
 from clients.privacy.site_memory import FileMemory
 from clients.training.site import Site
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.ids import SiteId

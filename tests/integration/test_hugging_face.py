@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.hugging_face import BERT, GPT2, save_tokenizer
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models import hugging_face, tokenizer
 from clients.models.model_pool import ModelPool
@@ -18,7 +19,6 @@ from clients.models.objectives import objective_of
 from clients.models.pretrained import folder_digest
 from clients.training.local_federation import Federation
 from deploy.wiring.parts import build_federation
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job import job_file

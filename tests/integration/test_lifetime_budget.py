@@ -12,13 +12,13 @@ import pytest
 from support import agents
 from support.agents import OPEN_POLICY, Consortium, consortium
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from clients.privacy.ledger_memory import LifetimeBudget, LifetimeSpent, lifetime
 from clients.privacy.site_memory import FileMemory
 from deploy.cli import commands as cli
 from deploy.site_host.agent import SiteAgent
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec

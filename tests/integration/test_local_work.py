@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
-from deploy.wiring.simulation import simulate
 from federation.clock import VirtualClock
 from federation.events import Event, LocalWorkChosen
 from federation.job.spec import JobSpec

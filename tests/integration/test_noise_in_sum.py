@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.noisy_jobs import WIDTH, noisy_job
+from support.without_report import simulate
 
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
 from clients.privacy import sum_plan as sum_privacy
 from deploy.wiring import parts as wiring
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.events import Event, PrivacyPlanned, RoundFinished, SiteAnswered
 from federation.job import job_file

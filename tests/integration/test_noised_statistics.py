@@ -10,6 +10,7 @@ from support import agents, ranked_sites
 from support.agents import OPEN_POLICY, Consortium, consortium
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from clients.privacy import standardise
@@ -24,7 +25,6 @@ from deploy.site_host.ranks import ranked_trainer
 from deploy.tools import ledger_recovery
 from deploy.wiring import parts as wiring
 from deploy.wiring.job_data import load_data
-from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
 from federation.job import job_file

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import users_module
 from support.small_jobs import BOUNDS, regression_job
+from support.without_report import simulate
 
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import JobError, QuorumNotMet
 from federation.job.spec import JobSpec

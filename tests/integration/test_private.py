@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.without_report import simulate
 
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
-from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.errors import BudgetExceeded, JobError, PrivacyError
 from federation.events import PrivacyPlanned, SiteAnswered

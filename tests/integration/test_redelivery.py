@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from support import agents
 from support.agents import Consortium, consortium
+from support.without_report import simulate
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.aggregator_host.roll_call import SignedRollCall
-from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock, VirtualClock
 from federation.ids import SiteId
 from federation.job import job_file

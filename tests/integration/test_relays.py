@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.secure_runs import Run, run, secure_job
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from aggregator.relay import SecureRelay
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.job.spec import JobSpec
 from federation.messages import MaskedUpdate, RelayedSum, SiteMessage, Task

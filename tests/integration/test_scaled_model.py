@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.lying_sites import Lies, weight_of
+from support.without_report import simulate
 
 from clients.privacy.ring_seal import Protection, RingSeal
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.ids import SiteId

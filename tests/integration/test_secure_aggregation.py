@@ -28,12 +28,12 @@ from support.secure_runs import (
     secure_job,
     silence,
 )
+from support.without_report import simulate
 
 from clients.privacy import masking
 from clients.privacy.ring_seal import RingSeal
 from clients.training.site import Site
 from cloud_adapters.local.faults import FaultInjector
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
 from federation.job import job_file

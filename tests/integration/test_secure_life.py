@@ -15,9 +15,9 @@ from support.secure_runs import (
     silence,
     step_of,
 )
+from support.without_report import simulate
 
 from clients.training.site import Site
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.job.spec import FaultSpec, JobSpec

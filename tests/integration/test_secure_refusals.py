@@ -15,10 +15,10 @@ from support.secure_runs import (
     secure_job,
     step_of,
 )
+from support.without_report import simulate
 
 from clients.privacy.ring_seal import RingSeal
 from clients.training.site import Site
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.messages import RoundTask, SecureStep, SiteMessage, Task

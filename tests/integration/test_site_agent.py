@@ -12,11 +12,11 @@ import pytest
 from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 from support.small_jobs import regression_job
+from support.without_report import simulate
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring.parts import deal_data
-from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import SiteError

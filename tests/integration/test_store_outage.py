@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from support.gate import Gate, gate
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from cloud_adapters.storage.retry import LEAST_SECONDS, Retry
-from deploy.wiring.simulation import simulate
 from federation.errors import ObjectExists, StoreUnavailable
 from federation.events import CheckpointSaved, Event
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import task_models
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.training.local_steps import LocalOptimizer
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 import crossfed
 from clients.data.batches import stepwise
@@ -17,7 +18,6 @@ from clients.data.datasets import records_of
 from clients.models.model_pool import ModelPool
 from clients.training.first_batch import check_first_batches
 from deploy.wiring.parts import build_federation
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError, QuorumNotMet, SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec

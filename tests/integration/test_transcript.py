@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.without_report import simulate
 
 from cloud_adapters.local.transcript import FROM, TO
 from deploy.tools import transcript_reader as transcript
-from deploy.wiring.simulation import simulate
 from federation.job import job_file
 from federation.messages import MaskedUpdate, RoundTask
 from federation.wire import frame as wire

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 from support import tcp_proxy
 from support.commands import CROSSFED
 from support.tcp_proxy import Fault, FaultyProxy
+from support.without_report import simulate
 
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy.cli import commands as cli
-from deploy.wiring.simulation import simulate
 from federation.event_log import read_events
 from federation.job import job_file
 from monitoring.views.run_fold import fold

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.factories import import_factory
 from clients.privacy import site_policy
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.job import code_files, job_digest, job_file
 

@@ -7,11 +7,11 @@ import pytest
 from cryptography.exceptions import InvalidTag
 from hypothesis import given, strategies as st
 from support.encrypted_reader import Reader, Refused, digest_of_metadata, key_file
+from support.without_report import simulate
 
 from cloud_adapters.keys.key_file import KeyFile, add_key
 from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.wiring.simulation import simulate
 
 SEGMENT = 7
 METADATA = {"round": "3", "a-name": 'with "quotes" and \\'}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_policy import check_job
 from deploy.cli import job_check
 from deploy.fleet.measured import measured_speeds
 from deploy.wiring import parts as wiring
-from deploy.wiring.simulation import simulate
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import CostPredicted, Event, LocalWorkChosen, RoundFinished

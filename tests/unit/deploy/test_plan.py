@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from deploy.cli import job_check
 from deploy.fleet import (
@@ -20,7 +21,6 @@ from deploy.fleet import (
 )
 from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
 from deploy.wiring import parts
-from deploy.wiring.simulation import simulate
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import Event

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from deploy.cli import job_check
 from deploy.fleet import forecast, measured
 from deploy.fleet.forecast import RunForecast
 from deploy.wiring import parts
-from deploy.wiring.simulation import simulate
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject
 from federation.events import Event
