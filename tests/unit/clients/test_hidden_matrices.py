@@ -14,6 +14,10 @@ from federation.job.spec import OptimizerSpec
 
 MUON = OptimizerSpec(name="muon", momentum=0.95, lr=0.1)
 
+needs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9"
+)
+
 
 class Untied(nn.Module):
     """Tables, a hidden layer with bias and gain, and a head that comes first."""
@@ -97,6 +101,7 @@ def test_a_pool_refuses_before_the_first_round():
         ModelPool(small_job(training=training))
 
 
+@needs_muon
 def test_each_trained_parameter_has_one_optimiser():
     """Muon's and AdamW's parts are apart, and nothing is left."""
     model = gpt(vocabulary=16, context=4, layers=1, heads=1, width=8)
@@ -109,6 +114,7 @@ def test_each_trained_parameter_has_one_optimiser():
     assert sorted(map(id, stepped)) == sorted(map(id, trained))
 
 
+@needs_muon
 def test_a_model_of_hidden_matrices_alone_needs_no_adamw():
     """Its head is frozen, for example."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
