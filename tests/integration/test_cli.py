@@ -469,6 +469,7 @@ def test_reader_that_leaves_gets_no_traceback(finished: Path) -> None:
     assert done.stdout == "[\n"
 
 
+@pytest.mark.long
 def test_run_goes_on_when_nobody_reads_its_progress(place: Path) -> None:
     """A closed pipe for standard error costs the progress and nothing else."""
     read, write = os.pipe()

@@ -89,13 +89,20 @@ def test_few_bytes_are_those_predicted_and_bring_nearly_the_same_loss(
             assert found.bytes_down < most
 
 
-@each_codec
+_KILLS = [
+    ("SiteAnswered", 3, "int4"),
+    ("RoundFinished", 4, "int4"),
+    ("RoundFinished", 4, ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("event", "round_index", "down"),
+    ("codec", "event", "round_index", "down"),
     [
-        ("SiteAnswered", 3, "int4"),
-        ("RoundFinished", 4, "int4"),
-        ("RoundFinished", 4, ""),
+        # Each codec and each moment once; all pairs of them in `make test-long`.
+        pytest.param(codec, *kill, marks=[pytest.mark.long] * ((i - j) % 3 != 0))
+        for i, codec in enumerate(CODECS)
+        for j, kill in enumerate(_KILLS)
     ],
 )
 def test_a_killed_run_ends_with_the_same_model(
@@ -132,16 +139,8 @@ def test_engines_agree_bit_for_bit():
 
 
 @pytest.mark.flower
-def test_flowers_simulation_keeps_residuals_and_optimisers_in_a_folder(tmp_path: Path):
-    """Any of its processes takes a site's round, and the model has the same bits.
-
-    Without a folder it refuses residuals; ``test_kept_optimizer`` tries optimisers.
-    """
-    adam = {"name": "adam", "lr": 0.05, "state": "keep"}
-    training = {"local_steps": 4, "batch_size": 8, "optimizer": adam}
-    kept = small_job(**tables("int4", training=training))
-    theirs = simulate(kept, engine="flower", folder=tmp_path / "run")
-    assert values(theirs).tobytes() == values(simulate(kept)).tobytes()
+def test_flowers_simulation_refuses_residuals_without_a_folder():
+    """With one it keeps them, as ``test_flower_engine`` sees."""
     job = small_job(**tables("int4"))
     with pytest.raises(JobError, match="need a folder for their state"):
         simulate(job, engine="flower")

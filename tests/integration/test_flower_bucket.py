@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from clients.data import load
 from clients.shards.write import write_dataset
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy.wiring import run_store
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.job.spec import JobSpec
 
@@ -50,6 +50,7 @@ def job_in(service: dict[str, Any], **tables: Any) -> JobSpec:
     return small_job(num_sites=2, rounds=3, data=data, **tables)
 
 
+@pytest.mark.long
 def test_engines_agree_about_a_bucket(service: dict[str, Any], tmp_path: Path):
     """Sites in other processes read their shards; a run continues from the bucket.
 

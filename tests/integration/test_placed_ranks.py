@@ -187,20 +187,15 @@ LAYER = small_job(
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # On a busy machine g++ takes minutes.
 @pytest.mark.skipif(which("g++") is None, reason="torch.compile needs g++ on the CPU")
 @pytest.mark.parametrize(
     ("job", "source", "sharding"),
     [
         pytest.param(LAYER, BLOBS, "full", id="layer"),
-        pytest.param(mlp_job(), BLOBS, "none", id="mlp", marks=pytest.mark.long),
-        pytest.param(
-            gpt_job(optimizer={"lr": 0.1}),
-            TOKENS,
-            "full",
-            id="gpt",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(mlp_job(), BLOBS, "none", id="mlp"),
+        pytest.param(gpt_job(optimizer={"lr": 0.1}), TOKENS, "full", id="gpt"),
     ],
 )
 def test_compiled_ranks_are_like_one(

@@ -429,6 +429,7 @@ def is_rank(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
     """Secure aggregation and private steps; one of two sites trains with two ranks."""
     before = children()
