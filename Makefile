@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,9 @@ test-deploy: $(READY) deploy-tools test-images ## Check and try the files of dep
 test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
+test-properties: $(READY) ## Try every property with six times as many examples
+	$(PYTEST) -m hypothesis -n 2 --dist loadgroup --hypothesis-profile thorough
+
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) $(FAST) -n 2 --dist worksteal
 
@@ -126,7 +129,7 @@ coverage: $(READY) ## Run the fast tests, measure lines and branches, and demand
 
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
 # PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
-PARTS ?= test test-long coverage test-lowest test-newest mutants
+PARTS ?= test test-long test-properties coverage test-lowest test-newest mutants
 
 test-all: $(if $(filter test-newest,$(PARTS)),newest) ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
 	@failed=; for part in $(PARTS); do \

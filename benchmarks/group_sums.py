@@ -302,10 +302,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--attacks", default=",".join(ATTACKS))
-    parser.add_argument("--smoke", action="store_true", help="one seed, two rounds")
+    parser.add_argument("--smoke", action="store_true", help="one seed, one round")
     given = parser.parse_args()
     if given.smoke:
-        given.seeds, given.rounds = 1, 2
+        given.seeds, given.rounds = 1, 1
     settings = {k: v for k, v in vars(given).items() if k != "smoke"}
     print(json.dumps(machine.facts("group_sums", **settings)), flush=True)
     by_seed = [

@@ -113,7 +113,13 @@ def test_killed_run_resumes_to_the_same_model(
     check_whole(place, baseline)
 
 
-@pytest.mark.parametrize("seed", range(NUM_RANDOM_KILLS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.long] * (seed > 1))
+        for seed in range(NUM_RANDOM_KILLS)
+    ],
+)
 def test_run_killed_at_any_time_resumes_to_the_same_model(
     seed: int, server: ForkServer, place: Path, baseline: Baseline
 ) -> None:

@@ -54,6 +54,7 @@ def test_every_method_runs_in_a_form_too_short_to_count(server: ForkServer):
         assert (row["formula_each_way"] >= 4 * row["parameters"]) is dense
 
 
+@pytest.mark.long
 def test_methods_without_loss_train_alike(server: ForkServer, tmp_path: Path):
     """The five send all of every gradient: their loss is that of the study's
     synchronous row. Those that send a part of it differ."""

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import tcp_proxy
-from support.commands import CROSSFED
+from support import forked, tcp_proxy
 from support.tcp_proxy import Fault, FaultyProxy
 from support.without_report import simulate
 
@@ -113,18 +111,17 @@ class Machine:
         self.folder = folder
         self._clouds = clouds
 
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, *more: str) -> forked.Forked:
         """Begin a run, or with ``--resume`` continue with one."""
         sets = [part for text in self._clouds.overrides for part in ("--set", text)]
         cache = {"CROSSFED_CACHE_DIR": str(self.folder / "cache")}
-        with (self.folder / "stderr").open("ab") as stderr:
-            return subprocess.Popen(
-                [CROSSFED, "simulate", JOB, *sets, *more],
-                cwd=self.folder,
-                env={**os.environ, **self._clouds.environment, **cache},
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
+        return forked.shared().start(
+            *("simulate", str(JOB), "--no-report", *sets, *more),
+            folder=self.folder,
+            environment={**os.environ, **self._clouds.environment, **cache},
+            out=self.folder / "stdout",
+            err=self.folder / "stderr",
+        )
 
     def finished(self, *more: str) -> int:
         """Run to the end, and return the exit code."""

@@ -2,16 +2,16 @@
 
 from hypothesis import settings
 
-_WHOLE = (
-    100  # What hypothesis gives by default, and all our profiles but the quick one.
-)
+_WHOLE = 100  # What hypothesis gives by default.
 
 
 def few(examples: int) -> settings:
-    """Give a property this many examples, or those of a quick profile if it has fewer.
+    """Give a property this many examples, and more where the profile has over a hundred.
 
-    ``@settings(max_examples=...)`` alone would overrule ``--hypothesis-profile quick``.
+    Profiles with fewer than a hundred give no more than they have.
+    ``@settings(max_examples=...)`` alone would overrule ``--hypothesis-profile``.
     """
     profile = settings().max_examples
-    quick = profile < _WHOLE
-    return settings(max_examples=min(examples, profile) if quick else examples)
+    if profile < _WHOLE:
+        return settings(max_examples=min(examples, profile))
+    return settings(max_examples=examples * profile // _WHOLE)
