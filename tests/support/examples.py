@@ -6,7 +6,7 @@ _WHOLE = 100  # What hypothesis gives by default.
 
 
 def few(examples: int) -> settings:
-    """Give a property this many examples, and more where the profile has over a hundred.
+    """Give a property so many examples, and more where the profile has over a hundred.
 
     Profiles with fewer than a hundred give no more than they have.
     ``@settings(max_examples=...)`` alone would overrule ``--hypothesis-profile``.
