@@ -12,15 +12,20 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-# What `make check` runs.
-FAST := tests/contract tests/unit \
-	-m "not slow and not flower and not deploy" --hypothesis-profile quick
+# What `make check` runs, in parts that take about as long: a process that imports only
+# what a part needs starts sooner than a worker, which imports it all.
+FAST_LEARNING := $(addprefix tests/unit/,aggregator clients privacy)
+FAST_SITES := $(addprefix tests/unit/,deploy federation monitoring)
+FAST_OUTSIDE := tests/contract tests/unit/cloud_adapters $(wildcard tests/unit/test_*.py)
+FAST_PARTS := fast-learning fast-sites fast-outside
+QUICK := -m "not slow and not flower and not deploy" --hypothesis-profile quick
+FAST := tests/contract tests/unit $(QUICK)
 
 # Where Flower, whose own limits are narrow, is not installed.
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -86,8 +91,20 @@ test-long: $(READY) ## Run the tests that take many minutes
 test-properties: $(READY) ## Try every property with six times as many examples
 	$(PYTEST) -m hypothesis -n 2 --dist loadgroup --hypothesis-profile thorough
 
+# Whole targets at the same time; each says what it has to when it ends.
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --output-sync=target --jobs
+
 test-fast: $(READY) ## Run the tests that take milliseconds
-	$(PYTEST) $(FAST) -n 2 --dist worksteal
+	@$(SIDE_BY_SIDE) $(FAST_PARTS)
+
+fast-learning: $(READY)
+	$(PYTEST) $(FAST_LEARNING) $(QUICK)
+
+fast-sites: $(READY)
+	$(PYTEST) $(FAST_SITES) $(QUICK)
+
+fast-outside: $(READY)
+	$(PYTEST) $(FAST_OUTSIDE) $(QUICK)
 
 test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
 	@mkdir -p runs
@@ -142,16 +159,8 @@ lint: $(READY) ## Check format, style, types and floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# At the same time: two workers wait now and then, and mypy has one process. What lint
-# says comes last, in one piece.
 check: $(READY) ## Lint and the fast tests: what must hold before every commit
-	@said=$$(mktemp); $(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
-	trap 'kill $$lint 2>/dev/null; rm -f $$said' EXIT INT TERM; \
-	$(MAKE) --no-print-directory test-fast; tests=$$?; \
-	wait $$lint; linted=$$?; cat $$said; \
-	test $$linted = 0 || echo "make: lint failed, see above"; \
-	test $$tests = 0 || echo "make: tests failed, see above"; \
-	test $$linted = 0 && test $$tests = 0
+	@$(SIDE_BY_SIDE) lint $(FAST_PARTS)
 
 format: $(READY) ## Put the code in order
 	$(BIN)/ruff format .
