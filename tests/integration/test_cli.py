@@ -747,7 +747,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 def reference(server: ForkServer, place: Path, *more: str) -> bytes:
     """The model of the same job with all the space that it needs."""
-    done = server.run("simulate", "job.toml", *more, "--out", "whole", folder=place)
+    done = server.run(
+        "simulate", "job.toml", *more, "--no-report", "--out", "whole", folder=place
+    )
     assert done.code == 0, done.stderr
     return (place / "whole/model.safetensors").read_bytes()
 
@@ -759,7 +761,14 @@ def test_disk_full_at_a_checkpoint_loses_no_state(
     larger = ("--set", "model.options.hidden=400")
     expected = reference(server, place, *larger)
     with small_disk(place / "disk") as disk:
-        arguments = ("simulate", "job.toml", *larger, "--out", "disk/run")
+        arguments = (
+            "simulate",
+            "job.toml",
+            *larger,
+            "--no-report",
+            "--out",
+            "disk/run",
+        )
         done = server.run(*arguments, folder=place)
         assert done.code == 1, done.stderr
         assert "the disk is full; free some space and resume the run" in done.stderr
@@ -783,7 +792,7 @@ def test_disk_full_while_events_are_written_loses_no_state(
     many = ("--set", f"sites=[{sites}]", "--set", "data.partition.kind=iid")
     expected = reference(server, place, *many)
     with small_disk(place / "disk") as disk:
-        arguments = ("simulate", "job.toml", *many, "--out", "disk/run")
+        arguments = ("simulate", "job.toml", *many, "--no-report", "--out", "disk/run")
         done = server.run(
             *arguments,
             folder=place,
@@ -877,7 +886,15 @@ def test_doctor_tells_problems_by_its_code(server: ForkServer, tmp_path: Path) -
 
 def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> None:
     """Of a run in the clear: the updates. A used folder is refused."""
-    arguments = ("simulate", "job.toml", *FAST, "--transcript", "seen", "--out")
+    arguments = (
+        "simulate",
+        "job.toml",
+        *FAST,
+        "--no-report",
+        "--transcript",
+        "seen",
+        "--out",
+    )
     done = server.run(*arguments, "run", folder=place)
     assert done.code == 0, done.stderr
     text = server.run("transcript", "seen", folder=place)
