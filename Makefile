@@ -140,7 +140,7 @@ mutants: $(READY) ## Put known faults into a copy, one at a time, and see that t
 # cost less, can do that from Python 3.14 on.
 coverage: $(READY) ## Run the fast tests, measure lines and branches, and demand a floor
 	$(BIN)/python -m coverage erase
-	COVERAGE_PROCESS_START=pyproject.toml $(PYTEST) $(FAST) -n 2 --dist worksteal
+	COVERAGE_PROCESS_START=pyproject.toml $(SIDE_BY_SIDE) $(FAST_PARTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import re
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +11,8 @@ from typing import Any, Literal
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
-# For `make coverage`, before our own modules are imported: workers are processes of
-# their own, which `coverage run` would not follow.
-if {"COVERAGE_PROCESS_START", "PYTEST_XDIST_WORKER"} <= os.environ.keys():
+# For `make coverage`, before our own modules are imported.
+if "COVERAGE_PROCESS_START" in os.environ:
     import coverage
 
     coverage.process_startup()
@@ -99,15 +97,6 @@ def _is_fast(item: pytest.Item) -> bool:
     others = map(item.get_closest_marker, ("slow", "flower", "deploy"))
     is_property = is_hypothesis_test(getattr(item, "obj", None))
     return top in {"contract", "unit"} and not (is_property or any(others))
-
-
-def pytest_sessionfinish() -> None:
-    """Save what a worker has measured: it ends without the interpreter's farewell."""
-    if "coverage" in sys.modules and "PYTEST_XDIST_WORKER" in os.environ:
-        running = sys.modules["coverage"].Coverage.current()
-        if running is not None:
-            running.stop()
-            running.save()
 
 
 @pytest.hookimpl(trylast=True)
