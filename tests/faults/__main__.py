@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from faults import table
-from faults.cells import CELLS, DOZEN, MATRIX, Cell
+from faults.cells import CELLS, MATRIX, REPRESENTATIVE, Cell
 from faults.rig import rig
 from faults.trial import Result, run_cells
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument(
         "cells", nargs="*", help="parts of names, for example site/p2 proxy/freeze"
     )
-    parser.add_argument("--dozen", action="store_true", help="the few that always run")
+    parser.add_argument("--few", action="store_true", help="those of `make test`")
     parser.add_argument("--list", action="store_true", help="show the matrix alone")
     parser.add_argument("--out", type=Path, help="append results to this file")
     parser.add_argument("--keep", type=Path, help="leave the federation's folder here")
@@ -38,7 +38,7 @@ def main() -> int:
         options.table.write_text(table.fill_in(page, results.splitlines()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Take everything down.
-    chosen = _chosen(DOZEN if options.dozen else CELLS, options.cells)
+    chosen = _chosen(REPRESENTATIVE if options.few else CELLS, options.cells)
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         return _run(chosen, options.keep or Path(scratch), options.out)
 

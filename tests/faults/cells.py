@@ -104,33 +104,12 @@ def _all() -> Iterator[Cell]:
 MATRIX = tuple(_all())
 CELLS = tuple(cell for cell in MATRIX if not cell.senseless)
 
-# For every change of the code: each victim, each deed that takes no minutes and each
-# kind of run. Deeds of a kind of run follow one another in one run; whatever it may end
-# of is the last. Lanes are federations that take about as long, side by side.
-_LANES = (
-    (
-        (
-            "coordinator/kill/plain",
-            "superlink/restart/plain",
-            "proxy/cut/plain",
-            "site/freeze/plain",
-        ),
-    ),
-    (
-        ("rank/kill/p1", "rank/restart/p1", "store/kill/p1"),
-        ("superlink/kill/p2",),
-    ),
-    (
-        (
-            "coordinator/kill/p1-private",
-            "site/kill/p1-private",
-            "site/disk-full/p1-private",
-        ),
-        ("proxy/kill/p2-private",),
-    ),
+# For every change of the code, in two runs of one federation: the deeds of a run follow
+# one another. The others are in `make test-faults` and `make test-long`.
+_CHAINS = (
+    ("coordinator/kill/plain", "superlink/restart/plain", "site/freeze/plain"),
+    ("site/kill/p1-private", "proxy/kill/p1-private"),
 )
 _NAMED = {cell.name: cell for cell in CELLS}
-LANES = tuple(
-    tuple(tuple(_NAMED[name] for name in chain) for chain in lane) for lane in _LANES
-)
-DOZEN = tuple(cell for lane in LANES for chain in lane for cell in chain)
+CHAINS = tuple(tuple(_NAMED[name] for name in chain) for chain in _CHAINS)
+REPRESENTATIVE = tuple(cell for chain in CHAINS for cell in chain)

@@ -1,24 +1,19 @@
-"""The fault matrix: a dozen cells for every change, all in ``make test-faults``.
+"""The fault matrix: a few cells for every change, all in ``make test-faults``.
 
 That also makes the table of ``docs/explanation/faults.md``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
-from faults.cells import CELLS, LANES, Cell, Deed, Mode
+from faults.cells import CELLS, CHAINS, Cell
 from faults.rig import Rig, rig
-from faults.trial import Result, run_cells
+from faults.trial import run_cells
 from support import network, proxy_server
 
 # Longer than it takes to call a site silent (12 s), and than Flower keeps its place
 # (20 s).
 SILENT_SECONDS = 22.0
-# A round fails on a full disk immediately.
-FULL_SECONDS = 6.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,38 +33,14 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def results(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Mapping[Mode, Future[Result]]]:
-    """Of all lanes at once: a run that something befalls mostly waits."""
-    found: dict[Mode, Future[Result]] = {}
-    with ExitStack() as stack:
-        for lane in LANES:
-            begin = stack.enter_context(ThreadPoolExecutor(1)).submit
-            ends = stack.enter_context(ExitStack())
-            made = begin(_enter, ends, tmp_path_factory.mktemp("faults"))
-            for chain in lane:
-                found[chain[0].mode] = begin(_run, chain, made.result)
-        yield found
-
-
-def _enter(stack: ExitStack, folder: Path) -> Rig:
-    return stack.enter_context(rig(folder))
-
-
-def _run(chain: Sequence[Cell], federation: Callable[[], Rig]) -> Result:
-    return run_cells(chain, federation(), _short)
-
-
-@pytest.mark.parametrize("mode", Mode)
-def test_representative_cells(results: Mapping[Mode, Future[Result]], mode: Mode):
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0].mode)
+def test_representative_cells(federation: Rig, chain: Sequence[Cell]):
     """The run completes, and its model and ledgers are what they should be."""
-    assert results[mode].result().faults == ()
+    assert run_cells(chain, federation, _short).faults == ()
 
 
 def _short(cell: Cell) -> float:
-    return FULL_SECONDS if cell.deed is Deed.FULL else min(cell.seconds, SILENT_SECONDS)
+    return min(cell.seconds, SILENT_SECONDS)
 
 
 @pytest.mark.long

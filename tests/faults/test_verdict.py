@@ -1,6 +1,5 @@
 """That the verdicts of the fault matrix can be bad."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import cells, jobs, table, verdict
-from faults.cells import CELLS, DOZEN, LANES, MATRIX, Deed, Mode, Victim
+from faults.cells import CELLS, CHAINS, MATRIX, REPRESENTATIVE, Deed, Mode, Victim
 from faults.trial import Result
 from faults.verdict import Run
 
@@ -156,17 +155,26 @@ def test_another_model_is_seen(run: Run):
 
 def test_every_job_is_sound(tmp_path: Path):
     """And names the site that is struck."""
-    for chain in (*itertools.chain(*LANES), *((cell,) for cell in CELLS)):
+    for chain in (*CHAINS, *((cell,) for cell in CELLS)):
         job = job_file.loads(jobs.text_of(*chain))
         assert jobs.STRUCK in {site.name for site in job.sites}, chain
 
 
-def test_the_dozen_has_everything():
-    """Each victim, each kind of run, and each deed but those that only take longer."""
-    assert len(DOZEN) == 12
-    assert {cell.victim for cell in DOZEN} == set(Victim)
-    assert {cell.mode for cell in DOZEN} == set(Mode)
-    assert {cell.deed for cell in DOZEN} == set(Deed) - {Deed.LONG_CUT}
+def test_the_few_are_the_most_telling():
+    """Each program, killed, restarted and frozen, with ledgers and without."""
+    assert {cell.victim for cell in REPRESENTATIVE} == {
+        Victim.COORDINATOR,
+        Victim.SUPERLINK,
+        Victim.PROXY,
+        Victim.SITE,
+    }
+    assert {cell.mode for cell in REPRESENTATIVE} == {Mode.PLAIN, Mode.P1_PRIVATE}
+    done = {cell.deed for cell in REPRESENTATIVE}
+    assert done == {Deed.KILL, Deed.RESTART, Deed.FREEZE}
+
+
+def test_the_matrix_has_everything():
+    """All pairs of victim and deed in each kind of run, but those without sense."""
     assert len(MATRIX) == 6 * 6 * 5
     assert len(CELLS) == len(MATRIX) - len(cells.SENSELESS) * len(Mode)
 

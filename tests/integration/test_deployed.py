@@ -443,7 +443,7 @@ def test_every_party_has_its_copy_of_a_users_file(
     assert f"{other} has changed" in (federation.folder / f"{SITES[1]}.log").read_text()
 
 
-@pytest.mark.long  # One by one they are in the dozen of the fault matrix.
+@pytest.mark.long  # One by one they are in the fault matrix.
 def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     """Coordinator, SuperLink, proxy, SuperExec and a site: a round each at most."""
     earlier, num_rounds, kills = federation.num_runs(), 12, 0
