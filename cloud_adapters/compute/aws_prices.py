@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import boto3
-import botocore.session
 from botocore.config import Config
 
 from cloud_adapters.compute.ec2_errors import FAILURES, translate
+from cloud_adapters.net import aws_session
 from federation.errors import ComputeError
 
 # The service has three endpoints, and answers for all regions.
@@ -182,7 +181,7 @@ def connect() -> AwsPrices:
         retries={"mode": "standard", "total_max_attempts": 5},
         user_agent_extra="crossfed",
     )
-    session = boto3.session.Session(botocore_session=botocore.session.Session())
+    session = aws_session.new_session()
 
     def ec2_of(region: str) -> Any:
         return session.client("ec2", region_name=region, config=config)

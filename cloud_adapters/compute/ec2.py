@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import boto3
 from botocore.config import Config
 
 from cloud_adapters.compute import ec2_errors
 from cloud_adapters.compute.machine_types import MachineType, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.net import aws_session
 from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def connect(region: str, endpoint: str = "", *, clock: "Clock") -> Ec2Pool:
         user_agent_extra="crossfed",
     )
     try:
-        session = boto3.session.Session()
+        session = aws_session.new_session()
         ec2, ssm = (
             session.client(
                 service,

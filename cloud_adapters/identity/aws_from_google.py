@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import boto3
 from botocore import UNSIGNED
 from botocore.config import Config
 
 from cloud_adapters.identity.google_token import identity_token
+from cloud_adapters.net import aws_session
 from cloud_adapters.storage.s3 import errors as s3_errors
 from federation.errors import FederationError, NotAuthenticated
 
@@ -38,7 +38,7 @@ def assume_role(
     """
     doing = f"assume the role {role_arn} with a Google token"
     try:
-        sts = boto3.session.Session().client(
+        sts = aws_session.new_session().client(
             "sts",
             # Unused, as nothing is signed. Without them the library would look for
             # credentials, and find the profile whose process this is.

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from cloud_adapters.keys.context import check_data_key, mark, unmark
+from cloud_adapters.net import aws_session
 from cloud_adapters.storage.meanings import Meaning
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import errors as s3_errors
@@ -192,7 +192,7 @@ class AwsKms:
     def _connected(self) -> Any:
         with self._lock:
             if self._client is None:
-                self._client = boto3.session.Session().client(
+                self._client = aws_session.new_session().client(
                     "kms",
                     region_name=self._region,
                     endpoint_url=self._endpoint_url,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
-import boto3
 from botocore.config import Config
 
+from cloud_adapters.net import aws_session
 from cloud_adapters.storage.request_count import note_request
 from cloud_adapters.storage.retry import Retry, seconds_left
 from cloud_adapters.storage.s3 import errors as s3_errors
@@ -111,7 +111,7 @@ class Clients:
         self._lock = threading.Lock()
         self._hasty: Any = None
         try:
-            self._session = boto3.session.Session()
+            self._session = aws_session.new_session()
             self._region = region or self._session.region_name or "us-east-1"
             self.patient = self._client(CONNECT_SECONDS, READ_SECONDS)
         except Exception as error:
