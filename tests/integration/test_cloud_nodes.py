@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import fake_gce
-from support.deployment import crossfed
+from support.deployment import crossfed_here as crossfed
 from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
 from support.enrolments import Federation
 from support.fake_gce import FakeGce

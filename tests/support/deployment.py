@@ -46,18 +46,28 @@ def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
-def _prepare(*arguments: str) -> str:
-    """Run a short command in this process, which has imported torch; its output."""
-    out = io.StringIO()
+def crossfed_here(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a short command in this process, which has imported what others would."""
+    out, err = io.StringIO(), io.StringIO()
     path = [*sys.path]
-    with _PREPARING, contextlib.redirect_stdout(out), warnings.catch_warnings():
+    with (
+        _PREPARING,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # Those of libraries, as for a user.
-        code = commands.main(arguments)
+        found = commands.main(arguments)
     sys.path[:] = path  # The command line has added the working folder.
     # Nor may a party find its code in another's folder, which `enroll` has looked in.
     os.environ.pop(code_files.FOLDERS, None)
-    assert code == 0, (arguments, out.getvalue())
-    return out.getvalue()
+    done = subprocess.CompletedProcess(arguments, found, out.getvalue(), err.getvalue())
+    assert found == code, done
+    return done
+
+
+def _prepare(*arguments: str) -> str:
+    return crossfed_here(*arguments).stdout
 
 
 @dataclass(kw_only=True)
