@@ -120,7 +120,14 @@ FEW_BITS = (
 
 
 @pytest.mark.parametrize(
-    "settings", [(), CHANGES, FEW_BITS], ids=["whole", "changes", "few bits"]
+    "settings",
+    [
+        # Whole models are compared where runs are resumed and extended, below.
+        pytest.param((), marks=pytest.mark.long),
+        pytest.param(CHANGES, marks=pytest.mark.long),
+        FEW_BITS,
+    ],
+    ids=["whole", "changes", "few bits"],
 )
 def test_the_model_is_that_of_a_simulation(
     federation: Deployment, tmp_path: Path, settings: tuple[str, ...]
@@ -152,7 +159,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
 ):
     """And ends with the model of a run that nobody has touched."""
     job, at = plain_job(tmp_path), ("--aggregator", federation.config)
-    settings = ["rounds=12", "name=resumed"]
+    settings = ["rounds=6", "name=resumed"]
     earlier = federation.num_runs()
     follower = federation.run(job, *settings)
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
@@ -164,7 +171,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     watched = crossfed("watch", "resumed", *at, code=130)
     assert "status      stopped" in watched.stdout
     stopped = federation.rounds()
-    assert 0 < stopped < 12
+    assert 0 < stopped < 6
     (row,) = [
         r
         for r in json.loads(crossfed("ps", *at, "--json").stdout)
@@ -172,7 +179,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     ]
     assert (row["status"], row["rounds"]) == ("stopped", stopped)
     result = finish(federation.run(job, *settings, resume=True))
-    assert (result["status"], result["rounds_completed"]) == ("completed", 12)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 6)
     logged = [
         json.loads(line)
         for line in crossfed("logs", "resumed", *at).stdout.splitlines()
@@ -217,6 +224,7 @@ def test_few_levels_take_the_bytes_of_a_simulation(federation: Deployment):
         assert abs(found[name] - values).max() < 0.5
 
 
+@pytest.mark.long  # With a restart in one process: test_few_levels.py.
 def test_site_that_is_killed_goes_on_with_few_levels(federation: Deployment):
     """It has lost its keys and the model, and finds its residual on its disk."""
     earlier = federation.num_runs()
@@ -243,11 +251,11 @@ def test_a_finished_run_is_extended(federation: Deployment, tmp_path: Path):
     """It ends as a longer one; and its model is what another run begins with."""
     job, at = plain_job(tmp_path), federation.folder / "aggregator" / "runs"
     settings = ["name=extended", CONSTANT]
-    finish(federation.run(job, *settings, "rounds=2"))
-    result = finish(federation.run(job, *settings, extend=4))
-    assert (result["status"], result["rounds_completed"]) == ("completed", 4)
+    finish(federation.run(job, *settings, "rounds=1"))
+    result = finish(federation.run(job, *settings, extend=2))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 2)
     model = max((at / "extended").iterdir()) / "model.safetensors"
-    expected = simulate(job_file.load(job, [*settings, "rounds=4"]), folder=None)
+    expected = simulate(job_file.load(job, [*settings, "rounds=2"]), folder=None)
     found = load_file(model)
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
@@ -261,6 +269,7 @@ def test_a_finished_run_is_extended(federation: Deployment, tmp_path: Path):
         assert found[name].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.long  # In one process: test_extension.py.
 def test_a_run_with_secure_aggregation_is_extended(federation: Deployment):
     """Sites agree on another contract, and answer no number twice."""
     job = JOBS / "quickstart.toml"
