@@ -51,7 +51,7 @@ factory = "support.held_models:held_network"
 options = {{ inputs = 64, classes = 10 }}
 """
 STOP_SECONDS = 3.0
-WORK_SECONDS = 2.0
+WORK_SECONDS = 0.5
 
 
 @pytest.fixture(scope="module")

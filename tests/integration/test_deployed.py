@@ -154,12 +154,15 @@ def test_the_model_is_that_of_a_simulation(
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
 
 
+CONSTANT = 'training.learning_rate.name="constant"'
+
+
 def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     federation: Deployment, tmp_path: Path
 ):
-    """And ends with the model of a run that nobody has touched."""
+    """And ends with the model of a run that nobody has touched, also when extended."""
     job, at = plain_job(tmp_path), ("--aggregator", federation.config)
-    settings = ["rounds=6", "name=resumed"]
+    settings = ["rounds=5", "name=resumed", CONSTANT]
     earlier = federation.num_runs()
     follower = federation.run(job, *settings)
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
@@ -171,7 +174,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     watched = crossfed("watch", "resumed", *at, code=130)
     assert "status      stopped" in watched.stdout
     stopped = federation.rounds()
-    assert 0 < stopped < 6
+    assert 0 < stopped < 5
     (row,) = [
         r
         for r in json.loads(crossfed("ps", *at, "--json").stdout)
@@ -179,7 +182,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     ]
     assert (row["status"], row["rounds"]) == ("stopped", stopped)
     result = finish(federation.run(job, *settings, resume=True))
-    assert (result["status"], result["rounds_completed"]) == ("completed", 6)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 5)
     logged = [
         json.loads(line)
         for line in crossfed("logs", "resumed", *at).stdout.splitlines()
@@ -189,8 +192,10 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         1,
         stopped + 1,
     ]
+    result = finish(federation.run(job, *settings[1:], extend=6))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 6)
     run = max((federation.folder / "aggregator" / "runs" / "resumed").iterdir())
-    expected = simulate(job_file.load(job, list(settings)), folder=None)
+    expected = simulate(job_file.load(job, ["rounds=6", *settings[1:]]), folder=None)
     found = load_file(run / "model.safetensors")
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
@@ -244,9 +249,7 @@ def test_site_that_is_killed_goes_on_with_few_levels(federation: Deployment):
     assert "has no state of a round" not in log
 
 
-CONSTANT = 'training.learning_rate.name="constant"'
-
-
+@pytest.mark.long  # In one process: test_extension.py.
 def test_a_finished_run_is_extended(federation: Deployment, tmp_path: Path):
     """It ends as a longer one; and its model is what another run begins with."""
     job, at = plain_job(tmp_path), federation.folder / "aggregator" / "runs"
@@ -312,6 +315,7 @@ def test_kept_optimisers_outlive_a_kill_on_either_side(
     assert "has no state of a round" not in log
 
 
+@pytest.mark.long  # In one process: test_deployed_noise.py.
 def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: Path):
     """Over Flower, in two questions, though neither site sees the other's data."""
     head, *blocks = (JOBS / "joint.toml").read_text().split("[[sites]]")

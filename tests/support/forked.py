@@ -120,6 +120,7 @@ class Forks(subprocess.Popen[Any]):
         if self.pid == 0:
             if has_session:
                 os.setsid()
+            _enter(network_of(command))
             if child_process._STARTER in command:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             for number, file in enumerate((stdin, stdout, stderr)):
@@ -136,12 +137,18 @@ class Forks(subprocess.Popen[Any]):
 def program(command: Sequence[object]) -> list[str]:
     """Module and arguments, if a command starts a program that can be forked."""
     words = [str(word) for word in command]
-    if "nsenter" in words:
-        return []  # It starts in the network of its node.
     for place, (runner, word) in enumerate(itertools.pairwise(words), 1):
         if runner in _RUNNERS and word in _PROGRAMS:
             return words[place:]
     return []
+
+
+def network_of(command: Sequence[object]) -> str:
+    """File of the network namespace that a node's program starts in, if it has one."""
+    words, option = [str(word) for word in command], "--net="
+    if "nsenter" not in words:
+        return ""
+    return words[words.index("nsenter") + 1].removeprefix(option)
 
 
 def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoReturn:
@@ -359,7 +366,8 @@ def _begin(
     pid = os.fork()
     if pid == 0:
         _take(files, order["files"])
-        _enter(order["namespace"])
+        namespace = order["namespace"]
+        _enter(namespace and f"/run/netns/{namespace}")
         os.environ.clear()
         words = [order["call"] or "crossfed", *order["arguments"]]
         _show([sys.executable, *words])
@@ -386,12 +394,12 @@ def _say(**words: int) -> None:
     os.write(1, json.dumps(words).encode() + b"\n")
 
 
-def _enter(namespace: str) -> None:
-    """Move this process to a network namespace, if it is to be in one."""
-    if not namespace:
+def _enter(network: str) -> None:
+    """Move this process to the network of a namespace's file, if it is to be in one."""
+    if not network:
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
     if libc.setns(file, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(file)
