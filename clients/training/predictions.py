@@ -23,10 +23,12 @@ from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums
-from federation.tree import Tree, map_tree
+from federation.tree import Tree, leaves, map_tree
 
 Columns = Mapping[str, NDArray[Any]]
 
+# Tasks whose predictions are classes: of NaN scores, the first would be the largest.
+_OF_CLASSES = LANGUAGE | {"classification", "binary", "multi_label", "segmentation"}
 # Tasks whose inputs say everything.
 _WITHOUT_LABELS = frozenset({"causal_lm", "contrastive", "ranking"})
 
@@ -50,7 +52,8 @@ class Predictor:
         """Yield columns of predictions, a row for each record, in the data's order.
 
         Raises:
-            SiteError: Model and records do not fit.
+            SiteError: Model and records do not fit, or the scores of a record are NaN
+                and the task predicts classes.
         """
         for start in range(0, len(data), self._size):
             rows = np.arange(start, min(start + self._size, len(data)))
@@ -72,6 +75,8 @@ class Predictor:
                         f"for a batch of {len(rows)} records: it must return a row for "
                         "each"
                     )
+            if self._training.task in _OF_CLASSES:
+                check_scores(outputs, inputs, start)
             yield found
 
     def metrics(self) -> MetricSums | None:
@@ -119,6 +124,36 @@ def _misfit(error: Exception) -> SiteError:
     )
 
 
+def check_scores(outputs: Tree, inputs: Tree, start: int) -> None:
+    """Check that every record has scores to choose a class by.
+
+    Args:
+        outputs: Of a batch, with a row for each record.
+        inputs: Of the batch.
+        start: Number of its first record.
+
+    Raises:
+        SiteError: The scores of a record are NaN.
+    """
+    scores = _scores(outputs)
+    if not isinstance(scores, torch.Tensor):
+        return  # They are written as they are.
+    bad_b = scores.isnan().reshape(len(scores), -1).any(1)
+    if not bad_b.any():
+        return
+    row = int(bad_b.int().argmax())
+    if all(part[row].isfinite().all() for part in leaves(inputs)):
+        raise SiteError(
+            f"the model returns NaN for record {start + row}, whose values are all "
+            "finite: the model has diverged, or cannot bear values as large; predict "
+            "with the model of another run"
+        )
+    raise SiteError(
+        f"record {start + row} holds NaN or infinite values, so the model returns NaN "
+        "and no class: drop or fill these records in the data source"
+    )
+
+
 def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:
     """Turn what a model returned into columns that people read.
 
@@ -135,8 +170,7 @@ def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:
     Raises:
         SiteError: There is no tensor among them.
     """
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        outputs = outputs["logits"]
+    outputs = _scores(outputs)
     if not isinstance(outputs, torch.Tensor):
         return _raw(outputs)
     scores, task = outputs.float(), training.task
@@ -152,6 +186,13 @@ def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:
         axis = 1 if task == "segmentation" else -1
         return {"prediction": _array(scores.argmax(axis))}
     return {"prediction" if task == "regression" else "output": _array(scores)}
+
+
+def _scores(outputs: Tree) -> Tree:
+    """The logits among what a model returned, as models of transformers name them."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return outputs["logits"]
+    return outputs
 
 
 def _classes(scores_bk: torch.Tensor, classes: Sequence[str]) -> Columns:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from clients.training.predictions import columns_of
+from clients.training.predictions import check_scores, columns_of
 from federation.errors import SiteError
 from federation.job.spec import TrainingSpec
 
@@ -65,3 +65,26 @@ def test_outputs_without_a_tensor_are_refused():
 def test_regression_is_the_output():
     """In the unit of the targets."""
     assert columns("regression", LOGITS[:, 0]) == {"prediction": [0.0, 2.0]}
+
+
+NAN = float("nan")
+
+
+def test_a_record_whose_scores_are_nan_has_no_class():
+    """The first class would be the largest; the record is named by its number."""
+    inputs = torch.tensor([[1.0], [NAN], [2.0]])
+    for outputs in (inputs * LOGITS[:1], {"logits": (inputs * LOGITS[:1])[:, None]}):
+        with pytest.raises(SiteError, match="record 41 holds NaN or infinite values"):
+            check_scores(outputs, {"x": inputs}, 40)
+    check_scores(inputs[:1] * LOGITS[:1], inputs[:1], 40)
+
+
+def test_a_model_that_has_diverged_is_told_from_records_that_hold_nan():
+    """Infinite scores have an order, and other outputs are written as they are."""
+    inputs = torch.ones(2, 1)
+    with pytest.raises(
+        SiteError, match="NaN for record 0, whose values are all finite"
+    ):
+        check_scores(LOGITS * NAN, inputs, 0)
+    check_scores(LOGITS + float("inf"), inputs, 0)
+    check_scores((LOGITS, LOGITS), inputs, 0)
