@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # At run time it brings numpy, whose threads nothing would co
 _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "free some space and resume the run",
     errno.EDQUOT: "free some space and resume the run",
+    errno.ENOENT: (
+        "its folder does not exist: create it, or choose another folder with --out"
+    ),
     errno.ENOTDIR: (
         "a file is in the way of a folder: move it, or choose another folder with --out"
     ),

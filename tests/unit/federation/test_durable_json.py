@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from federation import durable_json
-from federation.errors import ComputeError, CorruptObject, FederationError
+from federation.errors import (
+    ComputeError,
+    CorruptObject,
+    FederationError,
+    StoreUnavailable,
+)
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path):
     """A folder stands in its place."""
     with pytest.raises(CorruptObject, match=f"cannot read {tmp_path}"):
         read(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_named_as_such(tmp_path: Path):
+    """Nobody could make it writable."""
+    with pytest.raises(StoreUnavailable, match=r"its folder does not exist: create it"):
+        durable_json.write(tmp_path / "absent" / "file.json", 1)
