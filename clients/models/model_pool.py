@@ -27,6 +27,7 @@ from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
 from federation.job.adapters import check_exact, check_factors
 from federation.job.metrics import TRAINER
+from federation.job.selection_checks import counts_for_nan
 from federation.job.spec import JobSpec
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
@@ -176,7 +177,7 @@ class ModelPool:
                 that cannot be trained, or the device is not there.
         """
         self._factory = import_factory(job.model.factory, key="model.factory")
-        self.objective: Objective = objective_of(job.training)
+        self.objective: Objective = objective_of(job.training, counts_for_nan(job))
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
         self._privacy = job.privacy.differential_privacy

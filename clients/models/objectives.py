@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -92,8 +93,15 @@ class Objective(Protocol):
         ...
 
 
-def objective_of(training: TrainingSpec) -> Objective:
+def objective_of(
+    training: TrainingSpec, for_nan: Mapping[str, float] = MappingProxyType({})
+) -> Objective:
     """Find the objective that a job names.
+
+    Args:
+        training: The job's.
+        for_nan: What NaN counts as in the sum of a metric, by name; see
+            ``selection_checks.counts_for_nan``. In others, as the upper bound.
 
     Raises:
         JobError: There is no such function.
@@ -116,14 +124,13 @@ def objective_of(training: TrainingSpec) -> Objective:
         )
         return counted if num_classes or training.measures else classification
     if task in tasks.TASKS:
-        return RecordObjective(training, partial(tasks.TASKS[task], **training.options))
-    function = import_factory(task, key=_KEY)
+        function = partial(tasks.TASKS[task], **training.options)
+        return RecordObjective(training, function, for_nan)
+    own = import_factory(task, key=_KEY)
     if training.options:
         batch = (object(),) * 3  # Model, inputs and targets.
-        check_options(
-            partial(function, *batch), training.options, key="training.options"
-        )
-    return RecordObjective(training, partial(function, **training.options))
+        check_options(partial(own, *batch), training.options, key="training.options")
+    return RecordObjective(training, partial(own, **training.options), for_nan)
 
 
 def _in_the_trainer(
@@ -399,17 +406,24 @@ class RecordObjective:
     is the user's, or one of ``clients.models.tasks``.
     """
 
-    def __init__(self, training: TrainingSpec, function: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        training: TrainingSpec,
+        function: Callable[..., object],
+        for_nan: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Set the function.
 
         Args:
             training: The job's.
             function: With the job's options.
+            for_nan: As for ``objective_of``.
         """
         self._is_built_in = training.task in BUILT_IN
         self._name = unpinned(training.task)
         self._function = function
         self._measures = training.measures
+        self._for_nan = for_nan
         self._trained = {LOSS: loss_of(training), **metrics_of(training)}
         self._evaluated = {LOSS: loss_of(training), **evaluated_of(training)}
         # A built-in task's are those of noise; ``max_loss`` says when they count.
@@ -433,7 +447,12 @@ class RecordObjective:
         if not self._clips_loss:
             high = math.inf if max_loss is None else max_loss
             bounds |= {LOSS: Metric() if max_loss is None else Metric(low=0, high=high)}
-        sums = {name: _bounded_sum(bounds[name], values[name]) for name in bounds}
+        sums = {
+            name: _bounded_sum(
+                metric, values[name], self._for_nan.get(name, metric.high)
+            )
+            for name, metric in bounds.items()
+        }
         loss = sums.pop(LOSS)
         return BatchLoss(values[LOSS].sum(), num_records(inputs), loss, sums)
 
@@ -496,11 +515,13 @@ class RecordObjective:
         return torch.stack([v.double() for v in values.values()], dim=1)
 
 
-def _bounded_sum(metric: Metric, values_b: torch.Tensor) -> torch.Tensor:
+def _bounded_sum(
+    metric: Metric, values_b: torch.Tensor, for_nan: float
+) -> torch.Tensor:
     exact = values_b.detach().double()
     if metric != Metric():
-        # NaN counts as the worst, so that nothing is infinitely good.
-        exact = exact.nan_to_num(nan=metric.high).clamp(metric.low, metric.high)
+        exact = exact.nan_to_num(nan=for_nan, posinf=metric.high, neginf=metric.low)
+        exact = exact.clamp(metric.low, metric.high)
     return exact.sum()
 
 

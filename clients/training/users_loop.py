@@ -29,6 +29,7 @@ from federation.errors import FederationError, JobError, SiteError, UserCodeErro
 from federation.ids import SiteId
 from federation.job.code_files import unpinned
 from federation.job.metrics import LOSS, Metric, evaluated_of, loss_of
+from federation.job.selection_checks import counts_for_nan
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights, RoundCharges
@@ -71,6 +72,7 @@ class LoopTrainer:
         for part in (self.train, self.held_out):
             records_of(part, np.zeros(0, np.int64))
         self._seed = self.job.seed if self.seed is None else self.seed
+        self._for_nan = counts_for_nan(self.job)
         with self.pool.borrow() as model:
             self._check_same(model.trainer.args)
 
@@ -243,9 +245,9 @@ class LoopTrainer:
             )
         if metric == Metric():
             return float(value)
-        # NaN counts as the worst, so that nothing is infinitely good.
-        worst = metric.high if math.isnan(value) else value
-        return float(min(max(worst, metric.low), metric.high))
+        if math.isnan(value):
+            return self._for_nan.get(name, metric.high)
+        return float(min(max(value, metric.low), metric.high))
 
 
 @contextmanager

@@ -138,6 +138,8 @@ class Space:
             job_file.override(document, name, value)
         code_files.pin(document, self.path.parent)
         job = job_file.parse(document)
+        if goal := _goal_of_metric(self.spec, job):
+            job = job_file.parse({**document, **goal})
         if job.model.weights is None:
             return job
         from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
@@ -149,6 +151,33 @@ class Space:
         facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
         facts["job"] = job_file.document(self.job({}))
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _goal_of_metric(spec: TuneSpec, job: JobSpec) -> Mapping[str, Any]:
+    """The table ``selection`` that tells a trial which way the metric is better.
+
+    A site counts NaN as the worse bound of a metric, and knows which that is of a
+    metric of the user's own only from there. The table changes nothing else: the run
+    leaves its last model, and does not stop early.
+
+    Raises:
+        JobError: The job has such a table, for another metric.
+    """
+    if spec.metric in _DIRECTIONS or spec.metric not in job.training.metrics:
+        return {}
+    goal = "max" if spec.direction == "maximize" else "min"
+    known = job.selection
+    if known is None:
+        never = job.rounds + 1
+        found = {"metric": spec.metric, "goal": goal, "patience": never}
+        return {"selection": {"model": "last", **found}}
+    if (known.metric, known.goal) != (spec.metric, goal):
+        raise JobError(
+            f"the search compares {spec.metric}, whose goal this table does not say: "
+            f'set metric = "{spec.metric}" and goal = "{goal}" in it, or remove it',
+            key="selection",
+        )
+    return {}
 
 
 def load(path: Path) -> Space:

@@ -1,4 +1,8 @@
-"""What ``[selection]`` must not request, and which way each metric is better."""
+"""What ``[selection]`` must not request, and which way each metric is better.
+
+Sums of metrics are made for numbers within bounds, so NaN counts as one of them: as the
+worse bound, so that no model is the best for being NaN.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -75,6 +79,23 @@ def goal_of(spec: SelectionSpec, training: TrainingSpec) -> str:
             key="selection.goal",
         )
     return goal
+
+
+def counts_for_nan(job: JobSpec) -> Mapping[str, float]:
+    """What NaN counts as in the sum of each metric besides the loss, by name.
+
+    As the lower bound of metrics that are better when larger: the task,
+    ``selection.goal`` or the name ``accuracy`` says so. As the upper bound of others,
+    of which none is compared if its goal is unknown.
+    """
+    goals = {"accuracy": _MAX}
+    goals |= {name: goal for name, goal in _goals(job.training).items() if goal}
+    if job.selection is not None and job.selection.goal:
+        goals[job.selection.metric] = job.selection.goal
+    return {
+        name: metric.low if goals.get(name) == _MAX else metric.high
+        for name, metric in evaluated_of(job.training).items()
+    }
 
 
 def _goals(training: TrainingSpec) -> Mapping[str, str]:

@@ -229,3 +229,17 @@ def test_a_label_of_minus_100_is_not_left_out_of_the_loss():
     inputs, labels = torch.zeros(2, 4), torch.tensor([0, -100])
     with pytest.raises(SiteError, match="must be from 0 to 2"):
         classification(torch.nn.Linear(4, 3), inputs, labels)
+
+
+@pytest.mark.parametrize("for_nan", [0.0, 1.0])
+def test_nan_counts_as_the_worse_bound_of_a_metric(for_nan: float):
+    """And as the upper bound of the loss; infinity as the bound that it is beyond."""
+    metrics = {"loss": [0.0, 9.0], "error": [0.0, 1.0]}
+    training = {"task": f"{__name__}:own", "metrics": metrics, "local_steps": 1}
+    objective = objective_of(small_job(training=training).training, {"error": for_nan})
+    nan, infinite = torch.full((2,), math.nan), torch.tensor([math.inf, -math.inf])
+    with torch.no_grad():
+        found = objective(Fixed({"loss": nan, "error": nan}), INPUTS, None)
+        beyond = objective(Fixed({"loss": nan, "error": infinite}), INPUTS, None)
+    assert (float(found.loss), float(found.metrics["error"])) == (18.0, 2 * for_nan)
+    assert float(beyond.metrics["error"]) == 1.0

@@ -9,6 +9,7 @@ from deploy.tuning.space import load
 from deploy.tuning.spending import SearchSpending, refusal
 from federation.errors import JobError
 from federation.job import job_file
+from federation.job.selection_checks import counts_for_nan
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
 
@@ -184,3 +185,29 @@ def test_changed_code_of_the_user_is_another_search(tmp_path: Path) -> None:
     first = load(path).digest()
     code.write_text("net = 2\n")
     assert load(path).digest() != first
+
+
+OWN = JOB.replace(
+    "training = {",
+    'training = { task = "./mine.py:hits", metrics = { loss = [0.0, 9.0], '
+    "hits = [0.0, 1.0] }, ",
+)
+MINE = "def hits(model, inputs, targets):\n    return {}\n"
+
+
+def test_a_trial_knows_which_way_a_metric_of_ones_own_is_better(tmp_path: Path) -> None:
+    """Or a model that returns NaN would have the best value; nothing else changes."""
+    path = write(tmp_path, "rounds = { choices = [2, 5] }", 'metric = "hits"')
+    path.write_text(
+        path.read_text().replace("[space]", 'direction = "maximize"\n[space]')
+    )
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "job.toml").write_text(OWN)
+    found = load(path).job({"rounds": 5})
+    assert found.selection is not None
+    assert (found.selection.metric, found.selection.goal) == ("hits", "max")
+    assert (found.selection.model, found.selection.patience) == ("last", 6)
+    assert counts_for_nan(found)["hits"] == 0.0
+    (tmp_path / "job.toml").write_text(f"{OWN}\n[selection]\npatience = 2\n")
+    with pytest.raises(JobError, match=r"selection: the search compares hits"):
+        load(path)

@@ -11,7 +11,7 @@ from support import toy
 from federation.errors import JobError
 from federation.events import ModelEvaluated, ModelSelected, RunFinished
 from federation.job import job_digest
-from federation.job.selection_checks import goal_of
+from federation.job.selection_checks import counts_for_nan, goal_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums, SiteMessage, Task, TaskKind
@@ -243,3 +243,13 @@ def test_metrics_of_a_users_loop_can_be_compared():
     assert goal_of(spec, training) == "max"
     with pytest.raises(JobError, match="min or max"):
         goal_of(replace(spec, goal=None), training)
+
+
+@pytest.mark.parametrize(("goal", "counts"), [(None, 9.0), ("min", 9.0), ("max", -1.0)])
+def test_nan_counts_as_the_worse_bound(goal: str | None, counts: float):
+    """As the job's goal says, or the metric's name; no model wins by being NaN."""
+    metrics = {"loss": [0.0, 32.0], "score": [-1.0, 9.0], "accuracy": [0.0, 1.0]}
+    keys: dict[str, Any] = {"training": {"task": "m:f", "metrics": metrics}}
+    if goal:
+        keys["selection"] = {"metric": "score", "goal": goal}
+    assert counts_for_nan(toy.job(keys)) == {"score": counts, "accuracy": 0.0}
