@@ -271,15 +271,14 @@ def _select(
     model.
     """
     if new_state.rounds_completed > state.rounds_completed:
-        judged = selection.judge(job, state, _score(parts, record))
+        judged = selection.judge(job, state, _score(job, parts, record))
         new_state = replace(new_state, selection=judged.selection, kept=judged.kept)
         return selection.average(job.selection, new_state)
     return replace(new_state, selection=state.selection, kept=state.kept)
 
 
-def _score(parts: ServerParts, record: RoundRecord) -> float | None:
-    pooled = record.sums.pooled_evaluation()
-    return None if pooled is None else parts.score(pooled)
+def _score(job: JobSpec, parts: ServerParts, record: RoundRecord) -> float | None:
+    return selection.score_of(job, record.sums, parts.score)
 
 
 def _after_steps(
@@ -441,7 +440,9 @@ def _evaluate_last(
     record.ask(members)
     parts.gather.evaluation(shown, record)
     record.finish_evaluation()
-    return state if averages else selection.judge(job, state, _score(parts, record))
+    return (
+        state if averages else selection.judge(job, state, _score(job, parts, record))
+    )
 
 
 def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:

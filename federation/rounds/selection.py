@@ -8,13 +8,46 @@ Shape suffixes: d float values of the model, c those of a chunk.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
+from federation.job.job_checks import MEANS
 from federation.job.selection_checks import goal_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec
+from federation.messages import MetricSums
 from federation.protocols import KeptModel, RunState, SelectionProgress
+from federation.rounds.round_sums import RoundSums
 from federation.vectors import Vector, chunks
+
+Score = Callable[[MetricSums], float | None]
+
+
+def score_of(job: JobSpec, sums: RoundSums, score: Score) -> float | None:
+    """The metric of the model that the sites of a round have evaluated.
+
+    That of the pooled results. With a robust rule it is the median over sites, as long
+    as results of single sites are known: then no minority of them decides which model
+    is the best by reporting false ones (Yin et al. 2018, arXiv:1803.01498,
+    Definition 1).
+
+    Args:
+        job: The job.
+        sums: Of the round.
+        score: The job's metric of results; None if they lack it.
+
+    Returns:
+        The metric; None if no site has it.
+    """
+    pooled = sums.pooled_evaluation()
+    is_pooled = job.aggregation.combine in MEANS or sums.secret_evaluation is not None
+    if pooled is None or is_pooled:
+        return None if pooled is None else score(pooled)
+    by_site = [score(each) for each in sums.evaluations.values()]
+    # Sites that diverged, and those that say so, take no part in the median.
+    known = [one for one in by_site if one is not None and math.isfinite(one)]
+    return median(known) if known else math.nan
 
 
 def judge(job: JobSpec, state: RunState, score: float | None) -> RunState:

@@ -1,5 +1,6 @@
 """Which model a run leaves, and when it stops early."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from support import toy
 
+from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import ModelEvaluated, ModelSelected, RunFinished
+from federation.ids import SiteId
 from federation.job import job_digest
 from federation.job.selection_checks import counts_for_nan, goal_of
 from federation.job.selection_job import SelectionSpec
@@ -17,6 +20,7 @@ from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums, SiteMessage, Task, TaskKind
 from federation.protocols import RunState
 from federation.rounds import selection
+from federation.rounds.round_sums import RoundSums
 from federation.vectors import Vector
 
 
@@ -243,6 +247,41 @@ def test_metrics_of_a_users_loop_can_be_compared():
     assert goal_of(spec, training) == "max"
     with pytest.raises(JobError, match="min or max"):
         goal_of(replace(spec, goal=None), training)
+
+
+def reported(*losses: float) -> RoundSums:
+    """What so many sites have reported of a model, each over ten records."""
+    clock = VirtualClock()
+    found = RoundSums(clock=clock, start=clock.monotonic())
+    for number, loss in enumerate(losses):
+        found.evaluations[SiteId(f"site-{number}")] = MetricSums(
+            count=10, loss_sum=10 * loss, metrics={"correct": 5}
+        )
+    return found
+
+
+def loss(sums: MetricSums) -> float | None:
+    """The mean loss."""
+    return sums.loss
+
+
+def test_no_minority_of_false_results_selects_a_model_under_a_robust_rule():
+    """The median over sites; a mean is of all records, and one site can move it."""
+    sums, mean = reported(2.0, 2.2, 2.1, -1e9, math.nan), toy.job()
+    aggregation = {"combine": "median", "weights": "uniform"}
+    robust = toy.job({"aggregation": aggregation})
+    assert selection.score_of(robust, sums, loss) == pytest.approx(2.05)
+    assert selection.score_of(mean, reported(2.0, -8.0), loss) == -3.0
+    assert selection.score_of(robust, reported(), loss) is None
+    assert math.isnan(selection.score_of(robust, reported(math.nan), loss) or 0.0)
+
+
+def test_a_secret_sum_is_compared_as_it_is():
+    """Results of single sites are not known."""
+    sums = reported()
+    sums.secret_evaluation = MetricSums(count=4, loss_sum=8.0, metrics={})
+    robust = toy.job({"aggregation": {"combine": "median", "weights": "uniform"}})
+    assert selection.score_of(robust, sums, loss) == 2.0
 
 
 @pytest.mark.parametrize(("goal", "counts"), [(None, 9.0), ("min", 9.0), ("max", -1.0)])
