@@ -28,6 +28,7 @@ from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
+from federation.rounds.local_work import is_auto
 from monitoring.audit_findings import AuditFindings
 from privacy.dp.auditing import epsilon_lower_bound
 from privacy.dp.budget import default_delta
@@ -146,6 +147,13 @@ def _check(job: JobSpec, attack: Attack) -> None:
 
 
 def _check_model(job: JobSpec) -> None:
+    if is_auto(job):
+        raise JobError(
+            "'auto' measures lines, and the runs of an audit have none: set it to "
+            "'fixed', without max_local_steps and training_share; an audit with "
+            "training.local_steps = max_local_steps tests the longest rounds",
+            key="schedule.local_work",
+        )
     if job.training.task not in _TASKS:
         raise JobError(
             "canaries and their scores work only with the cross-entropy of one class "

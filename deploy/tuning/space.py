@@ -12,6 +12,7 @@ from federation.ids import check_name
 from federation.job import code_files, job_file
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec
+from federation.rounds.local_work import is_auto
 
 SAMPLERS = ("tpe", "cma_es", "evolutionary", "random")
 # Metrics that are better when they are smaller need no `direction`.
@@ -138,6 +139,7 @@ class Space:
             job_file.override(document, name, value)
         code_files.pin(document, self.path.parent)
         job = job_file.parse(document)
+        _check_fixed_steps(job)
         if goal := _goal_of_metric(self.spec, job):
             job = job_file.parse({**document, **goal})
         if job.model.weights is None:
@@ -207,10 +209,22 @@ def _checked(spec: TuneSpec, folder: Path) -> Space:
     document = job_file.read_toml(path)
     spec = _filled(spec, str(document.get("name", "")))
     space = Space(spec=spec, document=document, path=path)
+    space.job({})  # What is wrong without any value is no fault of a range.
     _try_ends(space)
     if spec.privacy.max_epsilon:
         _check_budget(space)
     return space
+
+
+def _check_fixed_steps(job: JobSpec) -> None:
+    """Refuse a job whose local steps follow its lines, which trials do not have."""
+    if is_auto(job):
+        raise JobError(
+            "'auto' measures lines, and trials have none: in the job, set "
+            "schedule.local_work = 'fixed' and remove max_local_steps and "
+            "training_share; search training.local_steps",
+            key="schedule.local_work",
+        )
 
 
 def _check_budget(space: Space) -> None:

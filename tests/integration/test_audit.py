@@ -273,6 +273,14 @@ def test_a_model_with_personal_parts_is_not_audited():
         audit(small_job(model=model), Attack())
 
 
+def test_steps_that_follow_lines_are_not_audited():
+    """Runs of an audit have none, and no option --engine."""
+    schedule = {"local_work": "auto", "max_local_steps": 20}
+    job = small_job(schedule=schedule, training={"local_steps": 5})
+    with pytest.raises(JobError, match="the runs of an audit have none"):
+        audit(job, Attack())
+
+
 def test_records_of_different_shapes_cannot_carry_canaries():
     """A linear model would take them, flattened, but one code has one place."""
     sites = [

@@ -211,3 +211,12 @@ def test_a_trial_knows_which_way_a_metric_of_ones_own_is_better(tmp_path: Path) 
     (tmp_path / "job.toml").write_text(f"{OWN}\n[selection]\npatience = 2\n")
     with pytest.raises(JobError, match=r"selection: the search compares hits"):
         load(path)
+
+
+def test_local_steps_that_follow_lines_are_not_searched(tmp_path: Path) -> None:
+    """Trials have no lines; what to write instead is a key of the job."""
+    path = write(tmp_path, "training.batch_size = { low = 4, high = 8 }")
+    schedule = 'schedule = { local_work = "auto", max_local_steps = 20 }\n'
+    (tmp_path / "job.toml").write_text(schedule + JOB)
+    with pytest.raises(JobError, match=r"schedule.local_work: 'auto' .*trials have"):
+        load(path)
