@@ -185,7 +185,7 @@ class RunFold:
             checkpoints=tuple(row.saved for _, row in known if row.saved),
             skipped=tuple(e for e in self._remarks if isinstance(e, CheckpointSkipped)),
             storage=tuple(self._storage.values()),
-            selected=self._newest_of(ModelSelected),
+            selected=self._selected(),
         )
 
     def _start(self, event: RunStarted) -> None:
@@ -206,6 +206,29 @@ class RunFold:
     def _newest_of(self, kind: type[_Event]) -> _Event | None:
         event = self._newest.get(kind)
         return event if isinstance(event, kind) else None
+
+    def _selected(self) -> ModelSelected | None:
+        """The model that the run has left, by rounds that took place."""
+        found = self._newest_of(ModelSelected)
+        if found is None:
+            return None
+        return replace(
+            found,
+            round_index=self._round_of(found.round_index),
+            best_round=None
+            if found.best_round is None
+            else self._round_of(found.best_round),
+        )
+
+    def _round_of(self, index: int) -> int:
+        """The round that made the model which is called after a number.
+
+        Numbers that an extension skips begin with the model before them.
+        """
+        for one in self._extended:
+            if one.last_round < index < one.first_round:
+                return one.last_round
+        return index
 
     def _charge(self, event: RoundEvent) -> None:
         told = spent_by_site(event) if isinstance(event, ModelEvaluated) else ()

@@ -170,10 +170,6 @@ class RunView:
         """The newest evaluation of the global model; of the one that is left."""
         if self.selected is not None and self.selected.model != "last":
             chosen = self.selected.round_index
-            for one in self.extended:
-                # Numbers that an extension skips begin with the model before them.
-                if one.last_round < chosen < one.first_round:
-                    chosen = one.last_round
             found = (e for e in self.evaluations() if e.round_index == chosen)
             # After a power cut, a checkpoint may know more than the events.
             return next(found, None)

@@ -25,6 +25,7 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
+from monitoring.terminal import outcome
 from monitoring.views.result_json import result
 from monitoring.views.round_view import (
     accuracy_of,
@@ -458,3 +459,5 @@ def test_a_skipped_number_has_the_results_of_the_model_before_it():
     )
     view = fold([*events, extended, selected, end])
     assert view.last_evaluated.round_index == 2
+    assert outcome.chosen(view.selected) == "best by loss: that of round 2"
+    assert (view.selected.best_round, result(view)["selected"]["round"]) == (2, 2)
