@@ -113,6 +113,11 @@ class Masking:
     random_bytes: RandomBytes
     threads: int
 
+    @property
+    def adds_noise(self) -> bool:
+        """Whether noise goes into what is masked: then nothing may leave without it."""
+        return self.contract.differential_privacy.ring_noise_std > 0
+
     def update(
         self, weights_d: Vector, result: LocalWeights | LocalUpdate
     ) -> SealedUpdate:
@@ -246,7 +251,7 @@ class Masking:
         try:
             return self._measure_finite(update_d, subtrahend_d)
         except UpdateNotFinite:
-            if not self.contract.differential_privacy.ring_noise_std:
+            if not self.adds_noise:
                 raise
             # To decline would tell, without noise, what became of the training.
             _LOG.warning("training produced NaN or infinity: the update is only noise")

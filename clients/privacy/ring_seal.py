@@ -385,6 +385,7 @@ class RingSeal:
 
         if plan is not None:
             work.begin = begin
+        work.answers_anyway = masking.adds_noise
 
         def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
             if plan is None:

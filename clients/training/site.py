@@ -14,10 +14,16 @@ from typing import Generic, Protocol, TypeVar
 from clients.training import update
 from clients.training.error_feedback import ErrorFeedback
 from clients.training.held_model import HeldModel
+from clients.training.kept_steps import LeftAtStep
 from clients.training.site_state import NOTHING, Fact, KeptState, SiteState
 from clients.user_code import sentence
 from federation.compression.codec import BeyondCodec, Links
-from federation.errors import BudgetExceeded, FederationError, ProtocolError
+from federation.errors import (
+    BudgetExceeded,
+    FederationError,
+    ProtocolError,
+    SiteError,
+)
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -281,6 +287,9 @@ class Work:
         leaves: What the seal has the site keep of this one.
         begin: From the global weights to those that training begins with.
         facts: Plain values that belong to ``leaves``.
+        answers_anyway: Whether training that fails counts as an update of zero, to
+            which the seal adds noise. Whether it fails depends on the site's records,
+            and nothing else that leaves the site tells this without noise.
     """
 
     task: RoundTask
@@ -297,6 +306,7 @@ class Work:
     leaves: Arrays = field(default_factory=dict)
     begin: Callable[[Vector], Vector] = lambda weights_d: weights_d
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    answers_anyway: bool = False
 
     def check_model(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -351,13 +361,7 @@ class Work:
                 evaluation = evaluate(weights_d, integers_m, kept=kept.arrays)
         if trains:
             with watch.phase("train"):
-                given: FitArguments = {
-                    "round_index": task.round_index,
-                    "kept": kept.arrays,
-                }
-                if task.steps is not None:
-                    given["steps"] = task.steps
-                result = trainer.fit(self.begin(weights_d), integers_m, **given)
+                result = self._fit(trainer, weights_d, integers_m, kept)
             if after:
                 with watch.phase("evaluate"):
                     local_d = update.local_weights(weights_d, result)
@@ -366,12 +370,7 @@ class Work:
                     )
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
-                own = {**state.own_integers(result.integers_m), **result.kept}
-                left, facts = self.leaves, self.facts
-                if feedback is not None:
-                    left, facts = feedback.left()
-                self.kept_now = result.kept
-                state.keep(task.run_id, task.round_index, {**own, **left}, facts)
+                self._keep(result, feedback)
             trained = TrainResult(
                 sealed=sealed,
                 integers_m=state.conceal(result.integers_m),
@@ -386,6 +385,40 @@ class Work:
             phases=() if "phases" in self.withheld else watch.phases(),
             resources=None if "resources" in self.withheld else usage.so_far(),
         )
+
+    def _fit(
+        self,
+        trainer: Trainer,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        kept: KeptState,
+    ) -> LocalWeights | LocalUpdate:
+        """Train; change nothing where training fails and nothing may show that."""
+        task = self.task
+        given: FitArguments = {"round_index": task.round_index, "kept": kept.arrays}
+        if task.steps is not None:
+            given["steps"] = task.steps
+        try:
+            return trainer.fit(self.begin(weights_d), integers_m, **given)
+        except Exception as error:
+            # The user's code may raise anything.
+            if not (self.answers_anyway and _shows_records(error)):
+                raise
+            self.report(task, error)
+            _LOG.warning("training failed: the update is only noise")
+            return _untrained(weights_d, integers_m, kept)
+
+    def _keep(
+        self, result: LocalWeights | LocalUpdate, feedback: ErrorFeedback | None
+    ) -> None:
+        """Store what the next round begins with."""
+        task, state = self.task, self.state
+        own = {**state.own_integers(result.integers_m), **result.kept}
+        left, facts = self.leaves, self.facts
+        if feedback is not None:
+            left, facts = feedback.left()
+        self.kept_now = result.kept
+        state.keep(task.run_id, task.round_index, {**own, **left}, facts)
 
     def spent(self) -> PrivacySpent | None:
         """The current spending in the site's privacy ledger."""
@@ -485,6 +518,31 @@ class _Stopwatch:
     def phases(self) -> tuple[Phase, ...]:
         """What was timed so far."""
         return tuple(self._phases)
+
+
+def _shows_records(error: Exception) -> bool:
+    """Whether training that failed so may have failed because of a record.
+
+    Errors of ours that are none of a site's data depend on the job, the aggregator's
+    messages, the ledger or the site's store; and who leaves says so anyway.
+    """
+    if isinstance(error, FederationError):
+        return isinstance(error, SiteError) and not isinstance(error, LeftAtStep)
+    return True
+
+
+def _untrained(
+    weights_d: Vector, integers_m: IntegerVector, kept: KeptState
+) -> LocalWeights:
+    """The result of training that has changed nothing, of a site that counts as any."""
+    return LocalWeights(
+        weights_d=weights_d.copy(),
+        integers_m=integers_m.copy(),
+        num_examples=1,
+        num_steps=0,
+        training=None,
+        kept=kept.arrays,
+    )
 
 
 def _kind_of(error: Exception) -> FailureKind:

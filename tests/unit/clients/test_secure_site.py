@@ -3,13 +3,16 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.noisy_jobs import noisy_job
 from support.secure_runs import Run, Spoilt, run, secure_job
 
 from clients.privacy.ring_seal import RingSeal
+from clients.training.forwarding import ForwardingTrainer
 from clients.training.site import Site
+from federation.errors import UserCodeError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -21,6 +24,7 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
+from federation.protocols import LocalUpdate, LocalWeights
 from privacy.dp.adaptive_clip import CLIP_RANGE
 from privacy.dp.ledger.ledger import InMemoryLedger
 from privacy.secagg.errors import ReplayedRound
@@ -260,3 +264,30 @@ def test_a_round_that_is_refused_charges_no_evaluation():
     assert purposes[:2] == [(1, "train"), (1, "evaluate")]
     assert not [purpose for number, purpose in purposes if number == 2]
     assert [site for site, _ in found.failures(2)] == [SITE]
+
+
+class Failing(ForwardingTrainer):
+    """A trainer whose training fails, as on a record that it cannot read."""
+
+    def fit(self, *_: Any, **__: Any) -> LocalWeights | LocalUpdate:
+        raise UserCodeError("mine:net", IndexError("record 7"))
+
+
+def failing(site: Site) -> Site:
+    """A site whose training fails."""
+    make = site.make_trainer
+    site.make_trainer = lambda: Failing(make())
+    return site
+
+
+@pytest.mark.slow
+def test_a_site_whose_training_fails_is_told_from_no_other_where_noise_is_added():
+    """Its update is only noise; without noise in the sum it declines."""
+    model = {"options": {"inputs": 4, "classes": 3}}
+    small = {"model": model, "data": {"source": "support.small_jobs:blobs"}}
+    noisy = noisy_job("site", private={"accept_low_signal": True}, rounds=1, **small)
+    found = run(noisy, wraps={SITE: failing})
+    assert (found.statuses(), found.failures(1)) == (["completed"], [])
+    assert SITE in found.answered(1)
+    open_ = run(secure_job(rounds=1), wraps={SITE: failing})
+    assert [site for site, _ in open_.failures(1)] == [SITE]

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.training.site import Site
+from clients.training.kept_steps import LeftAtStep
+from clients.training.site import Site, Work
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.compression import change
 from federation.compression.codec import BF16, FP16, Codec, Links, decoded
-from federation.errors import ProtocolError, SiteError, UserCodeError
+from federation.errors import BudgetExceeded, ProtocolError, SiteError, UserCodeError
 from federation.ids import RunId, SiteId
 from federation.messages import (
     NO_ANCHOR,
@@ -477,3 +478,40 @@ def test_a_change_is_no_first_model(store: MemoryStore):
     answer = site.handle(change_task([0.5, -0.5], [1.5, 0.5], based_on=0))
     assert isinstance(answer, SiteFailure)
     assert "not a whole one" in answer.message
+
+
+def work_of(trainer: AddOne, store: MemoryStore, error: Exception) -> Work:
+    """The work of a round in which training fails."""
+    trainer.error = error
+    return site_of(trainer, store)._work(task())
+
+
+@pytest.mark.parametrize(
+    "error", [UserCodeError("mine:net", ValueError("record 7")), IndexError("record 7")]
+)
+def test_training_that_fails_is_an_update_of_zero_where_noise_is_added(
+    error: Exception, store: MemoryStore
+):
+    """Whether it fails depends on the records, and a decline has no noise."""
+    work = work_of(AddOne(), store, error)
+    with pytest.raises(type(error)):
+        work.do(lambda _, result: result)
+    work.answers_anyway = True
+    done = work.do(lambda _, result: result)
+    assert done.trained is not None
+    assert isinstance(done.trained.sealed, LocalWeights)
+    assert done.trained.sealed.weights_d.tolist() == [1, 1]
+    assert done.trained.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    "error", [LeftAtStep("leaves"), BudgetExceeded("spent"), ProtocolError("lies")]
+)
+def test_what_records_do_not_decide_is_refused_also_where_noise_is_added(
+    error: Exception, store: MemoryStore
+):
+    """The site leaves, or the job, the ledger or the aggregator is the reason."""
+    work = work_of(AddOne(), store, error)
+    work.answers_anyway = True
+    with pytest.raises(type(error)):
+        work.do(lambda _, result: result)
