@@ -19,7 +19,7 @@ from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
-from federation.rounds.local_work import check_task
+from federation.rounds.local_work import check_task, is_auto
 from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import Layout
 
@@ -40,6 +40,7 @@ def state_of(
         leaves_out=job.privacy.secure_aggregation.levels is not None
         or job.training.overlap_steps > 0,
         codec=links.up.name if links.feedback else "",
+        counts_steps=is_auto(job),
     )
 
 

@@ -51,6 +51,7 @@ from federation.protocols import (
 )
 from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.failures import failure
+from federation.rounds.local_work import check_not_taken
 from federation.rounds.server_optimizer import average
 from federation.vectors import (
     Arrays,
@@ -66,6 +67,9 @@ _IN_THE_CLEAR = (
     "was asked for secure aggregation but was set up without it: give the site the "
     "same job as the run"
 )
+
+# A fact that a round leaves: steps of the run up to its end.
+_STEPS_TAKEN = "steps_taken"
 
 SealedT = TypeVar("SealedT")
 
@@ -344,6 +348,8 @@ class Work:
         trains = task.kind is TaskKind.TRAIN
         kept = state.before(task.run_id, task.round_index, trains=trains)
         self.kept = kept
+        if task.steps is not None:
+            check_not_taken(task.steps, int(kept.facts.get(_STEPS_TAKEN, 0)))
         integers_m = state.restore_integers(task.integers_m, kept)
         if feedback is not None and trains:
             feedback.begin(kept, weights_d.size)
@@ -417,6 +423,8 @@ class Work:
         left, facts = self.leaves, self.facts
         if feedback is not None:
             left, facts = feedback.left()
+        if task.steps is not None:
+            facts = {**facts, _STEPS_TAKEN: task.steps.stop}
         self.kept_now = result.kept
         state.keep(task.run_id, task.round_index, {**own, **left}, facts)
 

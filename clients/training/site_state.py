@@ -71,6 +71,7 @@ class SiteState:
             in the job; empty for none.
         leaves_out: Whether encoding leaves something out of an update, which the next
             one makes up for.
+        counts_steps: Whether it keeps how many steps of the run it has taken.
         codec: The codec whose residual does, likewise.
     """
 
@@ -82,6 +83,7 @@ class SiteState:
     carries: InitVar[str] = ""
     codec: InitVar[str] = ""
     leaves_out: InitVar[bool] = False
+    counts_steps: InitVar[bool] = False
 
     def __post_init__(
         self,
@@ -89,12 +91,13 @@ class SiteState:
         carries: str,
         codec: str,
         leaves_out: bool,
+        counts_steps: bool,
     ) -> None:
         """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
         self._of = {"model": layout.digest, "optimizer": carries}
         if codec:  # Not in what earlier releases have stored.
             self._of["codec"] = codec
-        self._continues = bool(carries or codec or leaves_out)
+        self._continues = bool(carries or codec or leaves_out or counts_steps)
         self._folder = f"sites/{self.site}/"
         self._prefix = f"{self._folder}state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)

@@ -223,6 +223,27 @@ def is_typical(job: JobSpec, progress: RunProgress, *, evaluates: bool) -> bool:
     return progress.steps_taken > 0 and evaluates == (job.evaluation.every == 1)
 
 
+def check_not_taken(steps: range, taken: int) -> None:
+    """Check that a site is not asked for steps of the run that it has taken before.
+
+    With the same steps come the same records: an aggregator could have a site go
+    through a few of them again and again. A round that is repeated, since its result
+    was lost, begins where the round before it ended.
+
+    Args:
+        steps: Those of a task.
+        taken: Steps of the run up to the end of the site's last round before it.
+
+    Raises:
+        ProtocolError: The task begins before.
+    """
+    if steps.start < taken:
+        raise ProtocolError(
+            f"was asked to begin at step {steps.start} of the run, but has taken "
+            f"{taken} in earlier rounds"
+        )
+
+
 def check_task(job: JobSpec, task: RoundTask) -> None:
     """Check a site's task against the range of steps that the job allows.
 

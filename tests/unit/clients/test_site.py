@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import toy
 
 from clients.training.kept_steps import LeftAtStep
+from clients.training.local_federation import state_of
 from clients.training.site import Site, Work
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
@@ -14,6 +16,7 @@ from federation.compression import change
 from federation.compression.codec import BF16, FP16, Codec, Links, decoded
 from federation.errors import BudgetExceeded, ProtocolError, SiteError, UserCodeError
 from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
 from federation.messages import (
     NO_ANCHOR,
     FailureKind,
@@ -515,3 +518,44 @@ def test_what_records_do_not_decide_is_refused_also_where_noise_is_added(
     work.answers_anyway = True
     with pytest.raises(type(error)):
         work.do(lambda _, result: result)
+
+
+def auto_job() -> JobSpec:
+    """A job whose rounds take from 2 to 9 local steps."""
+    return toy.job(
+        {
+            "rounds": 20,
+            "training": {"local_steps": 2},
+            "schedule": {"local_work": "auto", "max_local_steps": 9},
+        }
+    )
+
+
+class ChosenSteps(AddOne):
+    """A trainer that takes the steps that it is asked for."""
+
+    def fit(self, *given: Any, steps: range, **options: Any) -> Any:
+        self.calls.append(f"steps {steps.start} to {steps.stop}")
+        return super().fit(*given, **options)
+
+
+def test_no_site_takes_steps_of_a_run_again(store: MemoryStore):
+    """Unless the same round is repeated; also after a restart."""
+    job = auto_job()
+
+    def asked(round_index: int, first: int) -> str:
+        site = Site(
+            SITE,
+            make_trainer=ChosenSteps,
+            state=state_of(job, LAYOUT, SITE, store),
+            clock=SystemClock(),
+        )
+        answer = site.handle(
+            task(round_index=round_index, num_steps=4, first_step=first)
+        )
+        return answer.message if isinstance(answer, SiteFailure) else ""
+
+    assert asked(1, 0) == asked(2, 4) == asked(2, 4) == ""
+    assert "to begin at step 4 of the run, but has taken 8" in asked(3, 4)
+    assert asked(3, 8) == ""
+    assert asked(2, 4) == ""  # A coordinator that resumed from an earlier checkpoint.
