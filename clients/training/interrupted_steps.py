@@ -81,7 +81,9 @@ class InterruptedSteps:
         Returns:
             The number of steps that were taken.
         """
-        found = self._kept.begin(self._round_index, self._start)
+        num_floats = self._layout.size + self._layout.num_personal
+        size = 4 * num_floats + 8 * self._layout.num_integers
+        found = self._kept.begin(self._round_index, self._start, model_bytes=size)
         if found is None:
             return 0
         states = _below(_GENERATOR, found.arrays)

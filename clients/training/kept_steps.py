@@ -42,6 +42,11 @@ WRITE_SECONDS = 20.0
 _MOST_SHARE = 0.1
 _PIECE_BYTES = 8 << 20
 _DIGEST_BYTES = 32
+# Beside the model: of optimisers with a long memory, of buffers and names.
+_SLACK_BYTES = 1 << 30
+_HEAD_BYTES = 16 << 20
+# Bytes kept for each byte of the model: itself, two moments, and twice that to spare.
+_MOST_TIMES = 9
 _TYPES = frozenset(
     {
         *("float16", "float32", "float64", "complex64", "complex128"),
@@ -56,6 +61,14 @@ Snapshot = Callable[[], KeptState | None]
 
 class LeftAtStep(SiteError):
     """The site leaves before its round is done."""
+
+
+def most_bytes(model_bytes: int) -> int:
+    """The largest state that is kept or read, for a model of so many bytes.
+
+    Nothing else bounds what a store claims to hold, and reading takes as much memory.
+    """
+    return _SLACK_BYTES + _MOST_TIMES * model_bytes
 
 
 def stays() -> bool:
@@ -111,6 +124,7 @@ class KeptSteps:
     steps: Callable[[], AbstractContextManager[object]] = nullcontext
     writing: Callable[[], AbstractContextManager[object]] = nullcontext
     every_seconds: float = 0.0
+    _most_bytes: int = field(default=_SLACK_BYTES, init=False)
     _due: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -123,17 +137,21 @@ class KeptSteps:
             "job": digest_of(self.job).hex(),
         }
 
-    def begin(self, round_index: int, start: Callable[[], str]) -> KeptState | None:
+    def begin(
+        self, round_index: int, start: Callable[[], str], *, model_bytes: int = 0
+    ) -> KeptState | None:
         """Begin a round, and return what is kept of it; None for a new beginning.
 
         Args:
             round_index: The round.
             start: Computes ``start_digest``, which is needed if there is a state.
+            model_bytes: Of the values of the model; see ``most_bytes``.
         """
+        self._most_bytes = most_bytes(model_bytes)
         if self.every_seconds:
             self._due = self.clock.monotonic() + self.every_seconds
         try:
-            content = memoryview(self.store.read(self._key))
+            content = self._read()
         except ObjectNotFound:
             return None
         except StoreError as error:
@@ -165,6 +183,20 @@ class KeptSteps:
             facts.get("position"),
         )
         return KeptState(arrays=arrays, facts=facts)
+
+    def _read(self) -> memoryview:
+        """Read an object; nothing of one that is larger than any of the model."""
+        size = self.store.stat(self._key).size
+        if size <= self._most_bytes:
+            return memoryview(self.store.read(self._key))
+        _LOG.warning(
+            "site %s does not read %s: it has %s bytes, and at most %s are kept",
+            self.site,
+            self._key,
+            f"{size:,}",
+            f"{self._most_bytes:,}",
+        )
+        return memoryview(b"")
 
     def after_step(
         self, round_index: int, start: Callable[[], str], snapshot: Snapshot
@@ -202,7 +234,7 @@ class KeptSteps:
         """Store a state; an error costs these steps and nothing else."""
         begin = self.clock.monotonic()
         found = snapshot()
-        if found is None:
+        if found is None or _size_of(found) > self._most_bytes:
             self._due = math.inf
             return "its steps are lost: not all of their state can be kept"
         of: Mapping[str, Fact]
@@ -245,6 +277,11 @@ class KeptSteps:
                 found.update(piece)
                 yield piece
         yield found.digest()
+
+
+def _size_of(state: KeptState) -> int:
+    """Bytes of a state's arrays, with room for the line before them."""
+    return sum(array.nbytes for array in state.arrays.values()) + _HEAD_BYTES
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:

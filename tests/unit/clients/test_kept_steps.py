@@ -13,7 +13,7 @@ from torch import nn
 
 from clients.data.datasets import as_dataset
 from clients.models.model_pool import ModelPool
-from clients.training.kept_steps import KeptSteps, LeftAtStep
+from clients.training.kept_steps import KeptSteps, LeftAtStep, most_bytes
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.disk.store import LocalStore
 from federation.clock import VirtualClock
@@ -332,3 +332,16 @@ def test_rounds_that_are_not_continued(privacy: dict[str, Any]):
     weights = {"weights": "uniform"} if "differential_privacy" in privacy else {}
     job = small_job(num_sites=3, privacy=privacy, aggregation=weights)
     assert not job.continues_rounds
+
+
+def test_a_state_larger_than_any_of_the_model_is_not_read(tmp_path: Path, caplog: Any):
+    """Only its size is looked at: it has no bytes on the disk."""
+    left(tmp_path)
+    with (tmp_path / KEY).open("r+b") as file:
+        file.truncate(1 << 40)
+    machine = Machine(tmp_path)
+    machine.fit()
+    assert "it has 1,099,511,627,776 bytes, and at most" in caplog.text
+    assert not machine.is_kept()
+    # With adaptive moments, the model is there three times.
+    assert most_bytes(1 << 40) > 3 << 40
