@@ -41,6 +41,7 @@ def node(job: Any, pods: Sequence[Any]) -> Node:
         ended=_ended(job) if state is NodeState.GONE else None,
         trouble="" if kube_manifest.ENDED in _notes(job) else _trouble(job, found),
         failed=kube_manifest.ENDED not in _notes(job) and _has_failed(found),
+        finished=kube_manifest.ENDED not in _notes(job) and _has_finished(job, found),
     )
 
 
@@ -135,16 +136,30 @@ def _has_failed(pod: Any) -> bool:
     """
     if pod is None or pod.status.phase != "Failed" or pod.status.reason:
         return False
-    if any(
-        each.type == "DisruptionTarget" and each.status == "True"
-        for each in pod.status.conditions or ()
-    ):
+    if _is_disrupted(pod):
         return False
     states = [each.state for each in pod.status.container_statuses or ()]
     ended = [each.terminated for each in states if each and each.terminated]
     return any(
         each.reason == _OUT_OF_MEMORY or each.exit_code not in {0, _TERMINATED, _KILLED}
         for each in ended
+    )
+
+
+def _has_finished(job: Any, pod: Any) -> bool:
+    """Whether a pod's program has ended with 0 although nobody asked it to.
+
+    It also ends so when its machine is drained: then the pod is deleted or disrupted.
+    """
+    if pod is None or pod.metadata.deletion_timestamp or _is_disrupted(pod):
+        return False
+    return _condition(job, "Complete") is not None
+
+
+def _is_disrupted(pod: Any) -> bool:
+    return any(
+        each.type == "DisruptionTarget" and each.status == "True"
+        for each in pod.status.conditions or ()
     )
 
 

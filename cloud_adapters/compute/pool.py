@@ -144,8 +144,11 @@ class Node:
         trouble: What keeps it from working, as far as is known; empty if nothing is.
         ready: Whether its program has said that it is ready; None if this host
             cannot know.
-        failed: Whether its service says that its program ended by itself with an error:
-            it was neither told to end nor taken back.
+        failed: Whether its service says that it ended by itself, and too early: its
+            program with an error, or a machine that has shut itself down. It was
+            neither told to end nor taken back.
+        finished: Whether its service says that its program ended by itself, without an
+            error.
     """
 
     id: str
@@ -160,6 +163,7 @@ class Node:
     trouble: str = ""
     ready: bool | None = None
     failed: bool = False
+    finished: bool = False
 
     def seconds(self, now: float) -> float:
         """How long it has been paid for by a time."""

@@ -74,7 +74,7 @@ class Starts:
                 self._note_crash(each)
                 continue
             # One that fails within seconds is seen only when it is gone.
-            is_new = each.failed and self._has_looked
+            is_new = (each.failed or each.finished) and self._has_looked
             if is_new or each.state in _WORKS:
                 self._awaited[each.id] = each
             else:  # An earlier command has seen it end.
@@ -114,10 +114,11 @@ class Starts:
             del self._worked[node.id]
             self._crashed.discard(role)
             self._said_so[role] = 0
-        elif node.failed:
+        elif node.failed or node.finished:
             del self._worked[node.id]
             self._crashed.add(role)
-            self._fail(role, node, self._log(node) or "", "failed")
+            what = "failed" if node.failed else "ended by itself"
+            self._fail(role, node, self._log(node) or "", what)
 
     def _look(self, node: Node, *, is_over: bool) -> None:
         log = self._log(node)
@@ -135,7 +136,7 @@ class Starts:
             self._failed_at.pop(role, None)
         elif console.has_failed(log) or node.failed or is_over:
             self._settle(node)
-            is_known = console.has_failed(log) or node.failed
+            is_known = console.has_failed(log) or node.failed or node.finished
             what = "could not start the site"
             if not is_known:
                 what = "has ended before its site was ready"

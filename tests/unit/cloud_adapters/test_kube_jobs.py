@@ -293,6 +293,31 @@ def test_a_program_that_fails_is_told_from_a_pod_that_is_taken_back(
     assert not pool.nodes({})[0].failed
 
 
+@pytest.mark.parametrize(
+    ("condition", "told", "finished"),
+    [(None, False, True), ("DisruptionTarget", False, False), (None, True, False)],
+)
+def test_a_program_that_ends_with_0_by_itself_is_told_from_one_that_is_drained(
+    kube_server: FakeKube, *, condition: str | None, told: bool, finished: bool
+):
+    """All of them end with 0, also one that was told to end."""
+    pool = kube_server.pool()
+    node = pool.launch(spec(), "one")
+    assert not pool.nodes({})[0].finished
+    (found,) = kube_server.pods.values()
+    if condition:
+        found["status"]["conditions"] = [{"type": condition, "status": "True"}]
+    if told:
+        pool.terminate([node.id])
+    complete = {
+        "type": "Complete",
+        "status": "True",
+        "lastTransitionTime": "2026-11-26T00:00:00Z",
+    }
+    kube_server.jobs[node.id]["status"] = {"conditions": [complete]}
+    assert pool.nodes({})[0].finished is finished
+
+
 def test_a_node_whose_time_is_over_says_so(kube_server: FakeKube):
     """One that was asked to end has no trouble."""
     pool = kube_server.pool()

@@ -153,11 +153,19 @@ CONNECTED = "crossfed: connected to a.example:8443 as node 7\n"
 class Pods(Machines):
     """Pods of one site, of whose programs the cluster says how they ended."""
 
-    def end(self, *, failed: bool = True, log: str = "", seconds: float = 0.0) -> None:
+    def end(
+        self,
+        *,
+        failed: bool = True,
+        finished: bool = False,
+        log: str = "",
+        seconds: float = 0.0,
+    ) -> None:
         """Start one, and have it end."""
         node = replace(self.start(log), machine="")
         self.clock.sleep(seconds)
-        self.look(replace(node, state=NodeState.GONE, failed=failed))
+        gone = replace(node, state=NodeState.GONE, failed=failed, finished=finished)
+        self.look(gone)
 
 
 @pytest.fixture
@@ -185,6 +193,15 @@ def test_a_pod_that_connects_and_fails_again_and_again_is_given_up(pods: Pods):
         pods.end(log=CONNECTED)
     assert "its machine i-3 failed" in pods.told[-2]
     assert pods.starts.not_started == []
+    assert pods.starts.is_given_up(ROLE)
+
+
+@pytest.mark.parametrize("log", [CONNECTED, ""])
+def test_a_pod_that_ends_with_0_again_and_again_is_given_up(pods: Pods, log: str):
+    """Nobody has asked it to end, and the next one would end, too."""
+    for _ in range(3):
+        assert not pods.starts.is_given_up(ROLE)
+        pods.end(failed=False, finished=True, log=log)
     assert pods.starts.is_given_up(ROLE)
 
 
