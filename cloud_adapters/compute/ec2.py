@@ -54,6 +54,9 @@ _STATES: Mapping[str, NodeState] = {
     "terminated": NodeState.GONE,
 }
 _ASKED = frozenset({"", "Client.UserInitiatedShutdown"})
+# Of an instance that has shut itself down; one that is taken back has a code of the
+# service's. Source: API reference, StateReason.
+_BY_ITSELF = "Client.InstanceInitiatedShutdown"
 # The service tells it in no other way.
 _ENDED = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (GMT|UTC)\)")
 
@@ -423,6 +426,7 @@ def _node(instance: Answer) -> Node:
         launched=instance["LaunchTime"].timestamp(),
         ended=_ended(instance) if _STATES[state] is NodeState.GONE else None,
         trouble=_trouble(instance, state),
+        failed=instance.get("StateReason", {}).get("Code") == _BY_ITSELF,
     )
 
 

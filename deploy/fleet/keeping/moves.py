@@ -212,16 +212,19 @@ class Mover:
     def _note(self, plan: DeploymentPlan, nodes: Sequence[Node], now: float) -> None:
         """Note spot machines that are there for the first time, or no longer."""
         alive = {node.id: node for node in nodes if node.state in _WORKS}
+        ended = {node.id for node in nodes if node.failed or node.finished}
         for site in plan.file.sites:
             role = _role(site)
             is_spot = site.machine.market == Market.SPOT.value
             new = [n for n in alive.values() if n.id not in self._alive]
             gone = [n for n in self._alive.values() if n.id not in alive]
+            # Those that have ended by themselves say nothing about their zone.
+            lost = [n for n in gone if n.id not in ended]
             seen = [
                 Sighting(
                     zone=node.zone or site.machine.region, at=now, has_capacity=has
                 )
-                for has, found in ((True, new), (False, gone))
+                for has, found in ((True, new), (False, lost))
                 for node in found
                 # Of those that went, none is meant that was to be replaced.
                 if node.labels.get(ROLE) == role

@@ -350,3 +350,28 @@ def test_a_region_that_is_malformed_is_refused():
     """Before any request."""
     with pytest.raises(ComputeError, match="open EC2 in no region"):
         ec2.connect("no region", clock=VirtualClock())
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        ("Client.InstanceInitiatedShutdown", True),
+        ("Client.UserInitiatedShutdown", False),
+        ("Server.SpotInstanceTermination", False),
+        ("", False),
+    ],
+)
+def test_an_instance_that_shuts_itself_down_has_failed(
+    code: str,
+    failed: bool,  # noqa: FBT001
+):
+    """And has not been taken back."""
+    described = {
+        "InstanceId": "i-1",
+        "InstanceType": "m5.large",
+        "State": {"Name": "terminated"},
+        "StateReason": {"Code": code, "Message": code},
+        "Placement": {"AvailabilityZone": ZONES[0]},
+        "LaunchTime": datetime(2026, 11, 26, tzinfo=UTC),
+    }
+    assert ec2._node(described).failed is failed

@@ -318,3 +318,17 @@ def test_a_machine_that_was_to_be_replaced_was_not_lost(zoned: DeploymentPlan):
     record = SpotRecord(zoned.folder, {}, print)
     (seen,) = record.sightings(zoned.file.sites[0])
     assert (seen.zone, seen.has_capacity) == ("us-east-1a", True)
+
+
+@pytest.mark.parametrize(("ended", "seen"), [(False, [True, False]), (True, [True])])
+def test_a_machine_that_ends_itself_says_nothing_about_its_zone(
+    plan: DeploymentPlan, *, ended: bool, seen: list[bool]
+):
+    """Its site could not start; the zone had a machine to give."""
+    mover = mover_of(plan, PRICES, progress(8), lambda _: None)
+    running = node(zone="us-east-1a")
+    mover.moved(plan, [running], HOUR)
+    gone = replace(running, state=NodeState.GONE, failed=ended)
+    mover.moved(plan, [gone], HOUR + 60.0)
+    known = SpotRecord(plan.folder, {}, lambda _: None).sightings(plan.file.sites[0])
+    assert [each.has_capacity for each in known] == seen
