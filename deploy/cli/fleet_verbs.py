@@ -341,6 +341,7 @@ def _down(options: argparse.Namespace) -> int:
         deployment as fleet,
         prices,
         remains,
+        start_record,
         take_down,
     )
 
@@ -350,6 +351,7 @@ def _down(options: argparse.Namespace) -> int:
     today = prices.day_of(options.clock.now())
     table = prices.load(plan.prices, today=today, warn=lambda _: None)
     deleted = 0
+    start_record.forget(plan)
     with fleet.opened(
         plan,
         random_bytes=os.urandom,

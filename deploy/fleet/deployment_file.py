@@ -308,8 +308,9 @@ class StartSpec:
         carbon: Table of carbon intensity, relative to this file; yours, since none is
             in the release. It is read again every 30 seconds while `crossfed up` waits.
         at_latest_hours: After so many hours of waiting, prices and carbon intensity no
-            longer count, and the window alone does. None to wait for as long as it
-            takes.
+            longer count, and the window alone does. They count from the first
+            `crossfed up` that waits to the first that starts machines, or to `crossfed
+            down`. None to wait for as long as it takes.
         machine_minutes: How long a machine takes from its request until its site
             works: installation and takeover. `crossfed up --keep` counts it for each
             move before a deadline and for each change of size.

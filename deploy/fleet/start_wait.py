@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import ComputePool, Market, NodeState
-from deploy.fleet import prices as price_table
+from deploy.fleet import prices as price_table, start_record
 from deploy.fleet.choosing import carbon_table, start_window
 from deploy.fleet.choosing.carbon_table import CarbonTable
 from deploy.fleet.choosing.decision_log import DecisionRow
@@ -66,12 +66,15 @@ def await_start(
             intensity cannot be read or has no row of a region.
         ComputeError: A cloud refuses to tell its prices at the first look. Later
             failures hold the start back.
+        CorruptObject: The record of an earlier command that waited is damaged.
     """
     conditions = conditions_of(plan)
     if conditions.is_empty or _has_started(plan, pools_of):
         return ()
     readings = _Readings(plan, pools_of, clock)
     since = clock.now()
+    if conditions.at_latest_seconds is not None:
+        since = start_record.since(plan, since, tell)
     rows: list[DecisionRow] = []
     known: tuple[str, ...] = ()
     while True:
@@ -84,6 +87,7 @@ def await_start(
             intensities=readings.intensities(now),
         )
         if not held:
+            start_record.forget(plan)
             why = why_started(conditions, now=now, since=since)
             row = DecisionRow(at=now, role="", action="start", offer=None, reason=why)
             return (*rows, row)

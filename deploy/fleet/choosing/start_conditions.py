@@ -79,7 +79,7 @@ def held_back(
     Args:
         conditions: What must hold.
         now: Seconds since 1970.
-        since: When the command began to wait.
+        since: When a command first began to wait.
         prices: Dollars of an hour of each spot machine.
         intensities: Grams per kWh of each region.
     """

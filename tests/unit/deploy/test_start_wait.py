@@ -10,7 +10,7 @@ import pytest
 
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet import deployment_file, spending
+from deploy.fleet import deployment_file, spending, start_record
 from deploy.fleet.choosing import decision_log
 from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.start_conditions import (
@@ -315,3 +315,34 @@ def test_conditions_that_could_hold_back_nothing_are_refused(
 ):
     with pytest.raises(JobError, match=f"start.{key}"):
         written(tmp_path, start, market)
+
+
+def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):
+    """It counts from the first command, until machines may start or crossfed down."""
+    start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6"
+    plan, told = written(tmp_path, start), list[str]()
+    assert start_record.since(plan, NOON - 4 * HOUR, told.append) == NOON - 4 * HOUR
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    plan.folder.rmdir()
+    waited = Waited(plan)
+    assert waited.hours == pytest.approx(2.0, abs=0.1)
+    assert "an earlier command began to wait 4.0 h ago" in waited.told[0]
+    assert Waited(plan).hours == pytest.approx(6.0, abs=0.1)
+
+
+def test_a_wait_begins_anew_under_other_conditions_or_after_down(tmp_path: Path):
+    """And not with a time to come, where the clock was set back."""
+    start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = {}"
+    plan, told = written(tmp_path, start.format(6)), list[str]()
+    for folder in (False, True):
+        if folder:
+            plan.folder.mkdir(parents=True)
+        assert start_record.since(plan, 100.0, told.append) == 100.0
+        assert start_record.since(plan, 90.0, told.append) == 90.0
+        assert start_record.since(plan, 110.0, told.append) == 90.0
+        other = written(tmp_path, start.format(7))
+        assert start_record.since(other, 120.0, told.append) == 120.0
+        start_record.forget(plan)
+        assert start_record.since(plan, 130.0, told.append) == 130.0
+        start_record.forget(plan)
+    assert not [*plan.folder.parent.glob("*start*")]
