@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
-from deploy.cli.terminal import interrupts, say_json, tell
+from deploy.cli.terminal import interrupts, say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from deploy.service_manager import Notify
 from federation.errors import FederationError
@@ -130,6 +130,19 @@ def _site_relay(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _site_model(options: argparse.Namespace) -> int:
+    from deploy.tools.site_model import write_deployed_site_model  # noqa: PLC0415 -- imports torch
+
+    run = write_deployed_site_model(
+        options.config, options.run, options.model, options.out
+    )
+    if options.json:
+        say_json({"run_id": run, "path": str(options.out)})
+    else:
+        say(str(options.out))
+    return DONE
+
+
 def _told_to(notify: Notify) -> Callable[[str], None]:
     """Return a function that reports to a person and to the service manager."""
 
@@ -145,4 +158,5 @@ VERBS = {
     "aggregator up": _aggregator_up,
     "site up": _site_up,
     "site relay": _site_relay,
+    "site model": _site_model,
 }

@@ -66,7 +66,7 @@ from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.roster import Roster
 
-_PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
+PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
 
 _LOG = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class SiteAgent:
 
     def _meet_again(self, run_id: RunId) -> ProposedRun:
         try:
-            sealed = (self._folder(run_id) / _PROPOSAL).read_bytes()
+            sealed = (self._folder(run_id) / PROPOSAL).read_bytes()
         except OSError:
             raise ProtocolError(
                 f"run {run_id!r} has not been proposed to site {self.name!r}"
@@ -275,10 +275,10 @@ class SiteAgent:
         met = self._meet(proposal, roster, sealed)
         if met.job.privacy.differential_privacy.in_sum:
             needs = sum_privacy.needs(met.federation)[self.name]
-            self._keep(met.run_id, {_PROPOSAL: sealed})
+            self._keep(met.run_id, {PROPOSAL: sealed})
             self._met = met
             return self._introduction(sealed, needs=needs)
-        run = self._open(met, keep={_PROPOSAL: sealed})
+        run = self._open(met, keep={PROPOSAL: sealed})
         tells = run.promise is None and not met.job.privacy.secure_aggregation.enabled
         train, held_out = met.federation.site_data[self.name]
         counts = (len(train), len(held_out)) if tells else (0, 0)
@@ -454,7 +454,7 @@ class SiteAgent:
 def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
     """Check that a run's job has not changed."""
     try:
-        before = introduction.open_proposal((folder / _PROPOSAL).read_bytes(), roster)
+        before = introduction.open_proposal((folder / PROPOSAL).read_bytes(), roster)
     except FileNotFoundError:
         return
     known = job_file.loads(before.job)

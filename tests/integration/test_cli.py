@@ -114,6 +114,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "site": {"-h", "--help"},
         "site up": common | {"--config", "--take-over"},
         "site relay": common | {"--config", "--port"},
+        "site model": common | {"run", "model", "--out", "--config"},
         "run": common | job | {"--aggregator", "--detach", "--resume", "--extend"},
         "ps": common | {"--aggregator"},
         "watch": common | {"run", "--aggregator"},

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "verify": "unit/deploy/test_export_signature.py",
     "prune": "integration/test_pruning.py",
     "predict": "integration/test_predict.py",
+    "site model": "unit/deploy/test_site_model.py",
     "checkpoints": "integration/test_cli.py",
     "doctor": "integration/test_cli.py",
     "keys trust": "integration/test_cli.py",
