@@ -69,14 +69,14 @@ def read(path: Path) -> dict[str, Array]:
         CorruptObject: It is not a whole safetensors file, or it cannot be read.
     """
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        return {
+            name: tensor.to(
+                torch.float32 if tensor.is_floating_point() else torch.int64
+            ).numpy()
+            for name, tensor in load_file(path).items()
+        }
+    # torch has no values of some types that the format has, such as F4.
+    except (OSError, SafetensorError, NotImplementedError) as error:
         raise CorruptObject(
             f"{path} cannot be read: {error}; resume the run to write it again"
         ) from error
-    return {
-        name: tensor.to(
-            torch.float32 if tensor.is_floating_point() else torch.int64
-        ).numpy()
-        for name, tensor in tensors.items()
-    }

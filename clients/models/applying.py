@@ -8,6 +8,8 @@ import torch
 from federation.errors import SiteError
 from federation.tree import Tree, leaves, num_records
 
+_IMAGE_AXES = 4  # As in ``clients.data.datasets``.
+
 
 def misfit(fault: str, found: str) -> SiteError:
     """What was found may count or quote records, and stays at the site."""
@@ -61,6 +63,11 @@ def _advice(model: torch.nn.Module, inputs: Tree) -> str:
             f" as a {type(inputs).__name__}: a dict gives the model's arguments by "
             "name, a tuple by place, and a list is one argument; make it an array to "
             "get a single tensor"
+        )
+    if any(part.is_floating_point() and part.ndim >= _IMAGE_AXES for part in parts):
+        said += (
+            "; arrays of uint8 with so many axes are read as images, from 0 to 1: give "
+            "tokens another integer type in the data function"
         )
     if not all(part.is_floating_point() for part in parts):
         said += (

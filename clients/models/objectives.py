@@ -44,6 +44,7 @@ from federation.tree import Tree, num_records
 
 _KEY = "training.task"
 _NO_LABEL = torch.iinfo(torch.int64).min
+_LEFT_OUT = -100  # How torch and transformers mark places without a label.
 _PART = 1 << 14  # Predictions that are sorted into a confusion matrix at a time.
 
 
@@ -276,7 +277,7 @@ class LabelledPlaces:
         *,
         max_places: int,
         num_classes: int = 0,
-        ignore_index: int = -100,
+        ignore_index: int = _LEFT_OUT,
     ) -> None:
         """Set the task.
 
@@ -585,6 +586,11 @@ def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
             "the model (model.factory) has a single output, but classification needs "
             "one for each class: give it two for a yes and a no, or name your own "
             "objective in training.task"
+        )
+    if targets.min() == _LEFT_OUT:
+        fault += (
+            f"; {_LEFT_OUT} leaves out places of segmentation and of language tasks, "
+            "but no record: leave such records out of the data"
         )
     return misfit(
         fault,

@@ -36,6 +36,7 @@ _TOKENIZER_ENDS = (
 )
 _TEMPLATES = "additional_chat_templates"
 _INDEX = ".safetensors.index.json"
+_DAMAGED = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 _MODEL_ENDS = (".safetensors", _INDEX)
 _MODEL_FILES = frozenset({"config.json", "adapter_config.json"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -261,7 +262,8 @@ def _from_folder(kind: Any, path: Path) -> Any:
             output_loading_info=True,
             **local,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    # Files of another form are found by what their readers do with them.
+    except (*_DAMAGED, SafetensorError) as error:
         raise JobError(
             f"transformers cannot read {path}: {error!r:.400}; copy its files again",
             key=f"{_KEY}.folder",

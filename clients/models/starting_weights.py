@@ -248,9 +248,22 @@ def _parsed(url: str) -> StoreUrl:
 
 def _read(name: str, path: Path) -> Tensors:
     try:
-        return load_file(path)
+        found = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise JobError(f"{name} is not a safetensors file: {error}", key=KEY) from error
+        raise JobError(
+            f"{name} is not a safetensors file: {error}; copy it again", key=KEY
+        ) from error
+    for key, tensor in found.items():
+        try:
+            tensor.reshape(-1)[:1].float()
+        except NotImplementedError as error:
+            # The format has types, such as F4, of which torch has no values.
+            raise JobError(
+                f"{name} holds {key!r} as {tensor.dtype}, whose values cannot be read: "
+                "give the weights as they were before they were quantised",
+                key=KEY,
+            ) from error
+    return found
 
 
 def _arrays(tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -45,7 +45,9 @@ def read(name: str, *, key: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise JobError(f"{path} is not a safetensors file: {error}", key=key) from error
+        raise JobError(
+            f"{path} is not a safetensors file: {error}; copy it again", key=key
+        ) from error
 
 
 def load(module: torch.nn.Module, name: str, *, key: str) -> torch.nn.Module:

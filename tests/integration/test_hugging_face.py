@@ -377,6 +377,9 @@ def test_weights_of_another_model_are_refused_by_their_first_layer(tmp_path: Pat
         with pytest.raises(JobError, match=text) as caught:
             load()
         assert caught.value.key == "model.options.folder"
+    path.write_text("[]")  # Not a table, as every reader takes it to be.
+    with pytest.raises(JobError, match=r"cannot read .*copy its files again"):
+        load()
     path.write_text(json.dumps(config))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.small_jobs import small_job
 from torch import nn
 
+from clients.data.datasets import as_dataset
 from clients.models.objectives import (
     OBJECTIVES,
     causal_lm,
@@ -227,7 +229,7 @@ def test_every_task_has_an_objective():
 def test_a_label_of_minus_100_is_not_left_out_of_the_loss():
     """As torch does by default, while it still counts as a prediction."""
     inputs, labels = torch.zeros(2, 4), torch.tensor([0, -100])
-    with pytest.raises(SiteError, match="must be from 0 to 2"):
+    with pytest.raises(SiteError, match=r"must be from 0 to 2.* but no record: leave"):
         classification(torch.nn.Linear(4, 3), inputs, labels)
 
 
@@ -243,3 +245,14 @@ def test_nan_counts_as_the_worse_bound_of_a_metric(for_nan: float):
         beyond = objective(Fixed({"loss": nan, "error": infinite}), INPUTS, None)
     assert (float(found.loss), float(found.metrics["error"])) == (18.0, 2 * for_nan)
     assert float(beyond.metrics["error"]) == 1.0
+
+
+def test_tokens_that_were_taken_for_images_are_explained():
+    """Arrays of uint8 with four axes reach the model as numbers from 0 to 1."""
+    read = as_dataset((np.zeros((2, 2, 3, 4), np.uint8), np.zeros(2, int)), name="src")
+    inputs, labels = read.batch(np.arange(2))
+    model = nn.Sequential(nn.Embedding(9, 3))
+    with pytest.raises(RuntimeError) as caught:
+        classification(model, inputs, labels)
+    (note,) = caught.value.__notes__
+    assert "are read as images, from 0 to 1: give tokens another integer type" in note

@@ -1,5 +1,6 @@
 """Runs that start from a file of weights."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from support.small_jobs import small_job
 
+from aggregator import model_export
 from clients.models import starting_weights
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import (
@@ -24,7 +26,7 @@ from clients.models.trained import trained_model
 from cloud_adapters.storage.disk.transfer import upload
 from deploy.cli import main
 from federation.compression.codec import decoded
-from federation.errors import JobError, ProtocolError
+from federation.errors import CorruptObject, JobError, ProtocolError
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
@@ -366,3 +368,20 @@ def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:
     personal = small_job(model={**FACTORY, "personal": ["*bias"]})
     with pytest.raises(JobError, match=r"model\.safetensors is not a safetensors file"):
         trained_model(personal, file)
+
+
+def test_values_of_a_type_that_cannot_be_read_are_named(tmp_path: Path):
+    """The library's own error names neither file nor tensor."""
+    head = {"1.weight": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}
+    model = {"factory": "clients.models:mlp", "options": {"inputs": 4, "classes": 3}}
+    job = small_job(model={**model, "weights": "model.safetensors"})
+    text = json.dumps(head).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(JobError, match=r"'1.weight' as torch.float4.*quantised"):
+        pinned(job, tmp_path)
+    with pytest.raises(CorruptObject, match="cannot be read"):
+        model_export.read(path)
+    path.write_bytes(b"")
+    with pytest.raises(JobError, match=r"is not a safetensors file: .*; copy it again"):
+        pinned(job, tmp_path)
