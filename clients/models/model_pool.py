@@ -25,6 +25,7 @@ from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
+from federation.job.adapter_ranks import check_adapters
 from federation.job.adapters import check_exact, check_factors
 from federation.job.metrics import TRAINER
 from federation.job.selection_checks import counts_for_nan
@@ -195,6 +196,7 @@ class ModelPool:
         self._integer_buffers = job.model.integer_buffers
         self._personal = job.model.personal
         self.layout: Layout = self._layout_of(first)
+        check_adapters(job, self.layout)
         self.exact = weights.exact_factors(first)
         if self.exact:
             check_exact(job)

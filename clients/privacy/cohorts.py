@@ -85,6 +85,9 @@ class CohortRule:
             the contract is opened, and so what those sites have added to others.
         is_private: Whether this run's sums have differential privacy. Two of them may
             differ by any sites; one that splits a group of an open sum is refused.
+        parts: Sites whose updates are in a part of each sum where those of others are
+            zero, see ``federation.job.adapter_ranks.contributors``. Each counts as a
+            sum: a run in which all sites are in that part would single out the others.
     """
 
     memory: SiteMemory
@@ -92,6 +95,7 @@ class CohortRule:
     smallest: int
     accept_dropouts: bool
     is_private: bool
+    parts: tuple[Cohort, ...] = ()
 
     def check(self, cohort: Cohort) -> None:
         """Check whether this site may join a sum over a cohort.
@@ -156,6 +160,8 @@ class CohortRule:
             self._record(_names(contract, survivors), is_dropout=True)
 
     def _record(self, cohort: Cohort, *, is_dropout: bool) -> None:
+        cohorts = self._with_parts(cohort)
+
         def add(document: Document) -> Document:
             mine = document.get(self.lineage, {})
             try:
@@ -167,30 +173,37 @@ class CohortRule:
             else:
                 kind = "private" if self.is_private else "cohorts"
             known = _known(mine, "cohorts") | _known(mine, "private")
-            if kind == "private" and atoms(known) == atoms(known | {cohort}):
+            if kind == "private" and atoms(known) == atoms(known | cohorts):
                 return document  # However many rounds lose sites, few split a group.
-            after = sorted(map(sorted, _known(mine, kind) | {cohort}))
+            after = sorted(map(sorted, _known(mine, kind) | cohorts))
             return {**document, self.lineage: {**mine, kind: after}}
 
         self.memory.update(DOCUMENT, add)
 
+    def _with_parts(self, cohort: Cohort) -> set[Cohort]:
+        """Cohorts of all parts of a sum."""
+        return {cohort, *(found for part in self.parts if (found := part & cohort))}
+
     def _check(self, mine: Document, cohort: Cohort) -> None:
+        cohorts = self._with_parts(cohort)
         bare, private = _known(mine, "cohorts"), _known(mine, "private")
         if self.is_private:
             before = atoms(bare | private)
-            found = singled_out(bare, private | {cohort}, smallest=self.smallest)
+            found = singled_out(bare, private | cohorts, smallest=self.smallest)
             found = [group for group in found if group not in before]
         else:
-            found = singled_out(bare | {cohort}, private, smallest=self.smallest)
+            found = singled_out(bare | cohorts, private, smallest=self.smallest)
         if not found:
             return
         few = " and ".join(", ".join(sorted(group)) for group in found)
+        parts = ", of which some train fewer ranks (lora_rank)" if self.parts else ""
         way_out = "or make training private (privacy.differential_privacy); "
         if self.is_private:
             way_out = ""
         raise CohortRefused(
-            f"a sum over {', '.join(sorted(cohort))}, together with earlier sums on "
-            f"the same data that this site joined, would single out {few}, but this "
+            f"a sum over {', '.join(sorted(cohort))}{parts}, together with earlier "
+            f"sums on the same data that this site joined, would single out {few}, "
+            "but this "
             f"site's operator requires groups of {self.smallest} or more. Run with the "
             "same sites as before, or add or remove at least that many at a time; "
             f"{way_out}or ask this site's operator to accept it (policy.min_group)"

@@ -10,6 +10,7 @@ from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest
+from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import JobSpec
 from federation.rounds.local_work import bounds, is_auto
@@ -192,6 +193,7 @@ def _sum_size(job: JobSpec) -> int:
 def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """With how many others an update is summed."""
     num_sites, fewest = _sum_size(job), job.sites_in_sum
+    yield from _rank_faults(job, policy)
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy
         hides = private.unit == "record" and not weakness_of(job, policy, private.delta)
@@ -208,6 +210,18 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         demand = f"requires protection against {policy.colluding_sites} colluding sites"
         given = f"{fewest} of {num_sites} protect against {tolerated}"
         yield _THRESHOLD, f"{demand} (policy.colluding_sites), but {given}"
+
+
+def _rank_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+    """With how many others the largest ranks of an update are summed."""
+    if not contributors(job):
+        return
+    fewest, demanded = fewest_contributors(job), policy.fewest_in_sum(len(job.sites))
+    index = next(i for i, site in enumerate(job.sites) if site.lora_rank is not None)
+    if fewest < max(demanded, policy.colluding_sites + _PAIR):
+        demand = f"requires {demanded} in a sum (policy.min_sites), and two without "
+        given = f"those of policy.colluding_sites; the largest ranks have {fewest}"
+        yield f"sites[{index}].lora_rank", demand + given
 
 
 def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

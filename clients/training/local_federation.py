@@ -14,6 +14,7 @@ from clients.training.trainer import TorchTrainer, never
 from clients.training.users_loop import LoopTrainer
 from federation.compression.apart import fitted
 from federation.ids import SiteId
+from federation.job.adapter_ranks import links_of
 from federation.job.disclosure import withheld
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
@@ -109,7 +110,7 @@ class Federation:
         works_ahead: bool = False,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
-        links = fitted(self.job.communication.links, self.pool.layout)
+        links = links_of(self.job, self.pool.layout, name)
         return Site(
             name,
             make_trainer=make_trainer,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
+from clients.models.fixed_ranks import FixedRanks
 from clients.models.hidden_matrices import hidden_matrices
 from federation.errors import JobError
 from federation.job.code_files import unpinned
@@ -168,7 +169,12 @@ class LocalOptimizer:
     """The optimisers of one round at a site, and what they hand on to the next."""
 
     def __init__(
-        self, model: torch.nn.Module, job: JobSpec, kept: Arrays = NO_ARRAYS
+        self,
+        model: torch.nn.Module,
+        job: JobSpec,
+        kept: Arrays = NO_ARRAYS,
+        *,
+        lora_rank: int | None = None,
     ) -> None:
         """Begin a round of a model that holds the global weights.
 
@@ -176,10 +182,15 @@ class LocalOptimizer:
             model: The model.
             job: The job.
             kept: What an earlier round has kept, if the job asks for that.
+            lora_rank: Ranks of adapters that the site trains; None for all.
+
+        Raises:
+            SiteError: The site trains some ranks of a sharded model.
         """
         self._job = job
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
+        self._fixed = FixedRanks(self._named, lora_rank)
         self._anchor = (
             [p.detach().clone() for p in self._parameters]
             if job.training.proximal_mu or job.training.normalized_steps
@@ -207,6 +218,7 @@ class LocalOptimizer:
             number: Of the step, counted over the run from 0.
         """
         training = self._job.training
+        self._fixed.clear_gradients()
         if (
             training.proximal_mu
         ):  # The gradient of mu/2 |x - theta|^2: it depends on no record.
@@ -220,6 +232,7 @@ class LocalOptimizer:
                 group["lr"] = rate if own == full else own * rate / full
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self._fixed.put_back()
 
     @torch.no_grad()
     def normalize_(self, num_steps: int) -> None:

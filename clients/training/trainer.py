@@ -51,6 +51,7 @@ from clients.training.private_steps import (
 from clients.training.update import UNSTABLE, NotFinite
 from federation.errors import SiteError
 from federation.ids import SiteId
+from federation.job.adapter_ranks import ranks_of, sent_places
 from federation.job.metrics import evaluated_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
@@ -145,6 +146,7 @@ class TorchTrainer:
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective
+        self._lora_rank = ranks_of(job).get(self.site)
         self._ahead = WorkAhead(self._first_steps)
         if private is None:
             # Data that is far away begins to come while the first task is on its way
@@ -316,7 +318,7 @@ class TorchTrainer:
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
-        optimizer = LocalOptimizer(model, self.job, kept)
+        optimizer = LocalOptimizer(model, self.job, kept, lora_rank=self._lora_rank)
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
@@ -541,6 +543,8 @@ class TorchTrainer:
             lr=self.job.training.optimizer.lr,
             out_d=update_d,
         )
+        if self._lora_rank is not None:
+            update_d[~sent_places(self.pool.layout, self._lora_rank)] = 0
         return LocalUpdate(
             update_d=update_d,
             integers_m=integers_m.copy(),

@@ -30,6 +30,7 @@ from federation.errors import CorruptObject, JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_file
+from federation.job.adapter_ranks import contributors
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
@@ -424,6 +425,7 @@ def _cohort_rule(
         smallest=smallest,
         accept_dropouts=policy.accept_dropouts,
         is_private=promise is not None and not weakness,
+        parts=contributors(met.job),
     )
     if by_group is not None:
         return rule  # With whom this site is summed, the offer of a contract says.

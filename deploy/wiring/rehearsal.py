@@ -22,6 +22,7 @@ from deploy.wiring.run import SecureContext
 from federation.events import CostPredicted
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
+from federation.job.adapter_ranks import contributors, fewest_alike
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.traffic import SiteFacts, Traffic
@@ -105,9 +106,13 @@ class Rehearsal:
         return CohortRule(
             memory=self.sums.setdefault(name, InMemory()),
             lineage="simulation",
-            smallest=self.federation.job.sites_in_sum,
+            # All are one operator's: groups are as large as the job makes them.
+            smallest=min(
+                self.federation.job.sites_in_sum, fewest_alike(self.federation.job)
+            ),
             accept_dropouts=True,
             is_private=not self.contract.differential_privacy.is_none,
+            parts=contributors(self.federation.job),
         )
 
     def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | None:

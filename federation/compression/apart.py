@@ -12,20 +12,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from federation.compression.choice import FOR_MODELS
 from federation.compression.codec import Codec, Links, count_fault
+from federation.compression.places import SomePlaces
 from federation.compression.without import Without, server_spans
 from federation.vectors import Layout, Role, Values, Vector, Words
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def fitted(links: Links, layout: Layout) -> Links:
-    """Return a job's codecs as they encode updates and changes of a model."""
-    if left_out := server_spans(layout):
-        return replace(links, up=Without(left_out))
+def fitted(
+    links: Links, layout: Layout, sent_d: NDArray[np.bool_] | None = None
+) -> Links:
+    """Return a job's codecs as they encode updates and changes of a model.
+
+    Args:
+        links: The codecs.
+        layout: Of the model.
+        sent_d: Marks the values of the site's updates, shape ``(d,)``; all by default.
+    """
     spans = tuple(_spans(layout))
+    if sent_d is not None and (not spans or links.up.name in FOR_MODELS):
+        links = replace(links, up=SomePlaces(links.up, sent_d))
+    elif left_out := server_spans(layout):
+        return replace(links, up=Without(left_out))
     if not spans:
         return links
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from federation.compression.choice import FOR_MODELS, unused
 from federation.errors import JobError
 from federation.ids import check_name
+from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
 from federation.job.local_work_checks import check_local_work
 from federation.job.loop_checks import check_loop
@@ -66,6 +67,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_buffers,
         check_clusters,
         check_personal,
+        check_ranks,
         _check_zeros,
         _check_simulation,
         check_relays,
@@ -372,7 +374,7 @@ def _check_codecs(job: JobSpec) -> None:
             key="communication.down_codec.name",
         )
     shares = communication.links.up.shares_support
-    if rule == "contributor_mean" and shares:
+    if rule == "contributor_mean" and shares and not ranks_of(job):
         raise JobError(
             "every site sends all values, or the same ones: use mean, or top_k as "
             "communication.codec.name",

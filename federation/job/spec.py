@@ -300,9 +300,10 @@ class AggregationSpec:
     """How updates become one step of the global model.
 
     Attributes:
-        combine: `mean`; `contributor_mean`, for the codec `top_k`: each value is the
-            mean over the sites that sent it, not over all; or a rule that tolerates
-            `byzantine_sites` bad sites: `trimmed_mean`, `median`, `krum`, `multi_krum`.
+        combine: `mean`; `contributor_mean`, for the codec `top_k` and sites with a
+            `lora_rank`: each value is the mean over the sites that sent it, not over
+            all; or a rule that tolerates `byzantine_sites` bad sites: `trimmed_mean`,
+            `median`, `krum`, `multi_krum`.
         weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
             (examples times the relative improvement of the loss on its held-out data).
         byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
@@ -472,6 +473,8 @@ class SiteSpec:
         cloud: Where it runs.
         region: Region, as the cloud names it.
         data: Data only of this site.
+        lora_rank: Ranks of each adapter that this site trains, the first ones; all by
+            default. It computes with all of them, and sends those that it trains.
         flower_app: Set, `{}` for all defaults, where an existing Flower `ClientApp`
             takes part through a stock SuperNode; deployed and without privacy only.
     """
@@ -480,6 +483,7 @@ class SiteSpec:
     cloud: str = key(default="local", choices=("aws", "gcp", "local"))
     region: str = ""
     data: SiteDataSpec | None = None
+    lora_rank: int | None = key(default=None, low=1)
     flower_app: FlowerAppSpec | None = None
 
 

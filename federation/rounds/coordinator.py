@@ -33,6 +33,7 @@ from federation.errors import (
     RunConflict,
 )
 from federation.ids import RunId, SiteId
+from federation.job.adapter_ranks import codecs_by_site
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, MetricSums, TaskKind, join_anchors
@@ -207,6 +208,7 @@ def _run_round(
         emit=parts.emit,
         in_secret=_in_secret(job),
         links=job.communication.links,
+        codecs=codecs_by_site(job, parts.layout),
         meter=parts.meter,
         members=state.members,
         steps=choice.steps if choice else None,

@@ -247,9 +247,8 @@ class PlainGather:
     ) -> WeightedUpdate:
         """Hand an update to the rule; its site is ``refused`` if it is not finite."""
         words, site = update.delta_d, update.site
-        values = record.links.up.values(
-            words, size=self.layout.size, seed=update.round_index
-        )
+        codec = record.verdicts.codec_of(site)
+        values = codec.values(words, size=self.layout.size, seed=update.round_index)
         return WeightedUpdate(
             site=site,
             delta_d=values,

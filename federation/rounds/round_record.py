@@ -4,11 +4,12 @@ Shape suffixes: d float values of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 from federation import events
 from federation.compression.apart import fitted
-from federation.compression.codec import Links
+from federation.compression.codec import Codec, Links
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
 from federation.members import EVERYBODY, Members
@@ -32,6 +33,7 @@ from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.vectors import Layout, Vector, Words
 
+NO_CODECS: Mapping[SiteId, Codec] = MappingProxyType({})
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate, SiteEvaluation)
 
 
@@ -71,12 +73,14 @@ class RoundRecord:
         meter: UsageMeter = CLOCK,
         members: Members = EVERYBODY,
         steps: range | None = None,
+        codecs: Mapping[SiteId, Codec] = NO_CODECS,
     ) -> None:
         """Open a round; ``in_secret`` is that of ``RoundVerdicts``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
         one before; ``meter`` measures what the round takes of the aggregator.
-        ``members`` is what the rounds before have shown, ``steps`` what was chosen.
+        ``members`` is what the rounds before have shown, ``steps`` what was chosen;
+        ``codecs`` are those of sites that send other places, for the model.
         """
         self.run_id = run_id
         self.round_index = round_index
@@ -101,6 +105,7 @@ class RoundRecord:
             in_secret=in_secret,
             based_on=self._model_round,
             codec=links.up,
+            codecs=codecs,
         )
         start = clock.monotonic()
         self.sums = RoundSums(clock=clock, start=start, meter=meter)

@@ -6,7 +6,7 @@ whether all values are finite, which the rule that combines them finds out.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,7 @@ class RoundVerdicts:
         based_on: The round whose model answers are based on; by default the one
             before.
         codec: In whose words answers come.
+        codecs: Those of sites that send other places, by site.
         complaints: What is wrong with each answer that does not count, or why there
             is none, with the name of the site before it.
         out_of_budget: Those of sites whose privacy budget does not allow the round.
@@ -64,6 +65,7 @@ class RoundVerdicts:
     in_secret: bool = False
     based_on: int | None = None
     codec: Codec = IDENTITY
+    codecs: Mapping[SiteId, Codec] = field(default_factory=dict)
     complaints: list[str] = field(init=False, default_factory=list)
     out_of_budget: list[str] = field(init=False, default_factory=list)
     suspicions: Suspicions | None = field(init=False, default=None)
@@ -234,8 +236,12 @@ class RoundVerdicts:
             return None
         return self._invalid(message.site, text)
 
+    def codec_of(self, site: SiteId) -> Codec:
+        """In whose words a site's updates come."""
+        return self.codecs.get(site, self.codec)
+
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
-        layout, codec = self.layout, self.codec
+        layout, codec = self.layout, self.codec_of(update.site)
         if update.layout_digest != layout.digest:
             text = "trained a model with a different layout than this run's"
             return self._invalid(update.site, text)

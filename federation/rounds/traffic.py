@@ -18,6 +18,7 @@ import numpy as np
 from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
+from federation.job.adapter_ranks import links_of
 from federation.job.metrics import Metric, evaluated_of, metrics_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
 from federation.messages import (
@@ -309,6 +310,10 @@ class Traffic:
     def _links(self) -> Links:
         return fitted(self.job.communication.links, self.layout)
 
+    def _up(self, site: SiteId) -> Codec:
+        """The codec of a site's updates."""
+        return links_of(self.job, self.layout, site).up
+
     @property
     def _is_private(self) -> bool:
         return self.job.privacy.differential_privacy.enabled
@@ -408,7 +413,7 @@ class Traffic:
             round_index=index,
             site=site,
             layout_digest=self.layout.digest,
-            delta_d=_words(self._links.up, self.layout),
+            delta_d=_words(self._up(site), self.layout),
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,

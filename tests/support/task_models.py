@@ -161,3 +161,25 @@ def half_of_them(
 ) -> torch.optim.Optimizer:
     """A mistake: some parameters are in no group."""
     return torch.optim.SGD(parameters[:1], lr=lr)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and an adapter beside it, with the names that peft gives."""
+
+    def __init__(self, rank: int, *, trains_a: bool = False) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 3).requires_grad_(requires_grad=False)
+        down, up = nn.Linear(4, rank, bias=False), nn.Linear(rank, 3, bias=False)
+        nn.init.zeros_(up.weight)
+        self.lora_A = nn.ModuleDict({"default": down.requires_grad_(trains_a)})
+        self.lora_B = nn.ModuleDict({"default": up})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        product = self.lora_B["default"](self.lora_A["default"](inputs))
+        found: torch.Tensor = self.base_layer(inputs) + 2 * product
+        return found
+
+
+def adapted(rank: int = 3, *, trains_a: bool = False) -> nn.Module:
+    """Logits of three classes, of inputs with four values."""
+    return Adapted(rank, trains_a=trains_a)

@@ -14,6 +14,7 @@ from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.models.model_pool import ModelPool
 from clients.training.private_steps import PrivateTraining, sensitivity_of_sum
 from clients.training.trainer import TorchTrainer
+from clients.training.update import local_weights
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import LocalUpdate
@@ -137,3 +138,23 @@ def test_nothing_outside_the_spans_is_changed():
         inside[start:stop] = True
     assert not result.update_d[~inside].any()
     assert (result.update_d[inside] != 0).all()
+
+
+@pytest.mark.parametrize("unit", ["joint", "record"])
+def test_noise_of_ranks_that_a_site_does_not_train_stays_out(unit: str):
+    """Private steps noise the gradients of all columns; what leaves has some."""
+    job = noisy_job(
+        unit, model={"factory": "support.task_models:adapted", "options": {}}
+    )
+    rows = [replace(site, lora_rank=1) for site in job.sites[:1]]
+    job = replace(job, sites=(*rows, *job.sites[1:]))
+    pool = ModelPool(job)
+    start_d, start_m = pool.initial_weights()
+    private = replace(IN_SUM, in_sum=unit == "joint")
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, private=private
+    )
+    found = trainer.fit(start_d, start_m, round_index=1)
+    change = (local_weights(start_d, found) - start_d).reshape(3, 3)
+    assert np.all(change[:, :1] != 0)
+    assert not change[:, 1:].any()

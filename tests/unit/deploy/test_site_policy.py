@@ -55,6 +55,17 @@ def refused(job: JobSpec, site: SiteId = SITE, **policy: Any) -> tuple[str, str]
     return caught.value.key, caught.value.reason
 
 
+def test_the_last_ranks_of_few_sites_are_refused():
+    """As a sum of so few would be; a job without differential privacy has none."""
+    rows = [{"name": f"site-{i}"} for i in range(5)]
+    rows = [row | {"lora_rank": 2} if i > 1 else row for i, row in enumerate(rows)]
+    job = replace(private_job(), sites=small_job(sites=rows).sites)
+    site_policy.check_job(job, PolicySpec(functions=MODELS), SITE)
+    key, text = refused(job, colluding_sites=1)
+    assert key == "sites[2].lora_rank"
+    assert "the largest ranks have 2" in text
+
+
 def test_job_within_the_policy_is_accepted():
     """By the strictest policy and by the most open one."""
     strict = PolicySpec(functions=MODELS, max_epsilon=3.0, max_delta=1e-5, max_rounds=1)

@@ -1,0 +1,52 @@
+"""Ranks of a model's adapters that a site does not train.
+
+See ``federation.job.adapter_ranks``: columns of B and rows of A stay as they came.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from federation.errors import SiteError
+from federation.job.adapter_ranks import fixed_part
+
+
+class FixedRanks:
+    """What an optimiser must not change of a model that holds the global weights."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], rank: int | None
+    ) -> None:
+        """Copy the values that stay.
+
+        Args:
+            parameters: Those that are trained, by name.
+            rank: Ranks that the site trains; None for all.
+
+        Raises:
+            SiteError: Each rank of the site holds a part of the model.
+        """
+        self._parts: list[tuple[torch.nn.Parameter, tuple[slice, ...]]] = []
+        for name, parameter in parameters.items() if rank is not None else ():
+            part = fixed_part(name, rank)
+            if part is None:
+                continue
+            if hasattr(parameter, "to_local"):
+                raise SiteError(
+                    "adapters of fewer ranks (sites.lora_rank) cannot be sharded: set "
+                    'compute.sharding = "none"'
+                )
+            self._parts.append((parameter, part))
+        self._values = [p.detach()[part].clone() for p, part in self._parts]
+
+    def clear_gradients(self) -> None:
+        """Leave no gradient for what stays, so that norms and moments do not see it."""
+        for parameter, part in self._parts:
+            if parameter.grad is not None:
+                parameter.grad[part] = 0
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Undo what a step did without a gradient, such as weight decay."""
+        for (parameter, part), values in zip(self._parts, self._values, strict=True):
+            parameter[part] = values
