@@ -13,6 +13,8 @@ from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
 from clients.models.fixed_ranks import FixedRanks
 from clients.models.hidden_matrices import hidden_matrices
+from clients.ranks.peers import NO_PEERS, Peers
+from clients.training.half_precision import LossScale
 from federation.errors import JobError
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
@@ -175,6 +177,7 @@ class LocalOptimizer:
         kept: Arrays = NO_ARRAYS,
         *,
         lora_rank: int | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """Begin a round of a model that holds the global weights.
 
@@ -183,6 +186,7 @@ class LocalOptimizer:
             job: The job.
             kept: What an earlier round has kept, if the job asks for that.
             lora_rank: Ranks of adapters that the site trains; None for all.
+            peers: The site's ranks, which take the same steps.
 
         Raises:
             SiteError: The site trains some ranks of a sharded model.
@@ -191,6 +195,7 @@ class LocalOptimizer:
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
         self._fixed = FixedRanks(self._named, lora_rank)
+        self._scale = LossScale(job.training.precision, peers)
         self._anchor = (
             [p.detach().clone() for p in self._parameters]
             if job.training.proximal_mu or job.training.normalized_steps
@@ -210,13 +215,31 @@ class LocalOptimizer:
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
             self.restore(kept)
+        self._scale.begin(kept)
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the round that were not taken, since gradients overflowed."""
+        return self._scale.skipped
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of which gradients are to be taken."""
+        return self._scale.scaled(loss)
 
     def step(self, number: int) -> None:
         """Take a step along the gradients that are there, and clear them.
 
+        In float16, one whose gradients overflow is skipped.
+
         Args:
             number: Of the step, counted over the run from 0.
         """
+        if self._scale.unscale_(self._parameters):
+            self._take(number)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _take(self, number: int) -> None:
         training = self._job.training
         self._fixed.clear_gradients()
         if (
@@ -231,7 +254,6 @@ class LocalOptimizer:
                 # A user's groups may have rates of their own.
                 group["lr"] = rate if own == full else own * rate / full
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         self._fixed.put_back()
 
     @torch.no_grad()
@@ -247,7 +269,7 @@ class LocalOptimizer:
             num_steps: Steps of this round.
         """
         wanted = self._job.training.normalized_steps
-        if wanted is None or num_steps == wanted:
+        if wanted is None or num_steps in {0, wanted}:
             return
         for parameter, origin in zip(self._parameters, self._anchor, strict=True):
             parameter.copy_(origin + (parameter - origin) * (wanted / num_steps))
@@ -255,9 +277,10 @@ class LocalOptimizer:
     def kept(self) -> Arrays:
         """Return copies of the optimiser's state, if the job keeps it.
 
-        bfloat16, which NumPy lacks, goes as float32 and comes back the same.
+        bfloat16, which NumPy lacks, goes as float32 and comes back the same. The scale
+        of losses in float16 is always kept: a round would begin with steps to skip.
         """
-        return self.state() if self._keeps else NO_ARRAYS
+        return self.state() if self._keeps else self._scale.state()
 
     def state(self) -> Arrays:
         """Return copies of the optimiser's state, of which ``restore`` takes a copy."""
@@ -266,7 +289,7 @@ class LocalOptimizer:
             for name, parameter in self._named.items()
             for kind, value in self._state_of[parameter].items()
             if value is not None
-        }
+        } | dict(self._scale.state())
 
     def groups_text(self) -> str:
         """What its groups hold beside parameters and rates, which steps set."""
@@ -296,6 +319,7 @@ class LocalOptimizer:
             if kind != _STEP:
                 value = value.to(dtype=parameter.dtype, device=parameter.device)
             self._state_of[parameter][kind] = value
+        self._scale.restore(kept)
 
 
 def _array(value: object) -> NDArray[Any]:

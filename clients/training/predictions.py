@@ -7,7 +7,7 @@ Shape suffixes: B batch, K classes, L labels.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from clients.data.datasets import Dataset
 from clients.models.applying import apply_model
 from clients.models.trained import trained_model
 from clients.ranks.peers import NO_PEERS, Sums
+from clients.training.half_precision import autocast
 from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
 from federation.job.spec import JobSpec, TrainingSpec
@@ -111,9 +112,7 @@ class Predictor:
         return task in _WITHOUT_LABELS or task not in BUILT_IN
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self._training.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
+        return autocast(self._training.precision, self._pool.device)
 
 
 def _misfit(error: Exception) -> SiteError:

@@ -30,6 +30,7 @@ from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
+from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps
 from clients.training.kept_steps import KeptSteps, start_digest
 from clients.training.local_steps import LocalOptimizer, groups
@@ -318,7 +319,9 @@ class TorchTrainer:
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
-        optimizer = LocalOptimizer(model, self.job, kept, lora_rank=self._lora_rank)
+        optimizer = LocalOptimizer(
+            model, self.job, kept, lora_rank=self._lora_rank, peers=self.peers
+        )
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
         if self.private is None:
@@ -342,6 +345,7 @@ class TorchTrainer:
                 )
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
+        num_steps = self._num_taken(optimizer, round_index, num_steps)
         optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
         if training is not None and not math.isfinite(training.loss_sum):
@@ -364,6 +368,21 @@ class TorchTrainer:
                 **self._personal(model, kept),
             },
         )
+
+    def _num_taken(
+        self, optimizer: LocalOptimizer, round_index: int, num_steps: int
+    ) -> int:
+        """Steps of a round without those that were skipped, which the log tells."""
+        if optimizer.skipped:
+            _LOG.warning(
+                "site %s skipped %d of %d steps of round %d: gradients overflowed in "
+                "float16, and each time the scale of the loss was halved",
+                self.site,
+                optimizer.skipped,
+                num_steps,
+                round_index,
+            )
+        return num_steps - optimizer.skipped
 
     def _personal(self, model: torch.nn.Module, kept: Arrays) -> Arrays:
         """What the site keeps of its personal parts.
@@ -420,7 +439,9 @@ class TorchTrainer:
                 num_examples = self.peers.total(sum(map(len, group)))
                 for number, chosen in enumerate(group, start=1):
                     with self.peers.adding(wrapped, last=number == len(group)):
-                        self._add_gradient(wrapped, chosen, num_examples, sums)
+                        self._add_gradient(
+                            wrapped, chosen, num_examples, sums, optimizer.scaled
+                        )
                 optimizer.step(step)
                 step += 1
                 if interrupted is not None:
@@ -470,7 +491,12 @@ class TorchTrainer:
             _LOG.warning("site %s: %s", self.site, error)
 
     def _add_gradient(
-        self, model: torch.nn.Module, chosen: Indices, num_examples: int, sums: Sums
+        self,
+        model: torch.nn.Module,
+        chosen: Indices,
+        num_examples: int,
+        sums: Sums,
+        scaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Add the gradient of one batch of a step of so many examples."""
         # A rank without an example goes through one all the same, and counts nothing.
@@ -490,7 +516,7 @@ class TorchTrainer:
         # the mean over the ranks is still to be taken.
         share = len(chosen) * self.peers.count / num_examples
         mean = loss.total / (max(loss.count, 1) / share)
-        mean.backward()  # type: ignore[no-untyped-call]
+        scaled(mean).backward()  # type: ignore[no-untyped-call]
         sums.add(loss.loss, loss.count, loss.metrics)
 
     def _private_steps(
@@ -673,6 +699,4 @@ class TorchTrainer:
         return moved
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.job.training.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.pool.device.type, dtype=torch.bfloat16)
+        return autocast(self.job.training.precision, self.pool.device)

@@ -254,6 +254,12 @@ def check_differential_privacy(job: JobSpec) -> None:
         'which differential privacy hides: set weights = "uniform"',
     )
     _refuse(
+        job.training.precision == "fp16" and private.unit != "site",
+        "training.precision",
+        "a step that is skipped because a gradient overflows tells of records, and the "
+        'clip norm is of gradients without a scale: use "bf16"',
+    )
+    _refuse(
         job.training.clip_grad_norm is not None and private.unit != "site",
         "training.clip_grad_norm",
         "clipping a batch's gradient does not bound one record's part; "

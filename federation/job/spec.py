@@ -221,7 +221,9 @@ class TrainingSpec:
             of its steps, so that a site that takes more steps in its epochs counts by
             its weight only. With `local_epochs` and plain `sgd`. Best near the mean
             number of steps of the sites.
-        precision: `fp32`, or `bf16`: autocast of the forward pass with float32 weights.
+        precision: `fp32`; or `bf16` or `fp16`: autocast of the forward pass, with
+            float32 weights. With `fp16`, each site scales its loss, and skips steps
+            whose gradients overflow; not with clipped gradients of records.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
         threads: CPU threads that one site computes with. It is part of the job because
@@ -245,7 +247,7 @@ class TrainingSpec:
     clip_grad_norm: float | None = key(default=None, above=0.0)
     proximal_mu: float = key(default=0.0, low=0.0)
     normalized_steps: int | None = key(default=None, low=1)
-    precision: str = key(default="fp32", choices=("fp32", "bf16"), planned=("fp16",))
+    precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
     device: str = "auto"
     threads: int = key(default=1, low=1)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from clients.data.datasets import as_dataset
 from clients.models.model_pool import ModelPool
+from clients.training import half_precision
 from clients.training.kept_steps import KeptSteps, LeftAtStep, most_bytes
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.disk.store import LocalStore
@@ -166,6 +167,21 @@ def test_replacement_ends_with_the_same_bits(
     second = Machine(tmp_path / "site", job)
     assert is_same(second.fit(), expected)
     assert not second.is_kept()
+
+
+def test_the_scale_of_losses_is_continued_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps are skipped on both machines, and every one of them is counted."""
+    monkeypatch.setattr(half_precision, "_FIRST_SCALE", 2.0**18)
+    job = job_of(precision="fp16")
+    expected = Machine(tmp_path / "undisturbed", job).fit()
+    left(tmp_path / "site", job, after=2)
+    found = Machine(tmp_path / "site", job).fit()
+    assert is_same(found, expected)
+    scale, since, skipped = found.kept["loss_scale"].tolist()
+    assert [scale, since, skipped] == expected.kept["loss_scale"].tolist()
+    assert 2 < skipped < STEPS
 
 
 def test_personal_parts_are_continued_too(tmp_path: Path):

@@ -208,10 +208,6 @@ def test_planned_key(name: str):
     ("changes", "text"),
     [
         (
-            {"training": {"precision": "fp16"}},
-            "training.precision: 'fp16' is not built yet; choose fp32 or bf16",
-        ),
-        (
             {"communication": {"codec": {"name": "low_rank"}}},
             "communication.codec.name: 'low_rank' is not built yet; choose identity",
         ),

@@ -1,0 +1,112 @@
+"""Computing in 16 bits: autocast, and a loss that is scaled where they are float16.
+
+float16 has 5 bits of exponent. Gradients below 6e-8 become 0 in it, so the loss is
+multiplied by a large power of two, and the gradients are divided by it before they are
+used (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). Where a gradient then
+overflows, the step is skipped and the scale is halved; after many steps without that,
+it is doubled, as ``torch.amp.GradScaler`` does. bfloat16 has the exponents of float32
+and needs none of this.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from clients.ranks.peers import NO_PEERS, Peers
+from federation.vectors import NO_ARRAYS, Arrays
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAME = "loss_scale"
+# Those of GradScaler.
+_FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+# A gradient that overflows with a smaller one is not finite in float32 either, or the
+# forward pass is not: skipping more steps would only hide that.
+_SMALLEST_SCALE = 2.0**-14
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Enter this for forward passes in the precision of a job."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_TYPES[precision])
+
+
+class LossScale:
+    """What the loss of a site is multiplied by, if it trains in float16.
+
+    Attributes:
+        scale: The factor, a power of two; 1 in other precisions.
+        skipped: Steps of this round that were not taken.
+    """
+
+    def __init__(self, precision: str, peers: Peers = NO_PEERS) -> None:
+        """Begin with a large scale.
+
+        Args:
+            precision: Of the job.
+            peers: The site's ranks, which skip the same steps.
+        """
+        self._is_used = precision == "fp16"
+        self._peers = peers
+        self._since_change = 0
+        self.scale = _FIRST_SCALE if self._is_used else 1.0
+        self.skipped = 0
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss, of which gradients are to be taken."""
+        return loss * self.scale if self._is_used else loss
+
+    def unscale_(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Divide gradients by the scale, and set the scale of the next step.
+
+        Returns:
+            Whether the step may be taken: all gradients are finite, or a smaller scale
+            would not make them so.
+        """
+        if not self._is_used:
+            return True
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.scale)  # Exact: a power of two.
+        overflows = self._peers.total(_count_not_finite(gradients)) > 0
+        if overflows and self.scale > _SMALLEST_SCALE:
+            self.scale /= 2
+            self._since_change = 0
+            self.skipped += 1
+            return False
+        self._since_change += 1
+        if self._since_change >= _GROWTH_STEPS:
+            self.scale *= 2
+            self._since_change = 0
+        return True
+
+    def state(self) -> Arrays:
+        """What ``restore`` continues from."""
+        if not self._is_used:
+            return NO_ARRAYS
+        values = [self.scale, self._since_change, self.skipped]
+        return {_NAME: np.array(values, np.float64)}
+
+    def begin(self, kept: Arrays) -> None:
+        """Begin a round with the scale that an earlier one has left, if any."""
+        self.restore(kept)
+        self.skipped = 0
+
+    def restore(self, kept: Arrays) -> None:
+        """Put a kept state in place, if there is one."""
+        if self._is_used and _NAME in kept:
+            scale, since_change, skipped = kept[_NAME].tolist()
+            self.scale, self._since_change = scale, int(since_change)
+            self.skipped = int(skipped)
+
+
+def _count_not_finite(gradients: Sequence[torch.Tensor]) -> int:
+    """How many gradients have a value that is not finite, of this rank's part."""
+    held = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    if not held:
+        return 0
+    # One question to the device, and not one for each tensor.
+    return int(torch.stack([(~g.isfinite()).any() for g in held]).sum())
