@@ -27,8 +27,8 @@ class FixedRanks:
             SiteError: Each rank of the site holds a part of the model.
         """
         self._parts: list[tuple[torch.nn.Parameter, tuple[slice, ...]]] = []
-        for name, parameter in parameters.items() if rank is not None else ():
-            part = fixed_part(name, rank)
+        for name, parameter in parameters.items():
+            part = None if rank is None else fixed_part(name, rank)
             if part is None:
                 continue
             if hasattr(parameter, "to_local"):

@@ -256,8 +256,8 @@ def check_differential_privacy(job: JobSpec) -> None:
     _refuse(
         job.training.precision == "fp16" and private.unit != "site",
         "training.precision",
-        "a step that is skipped because a gradient overflows tells of records, and the "
-        'clip norm is of gradients without a scale: use "bf16"',
+        "a step that is skipped because a gradient overflows reveals something about "
+        'its records, and the clip norm is of gradients without a scale: use "bf16"',
     )
     _refuse(
         job.training.clip_grad_norm is not None and private.unit != "site",
