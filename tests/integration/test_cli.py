@@ -62,6 +62,7 @@ def test_verbs_and_options_are_frozen() -> None:
     assert verbs_of(_parser()) == {
         "simulate": common | job | run,
         "check-job": common | job | {"--speeds"},
+        "find-rate": common | job | {"--site", "--low", "--high", "--steps"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
         "tune": common | {"space", "--out", "--workers"},
         "new": common | {"folder", "--from", "--list"},
