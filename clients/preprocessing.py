@@ -19,6 +19,7 @@ statistics over the data of several sites."""
 _ATTRIBUTE = "preprocessing"
 _PERMITTED = {
     "record": ("none", "public"),
+    "person": ("none", "public"),
     "joint": ("none", "public"),
     "site": ("none", "public", "own"),
 }

@@ -15,11 +15,17 @@ from privacy.dp.budget import MIN_SIGNAL_TO_NOISE
 
 NOISY = "~"  # before a number that carries noise
 
-_RELATIONS = {"add or remove one record": "one record added or removed"}
+_RELATIONS = {
+    "add or remove one record": "one record added or removed",
+    "add or remove all records of one person": (
+        "all records of one person added or removed"
+    ),
+}
 
 # Whose epsilon it is.
 _WHOSE = {
     "record": "at each site",
+    "person": "at each site",
     "joint": "for the records of each site",
     "site": "for each site",
 }
@@ -74,6 +80,7 @@ def promise(planned: PrivacyPlanned) -> str:
 
 _UNITS = {
     "record": "any one training record of a site",
+    "person": "all records of any one person at a site",
     "joint": "any one training record of a site",
     "site": "all that any one site holds",
 }

@@ -120,6 +120,14 @@ class Keystream:
             self._context.update_into(_ZEROS[:here].data, out[start:].data)
 
 
+def uniform_words(keystream: Keystream, count: int) -> NDArray[np.uint64]:
+    """Read the next ``count`` words of 64 bits, each uniform."""
+    num_bytes = np.dtype(np.uint64).itemsize * count
+    raw = aligned(num_bytes + SPARE_BYTES, np.uint8)
+    keystream.read_into(raw, num_bytes)
+    return raw[:num_bytes].view(np.uint64)
+
+
 class FrontKeystream(Keystream):
     """The same stream from its first byte on, by the encryption inside AES-GCM.
 

@@ -181,6 +181,11 @@ class CanariedData:
         """None, as with labels."""
         return ()
 
+    @property
+    def persons(self) -> None:
+        """None, as with labels: an audit of persons is refused."""
+        return
+
     def subset(self, indices: Indices) -> Dataset:
         """Refuse: canaries belong to all of a site's records."""
         raise NotImplementedError(

@@ -15,6 +15,10 @@ A dataset of a user's is one of
 Of dicts and columns, ``labels``, ``label`` or ``targets`` holds the targets, and all
 else is inputs, in a dict of that order; ``inputs`` alone stands for itself.
 
+Which person a record is of, where persons are protected together (``unit = "person"``),
+is said by ``persons``: of ``Examples``, an attribute of a map-style dataset with one
+integer or text per item, or a column, which is then no input.
+
 Nothing has to be inherited or registered. ``as_dataset`` makes a ``Dataset`` of any.
 Models see float32 and int64 only: floating-point and boolean inputs become
 float32, integer inputs are tokens and become int64, and integer targets are classes and
@@ -46,6 +50,7 @@ from torch.utils.data import (
     default_convert,
 )
 
+from clients.data.persons import PERSONS, check_persons, of_items, take_column
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
 from federation.tree import Tree, leaves, map_tree, num_records
@@ -76,6 +81,8 @@ class Examples:
             shape ``(n,)`` are classes.
         groups: Shape ``(n,)``: index of each example's group in ``group_names``.
         group_names: Names of the groups.
+        persons: Shape ``(n,)``: whose record each example is; integers or texts, of
+            which equal ones are one person.
 
     Raises:
         ValueError: Lengths differ, a type is not numeric, or a group has no name.
@@ -85,6 +92,7 @@ class Examples:
     targets: Tree = None
     groups: Indices | None = None
     group_names: tuple[str, ...] = ()
+    persons: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         """Check types and lengths."""
@@ -104,6 +112,7 @@ class Examples:
                 raise ValueError(
                     f"there are {self.size} inputs and {len(array)} {what}"
                 )
+        check_persons(self.persons, self.size)
         groups = self.groups
         if groups is not None and groups.size:
             if groups.dtype.kind not in "iu" or groups.ndim != 1:
@@ -145,6 +154,11 @@ class Dataset(Protocol):
         """Names of all groups, including those without examples here."""
         ...
 
+    @property
+    def persons(self) -> NDArray[Any] | None:
+        """Whose record each example is, shape ``(n,)``; None if the data has none."""
+        ...
+
     def subset(self, indices: Indices) -> "Dataset":
         """A view of some of the examples; nothing is copied but the indices."""
         ...
@@ -168,8 +182,10 @@ def as_dataset(obj: object, *, name: str) -> Dataset:
         dataset = _from_examples(_examples_of_tuple(obj, name=name))
     elif isinstance(obj, Mapping):
         columns = {key: _column(part, name, key) for key, part in obj.items()}
+        persons = take_column(columns, name=name)
         pair = parts_of_dict(columns, name=name)
-        dataset = _from_examples(_examples_of_tuple(pair, name=name))
+        examples = _examples_of_tuple(pair, name=name, persons=persons)
+        dataset = _from_examples(examples)
     elif isinstance(obj, DataLoader):
         dataset = _from_loader(obj, name=name)
     else:
@@ -208,6 +224,8 @@ def _column(values: object, name: str, key: str) -> object:
                 f"{name}: the column {key!r} holds rows of different lengths: return "
                 "a DataLoader of a list of dicts, whose collate_fn pads them"
             ) from error
+    if key == PERSONS:
+        return values
     if isinstance(values, np.ndarray) and values.dtype == object and values.size:
         return _column([np.asarray(row) for row in values], name, key)
     return values
@@ -222,6 +240,7 @@ class _View:
     all_labels: Indices | None
     all_groups: Indices | None
     group_names: tuple[str, ...]
+    all_persons: NDArray[Any] | None = None
     items: Any = None
 
     def __len__(self) -> int:
@@ -237,6 +256,10 @@ class _View:
     def groups(self) -> Indices | None:
         return None if self.all_groups is None else self.all_groups[self.index]
 
+    @property
+    def persons(self) -> NDArray[Any] | None:
+        return None if self.all_persons is None else self.all_persons[self.index]
+
     def subset(self, indices: Indices) -> "_View":
         return dataclasses.replace(self, index=self.index[indices])
 
@@ -249,6 +272,7 @@ def _from_examples(examples: Examples) -> _View:
         all_labels=_labels_of(examples.targets, examples.size),
         all_groups=None if groups is None else groups.astype(np.int64),
         group_names=examples.group_names,
+        all_persons=examples.persons,
     )
 
 
@@ -269,7 +293,9 @@ def _as_tensor(
     return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
 
-def _examples_of_tuple(pair: tuple[object, ...], *, name: str) -> Examples:
+def _examples_of_tuple(
+    pair: tuple[object, ...], *, name: str, persons: NDArray[Any] | None = None
+) -> Examples:
     if len(pair) != _PAIR:
         raise SiteError(f"{name} is a tuple of length {len(pair)}: {_EXPECTED}")
     inputs, targets = (map_tree(_as_array, part) for part in pair)
@@ -278,7 +304,7 @@ def _examples_of_tuple(pair: tuple[object, ...], *, name: str) -> Examples:
         found = f"({describe(pair[0])}, {describe(pair[1])})"
         raise SiteError(f"{name} is {found}: {_EXPECTED}")
     try:
-        return Examples(inputs=inputs, targets=targets)
+        return Examples(inputs=inputs, targets=targets, persons=persons)
     except ValueError as error:
         raise SiteError(f"{name}: {error}") from error
 
@@ -347,6 +373,7 @@ def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View
         all_labels=_labels_of(getattr(obj, "targets", None), size),
         all_groups=None,
         group_names=(),
+        all_persons=of_items(obj, size),
         items=obj,
     )
 

@@ -58,6 +58,7 @@ def partition(
       arXiv:1905.12022, section 4, which deals every example out. Training and
       held-out part follow the same shares.
     - ``by_group``: whole groups, the largest first to the site that has least.
+    - ``by_person``: the same with all records of a person, training and held out.
     - ``proportional``: at random, in parts that are proportional to the sites'
       speeds to within one example, so that all are done at the same time.
 
@@ -79,6 +80,8 @@ def partition(
     k = len(site_names)
     if spec.kind == "by_group":
         parts = _by_group(train, held_out, k)
+    elif spec.kind == "by_person":
+        parts = _by_person(train, held_out, k)
     else:
         train_c, held_c = _shuffled_classes(train, held_out, spec, rng)
         if spec.kind == "proportional":
@@ -222,6 +225,30 @@ def _by_group(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
         if all(len(held) for _, held in parts):
             break
     return parts
+
+
+def _by_person(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
+    train_ids, held_ids = train.persons, held_out.persons
+    if train_ids is None or held_ids is None:
+        raise SiteError(
+            "partition kind 'by_person' assigns all records of a person to one site, "
+            "but the data does not name persons: return clients.data.Examples with "
+            "`persons`, or use another kind"
+        )
+    together = np.concatenate((train_ids, held_ids))
+    persons, codes = np.unique(together, return_inverse=True)
+    train_n, held_n = np.split(codes, [len(train_ids)])
+    trained = np.bincount(train_n, minlength=len(persons))
+    held = np.bincount(held_n, minlength=len(persons))
+    site_of = _dealt_to_least(trained, np.argsort(-trained, kind="stable"), num_sites)
+    # Persons who are held out and not trained on are dealt by themselves.
+    rest = np.flatnonzero(trained == 0)
+    order = np.argsort(-held[rest], kind="stable")
+    site_of[rest] = _dealt_to_least(held[rest], order, num_sites)
+    return [
+        (np.flatnonzero(site_of[train_n] == k), np.flatnonzero(site_of[held_n] == k))
+        for k in range(num_sites)
+    ]
 
 
 def _dealt_to_least(sizes: Indices, order: Indices, num_sites: int) -> Indices:

@@ -9,7 +9,8 @@ from privacy.secagg.arithmetic.ring import RING_BITS
 
 _PAIR, _USUAL = 2, 3  # updates in a sum
 
-UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
+# From the weakest promise on.
+UNITS = ("none", "site", "joint", "record", "person")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class PolicySpec:
 
     def fewest_in_sum(self, num_sites: int) -> int:
         """Fewest updates that a secure sum must hold, in a run of this many sites."""
-        if self.min_sites is None and self.privacy == "record":
+        if self.min_sites is None and self.privacy in {"record", "person"}:
             return _PAIR
         return self._fewest_open(num_sites)
 

@@ -28,6 +28,7 @@ from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
 from clients.privacy.standardise import Statistics, StatisticsMemory
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
+from clients.training.privacy_units import held_out_units, num_units
 from clients.training.private_steps import (
     PrivateTraining,
     event_of,
@@ -71,11 +72,13 @@ from privacy.secagg.protocol.round_memory import FileRounds
 
 _RELATIONS = {
     "record": accountant.NEIGHBOURING_RELATION,
+    "person": accountant.PERSON_RELATION,
     "joint": accountant.NEIGHBOURING_RELATION,
     "site": accountant.SITE_RELATION,
 }
 _SAMPLINGS = {
     "record": accountant.SAMPLING_ASSUMPTION,
+    "person": accountant.PERSON_SAMPLING,
     "joint": accountant.SAMPLING_ASSUMPTION,
     "site": accountant.NO_SAMPLING,
 }
@@ -478,7 +481,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
     job = federation.job
     private = job.privacy.differential_privacy
     train, held_out = federation.site_data[name]
-    num_records, cap = len(train), private.target_epsilon
+    num_records, cap = num_units(job, train), private.target_epsilon
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
     delta = sum_privacy.delta_of_records(job, train, held_out)
@@ -503,7 +506,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         delta=delta,
         training=training,
         round_event=event_of(job, num_records, mechanism),
-        held_out=_held_out(job, held_out, delta),
+        held_out=_held_out(job, held_out_units(job, train, held_out), delta),
         num_rounds=rounds,
         num_evaluations=_num_evaluations(job),
         once=once,

@@ -196,7 +196,7 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     yield from _rank_faults(job, policy)
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy
-        hides = private.unit == "record" and not weakness_of(job, policy, private.delta)
+        hides = private.by_itself and not weakness_of(job, policy, private.delta)
         if not hides and not policy.accept_two_sites:
             demand = "requires record-level privacy in a run of two"
             yield _UNIT, f"{demand} (policy.accept_two_sites)"

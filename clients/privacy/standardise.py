@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.privacy.site_memory import Document, SiteMemory
@@ -133,6 +134,10 @@ class _StandardisedDataset:
     @property
     def group_names(self) -> tuple[str, ...]:
         return self.data.group_names
+
+    @property
+    def persons(self) -> NDArray[Any] | None:
+        return self.data.persons
 
     def subset(self, indices: Indices) -> "_StandardisedDataset":
         return _StandardisedDataset(self.data.subset(indices), self.centre, self.spread)

@@ -14,6 +14,11 @@ from clients.data.datasets import Dataset
 from clients.privacy import standardise
 from clients.privacy.masking import SumNoise
 from clients.training.local_federation import Federation
+from clients.training.privacy_units import (
+    held_out_units,
+    num_units,
+    plural_of_units,
+)
 from clients.training.private_steps import (
     expected_batch,
     sampling_rate,
@@ -37,7 +42,6 @@ from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
 
 _TABLE = "privacy.differential_privacy"
-_RECORDS = "training records (a number rounded up)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,7 @@ def _records(federation: Federation) -> Mapping[SiteId, _Records]:
             beside = standardise.events(job, train)
         except JobError as error:
             raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
-        rate = sampling_rate(job, len(train))
+        rate = sampling_rate(job, num_units(job, train))
         found[name] = _Records(delta=delta, rate=rate, beside=beside)
     return found
 
@@ -178,26 +182,29 @@ def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
     """Delta of what a site promises of its records: the job's, or the default.
 
     It leaves the site, so it follows from the coarse number of records, which is never
-    below the true one.
+    below the true one; of persons, where these are the unit.
 
     Raises:
         JobError: The site has too few records, or the delta is too large for them.
     """
-    check_records(coarse(len(train)), expected_batch(job))
+    what = plural_of_units(job)
+    check_records(coarse(num_units(job, train)), expected_batch(job), what=what)
     given = job.privacy.differential_privacy.delta
-    return _delta(given, coarse(num_protected(job, train, held_out)))
+    count = coarse(num_protected(job, train, held_out))
+    return _delta(given, count, f"{what} (a number rounded up)")
 
 
 def num_protected(job: JobSpec, train: Dataset, held_out: Dataset) -> int:
-    """Records that a site's delta is for: of the larger set that noise protects."""
+    """Units that a site's delta is for: of the larger set that noise protects."""
     has_noise = (
         job.evaluation.every > 0
         and job.privacy.differential_privacy.held_out == "noise"
     )
-    return max(len(train), len(held_out) if has_noise else 0)
+    held_out = held_out_units(job, train, held_out)
+    return max(num_units(job, train), len(held_out) if has_noise else 0)
 
 
-def _delta(given: float | None, count: int, what: str = _RECORDS) -> float:
+def _delta(given: float | None, count: int, what: str) -> float:
     delta = default_delta(count) if given is None else given
     check_delta(delta, count, what=what)
     return delta

@@ -163,6 +163,11 @@ class ShardedDataset:
         """Names of all groups."""
         return self.split.group_names
 
+    @property
+    def persons(self) -> None:
+        """None: shards do not keep whose record an example is."""
+        return
+
     def subset(self, indices: Indices) -> "ShardedDataset":
         """View some of the examples."""
         return dataclasses.replace(self, chosen=self.chosen[indices])

@@ -4,6 +4,8 @@ Source: Abadi et al. 2016, arXiv:1607.00133, Algorithm 1. Each step draws a Pois
 sample of the site's records, clips the gradient of every record, adds them up, lets
 the Gaussian mechanism release the sum, and divides it by the number of records that
 were expected. A record is an example; of a language model it is one window of tokens.
+Where the unit of privacy is a person, read "person" for "record": a step draws persons
+and some records of each, and clips the mean gradient of these (``privacy.dp.persons``).
 
 How many steps a site takes and how it samples is defined here once, for training and
 for accounting. Both follow from the number of records rounded up to the grid of
@@ -29,22 +31,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from clients.data.datasets import Indices
 from clients.ranks.peers import NO_PEERS, Peers
+from clients.training.privacy_units import plural_of_units
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Vector
 from privacy.counts import coarse
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
+from privacy.dp.persons import DrawnRecords, Persons
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import CLIPPINGS, ClippedSum
-from privacy.keystream import KEY_BYTES, Keystream
+from privacy.dp_sgd.person_batch import PersonBatch
+from privacy.keystream import KEY_BYTES, Keystream, uniform_words
 
 RandomBytes = Callable[[int], bytes]
-
-_UNITS = ("record", "joint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,8 @@ class PrivateTraining:
 
 
 def takes_private_steps(job: JobSpec) -> bool:
-    """Whether the job's unit of privacy asks for clipped gradients of records."""
-    return job.privacy.differential_privacy.unit in _UNITS
+    """Whether the job's unit asks for clipped gradients of records or persons."""
+    return job.privacy.differential_privacy.clips_gradients
 
 
 def sensitivity_of_sum(job: JobSpec) -> float:
@@ -100,8 +103,19 @@ def sensitivity_of_sum(job: JobSpec) -> float:
 
 
 def expected_batch(job: JobSpec) -> int:
-    """Records that a step samples on average."""
+    """Records, or persons, that a step samples on average."""
     return job.training.batch_size * job.training.accumulate
+
+
+def units_at_once(job: JobSpec) -> int:
+    """Records, or persons, of which a step computes the gradients at the same time.
+
+    So many persons that their records are a batch, and at least one.
+    """
+    private, batch_size = job.privacy.differential_privacy, job.training.batch_size
+    if not private.of_persons:
+        return batch_size
+    return max(1, batch_size // private.records_per_person)
 
 
 def sampling_rate(job: JobSpec, num_records: int) -> float:
@@ -112,7 +126,8 @@ def sampling_rate(job: JobSpec, num_records: int) -> float:
 
     Args:
         job: The job.
-        num_records: Training records that the site holds.
+        num_records: Training records that the site holds; persons where these are the
+            unit, here and below: see ``privacy_units.num_units``.
 
     Raises:
         SiteError: The site holds fewer records than a step is to sample.
@@ -120,7 +135,7 @@ def sampling_rate(job: JobSpec, num_records: int) -> float:
     expected, most = expected_batch(job), coarse(num_records)
     if most < expected:
         raise SiteError(
-            f"the site holds at most {most} training records, and a private step "
+            f"the site holds at most {most} {plural_of_units(job)}, and a private step "
             f"samples {expected} on average: lower training.batch_size or "
             "training.accumulate"
         )
@@ -169,6 +184,7 @@ class PrivateGradient:
         private: PrivateTraining,
         *,
         num_records: int,
+        persons: Persons | None = None,
         peers: Peers = NO_PEERS,
     ) -> None:
         """Take fresh keys.
@@ -178,47 +194,67 @@ class PrivateGradient:
             job: The job.
             private: How it is made private.
             num_records: Training records of the whole site.
+            persons: Whose they are, if a step samples persons.
             peers: The site's other ranks, each with the same model.
 
         Raises:
             SiteError: The site holds too few records.
         """
-        self._rate = sampling_rate(job, num_records)
+        num_units = num_records if persons is None else persons.count
+        self._rate = sampling_rate(job, num_units)
         self._expected = expected_batch(job)
-        self._batch_size = job.training.batch_size
-        self._num_records = peers.rank.share(num_records)
+        self._num_units = peers.rank.share(num_units)
+        self._persons = persons
+        self._most = job.privacy.differential_privacy.records_per_person
+        self._at_once = units_at_once(job)
         self._peers = peers
         self._random_bytes = private.random_bytes
         self._sum = ClippedSum(
             model,
             clip_norm=private.clip_norm,
             clipping=private.clipping,
-            batch_size=self._batch_size,
+            batch_size=self._at_once * (1 if persons is None else self._most),
             expected_records=self._expected,
         )
         self._mechanism = private.mechanism(self._sum.sum_d.numel())
         self._sampling = Keystream(self._random_bytes(KEY_BYTES))
+        self._choice: Keystream | None = None
         frozen = [p for p in model.parameters() if not p.requires_grad]
         self._untrained = [
             (tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *frozen)
         ]
 
-    def draw(self) -> Iterator[Indices]:
+    def draw(self) -> Iterator[DrawnRecords]:
         """Sample this rank's records of a step, in batches that fit memory.
 
         There is no batch at all if the sample is empty; the step is taken all the
         same, since its absence would be noticed.
         """
         self._sum.sum_d.zero_()
-        chosen = poisson_indices(self._num_records, self._rate, self._sampling)
+        chosen = poisson_indices(self._num_units, self._rate, self._sampling)
         chosen = chosen * self._peers.count + self._peers.rank.rank
-        for start in range(0, len(chosen), self._batch_size):
-            yield chosen[start : start + self._batch_size]
+        for start in range(0, len(chosen), self._at_once):
+            batch = chosen[start : start + self._at_once]
+            if self._persons is None:
+                yield DrawnRecords(records=batch)
+            else:
+                yield self._persons.draw(
+                    batch, most=self._most, draw_words=self._draw_words
+                )
 
-    def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
+    def add_(self, loss: Callable[[], torch.Tensor], drawn: DrawnRecords) -> None:
         """Add the clipped gradients of a batch; see ``ClippedSum.add_``."""
-        self._sum.add_(loss, num_records)
+        persons = None
+        if drawn.sizes is not None:
+            persons = PersonBatch(sizes=drawn.sizes, most=self._most)
+        self._sum.add_(loss, len(drawn.records), persons)
         self._put_back()
+
+    def _draw_words(self, count: int) -> NDArray[np.uint64]:
+        # A key for a stream by itself: how much of it is used depends on the records.
+        if self._choice is None:
+            self._choice = Keystream(self._random_bytes(KEY_BYTES))
+        return uniform_words(self._choice, count)
 
     def write_update(
         self, model: torch.nn.Module, layout: Layout, *, lr: float, out_d: Vector

@@ -42,6 +42,7 @@ from clients.training.overlap import (
     mixed,
     own_weights,
 )
+from clients.training.privacy_units import held_out_units, num_units, persons_of
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -137,12 +138,13 @@ class TorchTrainer:
         """Check that job and data fit each other."""
         job, private = self.job, self.private
         check_site_data(job, self.site, self.train, self.held_out)
+        self.held_out = held_out_units(job, self.train, self.held_out)
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:
             if self.peers.count > 1 and private.in_sum:
                 raise ValueError("with noise in the sum one rank takes the step")
-            sampling_rate(job, len(self.train))
+            sampling_rate(job, num_units(job, self.train))
         check_shares(job, self.site, self.train, self.peers.count)
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
@@ -530,18 +532,25 @@ class TorchTrainer:
 
         Nothing is counted on the way: sums over the samples would have no noise.
         """
-        size = len(self.train)
+        size, persons = len(self.train), persons_of(self.job, self.train)
         model.train()
         gradient = PrivateGradient(
-            model, self.job, private, num_records=size, peers=self.peers
+            model,
+            self.job,
+            private,
+            num_records=size,
+            persons=persons,
+            peers=self.peers,
         )
-        num_steps = num_private_steps(self.job, size)
+        num_steps = num_private_steps(
+            self.job, size if persons is None else persons.count
+        )
         first_step = (round_index - 1) * num_steps
         step = first_step
         while step < first_step + num_steps:
-            for chosen in gradient.draw():
-                loss = self._private_loss(model, chosen)
-                gradient.add_(loss, len(chosen))
+            for drawn in gradient.draw():
+                loss = self._private_loss(model, drawn.records)
+                gradient.add_(loss, drawn)
             gradient.release_()
             optimizer.step(step)
             step += 1
@@ -560,8 +569,8 @@ class TorchTrainer:
         gradient = PrivateGradient(
             model, self.job, private, num_records=len(self.train)
         )
-        for chosen in gradient.draw():
-            gradient.add_(self._private_loss(model, chosen), len(chosen))
+        for drawn in gradient.draw():
+            gradient.add_(self._private_loss(model, drawn.records), drawn)
         update_d = np.empty(self.pool.layout.size, dtype=np.float32)
         gradient.write_update(
             model,

@@ -129,6 +129,12 @@ def _check(job: JobSpec, attack: Attack) -> None:
             _why_not_sites(job, attack.confidence),
             key="privacy.differential_privacy.unit",
         )
+    if job.privacy.differential_privacy.of_persons:
+        raise JobError(
+            "an audit plants single records, each of nobody else, and would test one "
+            'record per person at most: audit the job with unit = "record"',
+            key="privacy.differential_privacy.unit",
+        )
     known = [site.name for site in job.sites]
     for name in attack.sites:
         if name not in known:

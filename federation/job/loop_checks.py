@@ -28,7 +28,7 @@ def check_loop(job: JobSpec) -> None:
     if training.task != TRAINER:
         return
     unit = job.privacy.differential_privacy.unit
-    if unit in {"record", "joint"}:
+    if job.privacy.differential_privacy.clips_gradients:
         raise JobError(
             "a Trainer's loop computes the gradient of a whole batch, so that what one "
             f'record adds cannot be clipped, as unit = "{unit}" must: use '

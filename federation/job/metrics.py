@@ -278,7 +278,7 @@ def _check_apart(job: JobSpec) -> None:
     private, task = job.privacy.differential_privacy, job.training.task
     if not private.enabled:
         return
-    if task == "contrastive" and private.unit in {"record", "joint"}:
+    if task == "contrastive" and private.clips_gradients:
         raise JobError(
             "contrastive compares each record with the others of its batch, so that "
             f'unit = "{private.unit}" cannot clip what one record adds: use '

@@ -21,7 +21,7 @@ def check_clusters(job: JobSpec) -> None:
             'each site chooses a cluster for itself: add "choice.*" to this list',
             key="model.personal",
         )
-    if job.privacy.differential_privacy.unit in {"record", "joint"}:
+    if job.privacy.differential_privacy.clips_gradients:
         raise JobError(
             "a site chooses a cluster by losses of its records, which have no noise: "
             'use unit = "site", or one model',

@@ -110,7 +110,7 @@ def check_secure_aggregation(job: JobSpec) -> None:
     _refuse(
         num_sites == 2  # noqa: PLR2004
         and not secure.two_sites_waiver
-        and job.privacy.differential_privacy.unit != "record",
+        and not job.privacy.differential_privacy.by_itself,
         f"{table}.two_sites_waiver",
         "each of two sites can compute the other's update; true accepts that, "
         "or protect records with privacy.differential_privacy",
@@ -184,7 +184,7 @@ def _check_groups(job: JobSpec) -> None:
     private, rule = job.privacy.differential_privacy, job.aggregation.combine
     if groups is None:
         return
-    fewest = 2 if private.unit == "record" else 3
+    fewest = 2 if private.by_itself else 3
     _refuse(
         rule == "mean",
         f"{table}.groups",
@@ -239,6 +239,8 @@ def check_differential_privacy(job: JobSpec) -> None:
         _check_noise_in_sum(job)
     if private.unit == "joint":
         _check_joint(job)
+    if private.of_persons:
+        _check_persons(job)
     if private.unit == "site":
         _check_site(job)
     _refuse(
@@ -282,6 +284,12 @@ def _check_standardise(job: JobSpec, table: str) -> None:
     )
     unit = private.unit
     _refuse(
+        private.of_persons,
+        table,
+        "its noise hides one record, and a person may have many: standardise in the "
+        "source with constants that come from elsewhere, and remove this table",
+    )
+    _refuse(
         unit not in {"record", "joint"},
         table,
         f'unit = "{unit}" does not charge for single records, and permits exact '
@@ -311,6 +319,7 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
     default, unit = DifferentialPrivacySpec(), private.unit
     used = {
         "colluding_sites": private.in_sum,
+        "records_per_person": private.of_persons,
         "adaptive_clip": unit == "site",
         "accept_low_signal": unit == "site",
         "clip_quantile": private.adaptive_clip,
@@ -320,6 +329,7 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
         if not is_used and getattr(private, name) != getattr(default, name):
             where = "adaptive_clip" if name.startswith("clip_") else 'unit = "site"'
             where = 'unit = "joint" or "site"' if name == "colluding_sites" else where
+            where = 'unit = "person"' if name == "records_per_person" else where
             raise JobError(
                 f"it is for {where} only: remove this key", key=f"{table}.{name}"
             )
@@ -393,6 +403,17 @@ def _check_joint(job: JobSpec) -> None:
         or training.learning_rate.warmup_steps > 0,
         "training.learning_rate",
         "the noise is calibrated to one learning rate: use constant, without warm-up",
+    )
+
+
+def _check_persons(job: JobSpec) -> None:
+    is_dealt = sum(site.data is None for site in job.sites) > 1
+    kind = "by_person" if job.data is None else job.data.partition.kind
+    _refuse(
+        is_dealt and kind != "by_person",
+        "data.partition.kind",
+        f"{kind!r} deals the records of one person to several sites, each of which "
+        'would promise its epsilon for its part alone: use "by_person"',
     )
 
 

@@ -91,14 +91,18 @@ class DifferentialPrivacySpec:
         unit: Unit of privacy: `none`; `record`, one training record, protected by noise
             that each site adds in training; `joint`, also one record, but every round
             is one step and the noise of all sites adds up inside the secure sum;
+            `person`, all training records of one person, protected like `record`;
             `site`, all the data of one site, with noise inside the secure sum.
         target_epsilon: Largest epsilon of any site over the run. The noise is
             calibrated to it, unless `noise_multiplier` is set; then it is only a cap.
         delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records of
-            a site, or for n sites with `unit = "site"`. Default: that bound, rounded
-            down to one digit.
-        clip_norm: Largest Euclidean norm of one record's gradient, or of a site's
-            update with `unit = "site"`; larger ones are scaled down.
+            a site, its n persons with `unit = "person"`, or n sites with
+            `unit = "site"`. Default: that bound, rounded down to one digit.
+        clip_norm: Largest Euclidean norm of one record's gradient, of the mean gradient
+            of a person's records with `unit = "person"`, or of a site's update with
+            `unit = "site"`; larger ones are scaled down.
+        records_per_person: `person`: most records of one person in a step, drawn at
+            random for each step. `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`; calibrated to `target_epsilon` by default.
         reserve_rounds: Rounds beyond `rounds` that the noise is calibrated for. Lost
@@ -125,10 +129,13 @@ class DifferentialPrivacySpec:
             noised statistics of its own.
     """
 
-    unit: str = key(default="none", choices=("none", "record", "joint", "site"))
+    unit: str = key(
+        default="none", choices=("none", "record", "person", "joint", "site")
+    )
     target_epsilon: float | None = key(default=None, above=0.0)
     delta: float | None = key(default=None, above=0.0, below=1.0)
     clip_norm: float = key(default=1.0, above=0.0)
+    records_per_person: int = key(default=8, low=1)
     noise_multiplier: float | None = key(default=None, above=0.0)
     reserve_rounds: int = key(default=1, low=0)
     colluding_sites: int = key(default=1, low=1)
@@ -144,6 +151,21 @@ class DifferentialPrivacySpec:
     def enabled(self) -> bool:
         """Whether the job has a unit of privacy."""
         return self.unit != "none"
+
+    @property
+    def of_persons(self) -> bool:
+        """Whether all records of one person are protected together."""
+        return self.unit == "person"
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether each site's own noise is enough, whatever the others do."""
+        return self.unit in {"record", "person"}
+
+    @property
+    def clips_gradients(self) -> bool:
+        """Whether steps clip the gradient of each record or person."""
+        return self.unit in {"record", "person", "joint"}
 
     @property
     def in_sum(self) -> bool:

@@ -71,8 +71,8 @@ class PartitionSpec:
     Attributes:
         kind: `iid` (at random), `stratified` (the same class shares everywhere),
             `dirichlet` (class shares drawn at random), `by_group` (whole groups, for
-            example sub-packages of a text), `proportional` (at random, in proportion to
-            `speeds`).
+            example sub-packages of a text), `by_person` (all records of a person),
+            `proportional` (at random, in proportion to `speeds`).
         speeds: Speed of each site that gets a part, in the order of the sites and in
             the same unit, such as examples per second; `proportional` only. `crossfed
             data balance RUN` prints the speeds that a run measured.
@@ -84,7 +84,14 @@ class PartitionSpec:
 
     kind: str = key(
         default="iid",
-        choices=("iid", "stratified", "dirichlet", "by_group", "proportional"),
+        choices=(
+            "iid",
+            "stratified",
+            "dirichlet",
+            "by_group",
+            "by_person",
+            "proportional",
+        ),
     )
     speeds: tuple[float, ...] = ()
     alpha: float = key(default=1.0, above=0.0)

@@ -252,7 +252,9 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     work = _work(job)
     yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
     batch = job["training"].get("batch_size", TrainingSpec().batch_size)
-    yield "batch", format_count(batch, "record")
+    planned = view.privacy
+    unit = "person" if planned and planned.unit == "person" else "record"
+    yield "batch", format_count(batch, unit)
     server = job["aggregation"]["server_optimizer"]["name"]
     yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
     sums = "the aggregator saw only sums" if view.is_secret else "no"

@@ -6,24 +6,28 @@
 cross-check, is in ``cross_check``. Opacus's ``gdp`` is used nowhere: it is an
 approximation by the central limit theorem that under-reports by up to a third.
 
-Every epsilon holds for Poisson sampling, for one record that is added or removed.
+Every epsilon holds for Poisson sampling, for one record that is added or removed; where
+steps sample persons, for one person with all records.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from privacy.dp import composition
 from privacy.dp.events import PrivacyEvent, total_slack
 from privacy.dp.trade_off import EPSILONS, TradeOff
 
 NEIGHBOURING_RELATION = "add or remove one record"
+PERSON_RELATION = "add or remove all records of one person"
 SITE_RELATION = "one site's data present or absent"
 NO_SAMPLING = "no sampling: every site is in every round"
+PERSON_SAMPLING = "Poisson sampling: each person is in each step independently"
 SAMPLING_ASSUMPTION = "Poisson sampling: each record is in each step independently"
 
 # Numerical error of the transforms, as a probability; see MIN_DELTA.
@@ -117,10 +121,25 @@ def trade_off(events: Iterable[PrivacyEvent]) -> TradeOff:
     Returns:
         The curve of ``pld``; nothing that these events release lies above it.
     """
+    return TradeOff(deltas(events, EPSILONS))
+
+
+def deltas(
+    events: Iterable[PrivacyEvent], epsilons: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Smallest delta of all events together for each epsilon, by ``pld``.
+
+    Args:
+        events: What was released; every event is about the same records.
+        epsilons: From 0 on, shape ``(e,)``.
+
+    Returns:
+        Upper bounds, at most 1, shape ``(e,)``.
+    """
     merged = _merge(tuple(events))
     slack = total_slack(merged) + _ROUNDING
-    found = composition.deltas(_steps(merged), EPSILONS)
-    return TradeOff(np.minimum(found + slack, 1.0))
+    found = composition.deltas(_steps(merged), epsilons)
+    return np.minimum(found + slack, 1.0)
 
 
 def _merge(events: tuple[PrivacyEvent, ...]) -> tuple[PrivacyEvent, ...]:
@@ -147,13 +166,33 @@ def _steps(events: tuple[PrivacyEvent, ...]) -> Mapping[composition.Mechanism, i
 def _renyi(events: tuple[PrivacyEvent, ...], delta: float) -> float:
     if not events:
         return 0.0
+    left = delta - total_slack(events)
+    if left <= 0:
+        return float("inf")
+    return float(_renyi_accountant(events).get_epsilon(left))
+
+
+def renyi(
+    events: Iterable[PrivacyEvent],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Renyi divergences of all events together, but for their slack.
+
+    Args:
+        events: What was released, or will be; at least one.
+
+    Returns:
+        Orders above 1, and an upper bound of the divergence at each, which may be
+        infinite: shape ``(a,)`` both.
+    """
+    found = _renyi_accountant(_merge(tuple(events)))
+    return np.asarray(found.orders, np.float64), np.asarray(found.rdp, np.float64)
+
+
+def _renyi_accountant(events: tuple[PrivacyEvent, ...]) -> Any:
     # Slow to import, and only a site that accounts needs it.
     import dp_accounting  # noqa: PLC0415
     from dp_accounting.rdp import RdpAccountant  # noqa: PLC0415
 
-    left = delta - total_slack(events)
-    if left <= 0:
-        return float("inf")
     large = any(_LARGE_BATCH < event.sampling_rate < 1 for event in events)
     accountant = RdpAccountant(orders=_WHOLE_ORDERS if large else _ALL_ORDERS)
     with _silent_about_orders():
@@ -163,7 +202,7 @@ def _renyi(events: tuple[PrivacyEvent, ...], delta: float) -> float:
                 dp_accounting.GaussianDpEvent(event.noise_multiplier),
             )
             accountant.compose(step, event.steps)
-        return float(accountant.get_epsilon(left))
+    return accountant
 
 
 @contextmanager

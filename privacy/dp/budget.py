@@ -65,20 +65,26 @@ def check_delta(
         )
 
 
-def check_records(num_records: int, expected_batch: int) -> None:
+def check_records(
+    num_records: int, expected_batch: int, *, what: str = "training records"
+) -> None:
     """Refuse a site whose records do not fill one expected batch.
 
     Its sampling rate would be above 1.
+
+    Args:
+        num_records: How many of what is protected there are.
+        expected_batch: How many of them a step samples on average.
+        what: What these are, in the plural.
 
     Raises:
         JobError: There are fewer records than ``expected_batch``.
     """
     if num_records < expected_batch:
         raise JobError(
-            f"a site has at most {num_records} training records, fewer than a batch of "
+            f"a site has at most {num_records} {what}, fewer than a batch of "
             f"{expected_batch} (batch_size times accumulate): under differential "
-            "privacy each step draws every record with probability batch / "
-            "records, so choose "
-            f"at most {num_records}, or leave the site out",
+            "privacy each step draws all of them independently, with probability "
+            f"batch / {what}, so choose at most {num_records}, or leave the site out",
             key=_BATCH_KEY,
         )

@@ -35,8 +35,12 @@ Guarantee:
     Not covered: that matrix products may round the values of a record otherwise in a
     batch of another size.
 
-Shape suffixes: B records, d trainable values, o rows and i columns of a matrix, p
-values of one parameter.
+    Where persons are clipped, read "person" for "record": a person's gradient is the
+    mean over the person's records (``privacy.dp_sgd.person_batch``), and all K T places
+    of these, padded to K records, are one gradient's for ``ghost``.
+
+Shape suffixes: B records or persons, d trainable values, o rows and i columns of a
+matrix, p values of one parameter.
 """
 
 import math
@@ -60,6 +64,7 @@ from privacy.dp_sgd.ghost import (
     split,
 )
 from privacy.dp_sgd.layers import Gradients, record_gradients, trained_layers
+from privacy.dp_sgd.person_batch import PersonBatch
 
 MARGIN = 2.0**-12  # for the error of a record's norm, and of its scaling
 CLIPPINGS = ("auto", "hooks", "ghost")
@@ -121,13 +126,19 @@ class ClippedSum:
         self._workspace = Workspace()
         self._is_checked = False
 
-    def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
-        """Add the clipped gradients of some records.
+    def add_(
+        self,
+        loss: Callable[[], torch.Tensor],
+        num_records: int,
+        persons: PersonBatch | None = None,
+    ) -> None:
+        """Add the clipped gradients of some records, or of the persons they are of.
 
         Args:
             loss: Runs the model on these records and returns the sum of their
                 losses, which are independent of each other.
             num_records: At least 1.
+            persons: Whose the records are, if persons are clipped.
 
         Raises:
             JobError: The model is built so that per-record gradients are unavailable;
@@ -147,7 +158,7 @@ class ClippedSum:
         if not calls:  # The loss depends on no parameter.
             return
         with torch.no_grad():
-            self._add_calls_(calls)
+            self._add_calls_(calls, persons)
 
     def part_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The sum's values that belong to one parameter, flat; not a copy."""
@@ -159,14 +170,14 @@ class ClippedSum:
         for parameter, part_p in self._parts.items():
             parameter.grad = part_p.view(parameter.shape).to(parameter.dtype)
 
-    def _add_calls_(self, calls: Sequence[Call]) -> None:
+    def _add_calls_(self, calls: Sequence[Call], persons: PersonBatch | None) -> None:
         matrices: Matrices = {}
         if self.clipping == "ghost":
-            matrices, calls = split(calls)
+            matrices, calls = split(calls, persons)
             for uses in matrices.values():
                 check_places(uses, self._most_records)
         self._workspace.begin()
-        gradients = _sum_by_parameter(calls, self._workspace)
+        gradients = _sum_by_parameter(calls, self._workspace, persons)
         for uses in matrices.values():
             _accumulate(gradients, bias_gradients(uses))
         rows = {p: _BatchRows.of(gradients.pop(p)) for p in list(gradients)}
@@ -249,13 +260,17 @@ def _check_precision() -> None:
         )
 
 
-def _sum_by_parameter(calls: Sequence[Call], workspace: Workspace) -> Gradients:
-    """Gradients of each parameter by record, added up over the uses of it."""
+def _sum_by_parameter(
+    calls: Sequence[Call], workspace: Workspace, persons: PersonBatch | None
+) -> Gradients:
+    """Gradients of each parameter by record or person, added up over its uses."""
     total: Gradients = {}
     for use, backprops in calls:
         found = record_gradients(use.layer, use.inputs, backprops, workspace)
         _accumulate(total, found)
-    return total
+    if persons is None:
+        return total
+    return {p: persons.mean(gradient) for p, gradient in total.items()}
 
 
 def _accumulate(total: Gradients, more: Gradients) -> None:

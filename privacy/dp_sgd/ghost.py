@@ -16,6 +16,9 @@ products underflow. The weighted sums are taken in float64: of all places, or, w
 record has many, of the records' gradients, each in float32. What one of these rounds
 depends only on the record, and its norm has room for it.
 
+Where persons are clipped, a person takes the place of a record, with the places of all
+its records side by side and the outputs' gradients over the number of these.
+
 Shape suffixes: B records, T places (all axes between the first and the last), o rows
 and i columns of a matrix.
 """
@@ -31,6 +34,7 @@ from torch import nn
 from federation.errors import JobError
 from privacy.dp_sgd.capture import Use
 from privacy.dp_sgd.layers import Gradients, known_type, trainable
+from privacy.dp_sgd.person_batch import PersonBatch
 
 Call = tuple[Use, torch.Tensor]
 """A use of a layer, and the gradient by its outputs."""
@@ -68,8 +72,15 @@ class MatrixUse:
 Matrices = dict[nn.Parameter, list[MatrixUse]]
 
 
-def split(calls: Sequence[Call]) -> tuple[Matrices, list[Call]]:
-    """Separate the uses of matrices that this module handles from all other calls."""
+def split(
+    calls: Sequence[Call], persons: PersonBatch | None = None
+) -> tuple[Matrices, list[Call]]:
+    """Separate the uses of matrices that this module handles from all other calls.
+
+    Args:
+        calls: All calls of a batch, by record.
+        persons: Whose the records are, if the uses are wanted by person.
+    """
     matrices: Matrices = {}
     others = [call for call in calls if _weight(call) is None]
     # A matrix that some other kind of layer uses too has one norm for all its uses.
@@ -79,7 +90,7 @@ def split(calls: Sequence[Call]) -> tuple[Matrices, list[Call]]:
         if weight in elsewhere:
             others.append(call)
         elif weight is not None:
-            matrices.setdefault(weight, []).append(_matrix_use(*call))
+            matrices.setdefault(weight, []).append(_matrix_use(*call, persons))
     return matrices, others
 
 
@@ -90,8 +101,21 @@ def _weight(call: Call) -> nn.Parameter | None:
     return trainable(layer).get("weight")
 
 
-def _matrix_use(use: Use, backprops: torch.Tensor) -> MatrixUse:
+def _matrix_use(
+    use: Use, backprops: torch.Tensor, persons: PersonBatch | None
+) -> MatrixUse:
     backprops = backprops.float()
+    if persons is None:
+        return _use_by_record(use, backprops)
+    found = _use_by_record(use, persons.divided(backprops))
+    return replace(
+        found,
+        rows=persons.side_by_side(found.rows),
+        columns_bti=persons.side_by_side(found.columns_bti),
+    )
+
+
+def _use_by_record(use: Use, backprops: torch.Tensor) -> MatrixUse:
     if not isinstance(use.layer, nn.Embedding):
         return MatrixUse(
             layer=use.layer,

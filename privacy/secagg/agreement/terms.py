@@ -15,9 +15,11 @@ from privacy.secagg.agreement.message import FLOAT, text, whole
 
 # none    nothing is claimed
 # record  each site makes its own training private for its own records
+# person  the same, for all training records of a person
 # joint   for records too, with noise shares that add up inside the secure sum
 # site    for a whole site
-PROFILES = ("none", "record", "joint", "site")
+PROFILES = ("none", "record", "person", "joint", "site")
+_BY_ITSELF = ("record", "person")
 
 _MAX_WORD_BYTES = 64
 
@@ -35,7 +37,7 @@ class PrivacyTerms:
         steps_per_round: Noisy steps of a site in a round.
         noise_multiplier: sigma, standard deviation of the noise over the clip norm.
         sampling_rate: q, the largest probability in (0, 1] with which any site
-            draws a record into a step.
+            draws a record, or a person, into a step.
         delta: The delta of the guarantee, in (0, 1).
         epsilon_cap: What no site's epsilon may exceed over the run, at ``delta``; a
             site's own ledger may stop earlier.
@@ -67,7 +69,7 @@ class PrivacyTerms:
         Only the noise of the site's own training does: of joint noise with two
         sites, the other site knows its own half.
         """
-        return self.profile == "record"
+        return self.profile in _BY_ITSELF
 
     @property
     def largest_epsilon(self) -> float:
@@ -109,8 +111,8 @@ class PrivacyTerms:
             yield "steps_per_round", "joint noise requires rounds of one step"
         if not 0 <= self.ring_noise_std < math.inf:
             yield "ring_noise_std", f"{self.ring_noise_std} is not a number of steps"
-        elif self.profile == "record" and self.ring_noise_std:
-            yield "ring_noise_std", "the noise of record is added in training"
+        elif self.profile in _BY_ITSELF and self.ring_noise_std:
+            yield "ring_noise_std", f"the noise of {self.profile} is added in training"
         elif self.profile == "joint" and not self.ring_noise_std:
             yield (
                 "ring_noise_std",

@@ -25,7 +25,12 @@ from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.protocol.train import slots_of
 
-_MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
+_MECHANISMS = {
+    "record": "dp-sgd",
+    "person": "dp-sgd",
+    "joint": "dp-sgd",
+    "site": "gaussian-sum",
+}
 
 
 def contract_of(

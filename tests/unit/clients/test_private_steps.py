@@ -456,7 +456,7 @@ def test_ranks_sample_records_of_their_own():
     for rank in range(3):
         peers = Peers(rank=Rank(rank=rank, world_size=3))
         gradient = PrivateGradient(model, job, private(), num_records=60, peers=peers)
-        drawn.append(np.concatenate(list(gradient.draw())))
+        drawn.append(np.concatenate([each.records for each in gradient.draw()]))
     assert [sorted(part % 3) for part in drawn] == [[0] * 20, [1] * 20, [2] * 20]
     assert sorted(np.concatenate(drawn)) == list(range(60))
 

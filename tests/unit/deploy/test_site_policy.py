@@ -338,10 +338,11 @@ def test_units_are_accepted_from_the_policys_on():
         unit: site_policy.accepted_units(PolicySpec(privacy=unit)) for unit in UNITS
     }
     assert units == {
-        "none": ("none", "site", "joint", "record"),
-        "site": ("site", "joint", "record"),
-        "joint": ("joint", "record"),
-        "record": ("record",),
+        "none": ("none", "site", "joint", "record", "person"),
+        "site": ("site", "joint", "record", "person"),
+        "joint": ("joint", "record", "person"),
+        "record": ("record", "person"),
+        "person": ("person",),
     }
 
 

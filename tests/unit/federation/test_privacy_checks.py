@@ -17,7 +17,9 @@ SITES = ("a", "b", "c", "d", "e", "f", "g")
 
 def _job(unit: str, *changes: Mapping[str, Any], sites: int = 4) -> JobSpec:
     """A job that is accepted, but for the changes."""
+    kind = "by_person" if unit == "person" else "iid"
     document: dict[str, Any] = {
+        "data": {"partition": {"kind": kind}},
         "aggregation": {"weights": "uniform"},
         "evaluation": {"every": 0},
         "training": {"local_steps": 1, "optimizer": {"name": "sgd", "lr": 0.1}},
@@ -226,6 +228,27 @@ BOUNDS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
 }
 
+PERSONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "records dealt": (
+        {"data": {"partition": {"kind": "stratified"}}},
+        "data.partition.kind",
+        "deals the records of one person to several sites",
+    ),
+    "noised statistics": (
+        _standardise(),
+        STANDARDISE,
+        "hides one record, and a person may have many",
+    ),
+    "example counts": IN_SUM["example counts"],
+    "no bound on epsilon": IN_SUM["no bound on epsilon"],
+    "clipped batches": JOINT["clipped batches"],
+}
+KEY_OF_PERSONS = (
+    _private(records_per_person=2),
+    f"{DP}.records_per_person",
+    'is for unit = "person" only',
+)
+
 REFUSED = [
     pytest.param(unit, *row, id=f"{unit}: {case}")
     for rows, units in (
@@ -233,6 +256,8 @@ REFUSED = [
         (JOINT, ("joint",)),
         (WHOLE_SITES, ("site",)),
         (BOUNDS, ("record", "joint")),
+        (PERSONS, ("person",)),
+        ({"key of persons": KEY_OF_PERSONS}, ("record", "joint", "site")),
         (
             {"statistics": (_standardise(), STANDARDISE, "standardise in the source")},
             ("none", "site"),
@@ -249,6 +274,19 @@ def test_noised_statistics_are_accepted(unit: str):
     found = job.privacy.differential_privacy.standardise
     assert found is not None
     assert found.noise_multiplier == 10.0
+
+
+@pytest.mark.parametrize("num_sites", [2, 6])
+def test_persons_are_protected_like_records(num_sites: int):
+    """By each site alone, so that two sites need no waiver, and groups may be pairs."""
+    groups: dict[str, Any] = {}
+    if num_sites > 2:
+        groups = {**_secure(groups=3), "aggregation": {"combine": "median"}}
+    job = _job("person", _training(local_steps=9), groups, sites=num_sites)
+    private = job.privacy.differential_privacy
+    assert private.by_itself
+    assert private.clips_gradients
+    assert not private.in_sum
 
 
 @pytest.mark.parametrize("unit", ["joint", "site"])

@@ -16,7 +16,14 @@ JOINT = dataclasses.replace(
     RECORD, profile="joint", steps_per_round=1, ring_noise_std=4.0
 )
 SITE = dataclasses.replace(RECORD, profile="site", ring_noise_std=4.0)
-TERMS = {"none": NO_PRIVACY, "record": RECORD, "joint": JOINT, "site": SITE}
+PERSON = dataclasses.replace(RECORD, profile="person")
+TERMS = {
+    "none": NO_PRIVACY,
+    "record": RECORD,
+    "person": PERSON,
+    "joint": JOINT,
+    "site": SITE,
+}
 TAG = b"test/terms"
 
 

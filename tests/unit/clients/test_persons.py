@@ -1,0 +1,145 @@
+"""Whose record each example is: what data may say, and what follows at a site."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import small_job
+
+from clients.data.datasets import Examples, as_dataset
+from clients.data.partition import partition
+from clients.training.privacy_units import held_out_units, num_units, persons_of
+from federation.errors import JobError, SiteError
+from federation.job.spec import PartitionSpec
+
+INPUTS = np.arange(12, dtype=np.float32).reshape(6, 2)
+IDS = np.array([3, 3, 1, 2, 1, 3])
+
+
+class Frame:
+    """Columns as pandas has them: texts are objects."""
+
+    columns = ("a", "persons", "label")
+
+    def __getitem__(self, name: str) -> Any:
+        return {
+            "a": Column(np.arange(3.0)),
+            "persons": Column(np.array(["x", "y", "x"], dtype=object)),
+            "label": Column(np.array([0, 1, 0])),
+        }[name]
+
+    def to_numpy(self):
+        raise NotImplementedError
+
+
+class Column:
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def to_numpy(self):
+        return self._values
+
+
+class Items:
+    """A map-style dataset with an attribute."""
+
+    def __init__(self, persons: Any) -> None:
+        self.persons = persons
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(2) * index, index
+
+
+def person_job(**options: Any):
+    private = {"unit": "person", "target_epsilon": 8.0}
+    return small_job(
+        privacy={"differential_privacy": private | options},
+        aggregation={"weights": "uniform"},
+    )
+
+
+def test_arrays_items_and_columns_name_persons():
+    """And a column of persons is no input."""
+    examples = as_dataset(Examples(inputs=INPUTS, persons=IDS), name="x")
+    assert examples.persons is not None
+    assert examples.subset(np.array([0, 3])).persons.tolist() == [3, 2]
+    frame = as_dataset(Frame(), name="x")
+    assert frame.persons is not None
+    assert frame.persons.tolist() == ["x", "y", "x"]
+    assert list(frame.batch(np.array([0]))[0]) == ["a"]
+    for attribute in ([5, 6, 5], ["a", "b", "a"], torch.tensor([5, 6, 5])):
+        items = as_dataset(Items(attribute), name="x")
+        assert items.persons is not None
+        assert len(items.persons) == 3
+
+
+@pytest.mark.parametrize("other", [None, [1, 2], ["a", None, "b"], [0.5, 1.0, 2.0], 7])
+def test_an_attribute_of_another_meaning_names_no_persons(other: Any):
+    """As with `targets`: the data of others still loads."""
+    assert as_dataset(Items(other), name="x").persons is None
+
+
+@pytest.mark.parametrize(
+    ("persons", "said"),
+    [
+        (np.array([1.0, np.nan, 1.0]), "not float64"),
+        (np.array(["a", None, "b"], dtype=object), "not object"),
+        ([["a"], ["b"], ["c"]], "one integer or text for each record"),
+    ],
+)
+def test_a_column_that_names_no_persons_is_refused(persons: Any, said: str):
+    """NaN would be a new person for each record whose person is unknown."""
+    columns = {"inputs": np.ones((3, 2)), "persons": persons}
+    with pytest.raises(SiteError, match=said):
+        as_dataset(columns, name="train")
+    with pytest.raises(ValueError, match=r"shape \(6,\)"):
+        Examples(inputs=INPUTS, persons=np.array([1, 2]))
+
+
+def test_units_of_a_site_are_persons():
+    """As many as there are different names; records where these are the unit."""
+    named = as_dataset(Examples(inputs=INPUTS, persons=IDS), name="x")
+    assert num_units(person_job(), named) == 3
+    assert num_units(small_job(), named) == 6
+    assert persons_of(small_job(), named) is None
+    with pytest.raises(JobError, match="names the person of each record"):
+        persons_of(person_job(), as_dataset((INPUTS, None), name="x"))
+
+
+def test_noised_results_are_of_one_record_of_each_person_not_trained_on():
+    """So a person changes one side, and that by one record."""
+    train = as_dataset(Examples(inputs=INPUTS, persons=IDS), name="train")
+    held = as_dataset(
+        Examples(inputs=INPUTS, persons=np.array([9, 3, 9, 8, 1, 9])), name="held"
+    )
+    kept = held_out_units(person_job(), train, held)
+    assert kept.persons is not None
+    assert kept.persons.tolist() == [9, 8]
+    assert held_out_units(person_job(held_out="public"), train, held) is held
+    with pytest.raises(JobError, match="hold out whole persons"):
+        held_out_units(person_job(), train, train)
+
+
+def test_a_person_is_dealt_to_one_site_with_all_records():
+    """Also those who are only held out, so that every site gets some."""
+    train_ids = np.repeat(np.arange(8), np.arange(1, 9))
+    held_ids = np.array([100, 100, 101, 102, 103, 7])
+
+    def data(ids: np.ndarray) -> Any:
+        inputs = np.ones((len(ids), 1), np.float32)
+        return as_dataset(Examples(inputs=inputs, persons=ids), name="x")
+
+    train, held = data(train_ids), data(held_ids)
+    spec, rng = PartitionSpec(kind="by_person"), np.random.default_rng(0)
+    parts = partition(train, held, spec, site_names=["a", "b"], rng=rng)
+    whose = [set(train_ids[t].tolist()) | set(held_ids[h].tolist()) for t, h in parts]
+    assert not whose[0] & whose[1]
+    assert whose[0] | whose[1] == set(train_ids.tolist()) | set(held_ids.tolist())
+    assert [len(t) for t, _ in parts] == [18, 18]
+    unnamed = as_dataset((INPUTS, None), name="x")
+    with pytest.raises(SiteError, match="does not name persons"):
+        partition(unnamed, unnamed, spec, site_names=["a"], rng=rng)
