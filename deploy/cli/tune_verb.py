@@ -14,6 +14,7 @@ from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, STOPPED
 
 if TYPE_CHECKING:
+    from deploy.tuning.selecting import SelectionRelease
     from deploy.tuning.space import Space
     from monitoring.pages.tuning_page import Tuning
 
@@ -36,12 +37,15 @@ def _tune(options: argparse.Namespace) -> int:
             workers=options.workers,
         )
         found = search.run()
+        selected = search.select(found)
         was_stopped = stop()
     if options.json:
-        say_json(_document(found, folder))
+        say_json(_document(found, folder, selected))
     else:
         _print(found)
-        if found.best is not None:
+        if selected is not None:
+            _print_selected(selected)
+        elif found.best is not None:
             say(f"train it    {_command(space, found.best.values)}")
     if was_stopped:
         tell("stopped: the same command continues the search")
@@ -49,8 +53,11 @@ def _tune(options: argparse.Namespace) -> int:
     return DONE if found.best is not None else FAILED
 
 
-def _document(found: "Tuning", folder: Path) -> dict[str, Any]:
+def _document(
+    found: "Tuning", folder: Path, selected: "SelectionRelease | None"
+) -> dict[str, Any]:
     return {
+        "selected": None if selected is None else _facts(selected),
         "name": found.name,
         "metric": found.metric,
         "direction": found.direction,
@@ -74,6 +81,32 @@ def _document(found: "Tuning", folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "page": str(found.page),
     }
+
+
+def _facts(selected: "SelectionRelease") -> dict[str, Any]:
+    found = selected.cost
+    return {
+        "folder": str(selected.folder),
+        "epsilon": found.epsilon,
+        "composed_epsilon": found.composed,
+        "delta": found.delta,
+        "distribution": found.distribution,
+        "expected_trials": found.mean,
+    }
+
+
+def _print_selected(selected: "SelectionRelease") -> None:
+    found = selected.cost
+    terms = f"at delta {found.delta:.2g}"
+    say(f"selected    {selected.folder}")
+    say(
+        f"            epsilon {found.epsilon:.4g} {terms} for whoever sees nothing "
+        f"else of this search ({found.distribution}, {found.mean:g} trials expected)"
+    )
+    say(
+        f"            epsilon {found.composed:.4g} {terms} for whoever sees all of so "
+        "many trials"
+    )
 
 
 def _command(space: "Space", values: Mapping[str, Any]) -> str:

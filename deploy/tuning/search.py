@@ -5,7 +5,8 @@ folder, beside the runs. A search that was killed goes on: the run of a trial th
 not ended is resumed from its newest checkpoint, with the same values. The choice of a
 trial's values depends only on the seed, the trial's number and the trials before it,
 so a search that was interrupted finds what an uninterrupted one finds (with one worker;
-with more, the order in which trials end decides, too).
+with more, the order in which trials end decides, too). With private selection, seed and
+number of trials are drawn secretly when the search begins: see ``selecting``.
 """
 
 import math
@@ -20,16 +21,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from clients.user_code import sentence
+from deploy.tuning.selecting import SelectionDraw, SelectionRelease, cost, release
 from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
 from deploy.tuning.spending import SearchSpending, refusal, spent
 from deploy.wiring import simulation
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
 from federation.events import Event, ModelEvaluated, RunFinished
 from federation.folder_lock import hold
-from monitoring.pages.tuning_page import TrialRow, Tuning, write_tuning
+from monitoring.pages.tuning_page import UNFINISHED, TrialRow, Tuning, write_tuning
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import history
 from monitoring.views.run_fold import RunFold
+from privacy.dp.selection import RandomTrials
 
 if TYPE_CHECKING:
     import optuna
@@ -41,6 +44,7 @@ PAGE = "tuning.html"
 TRIALS = "trials"
 _STUDY = "crossfed"
 _DIGEST, _REASON = "digest", "reason"
+_TRIALS, _SEED = "trials", "seed"
 # Trials that fail before any has succeeded: then it is not their values.
 _MOST_FAILURES = 3
 # Completed trials without which the page shows no importance.
@@ -61,6 +65,7 @@ class Search:
         stop_requested: Whether to end after the trials that run.
         workers: How many trials run at a time, each in a process of its own; 1 for in
             this one.
+        draw: Draws the number of trials, for private selection.
     """
 
     space: Space
@@ -68,6 +73,7 @@ class Search:
     say: Say
     stop_requested: Callable[[], bool] = lambda: False
     workers: int = 1
+    draw: Callable[[RandomTrials], SelectionDraw] = SelectionDraw.fresh
 
     def run(self) -> Tuning:
         """Run the trials that are missing, and write the page after each.
@@ -123,6 +129,11 @@ class Search:
             )
         digest, known = self.space.digest(), study.user_attrs.get(_DIGEST)
         if known is None and not study.trials:
+            random_trials = self.space.random_trials
+            if random_trials is not None:  # Before the digest: never drawn again.
+                drawn = self.draw(random_trials)
+                study.set_user_attr(_TRIALS, drawn.trials)
+                study.set_user_attr(_SEED, str(drawn.seed))
             study.set_user_attr(_DIGEST, digest)
         elif known != digest:
             raise RunConflict(
@@ -167,13 +178,13 @@ class Search:
         for left in study.get_trials(states=(states.RUNNING,)):
             if self.stop_requested():
                 return
-            study.sampler = _sampler(spec, left.number, workers=self.workers)
+            study.sampler = _sampler(spec, study, left.number, workers=self.workers)
             trial = optuna.Trial(study, left._trial_id)  # noqa: SLF001 -- resumes it
             yield trial, _values(trial, spec.space)
-        while (number := len(study.trials)) < spec.trials:
+        while (number := len(study.trials)) < _wanted(spec, study):
             if self.stop_requested() or not self._may_start(study):
                 return
-            study.sampler = _sampler(spec, number, workers=self.workers)
+            study.sampler = _sampler(spec, study, number, workers=self.workers)
             trial = study.ask()
             yield trial, _values(trial, spec.space)
 
@@ -218,13 +229,14 @@ class Search:
     def _tell(self, study: "optuna.Study", number: int) -> None:
         trial = next(t for t in study.trials if t.number == number)
         if trial.state.is_finished():
-            self.say(_line(_trial(trial, self.folder), self.space.spec))
+            wanted = _wanted(self.space.spec, study)
+            self.say(_line(_trial(trial, self.folder), self.space.spec, wanted))
             self._show(study)
 
     def _show(self, study: "optuna.Study") -> Tuning:
         """Write the page, and return what it shows."""
         spec, found = self.space.spec, self._spent(study)
-        delta = None
+        delta, wanted = None, _wanted(spec, study)
         if found is not None:
             delta = spec.privacy.delta or 2 * found.delta
         tuning = Tuning(
@@ -232,7 +244,7 @@ class Search:
             metric=spec.metric,
             direction=spec.direction,
             sampler=spec.sampler,
-            wanted=spec.trials,
+            wanted=wanted,
             trials=[_trial(one, self.folder) for one in study.trials],
             ranges={n: list(r.choices) or r.ends() for n, r in spec.space.items()},
             logarithmic=frozenset(n for n, r in spec.space.items() if r.log),
@@ -240,9 +252,37 @@ class Search:
             epsilon=None if found is None or delta is None else found.epsilon(delta),
             delta=delta,
             page=self.folder / PAGE,
+            is_selected=bool(spec.privacy.selection),
         )
         write_tuning(tuning)
         return tuning
+
+    def select(self, tuning: Tuning) -> SelectionRelease | None:
+        """Release the best trial of a search with private selection.
+
+        Args:
+            tuning: What ``run`` returned.
+
+        Returns:
+            None if the search has no such selection, is not finished, or drew no trial
+            or none with a result.
+        """
+        wanted = self.space.random_trials
+        is_done = sum(t.state != UNFINISHED for t in tuning.trials) == tuning.wanted
+        if wanted is None or not is_done or tuning.best is None:
+            return None
+        found = self._spent(self._study())
+        if found is None or tuning.delta is None:
+            raise CorruptObject(f"{self.folder} has no ledger of any trial")
+        best = tuning.best
+        return release(
+            self.folder,
+            self.space,
+            run=RunFolder(best.folder),
+            values=best.values,
+            value=best.value,
+            found=cost(found.trials, wanted, tuning.delta),
+        )
 
 
 def run_trial(
@@ -330,7 +370,7 @@ def _in_process(
     study = optuna.load_study(
         study_name=_STUDY, storage=_storage(folder), pruner=_pruner(space.spec)
     )
-    study.sampler = _sampler(space.spec, number, workers=2)
+    study.sampler = _sampler(space.spec, study, number, workers=2)
     found = next(t for t in study.trials if t.number == number)
     trial = optuna.Trial(study, found._trial_id)  # noqa: SLF001 -- asked for elsewhere
     run_trial(space, folder, trial, values)
@@ -351,13 +391,19 @@ def _folder(folder: Path, number: int) -> Path:
     return folder / TRIALS / f"{number:04d}"
 
 
+def _wanted(spec: TuneSpec, study: "optuna.Study") -> int:
+    """Number of trials: the file's, or the one that was drawn secretly."""
+    return int(study.user_attrs.get(_TRIALS, spec.trials))
+
+
 def _sampler(
-    spec: TuneSpec, number: int, *, workers: int
+    spec: TuneSpec, study: "optuna.Study", number: int, *, workers: int
 ) -> "optuna.samplers.BaseSampler":
     """The sampler of one trial: its draws depend on the trial's number."""
     from optuna import samplers  # noqa: PLC0415 -- an extra
 
-    (seed,) = map(int, np.random.SeedSequence([spec.seed, number]).generate_state(1))
+    of_search = int(study.user_attrs.get(_SEED, spec.seed))
+    (seed,) = map(int, np.random.SeedSequence([of_search, number]).generate_state(1))
     if spec.sampler == "random":
         return samplers.RandomSampler(seed=seed)
     if spec.sampler == "cma_es":
@@ -440,12 +486,12 @@ _STATES = {
     "COMPLETE": "completed",
     "PRUNED": "ended early",
     "FAIL": "failed",
-    "RUNNING": "not finished",
-    "WAITING": "not finished",
+    "RUNNING": UNFINISHED,
+    "WAITING": UNFINISHED,
 }
 
 
-def _line(trial: TrialRow, spec: TuneSpec) -> str:
+def _line(trial: TrialRow, spec: TuneSpec, wanted: int) -> str:
     values = "  ".join(f"{name}={_text(v)}" for name, v in trial.values.items())
     result = (
         f"{spec.metric} {trial.value:.4f}" if trial.value is not None else trial.state
@@ -456,7 +502,7 @@ def _line(trial: TrialRow, spec: TuneSpec) -> str:
         )
     if trial.reason:
         result = f"failed: {trial.reason}"
-    return f"trial {trial.number + 1:>3}/{spec.trials}  {result}  {values}"
+    return f"trial {trial.number + 1:>3}/{wanted}  {result}  {values}"
 
 
 def _text(value: Choice) -> str:

@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deploy.tuning.selection_checks import check_selection
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job import code_files, job_file
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec
 from federation.rounds.local_work import is_auto
+from privacy.dp.selection import DISTRIBUTIONS, RandomTrials
 
 SAMPLERS = ("tpe", "cma_es", "evolutionary", "random")
 # Metrics that are better when they are smaller need no `direction`.
@@ -76,11 +78,16 @@ class TotalPrivacySpec:
     Attributes:
         max_epsilon: No trial starts that could take a site beyond this epsilon. 0: no
             limit; the total is counted and shown all the same.
-        delta: The delta that goes with it. Default: the largest that a ledger has.
+        delta: The delta that goes with it. Default: twice the largest that a ledger
+            has.
+        selection: Draw the number of trials at random, secretly, with `trials` as its
+            mean, and state what the best trial alone reveals: `geometric`,
+            `logarithmic` or `poisson`. Empty: there are exactly `trials`.
     """
 
     max_epsilon: float = key(default=0.0, low=0.0)
     delta: float | None = key(default=None, above=0.0, below=1.0)
+    selection: str = key(default="", choices=("", *DISTRIBUTIONS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +96,7 @@ class TuneSpec:
 
     Attributes:
         job: The job file whose keys are searched, relative to this file.
-        trials: How many runs there are.
+        trials: How many runs there are; with `privacy.selection` their expected number.
         space: The keys and their values.
         name: Of the search; by default, the job's name.
         metric: `loss`, `accuracy`, or a metric of the job's objective, of the last
@@ -97,7 +104,7 @@ class TuneSpec:
         direction: `minimize` or `maximize`; needed for metrics of your own.
         sampler: How values are chosen: `tpe` (tree-structured Parzen estimators),
             `cma_es` (numbers only), `evolutionary` (NSGA-II) or `random`.
-        seed: Of the choice of values.
+        seed: Of the choice of values; drawn secretly with `privacy.selection`.
         pruner: When a trial ends early.
         privacy: What all trials may spend.
     """
@@ -128,6 +135,17 @@ class Space:
     document: Mapping[str, Any]
     path: Path
 
+    @property
+    def random_trials(self) -> RandomTrials | None:
+        """How the number of trials is drawn; None if it is fixed."""
+        chosen = self.spec.privacy.selection
+        for distribution in DISTRIBUTIONS:
+            if chosen == distribution:
+                return RandomTrials(
+                    distribution=distribution, mean=float(self.spec.trials)
+                )
+        return None
+
     def job(self, values: Mapping[str, Choice]) -> JobSpec:
         """Return the job of a trial.
 
@@ -151,6 +169,9 @@ class Space:
     def digest(self) -> str:
         """SHA-256 of all that decides what trials compute, files of users included."""
         facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
+        del facts["privacy"]["selection"]  # Earlier releases had none.
+        if self.spec.privacy.selection:  # Then the number of trials is drawn once.
+            facts["selection"] = self.spec.privacy.selection, self.spec.trials
         facts["job"] = job_file.document(self.job({}))
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -211,6 +232,8 @@ def _checked(spec: TuneSpec, folder: Path) -> Space:
     space = Space(spec=spec, document=document, path=path)
     space.job({})  # What is wrong without any value is no fault of a range.
     _try_ends(space)
+    if spec.privacy.selection:
+        check_selection(spec, space.job({}))
     if spec.privacy.max_epsilon:
         _check_budget(space)
     return space

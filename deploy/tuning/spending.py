@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from deploy.tools import ledger_reader
@@ -18,8 +17,9 @@ from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger_format import PURPOSES, Purpose
 
-# By site and purpose: training and held-out records are different ones.
-_Events = Mapping[tuple[str, Purpose], Sequence[PrivacyEvent]]
+# Site and purpose: training and held-out records are different ones.
+Spender = tuple[str, Purpose]
+_Events = Mapping[Spender, Sequence[PrivacyEvent]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,12 @@ class SearchSpending:
     Attributes:
         events: Of all trials, by site and purpose.
         delta: The largest of the ledgers.
+        trials: The same of each trial that has a ledger.
     """
 
     events: _Events
     delta: float
+    trials: Sequence[_Events] = ()
 
     def epsilon(self, delta: float) -> float:
         """Largest epsilon of any site, an upper bound; infinity if there is none."""
@@ -51,20 +53,25 @@ def spent(trials: Mapping[Path, bool]) -> SearchSpending | None:
     Raises:
         CorruptObject: A ledger is damaged or missing: what was spent is unknown.
     """
-    found: dict[tuple[str, Purpose], list[PrivacyEvent]] = defaultdict(list)
-    deltas = []
+    found: dict[Spender, list[PrivacyEvent]] = defaultdict(list)
+    deltas, each = [], []
     for folder, is_charged in trials.items():
         if is_charged and not ledger_reader.below(folder):
             raise _unknown(f"{folder}: its ledgers are missing")
-    for path in chain.from_iterable(map(ledger_reader.below, trials)):
-        finding = ledger_reader.examine(path)
-        if finding.contents is None:
-            raise _unknown(f"{path}: {finding.error}")
-        terms = finding.contents.terms
-        deltas.append(terms.delta)
-        for purpose in PURPOSES:
-            found[terms.site, purpose] += finding.contents.events(purpose)
-    return SearchSpending(events=found, delta=max(deltas)) if deltas else None
+        own: dict[Spender, Sequence[PrivacyEvent]] = {}
+        for path in ledger_reader.below(folder):
+            finding = ledger_reader.examine(path)
+            if finding.contents is None:
+                raise _unknown(f"{path}: {finding.error}")
+            terms = finding.contents.terms
+            deltas.append(terms.delta)
+            for purpose in PURPOSES:
+                own[terms.site, purpose] = finding.contents.events(purpose)
+                found[terms.site, purpose] += finding.contents.events(purpose)
+        each.append(own)
+    if not deltas:
+        return None
+    return SearchSpending(events=found, delta=max(deltas), trials=each)
 
 
 def _unknown(what: str) -> CorruptObject:

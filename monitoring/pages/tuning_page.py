@@ -10,7 +10,7 @@ from monitoring.pages import tuning_plots
 from monitoring.pages.panels import from_drawn
 from monitoring.pages.report import environment, write_page
 
-COMPLETED = "completed"
+COMPLETED, UNFINISHED = "completed", "not finished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,8 @@ class Tuning:
             without differential privacy.
         delta: The delta that goes with it.
         page: Where the page is.
+        is_selected: Whether the best trial is selected privately, so that all others,
+            and their number, are not for others to see.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Tuning:
     epsilon: float | None
     delta: float | None
     page: Path
+    is_selected: bool = False
 
     def ranked(self) -> Sequence[TrialRow]:
         """Completed trials, the best first."""
@@ -123,7 +126,7 @@ def render(tuning: Tuning) -> str:
             ],
             counts={
                 state: sum(trial.state == state for trial in tuning.trials)
-                for state in (COMPLETED, "ended early", "failed", "not finished")
+                for state in (COMPLETED, "ended early", "failed", UNFINISHED)
             },
         )
     )

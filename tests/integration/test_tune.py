@@ -12,6 +12,7 @@ import pytest
 
 from deploy.cli.commands import main
 from deploy.tuning.search import Search
+from deploy.tuning.selecting import SelectionDraw
 from deploy.tuning.space import load
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
 from federation.folder_lock import hold
@@ -217,3 +218,48 @@ def test_the_command(
     page = (tmp_path / "searches/tiny/tuning.html").read_text()
     assert "training.optimizer.lr" in page
     assert "<script" not in page
+
+
+SELECTION = """
+job = "job.toml"
+trials = 30
+sampler = "random"
+privacy = { selection = "geometric" }
+[space]
+training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }
+privacy.differential_privacy.clip_norm = { low = 0.1, high = 1.0 }
+"""
+
+
+def test_the_best_of_a_random_number_is_released_alone(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB + PRIVATE)
+    (tmp_path / "space.toml").write_text(SELECTION)
+    space = load(tmp_path / "space.toml")
+
+    def part(draws: list[SelectionDraw], stop: Callable[[], bool]) -> Search:
+        return Search(
+            space=space,
+            folder=tmp_path / "search",
+            say=lambda _: None,
+            stop_requested=stop,
+            draw=lambda _: draws.pop(),
+        )
+
+    begun = part([SelectionDraw(trials=3, seed=5)], after(3))
+    assert begun.select(begun.run()) is None
+    # The number was drawn once, when the search began.
+    search = part([], lambda: False)
+    found = search.run()
+    assert [t.state for t in found.trials] == ["completed"] * found.wanted
+    assert found.wanted == 3
+    selected = search.select(found)
+    assert selected is not None
+    assert found.best is not None
+    released = json.loads((selected.folder / "result.json").read_text())
+    assert released["value"] == found.best.value
+    assert released["values"] == dict(found.best.values)
+    model = (selected.folder / "model.safetensors").read_bytes()
+    assert model == (found.best.folder / "model.safetensors").read_bytes()
+    assert found.epsilon is not None
+    assert 0 < released["epsilon"] == selected.cost.epsilon < selected.cost.composed
+    assert "stay private" in found.page.read_text()

@@ -1,0 +1,102 @@
+"""What a search with private selection must not ask for.
+
+The bounds are for one mechanism that is run again and again (Papernot and Steinke 2022,
+arXiv:2110.03620): it may draw values at random, but must not look at earlier trials,
+and must not spend more with some values than with others.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from federation.errors import JobError
+from federation.job.spec import JobSpec
+from privacy.dp.selection import MIN_MEAN
+
+if TYPE_CHECKING:
+    from deploy.tuning.space import TuneSpec
+
+# Keys that change no event of a ledger, whatever their value.
+SAME_COST = (
+    "training.optimizer.",
+    "training.learning_rate.",
+    "training.proximal_mu",
+    "aggregation.server_optimizer.",
+    "privacy.differential_privacy.clip_norm",
+)
+
+_TABLE = "privacy.selection"
+
+
+def check_selection(spec: "TuneSpec", job: JobSpec) -> None:
+    """Refuse what makes trials unlike each other, or their number known.
+
+    Args:
+        spec: The search, with ``privacy.selection``.
+        job: Its job, without the keys that are searched.
+
+    Raises:
+        JobError: The first such thing.
+    """
+    for key, reason in (*_faults_of_search(spec), *_faults_of_job(job)):
+        raise JobError(reason, key=key)
+    for name in spec.space:
+        if not name.startswith(SAME_COST):
+            raise JobError(
+                "may change what a trial spends, and the best of trials with different "
+                f"costs has no bound: with {_TABLE} search only keys that begin with "
+                f"{', '.join(SAME_COST)}",
+                key=f"space.{name}",
+            )
+
+
+def _faults_of_search(spec: "TuneSpec") -> Iterator[tuple[str, str]]:
+    if spec.sampler != "random":
+        yield (
+            "sampler",
+            (
+                f"{spec.sampler!r} learns from earlier trials, so that the best one "
+                f"depends on all of them: use 'random' with {_TABLE}"
+            ),
+        )
+    if spec.pruner.min_rounds:
+        yield (
+            "pruner.min_rounds",
+            (
+                "compares trials with each other before they end: leave it out with "
+                f"{_TABLE}"
+            ),
+        )
+    if spec.seed:
+        yield (
+            "seed",
+            (
+                f"is drawn secretly with {_TABLE}, since values that follow from a "
+                "known seed would reveal which trial was the best: remove this key"
+            ),
+        )
+    if spec.privacy.max_epsilon:
+        yield (
+            "privacy.max_epsilon",
+            (
+                "ends a search after a number of trials that can be computed: with "
+                f"{_TABLE}, set target_epsilon of the job and `trials` instead"
+            ),
+        )
+    if spec.trials < MIN_MEAN:
+        yield "trials", f"is the expected number of trials with {_TABLE}: at least 2"
+
+
+def _faults_of_job(job: JobSpec) -> Iterator[tuple[str, str]]:
+    if not job.privacy.differential_privacy.enabled:
+        yield (
+            _TABLE,
+            "needs a job with differential privacy: without, no trial is charged",
+        )
+    if job.simulation.total_epsilon is not None:
+        yield (
+            _TABLE,
+            (
+                "the job's simulation.total_epsilon would refuse trials after a number "
+                "that can be computed: remove it"
+            ),
+        )

@@ -1,0 +1,170 @@
+"""Private selection in a search: what is refused, drawn, charged and released."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.tuning.selecting import SelectionDraw, cost, release, worst_events
+from deploy.tuning.space import load
+from federation.errors import JobError
+from monitoring.runs.run_folder import RunFolder
+from privacy.dp import accountant
+from privacy.dp.events import PrivacyEvent
+from privacy.dp.selection import RandomTrials, epsilon_of_best
+
+JOB = """
+name = "tiny"
+rounds = 2
+model.factory = "clients.models:logistic_regression"
+model.options = { inputs = 30, classes = 2 }
+data = { source = "clients.data:breast_cancer" }
+training = { local_steps = 5, optimizer = { name = "adam", lr = 0.1 } }
+aggregation = { weights = "uniform" }
+sites = [{ name = "a" }, { name = "b" }]
+"""
+PRIVATE = """
+[privacy.differential_privacy]
+unit = "record"
+target_epsilon = 2.0
+"""
+LINE = "training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }"
+RANDOM = 'sampler = "random"\nprivacy = { selection = "geometric" }'
+TRAIN = PrivacyEvent(noise_multiplier=3.0, sampling_rate=1.0, steps=10, slack=1e-18)
+HELD_OUT = PrivacyEvent(noise_multiplier=9.0, sampling_rate=1.0, steps=1, slack=1e-18)
+
+
+def write(folder: Path, extra: str = RANDOM, line: str = LINE, job: str = PRIVATE):
+    (folder / "job.toml").write_text(JOB + job)
+    path = folder / "space.toml"
+    path.write_text(f'job = "job.toml"\n{extra}\n[space]\n{line}\n')
+    return path
+
+
+def test_trials_are_a_random_number_with_the_files_as_its_mean(tmp_path: Path):
+    """And a fixed one without a selection."""
+    space = load(write(tmp_path, f"trials = 12\n{RANDOM}"))
+    assert space.random_trials == RandomTrials(distribution="geometric", mean=12.0)
+    assert load(write(tmp_path, "trials = 12")).random_trials is None
+
+
+def test_the_number_of_trials_is_a_part_of_the_search(tmp_path: Path):
+    """Or it could be drawn again until it is as wanted."""
+    digests = {
+        load(write(tmp_path, extra)).digest()
+        for extra in (
+            f"trials = 12\n{RANDOM}",
+            f"trials = 13\n{RANDOM}",
+            f"trials = 12\n{RANDOM.replace('geometric', 'poisson')}",
+            'trials = 12\nsampler = "random"',
+        )
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "said"),
+    [
+        (RANDOM.replace("random", "tpe"), "sampler", "learns from earlier trials"),
+        (f"pruner = {{ min_rounds = 1 }}\n{RANDOM}", "pruner.min_rounds", "compares"),
+        (f"seed = 1\n{RANDOM}", "seed", "is drawn secretly"),
+        (
+            RANDOM.replace(" }", ", max_epsilon = 9.0 }"),
+            "privacy.max_epsilon",
+            "that can be computed",
+        ),
+        (f"trials = 1\n{RANDOM}", "trials", "at least 2"),
+    ],
+)
+def test_searches_without_a_bound_are_refused(
+    tmp_path: Path, extra: str, key: str, said: str
+):
+    """With the key that would have to change."""
+    with pytest.raises(JobError, match=said) as caught:
+        load(write(tmp_path, extra))
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("job", "line", "said"),
+    [
+        ("", LINE, "needs a job with differential privacy"),
+        (f"{PRIVATE}[simulation]\ntotal_epsilon = 9.0", LINE, "total_epsilon"),
+        (PRIVATE, "rounds = { low = 1, high = 9 }", "space.rounds"),
+        (PRIVATE, "training.batch_size = { low = 1, high = 9 }", "what a trial spends"),
+    ],
+)
+def test_jobs_without_a_bound_are_refused(
+    tmp_path: Path, job: str, line: str, said: str
+):
+    """Such as one whose trials cost more with some values than with others."""
+    with pytest.raises(JobError, match=said):
+        load(write(tmp_path, job=job, line=line))
+
+
+def test_seed_and_number_are_drawn_anew_for_each_search():
+    """32 draws: equal seeds would be a defect, equal numbers of all chance of 1e-30."""
+    wanted = RandomTrials(distribution="geometric", mean=50)
+    drawn = [SelectionDraw.fresh(wanted) for _ in range(32)]
+    assert len({each.seed for each in drawn}) == 32
+    assert len({each.trials for each in drawn}) > 1
+
+
+def test_a_trial_is_charged_as_the_dearest_of_its_kind():
+    """Most steps, with the least noise that another clip norm could give."""
+    less = PrivacyEvent(noise_multiplier=2.999, sampling_rate=1.0, steps=4, slack=1e-18)
+    (found,) = worst_events([[TRAIN, TRAIN], [less], []])
+    assert (found.steps, found.sampling_rate, found.slack) == (20, 1.0, 1e-18)
+    assert found.noise_multiplier == 2.999 * (1 - 2**-10)
+
+
+def test_cost_is_that_of_the_dearest_site_and_purpose():
+    """Beside the composition of as many trials as expected, whatever their number."""
+    wanted = RandomTrials(distribution="geometric", mean=5)
+    trials: list[dict[Any, Any]] = [
+        {("a", "train"): [TRAIN], ("a", "evaluate"): [HELD_OUT]},
+        {("a", "train"): [TRAIN], ("b", "train"): [TRAIN] * 2},
+    ]
+    found = cost(trials, wanted, 1e-5)
+    (worst,) = worst_events([[TRAIN] * 2])
+    assert found.epsilon == epsilon_of_best([worst], 1e-5, wanted)
+    assert found.composed == accountant.epsilon([worst] * 5, 1e-5)
+    assert (found.mean, found.distribution, found.delta) == (5.0, "geometric", 1e-5)
+
+
+def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
+    """Neither their number, nor which the best one was, nor when it ran."""
+    space = load(write(tmp_path, f"trials = 12\n{RANDOM}"))
+    run = RunFolder(tmp_path / "trials" / "0017")
+    run.path.mkdir(parents=True)
+    run.model.write_bytes(b"model")
+    wanted = space.random_trials
+    assert wanted is not None
+    found = release(
+        tmp_path,
+        space,
+        run=run,
+        values={"training.optimizer.lr": 0.25},
+        value=0.5,
+        found=cost([{("a", "train"): [TRAIN]}], wanted, 1e-5),
+    )
+    assert found.folder == tmp_path / "selected"
+    assert sorted(p.name for p in found.folder.iterdir()) == [
+        "model.safetensors",
+        "result.json",
+    ]
+    document = json.loads((found.folder / "result.json").read_text())
+    assert set(document) == {
+        "name",
+        "metric",
+        "value",
+        "values",
+        "unit",
+        "epsilon",
+        "delta",
+        "distribution",
+        "expected_trials",
+    }
+    assert document["expected_trials"] == 12.0
+    assert "17" not in json.dumps(document | {"epsilon": 0.0})
