@@ -16,8 +16,8 @@ Of dicts and columns, ``labels``, ``label`` or ``targets`` holds the targets, an
 else is inputs, in a dict of that order; ``inputs`` alone stands for itself.
 
 Which person a record is of, where persons are protected together (``unit = "person"``),
-is said by ``persons``: of ``Examples``, an attribute of a map-style dataset with one
-integer or text per item, or a column, which is then no input.
+is said by ``persons`` of ``Examples``, an attribute ``persons`` of a map-style dataset
+with one integer or text per item, or a column ``person_id``, which is no input.
 
 Nothing has to be inherited or registered. ``as_dataset`` makes a ``Dataset`` of any.
 Models see float32 and int64 only: floating-point and boolean inputs become
@@ -50,7 +50,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from clients.data.persons import PERSONS, check_persons, of_items, take_column
+from clients.data.persons import COLUMN, check_persons, of_columns, of_items
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
 from federation.tree import Tree, leaves, map_tree, num_records
@@ -182,7 +182,7 @@ def as_dataset(obj: object, *, name: str) -> Dataset:
         dataset = _from_examples(_examples_of_tuple(obj, name=name))
     elif isinstance(obj, Mapping):
         columns = {key: _column(part, name, key) for key, part in obj.items()}
-        persons = take_column(columns, name=name)
+        persons = of_columns(columns, name=name)
         pair = parts_of_dict(columns, name=name)
         examples = _examples_of_tuple(pair, name=name, persons=persons)
         dataset = _from_examples(examples)
@@ -207,7 +207,7 @@ def parts_of_dict(item: Mapping[str, Any], *, name: str) -> tuple[Tree, Tree]:
             f"{name} has the columns {' and '.join(known)}: keep one of them as the "
             "targets, and remove or rename the other"
         )
-    inputs = {key: value for key, value in item.items() if key not in known}
+    inputs = {key: value for key, value in item.items() if key not in (*known, COLUMN)}
     if not inputs:
         raise SiteError(f"{name} has no column besides {known[0] if known else 'none'}")
     alone = inputs["inputs"] if inputs.keys() == {"inputs"} else inputs
@@ -224,7 +224,7 @@ def _column(values: object, name: str, key: str) -> object:
                 f"{name}: the column {key!r} holds rows of different lengths: return "
                 "a DataLoader of a list of dicts, whose collate_fn pads them"
             ) from error
-    if key == PERSONS:
+    if key == COLUMN:
         return values
     if isinstance(values, np.ndarray) and values.dtype == object and values.size:
         return _column([np.asarray(row) for row in values], name, key)

@@ -1,5 +1,6 @@
 """Whose record each example is: what a data source may say, and its checks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 from federation.errors import SiteError
 
-PERSONS = "persons"  # Name of the column, and of the attribute.
+ATTRIBUTE, COLUMN = "persons", "person_id"
 
 
 def check_persons(persons: object, size: int) -> None:
@@ -45,24 +46,38 @@ def as_persons(persons: object) -> NDArray[Any]:
     return values
 
 
-def take_column(columns: dict[str, Any], *, name: str) -> NDArray[Any] | None:
-    """Remove the column of persons from a table, since it is no input of a model.
+def of_columns(columns: Mapping[str, Any], *, name: str) -> NDArray[Any] | None:
+    """Read the column of persons of a table; None if there is none.
 
     Raises:
         SiteError: It holds something else than integers or texts.
     """
-    if PERSONS not in columns:
+    if COLUMN not in columns:
         return None
     try:
-        return as_persons(columns.pop(PERSONS))
+        return as_persons(columns[COLUMN])
     except ValueError as error:
-        raise SiteError(f"{name}: {error}") from error
+        raise SiteError(f"{name}, column {COLUMN!r}: {error}") from error
 
 
 def of_items(obj: object, size: int) -> NDArray[Any] | None:
-    """Read whose the items of a dataset are; None if no such attribute says it."""
+    """Read whose the items of a dataset are, before the first of them is needed.
+
+    Args:
+        obj: A map-style dataset with an attribute ``persons`` or, as Hugging Face's,
+            with columns; or a list of dicts.
+        size: Number of items.
+
+    Returns:
+        None if it does not say so, or the attribute has another meaning.
+    """
+    found: object = getattr(obj, ATTRIBUTE, None)
+    if COLUMN in (getattr(obj, "column_names", None) or ()):
+        found = obj[COLUMN]  # type: ignore[index]
+    elif isinstance(obj, list) and all(isinstance(item, Mapping) for item in obj):
+        found = [item.get(COLUMN) for item in obj]
     try:
-        found = as_persons(getattr(obj, PERSONS, None))
-    except ValueError:  # An attribute of another meaning, as may be with ``targets``.
+        persons = as_persons(found)
+    except ValueError:
         return None
-    return found if len(found) == size else None
+    return persons if len(persons) == size else None

@@ -145,6 +145,7 @@ class TorchTrainer:
             if self.peers.count > 1 and private.in_sum:
                 raise ValueError("with noise in the sum one rank takes the step")
             sampling_rate(job, num_units(job, self.train))
+        self._persons = persons_of(job, self.train)
         check_shares(job, self.site, self.train, self.peers.count)
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
@@ -532,7 +533,7 @@ class TorchTrainer:
 
         Nothing is counted on the way: sums over the samples would have no noise.
         """
-        size, persons = len(self.train), persons_of(self.job, self.train)
+        size, persons = len(self.train), self._persons
         model.train()
         gradient = PrivateGradient(
             model,

@@ -135,7 +135,7 @@ class DifferentialPrivacySpec:
     target_epsilon: float | None = key(default=None, above=0.0)
     delta: float | None = key(default=None, above=0.0, below=1.0)
     clip_norm: float = key(default=1.0, above=0.0)
-    records_per_person: int = key(default=8, low=1)
+    records_per_person: int = key(default=8, low=1, high=1024)
     noise_multiplier: float | None = key(default=None, above=0.0)
     reserve_rounds: int = key(default=1, low=0)
     colluding_sites: int = key(default=1, low=1)

@@ -26,6 +26,7 @@ from federation.job.spec import JobSpec
 from federation.protocols import LocalWeights
 from privacy.dp_sgd.clipping import ClippedSum
 from privacy.dp_sgd.fit import fit_for_privacy
+from privacy.dp_sgd.person_batch import PersonBatch
 
 # Their imports take seconds: in the one worker that runs these tests, not in all.
 _MISSING = [name for name in ("transformers", "peft") if find_spec(name) is None]
@@ -196,8 +197,11 @@ def test_ffa_is_the_exact_mean_and_plain_averaging_is_not():
 
 @pytest.mark.parametrize("clipping", ["hooks", "ghost"])
 @pytest.mark.parametrize("lora", [FFA, PLAIN])
-def test_gradients_of_records_are_those_one_by_one(lora: dict[str, Any], clipping: str):
-    """Below the margin by which records are clipped, to 3e-5 of the clip norm."""
+@pytest.mark.parametrize("sizes", [None, [2, 1, 2]])
+def test_gradients_of_records_and_persons_are_those_one_by_one(
+    sizes: list[int] | None, lora: dict[str, Any], clipping: str
+):
+    """Below the margin by which they are clipped, to 3e-5 of the clip norm."""
     torch.manual_seed(0)
     model, _ = fit_for_privacy(hugging_face(config=GPT2, lora=lora))
     for name, parameter in model.named_parameters():
@@ -207,23 +211,24 @@ def test_gradients_of_records_are_those_one_by_one(lora: dict[str, Any], clippin
     labels = tokens.clone()
     labels[2, :6] = -100
     objective = objective_of(job().training)
-    clipped = ClippedSum(model, clip_norm=0.5, clipping=clipping, batch_size=5)
+    clip_norm = 0.5 if sizes is None else 0.2
+    clipped = ClippedSum(model, clip_norm=clip_norm, clipping=clipping, batch_size=5)
     clipped.add_(
-        lambda: objective(model, {"input_ids": tokens}, labels).sum_of_means(5), 5
+        lambda: objective(model, {"input_ids": tokens}, labels).sum_of_means(5),
+        5,
+        None if sizes is None else PersonBatch(sizes=np.array(sizes), most=2),
     )
     expected, num_clipped = torch.zeros_like(clipped.sum_d), 0
-    for number in range(5):
-        one = slice(number, number + 1)
+    for one in torch.arange(5).split(sizes or 1):
         model.zero_grad()
-        objective(model, {"input_ids": tokens[one]}, labels[one]).sum_of_means(
-            1
-        ).backward()
+        loss = objective(model, {"input_ids": tokens[one]}, labels[one])
+        (loss.sum_of_means(len(one)) / len(one)).backward()
         parts = [p.grad.flatten() for p in clipped.parameters.values()]
         gradient = torch.cat(parts).double()
         num_clipped += int(gradient.norm() > clipped._limit)
         expected += gradient * min(1.0, clipped._limit / gradient.norm())
     assert num_clipped > 0
-    assert (clipped.sum_d - expected).norm() < 3e-5 * 0.5
+    assert (clipped.sum_d - expected).norm() < 3e-5 * clip_norm
 
 
 def test_a_prompt_is_all_that_is_trained_and_sent():

@@ -20,12 +20,12 @@ IDS = np.array([3, 3, 1, 2, 1, 3])
 class Frame:
     """Columns as pandas has them: texts are objects."""
 
-    columns = ("a", "persons", "label")
+    columns = ("a", "person_id", "label")
 
     def __getitem__(self, name: str) -> Any:
         return {
             "a": Column(np.arange(3.0)),
-            "persons": Column(np.array(["x", "y", "x"], dtype=object)),
+            "person_id": Column(np.array(["x", "y", "x"], dtype=object)),
             "label": Column(np.array([0, 1, 0])),
         }[name]
 
@@ -39,6 +39,22 @@ class Column:
 
     def to_numpy(self):
         return self._values
+
+
+class Rows:
+    """Items with columns, as Hugging Face has them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+        self.column_names = list(rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return [row[key] for row in self._rows]
+        return self._rows[key]
 
 
 class Items:
@@ -75,6 +91,12 @@ def test_arrays_items_and_columns_name_persons():
         items = as_dataset(Items(attribute), name="x")
         assert items.persons is not None
         assert len(items.persons) == 3
+    rows = [{"a": float(i), "person_id": who} for i, who in enumerate("xyx")]
+    for source in (rows, Rows(rows)):
+        listed = as_dataset(source, name="x")
+        assert listed.persons is not None
+        assert listed.persons.tolist() == ["x", "y", "x"]
+        assert list(listed.batch(np.array([0, 1]))[0]) == ["a"]
 
 
 @pytest.mark.parametrize("other", [None, [1, 2], ["a", None, "b"], [0.5, 1.0, 2.0], 7])
@@ -93,7 +115,7 @@ def test_an_attribute_of_another_meaning_names_no_persons(other: Any):
 )
 def test_a_column_that_names_no_persons_is_refused(persons: Any, said: str):
     """NaN would be a new person for each record whose person is unknown."""
-    columns = {"inputs": np.ones((3, 2)), "persons": persons}
+    columns = {"inputs": np.ones((3, 2)), "person_id": persons}
     with pytest.raises(SiteError, match=said):
         as_dataset(columns, name="train")
     with pytest.raises(ValueError, match=r"shape \(6,\)"):
