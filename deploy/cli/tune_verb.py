@@ -45,6 +45,8 @@ def _tune(options: argparse.Namespace) -> int:
         _print(found)
         if selected is not None:
             _print_selected(selected)
+        elif found.wanted == 0:  # With a Poisson number.
+            tell("no trial was drawn, so there is nothing to select")
         elif found.best is not None:
             say(f"train it    {_command(space, found.best.values)}")
     if was_stopped:

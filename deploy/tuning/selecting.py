@@ -7,6 +7,7 @@ the other trials, or how many there were.
 
 import json
 import math
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from cloud_adapters.storage.disk.transfer import FilePieces
 from deploy.tuning.space import Choice, Space
 from deploy.tuning.spending import Spender
 from federation.durable_files import replace_file
+from federation.errors import PrivacyError
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
@@ -171,7 +173,17 @@ def release(
 
     Returns:
         Where it is, and what it costs.
+
+    Raises:
+        PrivacyError: There is no bound, so nothing may be released.
+        StoreUnavailable: The folder cannot be written.
     """
+    if not math.isfinite(found.epsilon):
+        raise PrivacyError(
+            f"{folder}: no epsilon bounds what the best trial reveals at delta "
+            f"{found.delta:g}, so nothing is released: give the job more noise (a "
+            "smaller target_epsilon), or a larger privacy.delta"
+        )
     place = folder / FOLDER
     document: dict[str, Any] = {
         "name": space.spec.name,
@@ -189,4 +201,6 @@ def release(
         place.mkdir(exist_ok=True)
         replace_file(place / MODEL, FilePieces(run.model))
         replace_file(place / RESULT, [text.encode()])
+        for name in (MODEL, RESULT):  # When a search ended says how long it was.
+            os.utime(place / name, (0, 0))
     return SelectionRelease(cost=found, folder=place)

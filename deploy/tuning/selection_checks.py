@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec
-from privacy.dp.selection import MIN_MEAN
+from privacy.dp.selection import MAX_MEAN, MIN_MEAN
 
 if TYPE_CHECKING:
     from deploy.tuning.space import TuneSpec
@@ -82,8 +82,11 @@ def _faults_of_search(spec: "TuneSpec") -> Iterator[tuple[str, str]]:
                 f"{_TABLE}, set target_epsilon of the job and `trials` instead"
             ),
         )
-    if spec.trials < MIN_MEAN:
-        yield "trials", f"is the expected number of trials with {_TABLE}: at least 2"
+    if not MIN_MEAN <= spec.trials <= MAX_MEAN:
+        yield (
+            "trials",
+            f"is the mean number with {_TABLE}: give {MIN_MEAN:g} to {MAX_MEAN:g}",
+        )
 
 
 def _faults_of_job(job: JobSpec) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,21 @@
 """Private selection in a search: what is refused, drawn, charged and released."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.tuning.selecting import SelectionDraw, cost, release, worst_events
+from deploy.tuning.selecting import (
+    SelectionCost,
+    SelectionDraw,
+    cost,
+    release,
+    worst_events,
+)
 from deploy.tuning.space import load
-from federation.errors import JobError
+from federation.errors import JobError, PrivacyError
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
@@ -74,7 +81,8 @@ def test_the_number_of_trials_is_a_part_of_the_search(tmp_path: Path):
             "privacy.max_epsilon",
             "that can be computed",
         ),
-        (f"trials = 1\n{RANDOM}", "trials", "at least 2"),
+        (f"trials = 1\n{RANDOM}", "trials", "give 2 to 10000"),
+        (f"trials = 10001\n{RANDOM}", "trials", "give 2 to 10000"),
     ],
 )
 def test_searches_without_a_bound_are_refused(
@@ -133,6 +141,19 @@ def test_cost_is_that_of_the_dearest_site_and_purpose():
     assert (found.mean, found.distribution, found.delta) == (5.0, "geometric", 1e-5)
 
 
+def test_nothing_is_released_without_a_bound(tmp_path: Path):
+    """Such as of trials with hardly any noise."""
+    space = load(write(tmp_path))
+    bound = SelectionCost(
+        distribution="geometric", mean=20.0, epsilon=math.inf, composed=9.0, delta=1e-5
+    )
+    with pytest.raises(PrivacyError, match="so nothing is released"):
+        release(
+            tmp_path, space, run=RunFolder(tmp_path), values={}, value=1.0, found=bound
+        )
+    assert not (tmp_path / "selected").exists()
+
+
 def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
     """Neither their number, nor which the best one was, nor when it ran."""
     space = load(write(tmp_path, f"trials = 12\n{RANDOM}"))
@@ -167,4 +188,5 @@ def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
         "expected_trials",
     }
     assert document["expected_trials"] == 12.0
+    assert {p.stat().st_mtime for p in found.folder.iterdir()} == {0.0}
     assert "17" not in json.dumps(document | {"epsilon": 0.0})
