@@ -20,7 +20,7 @@ from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
-from privacy.secagg.protocol.of_job import header_slots, terms_of_job
+from privacy.secagg.protocol.of_job import header_slots, relays_of, terms_of_job
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
 _UNIT = "privacy.differential_privacy.unit"
@@ -104,6 +104,7 @@ def contract_policy(
         max_rounds=policy.max_rounds + 1,
         header_slots=header_slots(job),
         noise_share=noise_share,
+        relays=relays_of(job, roster),
         accept_two_sites=policy.accept_two_sites,
         require_hybrid=policy.require_hybrid,
     )

@@ -175,21 +175,20 @@ def rehearse(
     check_layout(job, layout)
     aggregator = generate(os.urandom)
     identities = {SiteId(site.name): generate(os.urandom) for site in job.sites}
+    relays = {SiteId(relay.name): generate(os.urandom) for relay in job.relays}
     roster = Roster(
         serial=1,
         aggregator_organisation="simulation",
         aggregator_key=aggregator.public.key,
         sites=tuple(
             RosterEntry(site=name, organisation=name, public_key=identity.public.key)
-            for name, identity in sorted(identities.items())
+            for name, identity in sorted((identities | relays).items())
         ),
     )
-    relays = {SiteId(relay.name): generate(os.urandom) for relay in job.relays}
-    keys = {name: identity.public.key for name, identity in relays.items()}
     return Rehearsal(
         federation=federation,
         relays=relays,
-        contract=_contract(federation, run_id, roster, private, keys),
+        contract=_contract(federation, run_id, roster, private),
         aggregator=aggregator,
         identities=identities,
         roster=roster,
@@ -202,7 +201,6 @@ def _contract(
     run_id: RunId,
     roster: Roster,
     private: PrivateSites | None,
-    relay_keys: Mapping[SiteId, bytes],
 ) -> Contract:
     sizes = [len(train) for train, _ in federation.site_data.values()]
     return contract_of(
@@ -213,7 +211,6 @@ def _contract(
         promises=() if private is None else private.promises(),
         ring_noise_std=_ring_noise_std(private),
         max_examples=max(sizes),
-        relay_keys=relay_keys,
     )
 
 

@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from federation.ids import RunId, SiteId
 from federation.job.privacy_job import LEVELS
-from privacy.secagg.agreement.contract import WEIGHT_RULES, Contract, members_of
+from privacy.secagg.agreement.contract import (
+    WEIGHT_RULES,
+    Contract,
+    RelayMember,
+    members_of,
+)
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import PROFILES
 from privacy.secagg.agreement.thresholds import colluding_tolerated
@@ -74,6 +79,7 @@ class LocalPolicy:
             update.
         group: Who is in the sum, where sites have drawn groups; None where all sites
             of the job are in one sum.
+        relays: Who may add up masked words of which sites; None for any.
     """
 
     roster: Roster
@@ -101,6 +107,7 @@ class LocalPolicy:
     require_hybrid: bool = True
     accept_two_sites: bool = False
     group: Group | None = None
+    relays: tuple[RelayMember, ...] | None = None
 
 
 def check_against_policy(contract: Contract, policy: LocalPolicy) -> None:
@@ -117,6 +124,7 @@ def check_against_policy(contract: Contract, policy: LocalPolicy) -> None:
     policy.roster.check_current(contract.roster_serial)
     for rules in (
         _pin_faults,
+        _relay_faults,
         _proposal_faults,
         _group_faults,
         _strength_faults,
@@ -224,6 +232,15 @@ def _pin_faults(q: Contract, policy: LocalPolicy) -> _Faults:
         )
     if q.aggregator_key != policy.roster.aggregator_key:
         yield _Fault("aggregator_key", "it is not the aggregator of the roster")
+
+
+def _relay_faults(q: Contract, policy: LocalPolicy) -> _Faults:
+    """Who adds up masked words."""
+    if policy.relays is not None and q.relays != policy.relays:
+        yield _Fault(
+            "relays",
+            "they are not those of the job that was proposed, with the roster's keys",
+        )
 
 
 def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:

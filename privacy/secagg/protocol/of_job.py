@@ -1,7 +1,6 @@
 """The contract that follows from a job."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from federation.compression.rotation import BLOCK_VALUES, num_blocks
@@ -16,7 +15,6 @@ from privacy.counts import coarse
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import (
     Contract,
-    Member,
     RelayMember,
     members_of,
 )
@@ -42,7 +40,6 @@ def contract_of(
     promises: Sequence[SitePrivacy],
     ring_noise_std: float = 0.0,
     max_examples: int | None = None,
-    relay_keys: Mapping[SiteId, bytes] = MappingProxyType({}),
 ) -> Contract:
     """Write down what all parties of a run agree to.
 
@@ -50,15 +47,14 @@ def contract_of(
         job: The job.
         layout: Layout of its model.
         run_id: The run.
-        roster: Pins the parties.
+        roster: Pins the parties, relays among them.
         promises: What the sites promise; empty without differential privacy.
         ring_noise_std: Noise of one site inside the sum, in steps of the grid.
         max_examples: Most examples of a site, where the job does not say.
-        relay_keys: Pinned Ed25519 key of each of the job's relays.
 
     Raises:
-        JobError: A relay has no pinned key. Or the job's numbers do not fit into the
-            ring, or the job must say how many examples a site has at most.
+        JobError: The roster does not pin a relay. Or the job's numbers do not fit into
+            the ring, or the job must say how many examples a site has at most.
     """
     terms = _privacy_terms(job, promises, ring_noise_std)
     ring = _ring(job, terms)
@@ -72,7 +68,7 @@ def contract_of(
         roster_serial=roster.serial,
         roster_digest=roster.digest,
         members=members,
-        relays=_relays(job, members, relay_keys),
+        relays=relays_of(job, roster),
         aggregator_key=roster.aggregator_key,
         threshold=job.minimum_sites,
         min_sites=job.minimum_sites,  # All that are in a sum: t, or N.
@@ -84,16 +80,24 @@ def contract_of(
     )
 
 
-def _relays(
-    job: JobSpec, members: Sequence[Member], keys: Mapping[SiteId, bytes]
-) -> tuple[RelayMember, ...]:
+def relays_of(job: JobSpec, roster: Roster) -> tuple[RelayMember, ...]:
+    """The relays of a contract, with the keys that the roster pins.
+
+    Raises:
+        JobError: The roster does not have one of them.
+    """
+    members = members_of(roster, {SiteId(site.name) for site in job.sites})
+    pinned = {entry.site: entry.public_key for entry in roster.sites}
     found = []
     for relay in sorted(job.relays, key=lambda relay: relay.name):
         name = SiteId(relay.name)
-        if name not in keys:
-            raise JobError(f"relay {relay.name!r} has no pinned key", key="relays")
+        if name not in pinned:
+            raise JobError(
+                f"relay {relay.name!r} is not in the roster: enrol it like a site",
+                key="relays",
+            )
         numbers = tuple(m.number for m in members if m.site in relay.sites)
-        found.append(RelayMember(name=name, public_key=keys[name], numbers=numbers))
+        found.append(RelayMember(name=name, public_key=pinned[name], numbers=numbers))
     return tuple(found)
 
 
