@@ -29,7 +29,6 @@ from federation.messages import (
 )
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.rounds.failures import failure
-from federation.vectors import Layout
 from federation.wire.relayed import with_words
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.identity import Identity
@@ -52,13 +51,15 @@ class PlainRelay:
 
     Attributes:
         name: Its name.
-        layout: Of the model.
+        num_values: Float values of the model, d.
+        layout_digest: Digest of its layout.
         weight_of: How much an update counts: as at the aggregator.
         combine: The mean.
     """
 
     name: SiteId
-    layout: Layout
+    num_values: int
+    layout_digest: str
     weight_of: Callable[[SiteUpdate], float]
     combine: CombineRule
 
@@ -83,7 +84,7 @@ class PlainRelay:
             if not isinstance(answer, SiteUpdate):
                 continue
             delta_d = answer.delta_d
-            if delta_d.shape != (self.layout.size,) or delta_d.dtype != np.float32:
+            if delta_d.shape != (self.num_values,) or delta_d.dtype != np.float32:
                 text = f"sent {delta_d.size} values of {delta_d.dtype} to its relay"
                 found[index] = failure(answer, FailureKind.INVALID, text)
                 continue
@@ -98,7 +99,7 @@ class PlainRelay:
                 weight=weight,
                 refuse=_refusing(found, index, answer),
             )
-        mean_d = np.zeros(self.layout.size, np.float32)
+        mean_d = np.zeros(self.num_values, np.float32)
         if any(each.weight for each in weighted.values()):
             try:
                 mean_d = self.combine(weighted.values(), mean_d)
@@ -112,7 +113,7 @@ class PlainRelay:
             run_id=updates[0].run_id,
             round_index=updates[0].round_index,
             site=self.name,
-            layout_digest=self.layout.digest,
+            layout_digest=self.layout_digest,
             delta_d=mean_d,
             integers_m=np.zeros(0, np.int64),
             num_examples=0,

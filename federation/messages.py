@@ -417,6 +417,20 @@ Task = RoundTask | SecureTask
 SiteMessage = SiteUpdate | SiteEvaluation | MaskedUpdate | SecureAnswer | SiteFailure
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayedTasks(RoundMessage):
+    """What a relay is asked in one message: tasks of sites behind it.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round of all of them.
+        site: The relay.
+        tasks: One for each of its sites that is asked, in the order of the job.
+    """
+
+    tasks: tuple[Task, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayedSum:
     """A sum that a relay has made of its sites' answers.
@@ -448,6 +462,8 @@ class Reply:
         inside_down: Bytes between a relay and the site, for the same task;
             ``bytes_down`` is then the site's part of what the relay received.
         inside_up: The same for the answer.
+        following: What came in the same message after ``message``; only a relay sends
+            more than one.
     """
 
     task_id: TaskId
@@ -459,3 +475,4 @@ class Reply:
     through: RelayedSum | None = None
     inside_down: int = 0
     inside_up: int = 0
+    following: tuple[SiteMessage, ...] = ()

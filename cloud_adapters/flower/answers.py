@@ -9,14 +9,22 @@ from collections.abc import Sequence
 from flwr.app import Message
 
 from cloud_adapters.flower import site as flower_site
-from cloud_adapters.flower.questions import QuestionNote
+from cloud_adapters.flower.questions import Asked, QuestionNote
 from cloud_adapters.transport.frame_references import PackedFrame, Reference, Sizes
 from cloud_adapters.transport.frames import Frames
 from federation.errors import CorruptObject, ObjectNotFound, ProtocolError, StoreError
 from federation.ids import SiteId
-from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
+from federation.messages import (
+    FailureKind,
+    RelayedTasks,
+    RoundTask,
+    SecureTask,
+    SiteMessage,
+    Task,
+)
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
+from federation.wire.relayed import answers_in
 
 
 class Answers:
@@ -26,8 +34,14 @@ class Answers:
         """Fetch the vectors of large ones as they travel."""
         self._frames = frames
 
-    def read(self, task: Task, message: Message) -> tuple[SiteMessage, int]:
-        """Read the answer to a task, and how many bytes it took."""
+    def read(self, task: Asked, message: Message) -> tuple[list[SiteMessage], int]:
+        """Read what answers a task, and how many bytes it took.
+
+        Returns:
+            One message, or all that a relay has sent for its sites.
+        """
+        if isinstance(task, RelayedTasks):
+            return _of_relay(task, message)
         packed = PackedFrame(frame=b"")
         try:
             packed = flower_site.unpack_all(message.content)
@@ -39,7 +53,7 @@ class Answers:
         except StoreError as error:
             text = f"cannot fetch its answer: {error}"
             answer = failure(task, FailureKind.UNREACHABLE, text)
-        return answer, packed.num_bytes
+        return [answer], packed.num_bytes
 
     def read_unfetched(
         self, asked: QuestionNote, message: Message
@@ -63,6 +77,16 @@ class Answers:
             return self._frames.receive(head, references, Sizes.of_task(task))
         finally:
             self._frames.discard(head, references)
+
+
+def _of_relay(task: RelayedTasks, message: Message) -> tuple[list[SiteMessage], int]:
+    """Read the frames of a relay: its sum, and an answer of each site."""
+    try:
+        frames = flower_site.unpack(message.content)
+        found = answers_in(frames, limit=1 + len(task.tasks))
+    except ProtocolError as error:
+        return [failure(task, FailureKind.INVALID, str(error))], 0
+    return found, len(frames)
 
 
 def _of_site(packed: PackedFrame, site: SiteId) -> SiteMessage:

@@ -5,7 +5,7 @@ The codes are those of ``flwr.common.constant.ErrorCode``, which is not public.
 
 from flwr.app import Message
 
-from federation.messages import FailureKind, SiteFailure, Task
+from federation.messages import FailureKind, RoundMessage, SiteFailure
 from federation.rounds.failures import failure
 
 # The site's own doing.
@@ -15,7 +15,7 @@ LOST = frozenset({3, 4})
 NODE_GONE = 5
 
 
-def failure_of(task: Task, message: Message) -> SiteFailure:
+def failure_of(task: RoundMessage, message: Message) -> SiteFailure:
     """What it means for the site."""
     code = message.error.code
     kind = FailureKind.UNREACHABLE

@@ -18,6 +18,7 @@ from cloud_adapters.flower import errors as flower_errors, site as flower_site
 from cloud_adapters.flower.answers import Answers
 from cloud_adapters.flower.presence import Presence
 from cloud_adapters.flower.questions import (
+    Asked,
     Batch,
     Out,
     Question,
@@ -32,15 +33,16 @@ from federation.errors import FederationError, StoreError
 from federation.ids import RunId, SiteId, TaskId
 from federation.messages import (
     FailureKind,
+    RelayedTasks,
     Reply,
     RoundTask,
     SiteFailure,
     SiteMessage,
-    Task,
     TaskKind,
 )
 from federation.protocols import Clock
 from federation.rounds.failures import failure
+from federation.wire.relayed import down_frames
 
 POLL_SECONDS = 0.02
 # Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
@@ -166,9 +168,11 @@ class FlowerGrid:
         return self._sites
 
     def send(
-        self, tasks: Sequence[Task], *, deadline_seconds: float
+        self, tasks: Sequence[Asked], *, deadline_seconds: float
     ) -> Sequence[TaskId]:
-        """Open tasks; see ``Grid``. Waits for nodes that have just gone.
+        """Open tasks; see ``Grid`` and ``RelayLines``.
+
+        Waits for nodes that have just gone.
 
         Raises:
             ValueError: A task is for a site that the grid does not have.
@@ -335,9 +339,11 @@ class FlowerGrid:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
         self._post(batch, out, RecordDict(), kind)
 
-    def _pack(self, task: Task) -> PackedFrame | SiteFailure:
+    def _pack(self, task: Asked) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
             return failure(task, FailureKind.UNREACHABLE, "was never connected")
+        if isinstance(task, RelayedTasks):
+            return self._delivery.frames.send_whole(down_frames(task.tasks))
         try:
             frames = INLINE if task.site in self._known else self._delivery.frames
             return frames.send(task)
@@ -345,7 +351,7 @@ class FlowerGrid:
             text = f"the model could not be stored: {error}"
             return failure(task, FailureKind.UNREACHABLE, text)
 
-    def _tidy(self, tasks: Sequence[Task]) -> None:
+    def _tidy(self, tasks: Sequence[Asked]) -> None:
         """Remove objects of rounds before all open ones from the store."""
         for task in tasks[:1]:  # All are of one round.
             rounds = set[int]().union(*(batch.rounds() for batch in self._batches))
@@ -402,14 +408,15 @@ class FlowerGrid:
         if word is not None:
             self._take_word(batch, out, word, is_again=not _is_word(message))
             return
-        answer, bytes_up = self._answers.read(question.task, message)
+        (answer, *following), bytes_up = self._answers.read(question.task, message)
         if self._may_return(answer, question.task):
             batch.left[question.index] = answer
             return
         question.asked.is_answered = True
-        self._settle(batch, question, answer, bytes_up=bytes_up)
+        more = tuple(following)
+        self._settle(batch, question, answer, bytes_up=bytes_up, following=more)
 
-    def _may_return(self, answer: SiteMessage, task: Task) -> TypeGuard[SiteFailure]:
+    def _may_return(self, answer: SiteMessage, task: Asked) -> TypeGuard[SiteFailure]:
         """Whether a site has left a task that it may continue when it is back."""
         return (
             self._delivery.asks_again
@@ -479,9 +486,14 @@ class FlowerGrid:
         message: SiteMessage,
         *,
         bytes_up: int = 0,
+        following: tuple[SiteMessage, ...] = (),
     ) -> None:
-        now = self._clock.monotonic()
-        reply = question.asked.reply(message, answered_seconds=now, bytes_up=bytes_up)
+        reply = question.asked.reply(
+            message,
+            answered_seconds=self._clock.monotonic(),
+            bytes_up=bytes_up,
+            following=following,
+        )
         self._late |= batch.settle(question, reply)
 
     def _pause(self, seconds: float | None = None) -> None:

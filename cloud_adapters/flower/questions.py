@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cloud_adapters.transport.redelivery import Inquiry, new_name
 from federation.ids import TaskId
 from federation.messages import (
+    RelayedTasks,
     Reply,
     RoundMessage,
     RoundTask,
@@ -20,6 +21,8 @@ from federation.messages import (
     TaskKind,
 )
 
+# What a node is asked: a site, or a relay for its sites.
+Asked = Task | RelayedTasks
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
@@ -44,7 +47,12 @@ class QuestionNote:
     is_answered: bool = False
 
     def reply(
-        self, message: SiteMessage, *, answered_seconds: float, bytes_up: int = 0
+        self,
+        message: SiteMessage,
+        *,
+        answered_seconds: float,
+        bytes_up: int = 0,
+        following: tuple[SiteMessage, ...] = (),
     ) -> Reply:
         """The reply, with the bytes that were sent."""
         return Reply(
@@ -54,6 +62,7 @@ class QuestionNote:
             answered_seconds=answered_seconds,
             bytes_down=self.bytes_down,
             bytes_up=bytes_up,
+            following=following,
         )
 
 
@@ -71,19 +80,20 @@ class Question:
 
     index: int
     name: str
-    task: Task
+    task: Asked
     asked: QuestionNote
     inquiry: Inquiry | None
 
     @property
     def kind(self) -> TaskKind:
         """Its kind in Flower: steps of secure aggregation belong to training."""
-        return self.task.kind if isinstance(self.task, RoundTask) else TaskKind.TRAIN
+        task = _first(self.task)
+        return task.kind if isinstance(task, RoundTask) else TaskKind.TRAIN
 
     @classmethod
     def of(
         cls,
-        task: Task,
+        task: Asked,
         index: int,
         now: float,
         inquiry: Inquiry | None,
@@ -138,7 +148,7 @@ class Batch:
 
     task_ids: Sequence[TaskId]
     deadline_seconds: float
-    waiting: deque[tuple[int, Task]]
+    waiting: deque[tuple[int, Asked]]
     ahead: float
     ordered: bool
     open: dict[int, Question] = field(default_factory=dict)
@@ -204,8 +214,14 @@ class Batch:
         return [reply for reply in found if reply is not None]
 
 
-def num_ahead(tasks: Sequence[Task]) -> int:
+def _first(asked: Asked) -> Task:
+    """The task, or the first of several, which are of one kind."""
+    return asked.tasks[0] if isinstance(asked, RelayedTasks) else asked
+
+
+def num_ahead(tasks: Sequence[Asked]) -> int:
     """Answers that memory allows to hold back."""
-    models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+    first = map(_first, tasks)
+    models = (t.weights_d.nbytes for t in first if isinstance(t, RoundTask))
     largest = max(models, default=0)
     return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))

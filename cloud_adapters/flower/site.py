@@ -13,14 +13,12 @@ on what the same object did in an earlier round.
 """
 
 import logging
-import math
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -34,21 +32,16 @@ from cloud_adapters.transport.frame_references import (
 )
 from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inbox, Word
-from federation.errors import ProtocolError, outside_of
-from federation.ids import RunId, SiteId
+from cloud_adapters.transport.task_work import Agent, Leaves, noticed, stays, within
+from federation.errors import ProtocolError
+from federation.ids import SiteId
 from federation.messages import (
-    FailureKind,
-    LeaveReason,
     RoundTask,
-    SecureAnswer,
     SecureTask,
-    SiteFailure,
     SiteMessage,
     Task,
 )
 from federation.protocols import SiteHandler
-from federation.rounds.failures import failure
-from federation.vectors import Layout
 from federation.wire import frame as wire
 
 HandlerFor = Callable[[SiteId, str], SiteHandler]
@@ -70,15 +63,11 @@ AGAIN = "query.answer"
 _WORD = "word"
 
 MAX_SECONDS = 1e9
-# Between looks whether the site is about to leave.
-LOOK_SECONDS = 0.2
-
 _LOG = logging.getLogger(__name__)
 
-# What this process has built and what it is busy with. Module state, because Flower
-# unpickles the app again for every message.
+# What this process has built. Module state, because Flower unpickles the app again for
+# every message.
 _handlers: OrderedDict[tuple[str, SiteId], SiteHandler] = OrderedDict()
-_working: dict[SiteId, tuple[threading.Thread, int]] = {}
 _lock = threading.Lock()
 
 
@@ -98,29 +87,6 @@ def client_app(handler_for: HandlerFor, *, threads: int = 1) -> ClientApp:
     app.evaluate()(answer)
     app.query()(_greet)
     return app
-
-
-class Agent(Protocol):
-    """A long-lived site: ``deploy.site_host.agent``."""
-
-    def introduce(self, sealed: bytes) -> bytes:
-        """Answer a proposal."""
-        ...
-
-    def answer(self, task: Task) -> SiteMessage:
-        """Answer a task."""
-        ...
-
-    def layout(self, run_id: RunId) -> Layout:
-        """Layout of a run's model."""
-        ...
-
-
-Leaves = Callable[[], LeaveReason | None]
-
-
-def stays() -> None:
-    """Never leave."""
 
 
 def agent_app(
@@ -148,9 +114,6 @@ def agent_app(
         sealed = unpack_bytes(message.content)
         return Message(pack_bytes(agent.introduce(sealed)), reply_to=message)
 
-    def reason() -> LeaveReason | None:
-        return leaves() or leaves_after()
-
     def answer(message: Message, context: Context) -> Message:  # noqa: ARG001
         head = _task(message)
         references = _references(message.content)
@@ -161,10 +124,11 @@ def agent_app(
                 sizes = Sizes.of_layout(agent.layout(head.run_id))
                 task = frames.receive(head, references, sizes)
             # By no name: it would be held while it is packed.
-            return frames.send(_noticed(agent.answer(task), reason(), leaves))
+            reason = leaves() or leaves_after()
+            return frames.send(noticed(agent.answer(task), reason, leaves))
 
-        packed = _within(_deadline(message), head, work, leaves)
-        return Message(_content(packed), reply_to=message)
+        packed = within(deadline_of(message), head, work, leaves)
+        return Message(pack_frame(packed), reply_to=message)
 
     app.query()(introduce)
     app.train()(answer)
@@ -200,7 +164,7 @@ def pack(
         "job": job_text,
         "deadline_seconds": deadline_seconds,
     }
-    return _content(PackedFrame(frame=frame, references=references), about)
+    return pack_frame(PackedFrame(frame=frame, references=references), about)
 
 
 def pack_word(word: Word) -> RecordDict:
@@ -235,7 +199,7 @@ def reply_at_once(about: Message, inbox: Inbox[RecordDict]) -> Message | None:
 
 def pack_answer(answer: SiteMessage) -> RecordDict:
     """Put a site's answer into the content of a Flower message."""
-    return _content(inline(answer))
+    return pack_frame(inline(answer))
 
 
 def unpack(content: RecordDict) -> bytes:
@@ -272,7 +236,8 @@ def _references(content: RecordDict) -> tuple[Reference, ...]:
     return frame_references.read_references(text) if text else ()
 
 
-def _content(packed: PackedFrame, about: _Record = _NOTHING) -> RecordDict:
+def pack_frame(packed: PackedFrame, about: _Record = _NOTHING) -> RecordDict:
+    """Put what travels into the content of a Flower message."""
     if packed.references:
         text = frame_references.write_references(packed.references)
         about = {**about, _REFERENCES: text}
@@ -328,8 +293,8 @@ def _answer(
         _limit_torch(threads)
         return inline(handler.handle(task))
 
-    packed = _within(_deadline(message), task, work)
-    return Message(_content(packed), reply_to=message)
+    packed = within(deadline_of(message), task, work)
+    return Message(pack_frame(packed), reply_to=message)
 
 
 def _about(message: Message) -> ConfigRecord:
@@ -347,7 +312,12 @@ def _task(message: Message) -> Task:
     return task
 
 
-def _deadline(message: Message) -> float:
+def deadline_of(message: Message) -> float:
+    """How many seconds the answer to a message may take.
+
+    Raises:
+        ProtocolError: It does not say.
+    """
     seconds = _about(message).get("deadline_seconds")
     if not isinstance(seconds, int | float) or not 0 < seconds < MAX_SECONDS:
         raise ProtocolError("a Flower message without a deadline")
@@ -370,68 +340,3 @@ def _limit_torch(threads: int) -> None:
     torch = sys.modules.get("torch")  # Absent where no model needs it.
     if torch is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-
-
-def _noticed(
-    answer: SiteMessage, reason: LeaveReason | None, leaves: Leaves
-) -> SiteMessage:
-    """Note in an answer that the site leaves, if it does."""
-    if isinstance(answer, SiteFailure) and (why := leaves()) is not None:
-        # It has failed because it leaves, and may be back before the round is over.
-        return replace(answer, kind=FailureKind.LEAVING, message=why.value)
-    if reason is None or isinstance(answer, SecureAnswer | SiteFailure):
-        return answer
-    return replace(answer, leaving=reason)
-
-
-def end_work() -> None:
-    """Wait for the work on tasks that have been answered by a leave notice."""
-    for thread, _ in [*_working.values()]:
-        thread.join()
-
-
-def _crashed(
-    task: Task, error: BaseException, reason: LeaveReason | None
-) -> SiteFailure:
-    """Report an error without quoting records, or that the site leaves."""
-    if reason is not None:
-        return failure(task, FailureKind.LEAVING, reason.value)
-    text = outside_of(error)
-    # What may quote a record stays in the site's own log.
-    if text != f"{type(error).__name__}: {error}":
-        _LOG.warning("a task failed", exc_info=error)
-    return failure(task, FailureKind.CRASHED, text)
-
-
-def _within(
-    seconds: float,
-    task: Task,
-    work: Callable[[], PackedFrame],
-    leaves: Leaves = stays,
-) -> PackedFrame:
-    """Answer within a time, in a thread, so that a hanging site frees its process."""
-    answers: list[PackedFrame] = []
-
-    def do() -> None:
-        try:
-            answers.append(work())
-        except BaseException as error:  # noqa: BLE001 -- it would only end this thread
-            answers.append(inline(_crashed(task, error, leaves())))
-
-    with _lock:
-        earlier = _working.get(task.site)
-        if earlier is not None and earlier[0].is_alive():
-            text = f"is still working on round {earlier[1]}"
-            return inline(failure(task, FailureKind.BUSY, text))
-        thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
-        _working[task.site] = (thread, task.round_index)
-        thread.start()
-    num_looks = math.ceil(seconds / LOOK_SECONDS)
-    for _ in range(num_looks):
-        thread.join(timeout=seconds / num_looks)
-        if not thread.is_alive():
-            return answers[0]
-        if (reason := leaves()) is not None:
-            return inline(failure(task, FailureKind.LEAVING, reason.value))
-    text = f"gave no answer within {seconds:g} s"
-    return inline(failure(task, FailureKind.DEADLINE, text))

@@ -1,4 +1,4 @@
-"""A threaded HTTP server on the loopback, and the bodies of its requests.
+"""A threaded HTTP server, on the loopback by default, and bodies of requests.
 
 Subclasses decide what is served, and to whom.
 """
@@ -22,7 +22,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, port: int, request: type["LoopbackHandler"], *, advice: str
+        self,
+        port: int,
+        request: type["LoopbackHandler"],
+        *,
+        advice: str,
+        host: str = LOOPBACK,
     ) -> None:
         """Take the port; nothing is answered before ``listening``.
 
@@ -30,16 +35,17 @@ class Server(ThreadingHTTPServer):
             port: Where to listen; 0 for any that is free.
             request: Answers what comes.
             advice: What to do if another process has the port, for the message.
+            host: Address of this machine to listen at.
 
         Raises:
             PortTaken: Another process has it, or there is no such port.
         """
         try:
-            super().__init__((LOOPBACK, port), request)
+            super().__init__((host, port), request)
         except (OSError, OverflowError) as error:  # OverflowError: none is so large.
             reason = getattr(error, "strerror", error)
             raise PortTaken(
-                f"cannot listen on {LOOPBACK}:{port}: {reason}; {advice}"
+                f"cannot listen on {host}:{port}: {reason}; {advice}"
             ) from error
 
     @contextmanager

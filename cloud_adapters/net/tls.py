@@ -6,13 +6,16 @@ from pathlib import Path
 from federation.errors import JobError
 
 
-def client_context(authority: bytes, certificate: Path | None) -> ssl.SSLContext:
+def client_context(
+    authority: bytes, certificate: Path | None, *, key: str = "aggregator.authority"
+) -> ssl.SSLContext:
     """Make a TLS context; files are read now, so renewed ones are used.
 
     Args:
         authority: PEM of the only authorities that may speak for the aggregator.
         certificate: File with the certificate that the aggregator's proxy asks for,
             and its key; None for none.
+        key: The key of ``site.toml`` that names the authorities.
 
     Raises:
         JobError: One of them holds no certificate; ``key`` is that of ``site.toml``.
@@ -25,7 +28,7 @@ def client_context(authority: bytes, certificate: Path | None) -> ssl.SSLContext
         raise JobError(
             f"the file holds no certificate: {error}; restore it, or enrol the site "
             "again",
-            key="aggregator.authority",
+            key=key,
         ) from error
     if certificate is not None:
         try:

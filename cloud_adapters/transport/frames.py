@@ -143,6 +143,24 @@ class Frames:
         frame = wire.encode_bytes(replace(message, **empty))
         return PackedFrame(frame=frame, references=references)
 
+    def send_whole(self, messages: Sequence[WireMessage]) -> PackedFrame:
+        """Pack messages one after another, without the store.
+
+        Raises:
+            JobError: Together they are too large for that.
+            WireError: See ``wire.encode``.
+        """
+        size = sum(wire.encoded_sizes(messages))
+        if size > self.threshold_bytes:
+            raise JobError(
+                f"a message of {size >> 20} MiB is too large for a relay, whose "
+                f"messages have at most {self.threshold_bytes >> 20} MiB and do not "
+                "use [exchange]: remove the relays from the job",
+                key="relays",
+            )
+        frames = (piece for each in messages for piece in wire.encode(each))
+        return PackedFrame(frame=b"".join(frames))
+
     def receive(
         self, head: _Message, references: Sequence[Reference], sizes: Sizes
     ) -> _Message:

@@ -185,10 +185,13 @@ class DeployedRun:
                 revoked=self._parties.revoked,
                 spares=spares,
                 anchors=self._anchors,
+                num_values=self.layout.size if job.relays else 0,
             )
             grid = connect(
                 self._roll_call, names, required=required, quorum=job.minimum_sites
             )
+            if job.relays:
+                self._roll_call.check_present(required)
             if self._roll_call.needs is not None:
                 self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
             return self._record.keep(partial(self._coordinate, grid))

@@ -99,7 +99,7 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
         JobError: The job asks for it; ``key`` says where.
     """
     _check_revoked(job, parties.revoked, resumed=resumed)
-    names = {site.name for site in job.sites}
+    names = {site.name for site in job.sites} | {each.name for each in job.relays}
     known = {entry.site for entry in parties.roster.sites}
     if not names <= known:
         raise JobError(
@@ -117,13 +117,18 @@ def check_job(job: JobSpec) -> None:
     """
     if job.simulation.faults:
         raise JobError("are for simulations only", key="simulation.faults")
-    if job.relays:
-        raise JobError("are for simulations only", key="relays")
     if job.privacy.secure_aggregation.enabled:
         max_examples_of(job, None)
 
 
 def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
+    for relay in job.relays:
+        if relay.name in revoked:
+            raise JobError(
+                f"relay {relay.name!r} was revoked: invite it again with crossfed "
+                f"aggregator invite {relay.name} and start a new run",
+                key="relays",
+            )
     gone = [site.name for site in job.sites if site.name in revoked]
     names = ", ".join(gone)
     if gone and not resumed:

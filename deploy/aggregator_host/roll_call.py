@@ -5,7 +5,7 @@ and, once it knows what the others need, what it promises.
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -38,6 +38,7 @@ class SignedRollCall:
         run_id: The run.
         aggregator: Signs.
         roster: Pins the sites' keys.
+        relays: The sites behind each relay of the job.
         sites: Those of the job. What others answer does not matter: a site that the
             job does not name refuses it.
         in_sum: Whether their noise adds up, so that all of them plan it together.
@@ -53,6 +54,7 @@ class SignedRollCall:
     roster: Roster
     sites: frozenset[SiteId]
     in_sum: bool
+    relays: Mapping[SiteId, Collection[SiteId]] = field(default_factory=dict)
     spares: bool = False
     absent: dict[SiteId, str] = field(default_factory=dict)
     introductions: dict[SiteId, Introduction] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class SignedRollCall:
         revoked: Collection[SiteId] = (),
         spares: bool = False,
         anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
+        num_values: int = 0,
     ) -> "SignedRollCall":
         """Propose a job to all of its sites except revoked ones."""
         proposal = Proposal(
@@ -83,6 +86,7 @@ class SignedRollCall:
                 SiteAnchor(site=site, anchor=anchor)
                 for site, anchor in sorted(anchors.items())
             ),
+            num_values=num_values,
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
         sites = frozenset(SiteId(site.name) for site in job.sites)
@@ -93,6 +97,10 @@ class SignedRollCall:
             roster=roster,
             sites=sites,
             in_sum=job.privacy.differential_privacy.in_sum,
+            relays={
+                SiteId(relay.name): tuple(map(SiteId, relay.sites))
+                for relay in job.relays
+            },
             spares=spares,
             absent={
                 each: f"site {each!r} was revoked"
@@ -102,6 +110,63 @@ class SignedRollCall:
 
     def site_of(self, answer: bytes) -> SiteId:
         """See ``cloud_adapters.flower.roll_call.RollCall``."""
+        bundle = introduction.open_bundle(answer)
+        if bundle is not None:
+            return self._relay_of(*bundle)
+        site = self._note(answer)
+        relay = self._behind(site)
+        if relay is not None:
+            raise SiteError(
+                f"site {site!r} is behind relay {relay!r} in this job, but connects to "
+                "the aggregator itself: name the relay in its site.toml (relay.address)"
+            )
+        return site
+
+    def _behind(self, site: SiteId) -> SiteId | None:
+        """The relay of a site; None if it has none."""
+        return next(
+            (name for name, behind in self.relays.items() if site in behind), None
+        )
+
+    def _relay_of(self, relay: bytes, sites: Sequence[bytes]) -> SiteId:
+        """Take a relay's introduction, and those of its sites that are there.
+
+        Raises:
+            ProtocolError: One cannot be trusted.
+            SiteError: The relay, or a site, does not take part.
+        """
+        found = introduction.open_introduction(relay, self.roster, self.question)
+        name = SiteId(found.site)
+        if name not in self.relays:
+            return name  # Of another job.
+        if found.refused:
+            reason = wire.one_line(found.refused)
+            raise SiteError(f"relay {name!r} does not take part: {reason}")
+        missing = dict.fromkeys(self.relays[name])
+        for sealed in sites:
+            claimed = introduction.open_introduction(sealed, self.roster, self.question)
+            site = SiteId(claimed.site)
+            if site not in self.relays[name]:
+                raise ProtocolError(f"relay {name!r} speaks for site {site!r}")
+            self._note(sealed)
+            missing.pop(site, None)
+        for site in missing:
+            text = f"site {site!r} did not connect to relay {name!r}"
+            self.absent.setdefault(site, text)
+        return name
+
+    def check_present(self, required: int) -> None:
+        """Check that enough sites are there, with those behind relays.
+
+        Raises:
+            SiteError: They are not.
+        """
+        if len(self.introductions) < required:
+            texts = "; ".join(self.absent.values())
+            raise SiteError(f"the run cannot start: {texts}")
+
+    def _note(self, answer: bytes) -> SiteId:
+        """Check a site's own answer, and note it."""
         found = introduction.open_introduction(answer, self.roster, self.question)
         site = SiteId(found.site)
         if site not in self.sites or site in self.absent:

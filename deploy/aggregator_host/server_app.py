@@ -14,6 +14,7 @@ from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerG
 from cloud_adapters.flower.roll_call import Attendance
 from cloud_adapters.flower_apps.apps import FlowerApps
 from cloud_adapters.transport.frames import Frames
+from cloud_adapters.transport.relay_lines import RelayLines, fewest_nodes, nodes_of
 from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.aggregator_host.config import AggregatorConfig
@@ -177,15 +178,16 @@ def _connector(
         known = read_own(
             lambda: known_nodes(config.folder, deployed.job, absent=roll_call.absent)
         )
+        behind = relays_of(deployed.job)
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
-            sites,
+            [*nodes_of(sites, behind)],
             clock=clock,
             attendance=Attendance(
                 roll_call=roll_call,
                 known=known,
-                required=required,
-                quorum=quorum,
+                required=fewest_nodes(sites, behind, required),
+                quorum=fewest_nodes(sites, behind, quorum),
                 connect_seconds=config.file.connect_seconds,
             ),
             delivery=Delivery(
@@ -199,9 +201,14 @@ def _connector(
         wait.is_over = True
         for reason in roll_call.absent.values():
             _LOG.warning("%s; the run continues without it", reason)
-        return grid
+        return RelayLines(grid, sites, behind) if behind else grid
 
     return connect
+
+
+def relays_of(job: JobSpec) -> dict[SiteId, Sequence[SiteId]]:
+    """The sites behind each relay of a job."""
+    return {SiteId(each.name): [*map(SiteId, each.sites)] for each in job.relays}
 
 
 def known_nodes(
@@ -223,7 +230,8 @@ def known_nodes(
     """
     agents = {site.name for site in job.sites if site.flower_app is None}
     members = BookFile(folder=folder).read().members
-    known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in agents}
+    asked = agents | {relay.name for relay in job.relays}
+    known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in asked}
     for index, site in enumerate(job.sites):
         if site.name not in agents | known.keys() | {*absent}:
             raise JobError(

@@ -16,7 +16,7 @@ from deploy.service_manager import Notify
 from federation.errors import FederationError
 
 if TYPE_CHECKING:
-    from cloud_adapters.flower.node import FlowerNode
+    from deploy.site_host.service import SiteNode
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def _agent(options: argparse.Namespace) -> int:
         is_person = number == signal.SIGINT
         departure.now(LeaveReason.OPERATOR if is_person else LeaveReason.SIGTERM)
 
-    def begun(node: "FlowerNode") -> None:
+    def begun(node: "SiteNode") -> None:
         end.say_before(node.leave)
         # Not when it is connected: an aggregator that is down must not keep a machine
         # from starting. The status says which it is.

@@ -39,6 +39,35 @@ class AggregatorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLinkSpec:
+    """The relay of this site's cloud, and how it proves who it is.
+
+    Attributes:
+        address: `HOST:PORT` of the relay.
+        authority: Certificate file (PEM) of the relay's authority, which this site
+            pins, relative to `folder`: a copy of `relay/ca.crt` in the relay's folder.
+    """
+
+    address: str
+    authority: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSpec:
+    """What makes this a relay: it serves sites of its cloud, and trains nothing.
+
+    Attributes:
+        listen: `HOST:PORT` to listen at.
+        hosts: Names and addresses by which sites reach it, for its certificate.
+        sites: Names of the sites that may connect.
+    """
+
+    listen: str
+    hosts: tuple[str, ...]
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDataSpec:
     """The site's own data.
 
@@ -129,6 +158,9 @@ class SiteFile:
         policy: What every job must promise.
         exchange: Where large models travel: what the aggregator's operator names.
         home: Where keys, ledgers and memory outlive the machine.
+        relay: The relay through which this site takes part in runs; by default it
+            connects to the aggregator.
+        serve: Only for a relay: whom it serves.
     """
 
     name: str
@@ -144,6 +176,8 @@ class SiteFile:
     policy: PolicySpec = PolicySpec()
     exchange: ExchangeSpec = ExchangeSpec()
     home: HomeSpec = HomeSpec()
+    relay: RelayLinkSpec | None = None
+    serve: ServeSpec | None = None
 
 
 def _no_home() -> None:
@@ -212,6 +246,7 @@ def check(file: SiteFile) -> None:
         raise JobError("must be 64 hexadecimal digits", key="roster_signer")
     exchange.check(file.exchange)
     home_spec.check(file.home, file.identity)
+    _check_relay(file)
     _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
     _check_choices("policy.levels", file.policy.levels, LEVELS, fewest=0)
     _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)
@@ -220,6 +255,35 @@ def check(file: SiteFile) -> None:
             "one rank holds the whole model: set compute.ranks to 2 or more",
             key="compute.sharding",
         )
+
+
+def _check_relay(file: SiteFile) -> None:
+    if file.relay is not None:
+        parse_address(file.relay.address, key="relay.address")
+    if file.serve is None:
+        return
+    parse_address(file.serve.listen, key="serve.listen")
+    if file.relay is not None:
+        raise JobError(
+            "a relay connects to the aggregator: remove this table, or [serve]",
+            key="relay",
+        )
+    if not file.serve.hosts:
+        raise JobError(
+            "is empty: give the names and addresses by which sites reach this relay",
+            key="serve.hosts",
+        )
+    if file.home.url:
+        raise JobError(
+            "a relay keeps nothing that must outlive its machine but its keys: remove "
+            "[home], and keep a copy of the folder's keys",
+            key="home.url",
+        )
+    for site in file.serve.sites:
+        try:
+            check_name(site)
+        except ValueError as error:
+            raise JobError(str(error), key="serve.sites") from None
 
 
 def _check_choices(

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy.site_host import enrol as enrolment_site
-from deploy.site_host.config import SiteConfig
+from deploy.site_host.config import RelayLinkSpec, SiteConfig
 from federation import folder_lock
 from federation.errors import FederationError, JobError
 from federation.protocols import Clock
@@ -59,6 +59,29 @@ def authority(config: SiteConfig) -> bytes:
         raise JobError(
             f"cannot read {config.authority}: {error.strerror}",
             key="aggregator.authority",
+        ) from error
+
+
+def relay_authority(config: SiteConfig, relay: RelayLinkSpec) -> bytes:
+    """Read the certificate of the authority of a site's relay; PEM.
+
+    Raises:
+        JobError: It cannot be read, or this site has no certificate to show.
+    """
+    if config.certificate is None:
+        raise JobError(
+            "is empty: a relay admits only sites with a certificate, so enrol this "
+            "site",
+            key="certificate",
+        )
+    path = config.folder / relay.authority
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise JobError(
+            f"cannot read {path}: {error.strerror}; copy relay/ca.crt of the relay's "
+            "folder to it",
+            key="relay.authority",
         ) from error
 
 

@@ -25,19 +25,20 @@ from cloud_adapters.net import loopback_http
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.nginx.config import FLEET_CALLS, MAX_FLEET_BYTES
-from deploy.site_host import config as site_file, folder as site_folder
+from deploy.site_host import (
+    config as site_file,
+    folder as site_folder,
+    relay_certificate,
+)
 from deploy.site_host.config import SiteConfig
 from federation.addresses import parse_address
 from federation.errors import FederationError, JobError, ProtocolError
 from federation.protocols import Clock
-from privacy.membership.certificates import Authority, key_pem, new_key
 from privacy.secret_files import replace_private
 
 # A SuperNode asks for messages every three seconds, but not while its app works.
 IDLE_SECONDS = 75.0
 CALL_SECONDS = 60.0
-# As long as half of what a certificate of a server holds for.
-CERTIFY_SECONDS = 45 * 86_400.0
 
 _PATHS = frozenset(f"/v1/fleet/{call}" for call in FLEET_CALLS)
 _BUNDLE = "/v1/fleet/get-fab"
@@ -88,8 +89,9 @@ def serve(
         with _RelayServer(way, context, port, listener).listening() as found:
             listener(f"passes the calls of a SuperNode on to {way.host}:{way.port}")
             listener(f"start it with: {paths.command(found)}")
-            while not stopped.wait(CERTIFY_SECONDS):
-                paths.certify(context, clock)
+            relay_certificate.keep_certified(
+                paths.folder, (LOOPBACK,), context, clock, stopped
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,23 +157,14 @@ class _Paths:
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             replace_private(self.folder / "node", key)
-            if not (self.folder / "ca.key").exists():
-                Authority.create("crossfed relay", clock=clock).save(self.folder)
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            self.certify(context, clock)
         except OSError as error:
             raise FederationError(
                 f"cannot write below {self.folder}: {error.strerror}"
             ) from error
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        relay_certificate.prepare(self.folder, (LOOPBACK,), context, clock)
         return context
-
-    def certify(self, context: ssl.SSLContext, clock: Clock) -> None:
-        """Give the loopback a fresh certificate, for connections from now on."""
-        key, path = new_key(), self.folder / "server.pem"
-        issued = Authority.load(self.folder, clock=clock).issue_server((LOOPBACK,), key)
-        replace_private(path, issued + key_pem(key))
-        context.load_cert_chain(path)
 
     def command(self, port: int) -> str:
         """The command that starts a SuperNode."""

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from cloud_adapters.compute import notices
 from cloud_adapters.compute.notices import Look
 from cloud_adapters.flower.node import FlowerNode
-from cloud_adapters.flower.site import agent_app, end_work
+from cloud_adapters.flower.site import agent_app
+from cloud_adapters.relays.node import GivenAnswer, RelayedNode
 from cloud_adapters.storage.disk.part_file import file_errors
+from cloud_adapters.transport.frames import Frames
+from cloud_adapters.transport.task_work import answer_frame, end_work
 from deploy.site_host import (
     config as site_file,
     enrolment_machine,
@@ -19,6 +23,7 @@ from deploy.site_host import (
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.departure import Departure, watch
+from deploy.site_host.relay_service import serve_sites
 from deploy.wiring import exchange
 from federation.errors import JobError
 from federation.ids import SiteId
@@ -37,13 +42,25 @@ _LOOKS: Mapping[str, Callable[[Clock, Callable[[str], None]], Look | None]] = {
 }
 
 
+class SiteNode(Protocol):
+    """What serves a site: over Flower, or behind a relay."""
+
+    def run(self) -> None:
+        """Serve until the site is to leave."""
+        ...
+
+    def leave(self) -> None:
+        """Say that it leaves, within a short time."""
+        ...
+
+
 def serve(
     path: Path,
     *,
     departure: Departure,
     clock: Clock,
     listener: Callable[[str], None],
-    begun: Callable[[FlowerNode], None] = lambda _node: None,
+    begun: Callable[[SiteNode], None] = lambda _node: None,
     standby: Callable[[], None] = lambda: None,
     take_over: bool = False,
 ) -> None:
@@ -109,10 +126,20 @@ def _serve(
     *,
     clock: Clock,
     listener: Callable[[str], None],
-    begun: Callable[[FlowerNode], None],
+    begun: Callable[[SiteNode], None],
 ) -> None:
     me, members = check_keys(config)
-    authority = site_folder.authority(config)
+    if config.file.serve is not None:
+        serve_sites(
+            config,
+            config.file.serve,
+            (me, members),
+            departure,
+            clock=clock,
+            listener=listener,
+            begun=begun,
+        )
+        return
     agent = SiteAgent(
         config=config,
         identity=me,
@@ -127,18 +154,7 @@ def _serve(
         )
     scratch = config.folder / "scratch"
     with exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames:
-        node = FlowerNode(
-            app=agent_app(agent, frames, departure.at_once, departure.after_this),
-            address=config.file.aggregator.address,
-            root_certificates=authority,
-            key=site_folder.node_key(config.node_key),
-            certificate=config.certificate,
-            clock=clock,
-            stopped=departure.stopped,
-            last=departure.last,
-            listener=listener,
-            is_replaced=departure.is_replaced,
-        )
+        node = _node(config, agent, frames, departure, clock=clock, listener=listener)
         begun(node)
         site_folder.keep_fresh(config, clock, departure.stopped, listener)
         look = _LOOKS[config.file.compute.notices](clock, listener)
@@ -149,3 +165,53 @@ def _serve(
             end_work()
         finally:
             agent.close()
+
+
+def _node(
+    config: SiteConfig,
+    agent: SiteAgent,
+    frames: Frames,
+    departure: Departure,
+    *,
+    clock: Clock,
+    listener: Callable[[str], None],
+) -> SiteNode:
+    """Make what brings tasks to a site: from its relay, or from the aggregator."""
+    if config.file.relay is not None:
+        return RelayedNode(
+            introduce=agent.introduce,
+            answer=partial(_answer, agent, departure),
+            address=config.file.relay.address,
+            authority=site_folder.relay_authority(config, config.file.relay),
+            certificate=config.certificate,
+            stopped=departure.stopped,
+            last=departure.last,
+            listener=listener,
+            is_replaced=departure.is_replaced,
+        )
+    return FlowerNode(
+        app=agent_app(agent, frames, departure.at_once, departure.after_this),
+        address=config.file.aggregator.address,
+        root_certificates=site_folder.authority(config),
+        key=site_folder.node_key(config.node_key),
+        certificate=config.certificate,
+        clock=clock,
+        stopped=departure.stopped,
+        last=departure.last,
+        listener=listener,
+        is_replaced=departure.is_replaced,
+    )
+
+
+def _answer(
+    agent: SiteAgent, departure: Departure, frame: bytes, seconds: float
+) -> GivenAnswer:
+    """Answer a task that a relay has passed on."""
+    body, lasts = answer_frame(
+        agent,
+        frame,
+        seconds,
+        leaves=departure.at_once,
+        leaves_after=departure.after_this,
+    )
+    return GivenAnswer(body=body, lasts=lasts)

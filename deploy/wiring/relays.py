@@ -41,7 +41,8 @@ def relayed(
             return SecureRelay(name=name, identity=identities[name], contract=contract)
         return PlainRelay(
             name=name,
-            layout=federation.pool.layout,
+            num_values=federation.pool.layout.size,
+            layout_digest=federation.pool.layout.digest,
             weight_of=weight_of(job.aggregation.weights),
             combine=combine_rule(job.aggregation),
         )

@@ -82,6 +82,7 @@ __all__ = [
     "VERSION",
     "WireMessage",
     "decode",
+    "decode_all",
     "encode",
     "encode_bytes",
     "encoded_size",
@@ -224,6 +225,34 @@ def decode(data: Buffer) -> WireMessage:
     body = _PREFIX_BYTES + header_bytes
     fields = _parse_header(bytes(frame[_PREFIX_BYTES:body]))
     return wire_fields.read(kind, fields, frame[body:])
+
+
+def decode_all(data: Buffer, *, limit: int) -> list[WireMessage]:
+    """Read frames that stand one after another.
+
+    Args:
+        data: The frames and nothing else; see ``decode``.
+        limit: How many there may be.
+
+    Raises:
+        WireError: They are not well-formed messages, or too many.
+    """
+    rest, found = memoryview(data).toreadonly().cast("B"), list[WireMessage]()
+    while rest:
+        if len(found) == limit:
+            raise WireError(f"more than {limit} messages in one")
+        size = _frame_bytes(rest)
+        found.append(decode(rest[:size]))
+        rest = rest[size:]
+    return found
+
+
+def _frame_bytes(data: memoryview) -> int:
+    """How long the first frame says that it is; at most as long as the data."""
+    if len(data) < _PREFIX_BYTES:
+        return len(data)
+    _, header_bytes, payload_bytes = _LENGTHS.unpack_from(data, _LEAD.size)
+    return min(len(data), int(_PREFIX_BYTES + header_bytes + payload_bytes))
 
 
 def _padded(header: str) -> bytes:

@@ -7,38 +7,92 @@ site's answer follows without its words. All else travels as it would without a 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
+from federation.errors import ProtocolError
+from federation.ids import SiteId
 from federation.messages import (
     MaskedUpdate,
     RelayedSum,
     RoundTask,
+    SecureTask,
     SiteMessage,
     SiteUpdate,
     Task,
 )
-from federation.wire.frame import encoded_sizes
+from federation.protocols import Buffer
+from federation.wire.frame import decode_all, encoded_sizes
+
+# Type of the words, digest of the result, round, fragment.
+_Model = tuple[str, str, int, int]
 
 
 def down_frames(tasks: Sequence[Task]) -> list[Task]:
-    """What goes to a relay for these tasks."""
-    sent: set[int] = set()
+    """What goes to a relay for these tasks; ``with_models`` undoes it."""
+    first: dict[_Model, RoundTask] = {}
     frames: list[Task] = []
     for task in tasks:
-        if not isinstance(task, RoundTask):
-            frames.append(task)
-            continue
-        if id(task.weights_d) in sent:
-            frames.append(
-                replace(
-                    task,
-                    weights_d=task.weights_d[:0],
-                    integers_m=task.integers_m[:0],
-                )
-            )
-        else:
-            frames.append(task)
-        sent.add(id(task.weights_d))
+        if isinstance(task, RoundTask):
+            known = first.setdefault(_model_of(task), task)
+            if known is not task and known.weights_d is task.weights_d:
+                empty = task.weights_d[:0], task.integers_m[:0]
+                frames.append(replace(task, weights_d=empty[0], integers_m=empty[1]))
+                continue
+        frames.append(task)
     return frames
+
+
+def tasks_in(data: Buffer, *, limit: int) -> list[Task]:
+    """Read tasks of a relay's sites from their frames, each with its model.
+
+    Raises:
+        ProtocolError: There are none, too many, or something else.
+    """
+    found: list[Task] = []
+    for each in decode_all(data, limit=limit):
+        if not isinstance(each, RoundTask | SecureTask):
+            raise ProtocolError(f"a {type(each).__name__} in place of a task")
+        found.append(each)
+    if not found:
+        raise ProtocolError("a message without a task")
+    return with_models(found)
+
+
+def answers_in(data: Buffer, *, limit: int) -> list[SiteMessage]:
+    """Read what a relay sent from its frames; see ``up_answers``.
+
+    Raises:
+        ProtocolError: There is nothing, too much, or a task.
+    """
+    found: list[SiteMessage] = []
+    for each in decode_all(data, limit=limit):
+        if isinstance(each, RoundTask | SecureTask):
+            raise ProtocolError(f"a {type(each).__name__} in place of an answer")
+        found.append(each)
+    if not found:
+        raise ProtocolError("a message without an answer")
+    return found
+
+
+def with_models(frames: Sequence[Task]) -> list[Task]:
+    """Give each task its model again, at the relay."""
+    first: dict[_Model, RoundTask] = {}
+    tasks: list[Task] = []
+    for task in frames:
+        if isinstance(task, RoundTask):
+            known = first.setdefault(_model_of(task), task)
+            if not (task.weights_d.size or task.integers_m.size):
+                model = known.weights_d, known.integers_m
+                tasks.append(replace(task, weights_d=model[0], integers_m=model[1]))
+                continue
+        tasks.append(task)
+    return tasks
+
+
+def _model_of(task: RoundTask) -> _Model:
+    """What tells the models of two tasks of a round apart."""
+    words = task.weights_d.dtype.str
+    return words, task.changed_to, task.based_on, task.fragment
 
 
 def up_frames(
@@ -48,6 +102,52 @@ def up_frames(
     if through is None:
         return [*answers]
     return [through.update, *(_stripped(each, through) for each in answers)]
+
+
+def up_answers(
+    messages: Sequence[SiteMessage], *, relay: SiteId, sites: Sequence[SiteId]
+) -> tuple[RelayedSum | None, list[SiteMessage]]:
+    """Read what a relay sent, which ``up_frames`` has made.
+
+    Args:
+        messages: What it sent, in order.
+        relay: Who sent it.
+        sites: Whose answers it must be, in order.
+
+    Returns:
+        The sum, if there is one, and the answers, those in it with its words.
+
+    Raises:
+        ProtocolError: It is something else.
+    """
+    total, answers = None, [*messages]
+    if messages and messages[0].site == relay:
+        total, *answers = messages
+    found = [each.site for each in answers]
+    if found != [*sites]:
+        raise ProtocolError(
+            f"relay {relay!r} sent {len(found)} answers of {', '.join(found)}, but was "
+            f"asked for those of {', '.join(sites)}"
+        )
+    if total is None:
+        return None, answers
+    if not isinstance(total, SiteUpdate | MaskedUpdate):
+        raise ProtocolError(f"relay {relay!r} sent a {type(total).__name__} as its sum")
+    within = [each for each in answers if _has_no_words(each, type(total))]
+    through = RelayedSum(sites=tuple(each.site for each in within), update=total)
+    return through, [
+        with_words(each, through) if _has_no_words(each, type(total)) else each
+        for each in answers
+    ]
+
+
+def _has_no_words(
+    answer: SiteMessage, kind: type[SiteUpdate | MaskedUpdate]
+) -> TypeGuard[SiteUpdate | MaskedUpdate]:
+    if not isinstance(answer, kind):
+        return False
+    words = answer.delta_d if isinstance(answer, SiteUpdate) else answer.words
+    return not words.size
 
 
 def _stripped(answer: SiteMessage, through: RelayedSum) -> SiteMessage:

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TypeVar
@@ -37,6 +37,8 @@ from privacy.secagg.agreement.roster import Roster
 VERSION = 2
 MAX_BYTES = 1 << 21  # a job file has at most half of it
 _WHAT = "what noise it needs"
+# No signature begins so.
+_BUNDLE = b"crossfed: introductions of a relay and its sites\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Proposal:
         code_hash: Of the code that computes from a site's data; 64 hexadecimal digits.
         nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
         anchors: Of the sites that have charged something in this run.
+        num_values: Float values of the model, for relays, which do not build it.
     """
 
     version: int
@@ -73,6 +76,7 @@ class Proposal:
     code_hash: str
     nonce: str
     anchors: tuple[SiteAnchor, ...] = ()
+    num_values: int = 0
 
     def anchor_of(self, site: SiteId) -> LedgerAnchor:
         """Return the minimum that a site's ledger must hold."""
@@ -249,6 +253,36 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
         raise ProtocolError(f"site {entry.site!r} makes a promise for another site")
     _check_numbers(claimed)
     return claimed
+
+
+def bundle(relay: bytes, sites: Sequence[bytes]) -> bytes:
+    """Put a relay's introduction and those of its sites into one message.
+
+    Each is sealed by who it is of.
+    """
+    texts = [base64.b64encode(each).decode() for each in (relay, *sites)]
+    return _BUNDLE + json.dumps(texts).encode()
+
+
+def open_bundle(data: bytes) -> tuple[bytes, Sequence[bytes]] | None:
+    """Take them out again; nothing of them has been checked.
+
+    Returns:
+        The relay's and those of its sites; None if the message is no bundle.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    if not data.startswith(_BUNDLE):
+        return None
+    if len(data) > MAX_BYTES:
+        raise ProtocolError(f"{len(data)} bytes of introductions are too many")
+    try:
+        texts = json.loads(data.removeprefix(_BUNDLE))
+        relay, *sites = [base64.b64decode(text, validate=True) for text in texts]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"a malformed bundle of introductions: {error}") from error
+    return relay, sites
 
 
 def _check_numbers(claimed: Introduction) -> None:

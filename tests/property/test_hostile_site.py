@@ -164,7 +164,7 @@ def test_frames_of_any_content(answer: Any, site: SiteId | None, references: str
     """Of every kind, also tasks, and in another site's name."""
     if site is not None:
         answer = replace(answer, site=site, run_id=RUN_ID)
-    says = flower_site._content(flower_site.inline(answer))  # type: ignore[attr-defined]
+    says = flower_site.pack_frame(flower_site.inline(answer))  # type: ignore[attr-defined]
     says.config_records["about"]["references"] = references
     harms_nobody(says)
 
@@ -298,7 +298,7 @@ def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
 def test_the_honest_ones_count():
     """Or nothing above could fail."""
     echo = toy_sites.echo_site(HOSTILE, "")
-    says = flower_site._content(
+    says = flower_site.pack_frame(
         flower_site.inline(echo.handle(replace(TASK, site=HOSTILE)))  # type: ignore[attr-defined]
     )
     honest, other = exchanged(says)

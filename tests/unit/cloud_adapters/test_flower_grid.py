@@ -390,14 +390,14 @@ def test_error_reply_is_a_failure(
     [
         (RecordDict(), "without a frame"),
         (RecordDict({"frame": ConfigRecord({"bytes": b""})}), "without a frame"),
-        (flower_site._content(PackedFrame(frame=b"")), "too few"),
-        (flower_site._content(PackedFrame(frame=b"x" * 90)), "do not start like"),
+        (flower_site.pack_frame(PackedFrame(frame=b"")), "too few"),
+        (flower_site.pack_frame(PackedFrame(frame=b"x" * 90)), "do not start like"),
         (
-            flower_site._content(PackedFrame(frame=wire.encode_bytes(TASK))),
+            flower_site.pack_frame(PackedFrame(frame=wire.encode_bytes(TASK))),
             "answered for 'one'",
         ),
         (
-            flower_site._content(PackedFrame(frame=wire.encode_bytes(SECURE_TASK))),
+            flower_site.pack_frame(PackedFrame(frame=wire.encode_bytes(SECURE_TASK))),
             "answered for 'one'",
         ),
     ],
@@ -419,7 +419,7 @@ def test_node_may_speak_for_its_own_site_only(flower: FakeFlower, clock: Virtual
     grid = make_grid(flower, clock)
     stolen = toy_sites.echo_site(SITES[1], "job").handle(TASK)
     flower.spoilt = {
-        10: flower_site._content(PackedFrame(frame=wire.encode_bytes(stolen)))
+        10: flower_site.pack_frame(PackedFrame(frame=wire.encode_bytes(stolen)))
     }
     reply = exchange(grid)[0]
     assert (reply.message.site, reply.message.kind) == ("one", FailureKind.INVALID)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support import toy
+from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy import exit_codes
@@ -22,6 +23,7 @@ from deploy.aggregator_host.server_app import (  # noqa: E402
     SiteWait,
     known_nodes,
     read_own,
+    relays_of,
 )
 
 pytestmark = pytest.mark.flower
@@ -55,6 +57,18 @@ def test_apps_and_strangers_are_known(tmp_path: Path):
     """Apps by enrolment, as they cannot sign; agents sign who they are."""
     folder = enrolled(tmp_path, a=1, lab=2**63 + 5, other=3)
     assert known_nodes(folder, job()) == {"lab": 2**63 + 5, "other": 3}
+
+
+def test_relay_is_asked_like_a_site(tmp_path: Path):
+    """It answers with what its sites have signed."""
+    behind = small_job(
+        num_sites=2,
+        relays=[{"name": "east", "sites": ["site-0"]}],
+        schedule={"minimum_sites": 1},
+    )
+    folder = enrolled(tmp_path, **{"site-0": 1, "site-1": 2, "east": 3, "other": 4})
+    assert known_nodes(folder, behind) == {"other": 4}
+    assert relays_of(behind) == {"east": ["site-0"]}
 
 
 def test_app_that_is_not_enrolled(tmp_path: Path):

@@ -1,6 +1,7 @@
 """The roll call: whom it believes, and what it keeps of the answers."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -168,3 +169,103 @@ def test_stranger_is_not_believed(call: SignedRollCall):
     with pytest.raises(ProtocolError, match="not by the pinned key"):
         call.site_of(sealed)
     assert not call.introductions
+
+
+BEHIND = small_job(
+    num_sites=3,
+    relays=[{"name": "east", "sites": ["site-0", "site-1"]}],
+    schedule={"minimum_sites": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Consortium:
+    return consortium("site-0", "site-1", "site-2", "east", "west")
+
+
+def relay_call(cloud: Consortium) -> SignedRollCall:
+    return SignedRollCall.of(
+        BEHIND, RUN_ID, aggregator=cloud.aggregator, roster=cloud.roster, num_values=15
+    )
+
+
+def sealed(
+    call: SignedRollCall, cloud: Consortium, site: str, *, key: str = "", **said: str
+) -> bytes:
+    """What a party says, signed with its key or another's."""
+    found = replace(answer(call, site, **said), privacy=None)
+    return introduction.seal_introduction(found, cloud.sites[key or site])
+
+
+def bundled(
+    call: SignedRollCall, cloud: Consortium, *sites: str, relay: str = "east"
+) -> bytes:
+    own = sealed(call, cloud, relay)
+    return introduction.bundle(own, [sealed(call, cloud, site) for site in sites])
+
+
+def test_relay_introduces_its_sites(cloud: Consortium):
+    """Each has signed for itself; one that is missing is absent."""
+    call = relay_call(cloud)
+    asked = introduction.open_proposal(call.question, cloud.roster)
+    assert asked.num_values == 15
+    assert call.site_of(bundled(call, cloud, "site-1")) == "east"
+    assert call.introductions.keys() == {"site-1"}
+    assert call.absent == {"site-0": "site 'site-0' did not connect to relay 'east'"}
+    call.check_present(1)
+    with pytest.raises(SiteError, match="cannot start: site 'site-0' did not connect"):
+        call.check_present(2)
+
+
+def test_relay_of_another_job_is_ignored(cloud: Consortium):
+    call = relay_call(cloud)
+    assert call.site_of(bundled(call, cloud, "site-1", relay="west")) == "west"
+    assert not call.introductions
+
+
+@pytest.mark.parametrize("site", ["site-2", "west"])
+def test_relay_speaks_for_no_site_of_others(cloud: Consortium, site: str):
+    call = relay_call(cloud)
+    with pytest.raises(ProtocolError, match="relay 'east' speaks for site"):
+        call.site_of(bundled(call, cloud, site))
+    assert not call.introductions
+
+
+def test_impostor_of_a_relay_is_not_believed(cloud: Consortium):
+    """With all that its sites have signed, but without the key of the roster."""
+    call = relay_call(cloud)
+    forged = sealed(call, cloud, "east", key="west")
+    with pytest.raises(ProtocolError, match="signature"):
+        call.site_of(introduction.bundle(forged, [sealed(call, cloud, "site-0")]))
+    assert not call.introductions
+
+
+def test_relay_that_refuses_ends_the_handshake(cloud: Consortium):
+    call = relay_call(cloud)
+    refused = sealed(call, cloud, "east", refused="serves others")
+    with pytest.raises(SiteError, match="relay 'east' does not take part: serves oth"):
+        call.site_of(introduction.bundle(refused, []))
+
+
+def test_site_behind_a_relay_does_not_come_by_itself(cloud: Consortium):
+    """Its update would leave the cloud alone."""
+    call = relay_call(cloud)
+    with pytest.raises(SiteError, match=r"behind relay 'east' .*relay\.address"):
+        call.site_of(sealed(call, cloud, "site-0"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda whole: whole[:-1], "malformed bundle"),
+        (lambda whole: whole.replace(b'"', b"'"), "malformed bundle"),
+        (lambda whole: whole + b" " * introduction.MAX_BYTES, "too many"),
+        (lambda whole: whole.partition(b"[")[0] + b"[]", "malformed bundle"),
+    ],
+)
+def test_damaged_bundles_are_refused(
+    cloud: Consortium, damage: Callable[[bytes], bytes], text: str
+):
+    call = relay_call(cloud)
+    with pytest.raises(ProtocolError, match=text):
+        call.site_of(damage(bundled(call, cloud, "site-0")))

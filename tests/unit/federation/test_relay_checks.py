@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from support.small_jobs import small_job
 
-from deploy.aggregator_host.parties import check_job
 from federation.errors import JobError
 from federation.job import job_digest
 from federation.job.job_file import document
@@ -63,11 +62,6 @@ def test_refusals(tables: dict[str, Any], key: str, text: str):
     with pytest.raises(JobError, match=text) as caught:
         small_job(num_sites=3, **{"relays": RELAYS} | ENOUGH | tables)
     assert caught.value.key == key
-
-
-def test_relays_are_for_simulations_only():
-    with pytest.raises(JobError, match="simulations only"):
-        check_job(small_job(num_sites=3, relays=RELAYS, **ENOUGH))
 
 
 def test_relays_decide_and_their_absence_changes_no_digest():

@@ -1,0 +1,214 @@
+"""The site's end of the line: it asks its relay for questions, and answers them.
+
+See ``server`` for the requests. A lost connection is made again; a question that was
+answered before gets the same answer once more.
+"""
+
+import http.client
+import logging
+import math
+import random
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cloud_adapters.net.tls import client_context
+from cloud_adapters.relays.desk import QuestionKind
+from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
+from federation.addresses import parse_address
+from federation.errors import ProtocolError, SiteError
+
+ALIVE_SECONDS = 3.0
+# More than the relay waits before it reports that there is no question.
+CALL_SECONDS = 60.0
+LONGEST_PAUSE_SECONDS = 5.0
+# Of a question; a proposal has at most a megabyte, and a task a model.
+MAX_QUESTION_BYTES = 1 << 37
+MAX_ANSWER_SECONDS = 1e9
+
+_LOG = logging.getLogger(__name__)
+_OK, _NOTHING, _FORBIDDEN, _CLOSED = 200, 204, 403, 409
+
+Uniform = Callable[[float, float], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAnswer:
+    """What a site answers a relay.
+
+    Attributes:
+        body: The answer.
+        lasts: Whether the same question would get the same answer.
+    """
+
+    body: bytes
+    lasts: bool
+
+
+@dataclass(kw_only=True)
+class RelayedNode:
+    """A site that reaches the aggregator through a relay.
+
+    Attributes:
+        introduce: Answers a sealed proposal; a ``ProtocolError`` if it is forged.
+        answer: Answers the frame of a task within a time.
+        address: ``HOST:PORT`` of the relay.
+        authority: PEM of the only authority that may speak for it.
+        certificate: File with the site's certificate and its key, read for every
+            connection.
+        stopped: Set it to end ``run``.
+        last: Set it to end ``run`` after the question that is at work.
+        listener: Called with a word about every change of the connection.
+        is_replaced: Whether another process may have this site's place.
+        uniform: Draws the waits between attempts.
+    """
+
+    introduce: Callable[[bytes], bytes]
+    answer: Callable[[bytes, float], GivenAnswer]
+    address: str
+    authority: bytes
+    certificate: Path | None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    last: threading.Event = field(default_factory=threading.Event)
+    listener: Callable[[str], None] = _LOG.info
+    is_replaced: Callable[[], bool] = lambda: False
+    uniform: Uniform = random.SystemRandom().uniform
+    _given: tuple[str, bytes] = field(default=("", b""), init=False, repr=False)
+
+    def run(self) -> None:
+        """Serve until the site is to end; connect again whenever the line is lost.
+
+        Raises:
+            SiteError: There is no use in continuing: the relay's certificate is not
+                from the pinned authority, or the relay does not serve this site.
+            JobError: A file that TLS needs holds no certificate.
+        """
+        attempt = 0
+        while not self._ends():
+            try:
+                with self._line() as line:
+                    self.listener(f"connected to relay {self.address}")
+                    attempt = 0
+                    self._serve(line)
+            except ssl.SSLCertVerificationError as error:
+                raise SiteError(
+                    f"{self.address} does not prove that it is the relay: "
+                    f"{error.verify_message}; compare relay.address and "
+                    "relay.authority with what the relay's operator says"
+                ) from error
+            except (OSError, http.client.HTTPException, ProtocolError) as error:
+                attempt += 1
+                longest = min(LONGEST_PAUSE_SECONDS, 0.5 * 2.0 ** min(attempt, 8))
+                seconds = self.uniform(0.2, longest)
+                text = str(error) or type(error).__name__
+                self.listener(
+                    f"relay {self.address} cannot be reached: {text}; trying again in "
+                    f"{seconds:.1f} s"
+                )
+                self.stopped.wait(seconds)
+
+    def leave(self) -> None:
+        """Do nothing: the relay notices when a site is silent."""
+
+    def _ends(self) -> bool:
+        return self.stopped.is_set() or self.last.is_set() or self.is_replaced()
+
+    @contextmanager
+    def _line(self) -> Iterator[http.client.HTTPSConnection]:
+        host, port = parse_address(self.address, key="relay.address")
+        context = client_context(
+            self.authority, self.certificate, key="relay.authority"
+        )
+        line = http.client.HTTPSConnection(
+            host, port, timeout=CALL_SECONDS, context=context
+        )
+        try:
+            line.connect()
+            yield line
+        finally:
+            line.close()
+
+    def _serve(self, line: http.client.HTTPSConnection) -> None:
+        while not self._ends():
+            status, about, body = _request(line, NEXT)
+            if status == _NOTHING:
+                continue
+            if status != _OK:
+                raise ProtocolError(f"HTTP {status}")
+            name, answer = self._work(about, body)
+            status, _, _ = _request(line, ANSWER + name, answer)
+            if status not in {_NOTHING, _CLOSED}:
+                raise ProtocolError(f"HTTP {status} for an answer")
+
+    def _work(self, about: Mapping[str, str], body: bytes) -> tuple[str, bytes]:
+        """Answer a question; one that is malformed or forged, with nothing."""
+        name = about.get(NAME, "")
+        if name == self._given[0]:
+            return self._given
+        try:
+            with self._alive():
+                answer = self._answer(about, body)
+        except ProtocolError as error:
+            self.listener(f"a question of the relay is refused: {error}")
+            return name, b""
+        if answer.lasts:
+            self._given = name, answer.body
+        return name, answer.body
+
+    def _answer(self, about: Mapping[str, str], body: bytes) -> GivenAnswer:
+        kind = about.get(KIND)
+        if kind == QuestionKind.INTRODUCE:
+            return GivenAnswer(body=self.introduce(body), lasts=False)
+        if kind != QuestionKind.TASK:
+            raise ProtocolError(f"it is about {kind!r:.40}")
+        return self.answer(body, _seconds(about.get(SECONDS, "")))
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Send word in a block, over a line of its own."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._send_word, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _send_word(self, ended: threading.Event) -> None:
+        while not ended.wait(ALIVE_SECONDS):
+            try:
+                with self._line() as line:
+                    while not ended.is_set():
+                        _request(line, ALIVE)
+                        ended.wait(ALIVE_SECONDS)
+            except (OSError, http.client.HTTPException, ProtocolError) as error:
+                _LOG.info("no word to the relay: %s", error)
+
+
+def _request(
+    line: http.client.HTTPSConnection, path: str, body: bytes = b""
+) -> tuple[int, Mapping[str, str], bytes]:
+    line.request("POST", path, body)
+    answer = line.getresponse()
+    if (answer.length or 0) > MAX_QUESTION_BYTES:
+        raise ProtocolError(f"an answer of {answer.length} bytes")
+    content = answer.read()
+    if answer.status == _FORBIDDEN:
+        raise SiteError(
+            "the relay does not serve this site: add its name to serve.sites in the "
+            "relay's site.toml"
+        )
+    return answer.status, dict(answer.getheaders()), content
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < MAX_ANSWER_SECONDS:
+        raise ProtocolError(f"it gives {text!r:.40} seconds for the answer")
+    return seconds

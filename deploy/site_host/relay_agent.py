@@ -1,0 +1,381 @@
+"""A relay's part in runs: it passes questions on, and answers with one sum.
+
+It trains nothing, builds no model and holds no key but its own. Of a run it keeps the
+proposal and the offered contract, so that it can continue after a restart.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from aggregator.combine import combine_rule
+from aggregator.relay import PlainRelay, SecureRelay
+from aggregator.weighting import weight_of
+from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.site_host import enrolment_roster
+from deploy.site_host.config import SiteConfig
+from deploy.site_host.run import runs_folder
+from federation.durable_files import replace_file
+from federation.errors import FederationError, JobError, ProtocolError, SiteError
+from federation.ids import RunId, SiteId, check_name
+from federation.job import job_digest, job_file
+from federation.job.spec import JobSpec
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SecureStep,
+    SecureTask,
+    SiteMessage,
+    Task,
+)
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+from federation.wire.relayed import tasks_in, up_frames
+from privacy.membership import introduction, releases
+from privacy.membership.introduction import Introduction, Proposal
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.contract import MAX_MEMBERS, Contract
+from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.protocol.messages import Offer
+
+# What is left of a round's time when sites have none: for the sum, and for its way.
+SITES_SHARE = 0.9
+# How long sites may take to load their data, and to connect before that.
+INTRODUCE_SECONDS, CONNECT_SECONDS = 40.0, 20.0
+# Of an answer besides its vectors: a header, sealed shares, padding.
+_MORE_BYTES = 1 << 25
+
+_PROPOSAL, _OFFER = "proposal", "offer"
+_LOG = logging.getLogger(__name__)
+
+
+class AskSites(Protocol):
+    """Asks sites: ``cloud_adapters.relays.desk.RelayDesk.ask``."""
+
+    def __call__(
+        self,
+        questions: Mapping[SiteId, RelayQuestion],
+        *,
+        seconds: float,
+        patience: float = 0.0,
+        stopped: threading.Event,
+    ) -> Mapping[SiteId, bytes | None]:
+        """Return each site's answer; None if it gives none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RelayedRun:
+    """What a relay knows of a run.
+
+    Attributes:
+        run_id: The run.
+        job: Its job.
+        num_values: Float values of its model.
+        sites: Those behind this relay, in the order of the job.
+    """
+
+    run_id: RunId
+    job: JobSpec
+    num_values: int
+    sites: Sequence[SiteId]
+
+
+@dataclass(kw_only=True)
+class RelayAgent:
+    """Answers an aggregator for the sites of one cloud.
+
+    Attributes:
+        config: The relay's ``site.toml``.
+        identity: Its key.
+        roster: Pins the aggregator and the sites.
+        ask: Reaches the sites.
+        served: Sites that may connect.
+        stopped: Ends waits for sites.
+        listener: Called with a word about every refusal.
+    """
+
+    config: SiteConfig
+    identity: Identity
+    roster: Roster
+    ask: AskSites
+    served: Collection[SiteId]
+    stopped: threading.Event = field(default_factory=threading.Event)
+    listener: Callable[[str], None] = _LOG.info
+    _run: _RelayedRun | None = field(default=None, init=False)
+    _contract: Contract | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> SiteId:
+        """The relay's name."""
+        return SiteId(self.config.file.name)
+
+    def introduce(self, sealed: bytes) -> bytes:
+        """Pass a proposal or statements on, and answer with all introductions.
+
+        Raises:
+            ProtocolError: They are not from the aggregator that the roster pins.
+        """
+        try:
+            sites = self._sites_of(sealed)
+        except FederationError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            self.listener(f"a run is refused: {error}")
+            return introduction.bundle(self._introduction(sealed, error.outside), [])
+        question = RelayQuestion.of(
+            QuestionKind.INTRODUCE,
+            sealed,
+            seconds=INTRODUCE_SECONDS,
+            max_bytes=introduction.MAX_BYTES,
+        )
+        answers = self.ask(
+            dict.fromkeys(sites, question),
+            seconds=INTRODUCE_SECONDS,
+            patience=CONNECT_SECONDS,
+            stopped=self.stopped,
+        )
+        found = [
+            answer
+            for site, answer in answers.items()
+            if answer is not None and self._is_own(site, answer, sealed)
+        ]
+        return introduction.bundle(self._introduction(sealed), found)
+
+    def _is_own(self, site: SiteId, answer: bytes, sealed: bytes) -> bool:
+        """Whether a site introduces itself: another's would spoil the whole bundle."""
+        try:
+            found = introduction.open_introduction(answer, self.roster, sealed)
+        except ProtocolError as error:
+            self.listener(f"the introduction of site {site!r} is dropped: {error}")
+            return False
+        return found.site == site
+
+    def answer(self, frames: bytes, *, seconds: float) -> bytes:
+        """Pass tasks on, and answer with the sum of what comes back.
+
+        Args:
+            frames: Of the tasks; see ``federation.wire.relayed``.
+            seconds: How long the answer may take.
+
+        Raises:
+            ProtocolError: They are not tasks of a run that was proposed, for sites of
+                this relay.
+        """
+        tasks = tasks_in(frames, limit=MAX_MEMBERS)
+        run = self._current(tasks[0].run_id)
+        _check_tasks(tasks, run)
+        self._note_offer(tasks, run)
+        answers = self._asked(tasks, seconds * SITES_SHARE, run)
+        combine = self._combiner(tasks[0], run)
+        through, found = (None, answers) if combine is None else combine(tasks, answers)
+        pieces = (each for m in up_frames(through, found) for each in wire.encode(m))
+        return b"".join(pieces)
+
+    def _asked(
+        self, tasks: Sequence[Task], seconds: float, run: _RelayedRun
+    ) -> list[SiteMessage]:
+        """Bring each task to its site, and read what comes back."""
+        largest = 4 * run.num_values + _MORE_BYTES
+        questions = {
+            task.site: RelayQuestion.of(
+                QuestionKind.TASK,
+                wire.encode_bytes(task),
+                seconds=seconds,
+                max_bytes=largest + _integers_bytes(task),
+            )
+            for task in tasks
+        }
+        answers = self.ask(questions, seconds=seconds, stopped=self.stopped)
+        return [_read(task, answers[task.site]) for task in tasks]
+
+    def _combiner(
+        self, task: Task, run: _RelayedRun
+    ) -> PlainRelay | SecureRelay | None:
+        """Make what adds answers up; None for messages that are only passed on."""
+        if not isinstance(task, RoundTask):
+            return None
+        if not run.job.privacy.secure_aggregation.enabled:
+            return PlainRelay(
+                name=self.name,
+                num_values=run.num_values,
+                layout_digest=task.layout_digest,
+                weight_of=weight_of(run.job.aggregation.weights),
+                combine=combine_rule(run.job.aggregation),
+            )
+        if self._contract is None:
+            raise ProtocolError(
+                f"relay {self.name!r} has not seen the contract of run {run.run_id!r}"
+            )
+        return SecureRelay(
+            name=self.name, identity=self.identity, contract=self._contract
+        )
+
+    def _sites_of(self, sealed: bytes) -> Sequence[SiteId]:
+        """Check a proposal or statements, and keep the run.
+
+        Raises:
+            ProtocolError: They are not from the aggregator.
+            FederationError: This relay does not take part.
+        """
+        self._read_roster()
+        if introduction.are_statements(sealed):
+            statements = introduction.open_statements(sealed, self.roster)
+            return self._current(RunId(statements.run_id)).sites
+        proposal = introduction.open_proposal(sealed, self.roster)
+        run = self._met(proposal)
+        folder = self._folder(run.run_id)
+        with file_errors("write below", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / _PROPOSAL, [sealed])
+        self._run, self._contract = run, None
+        return run.sites
+
+    def _met(self, proposal: Proposal) -> _RelayedRun:
+        """Read a proposal, and check that this relay can take part."""
+        if proposal.code_hash != code_hash().hex():
+            raise SiteError(
+                releases.advice(
+                    site=self.name,
+                    here=introduction.release(),
+                    there=proposal.release,
+                )
+            )
+        job = job_file.loads(proposal.job)
+        behind = [each.sites for each in job.relays if each.name == self.name]
+        if not behind:
+            raise JobError(
+                f"relay {self.name!r} is not named by this job", key="relays"
+            )
+        sites = [SiteId(s.name) for s in job.sites if s.name in behind[0]]
+        strange = [site for site in sites if site not in self.served]
+        if strange:
+            raise JobError(
+                f"relay {self.name!r} does not serve {', '.join(strange)}: add them to "
+                "serve.sites in its site.toml",
+                key="relays",
+            )
+        return _RelayedRun(
+            run_id=RunId(proposal.run_id),
+            job=job,
+            num_values=proposal.num_values,
+            sites=sites,
+        )
+
+    def _current(self, run_id: RunId) -> _RelayedRun:
+        """The run, after a restart from what was kept of it.
+
+        Raises:
+            ProtocolError: It was not proposed to this relay.
+        """
+        if self._run is not None and self._run.run_id == run_id:
+            return self._run
+        folder = self._folder(run_id)
+        try:
+            sealed = (folder / _PROPOSAL).read_bytes()
+        except OSError:
+            raise ProtocolError(
+                f"run {run_id!r} has not been proposed to relay {self.name!r}"
+            ) from None
+        run = self._met(introduction.open_proposal(sealed, self.roster))
+        self._run, self._contract = run, None
+        offer = folder / _OFFER
+        if offer.exists():
+            self._contract = self._offered(offer.read_bytes(), run)
+        return run
+
+    def _note_offer(self, tasks: Sequence[Task], run: _RelayedRun) -> None:
+        """Keep the contract that is offered to sites: it says what to add, and how."""
+        for task in tasks[:1]:
+            if isinstance(task, SecureTask) and task.step is SecureStep.ADVERTISE:
+                self._contract = self._offered(task.body, run)
+                replace_file(self._folder(run.run_id) / _OFFER, [task.body])
+
+    def _offered(self, body: bytes, run: _RelayedRun) -> Contract:
+        """Read an offer.
+
+        Raises:
+            ProtocolError: It is not the aggregator's, or of another run or relay.
+        """
+        offer = Offer.from_bytes(body)
+        aggregator = PublicIdentity(self.roster.aggregator_key)
+        aggregator.verify(
+            Label.OFFER, offer.contract, offer.signature, who="the aggregator"
+        )
+        contract = Contract.from_bytes(offer.contract)
+        own = contract.relay_named(self.name)
+        is_own = own.public_key == self.identity.public.key
+        given = contract.run_id, contract.job_digest
+        if not is_own or given != (run.run_id, job_digest.digest(run.job)):
+            raise ProtocolError(
+                f"the contract is not that of run {run.run_id!r} with this relay's key"
+            )
+        return contract
+
+    def _read_roster(self) -> None:
+        """Use the newest roster that the operator has accepted."""
+        try:
+            self.roster = enrolment_roster.newest(
+                self.config, self.roster, self.identity
+            )
+        except FederationError as error:
+            serial = self.roster.serial
+            self.listener(
+                f"roster {serial} stays in use, the newer is refused: {error}"
+            )
+
+    def _folder(self, run_id: RunId) -> Path:
+        try:
+            return runs_folder(self.config) / check_name(run_id)
+        except ValueError as error:
+            raise ProtocolError(f"a run without a valid name: {error}") from None
+
+    def _introduction(self, sealed: bytes, refused: str = "") -> bytes:
+        made = Introduction(
+            version=introduction.VERSION,
+            site=self.name,
+            proposal=introduction.digest(sealed),
+            release=introduction.release(),
+            refused=refused,
+            privacy=None,
+            num_examples=0,
+        )
+        return introduction.seal_introduction(made, self.identity)
+
+
+def _check_tasks(tasks: Sequence[Task], run: _RelayedRun) -> None:
+    """Check that tasks are of one round of a run, each for another of its sites.
+
+    Raises:
+        ProtocolError: They are not.
+    """
+    sites = [task.site for task in tasks]
+    rounds = {(task.run_id, task.round_index, type(task)) for task in tasks}
+    if len(rounds) != 1 or len({*sites}) != len(sites) or not {*sites} <= {*run.sites}:
+        raise ProtocolError(
+            f"tasks of {len(rounds)} rounds for {', '.join(sites)}, but this relay's "
+            f"sites are {', '.join(run.sites)}"
+        )
+
+
+def _integers_bytes(task: Task) -> int:
+    return task.integers_m.nbytes if isinstance(task, RoundTask) else 0
+
+
+def _read(task: Task, data: bytes | None) -> SiteMessage:
+    """Read a site's answer; what is none becomes its failure."""
+    if data is None:
+        text = "is not connected to its relay, or gave it no answer in time"
+        return failure(task, FailureKind.UNREACHABLE, text)
+    try:
+        answer = wire.decode(data)
+    except ProtocolError as error:
+        return failure(task, FailureKind.INVALID, str(error))
+    if isinstance(answer, RoundTask | SecureTask) or answer.site != task.site:
+        return failure(task, FailureKind.INVALID, "answered its relay for another")
+    return answer

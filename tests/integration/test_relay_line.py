@@ -1,0 +1,171 @@
+"""The line between a site and its relay: TLS with certificates on both sides."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
+from cloud_adapters.relays.node import GivenAnswer, RelayedNode
+from cloud_adapters.relays.server import CloudServer, server_context
+from deploy.site_host import relay_certificate
+from federation.clock import SystemClock
+from federation.errors import SiteError
+from federation.ids import SiteId
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    signing_request,
+)
+from privacy.secret_files import replace_private
+
+pytestmark = pytest.mark.slow
+
+CLOCK = SystemClock()
+EAST, WEST = SiteId("east"), SiteId("west")
+
+
+@dataclass
+class Cloud:
+    """A relay's server, and the certificates of its sites.
+
+    Attributes:
+        folder: Of everything.
+        desk: What the relay asks.
+        port: Where it listens.
+        stopped: Ends its waits.
+    """
+
+    folder: Path
+    desk: RelayDesk
+    port: int
+    authority: Authority
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def certificate(self, name: str, authority: Authority | None = None) -> Path:
+        """A site's certificate, as enrolment gives it."""
+        key, path = new_key(), self.folder / f"{name}.pem"
+        signer = authority or self.authority
+        issued = signer.issue_site(name, signing_request(name, key))
+        replace_private(path, issued + key_pem(key))
+        return path
+
+    def node(self, name: str, **changes: Any) -> RelayedNode:
+        """A site that repeats what it is asked."""
+        given = {
+            "introduce": lambda sealed: b"introduced " + sealed,
+            "answer": lambda frame, _seconds: GivenAnswer(body=2 * frame, lasts=True),
+            "address": f"127.0.0.1:{self.port}",
+            "authority": (self.folder / "relay" / "ca.crt").read_bytes(),
+            "certificate": self.folder / f"{name}.pem",
+            "uniform": lambda _low, _high: 0.01,
+        }
+        return RelayedNode(**given | changes)
+
+    @contextmanager
+    def running(self, node: RelayedNode) -> Iterator[None]:
+        """Serve a site during the block."""
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(node.run)
+            try:
+                yield
+            finally:
+                node.stopped.set()
+                served.result(10)
+
+    def ask(
+        self,
+        site: SiteId,
+        body: bytes,
+        *,
+        kind: QuestionKind = QuestionKind.TASK,
+        seconds: float = 5.0,
+    ) -> bytes | None:
+        """Ask one site."""
+        question = RelayQuestion.of(kind, body, seconds=5.0, max_bytes=100)
+        asked = {site: question}
+        return self.desk.ask(asked, seconds=seconds, stopped=self.stopped)[site]
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    folder = tmp_path_factory.mktemp("cloud")
+    authority = Authority.create("the aggregator's", clock=CLOCK)
+    context = server_context(authority.pem)
+    relay_certificate.prepare(folder / "relay", ("127.0.0.1",), context, CLOCK)
+    desk = RelayDesk([EAST], CLOCK)
+    with CloudServer(
+        desk, context, host="127.0.0.1", port=0, wait_seconds=0.1
+    ).listening() as port:
+        made = Cloud(folder, desk, port, authority)
+        made.certificate(EAST)
+        made.certificate(WEST)
+        yield made
+
+
+def test_site_answers_its_relay(cloud: Cloud):
+    with cloud.running(cloud.node(EAST)):
+        assert cloud.ask(EAST, b"task") == b"tasktask"
+        proposal = cloud.ask(EAST, b"run", kind=QuestionKind.INTRODUCE)
+        assert proposal == b"introduced run"
+
+
+def test_same_question_gets_the_same_answer(cloud: Cloud):
+    """As from a relay that was restarted; work is not done twice."""
+    done = []
+
+    def answer(frame: bytes, seconds: float) -> GivenAnswer:
+        assert seconds == 5.0
+        done.append(frame)
+        return GivenAnswer(body=b"%d" % len(done), lasts=frame != b"failed")
+
+    with cloud.running(cloud.node(EAST, answer=answer)):
+        found = [cloud.ask(EAST, body) for body in (b"a", b"a", b"failed", b"failed")]
+    assert found == [b"1", b"1", b"2", b"3"]
+
+
+def test_answer_larger_than_asked_for_is_not_read(cloud: Cloud):
+    """The site tries again, as after any broken line."""
+    said: list[str] = []
+    node = cloud.node(EAST, listener=said.append)
+    with cloud.running(node):
+        assert cloud.ask(EAST, b"x" * 51, seconds=0.3) is None
+        assert cloud.ask(EAST, b"x" * 50) == b"x" * 100
+    assert any("HTTP 413 for an answer" in line for line in said)
+
+
+def test_site_that_the_relay_does_not_serve_is_told(cloud: Cloud):
+    with pytest.raises(SiteError, match=r"add its name to serve\.sites"):
+        cloud.node(WEST).run()
+
+
+def test_another_relay_gets_no_word(cloud: Cloud):
+    """Its certificate is not from the authority that the site pins."""
+    other = Authority.create("another relay", clock=CLOCK)
+    with pytest.raises(SiteError, match=r"does not prove that it is the relay: .*"):
+        cloud.node(EAST, authority=other.pem).run()
+
+
+def test_certificate_of_another_authority_is_refused(cloud: Cloud):
+    """With the name of a site that is served."""
+    said: list[str] = []
+    path = cloud.certificate("stranger", Authority.create("other", clock=CLOCK))
+    node = cloud.node(EAST, certificate=path)
+
+    def listen(text: str) -> None:
+        said.append(text)
+        if "cannot be reached" in text:
+            node.stopped.set()
+
+    node.listener = listen
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cloud.ask, EAST, b"task", seconds=0.3)
+        node.run()
+        assert asked.result() is None
+    assert "cannot be reached" in said[-1]

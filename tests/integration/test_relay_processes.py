@@ -1,0 +1,112 @@
+"""A deployed run with a relay: real processes, sockets, keys and certificates."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copy
+
+import pytest
+from safetensors.numpy import load_file
+from support import proxy_server
+from support.deployment import Deployment, deployed, free_port, wait_for
+from support.small_jobs import small_job
+
+from deploy.wiring.simulation import simulate
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+RELAY, BEHIND, ALONE = "east", ("east-1", "east-2"), ("west-1", "west-2")
+POLICY = """
+privacy = "none"
+secure_aggregation = false
+accept_dropouts = true
+max_clip_norm = 100.0
+functions = ["clients.models:*", "clients.data:*"]
+"""
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """As the how-to says: the relay first, then a copy of its certificate."""
+    folder = tmp_path_factory.mktemp("relays")
+    sites = [RELAY, *BEHIND, *ALONE]
+    with deployed(folder, POLICY, sites=sites, started=False) as made:
+        address = f"127.0.0.1:{free_port()}"
+        with (folder / RELAY / "site.toml").open("a") as file:
+            serve = f'listen = "{address}"\nhosts = ["127.0.0.1"]'
+            file.write(f"\n[serve]\n{serve}\nsites = {json.dumps(BEHIND)}\n")
+        made.start_site(RELAY)
+        authority = folder / RELAY / "relay" / "ca.crt"
+        wait_for(authority.exists, "the relay has a certificate")
+        for site in BEHIND:
+            copy(authority, folder / site / "relay.crt")
+            with (folder / site / "site.toml").open("a") as file:
+                way = f'address = "{address}"\nauthority = "relay.crt"'
+                file.write(f"\n[relay]\n{way}\n")
+        for site in (*BEHIND, *ALONE):
+            made.start_site(site)
+        yield made
+
+
+def job(folder: Path, **tables: object) -> tuple[Path, JobSpec]:
+    found = small_job(
+        num_sites=4,
+        model={"factory": "clients.models:digits_cnn"},
+        data={"source": "clients.data:digits"},
+        relays=[{"name": RELAY, "sites": [*BEHIND]}],
+        schedule={"minimum_sites": 2, "round_deadline_seconds": 60.0},
+        sites=[{"name": name} for name in (*BEHIND, *ALONE)],
+        **{"rounds": 3} | tables,
+    )
+    RunFolder(folder).write_job(found)
+    return folder / "job.toml", found
+
+
+def finish(process: "object") -> dict[str, object]:
+    out, err = process.communicate(timeout=400)  # type: ignore[attr-defined]
+    assert process.returncode == 0, err  # type: ignore[attr-defined]
+    return dict(json.loads(out))
+
+
+def test_model_and_bytes_are_those_of_a_simulation(
+    federation: Deployment, tmp_path: Path
+):
+    path, spec = job(tmp_path)
+    result = finish(federation.run(path))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 3)
+    run = max((federation.folder / "aggregator" / "runs" / "small").iterdir())
+    expected = simulate(spec, folder=None)
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    for told, row in zip(result["rounds"], expected.view.rounds, strict=True):  # type: ignore[call-overload]
+        assert told["bytes_down"] == row.bytes_down
+        # Measured times have more digits or fewer, and headers are padded.
+        assert abs(told["bytes_up"] - row.bytes_up) <= 64 * 4
+
+
+def test_relay_that_is_killed_costs_a_round_at_most(
+    federation: Deployment, tmp_path: Path
+):
+    path, _ = job(tmp_path, name="killed", rounds=12)
+    earlier = federation.num_runs()
+    process = federation.run(path)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 2, "rounds continue")
+    federation.kill_any(RELAY)
+    federation.start_site(RELAY)
+    result = finish(process)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 12)
+    rounds = federation.events("RoundFinished")
+    assert len(rounds[-1]["answered"]) == 4
+    assert sum(len(each["answered"]) < 4 for each in rounds) <= 1
