@@ -244,9 +244,9 @@ def check(file: SiteFile) -> None:
     parse_address(file.aggregator.address, key="aggregator.address")
     if file.roster_signer and not _SIGNER.fullmatch(file.roster_signer):
         raise JobError("must be 64 hexadecimal digits", key="roster_signer")
+    _check_relay(file)
     exchange.check(file.exchange)
     home_spec.check(file.home, file.identity)
-    _check_relay(file)
     _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
     _check_choices("policy.levels", file.policy.levels, LEVELS, fewest=0)
     _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clients.privacy.policy_spec import PolicySpec
-from deploy.site_host import config as site_file
+from deploy.site_host import config as site_file, folder as site_folder
 from federation.errors import JobError
 
 SMALLEST = """
@@ -139,3 +139,51 @@ def test_missing_file_and_no_toml_are_told(tmp_path: Path):
         site_file.load(tmp_path / "none.toml")
     with pytest.raises(JobError, match=r"site\.toml"):
         site_file.load(write(tmp_path, "name = "))
+
+
+SERVE = '\n[serve]\nlisten = "0.0.0.0:8444"\nhosts = ["relay"]\nsites = ["a"]\n'
+LINK = '\n[relay]\naddress = "relay:8444"\nauthority = "relay.crt"\n'
+
+
+def test_relay_and_site_behind_it(tmp_path: Path):
+    """By default neither: such a site connects to the aggregator."""
+    file = site_file.load(write(tmp_path, SMALLEST)).file
+    assert (file.serve, file.relay) == (None, None)
+    serve = site_file.load(write(tmp_path, SMALLEST + SERVE)).file.serve
+    assert serve is not None
+    assert serve.sites == ("a",)
+    relay = site_file.load(write(tmp_path, SMALLEST + LINK)).file.relay
+    assert relay is not None
+    assert relay.address == "relay:8444"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (SERVE + LINK, "relay"),
+        (LINK.replace("relay:8444", "relay"), "relay.address"),
+        (SERVE.replace("0.0.0.0:8444", "8444"), "serve.listen"),
+        (SERVE.replace('"relay"', ""), "serve.hosts"),
+        (SERVE.replace('"a"', '"A b"'), "serve.sites"),
+        (SERVE + '[home]\nurl = "s3://bucket/place"\n', "home.url"),
+    ],
+)
+def test_relays_that_cannot_be(tmp_path: Path, text: str, key: str):
+    with pytest.raises(JobError, match=rf"site\.toml: {key}: "):
+        site_file.load(write(tmp_path, SMALLEST + text))
+
+
+def test_site_behind_a_relay_needs_two_certificates(tmp_path: Path):
+    """Its own, to be admitted, and the authority that it pins."""
+    config = site_file.load(write(tmp_path, SMALLEST + LINK))
+    assert config.file.relay is not None
+    with pytest.raises(JobError, match="enrol this site") as caught:
+        site_folder.relay_authority(config, config.file.relay)
+    assert caught.value.key == "certificate"
+    text = SMALLEST.replace("[agg", 'certificate = "a.crt"\n[agg') + LINK
+    config = site_file.load(write(tmp_path, text))
+    with pytest.raises(JobError, match=r"copy relay/ca\.crt") as caught:
+        site_folder.relay_authority(config, config.file.relay)
+    assert caught.value.key == "relay.authority"
+    (tmp_path / "relay.crt").write_bytes(b"PEM")
+    assert site_folder.relay_authority(config, config.file.relay) == b"PEM"

@@ -8,10 +8,12 @@ from support.secagg_parties import Parties
 
 from federation.ids import SiteId
 from privacy.secagg.agreement.contract import Contract, RelayMember
+from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.arithmetic.relayed import sum_words
 from privacy.secagg.errors import ContractRefused
 
-CONTRACT = Parties(5).contract()
+PARTIES = Parties(5)
+CONTRACT = PARTIES.contract()
 
 
 @pytest.mark.parametrize("bits", [16, 24, 32, 64])
@@ -57,3 +59,18 @@ def test_relays_are_a_part_of_the_contract():
 def test_contradictions_are_refused(relays: tuple[RelayMember, ...]):
     with pytest.raises(ContractRefused, match="relays"):
         replace(CONTRACT, relays=relays)
+
+
+def test_site_accepts_only_the_relays_of_job_and_roster():
+    """With another key, or with another site behind it, nothing may be added up."""
+    own = relay("cloud", 1, 2)
+    contract = replace(CONTRACT, relays=(own,))
+    policy = PARTIES.policy(relays=(own,))
+    check_against_policy(contract, policy)
+    check_against_policy(contract, PARTIES.policy())
+    for other in (relay("cloud", 1, 2, key=201), relay("cloud", 1), relay("x", 1, 2)):
+        with pytest.raises(ContractRefused, match="not those of the job") as caught:
+            check_against_policy(replace(contract, relays=(other,)), policy)
+        assert caught.value.key == "relays"
+    with pytest.raises(ContractRefused, match="not those of the job"):
+        check_against_policy(CONTRACT, policy)

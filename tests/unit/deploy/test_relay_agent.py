@@ -1,0 +1,261 @@
+"""What a relay refuses: of its aggregator, and of its sites."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import agents
+from support.agents import RUN_ID, Consortium, consortium
+from support.small_jobs import small_job
+
+from cloud_adapters.relays.desk import RelayQuestion
+from deploy.site_host.relay_agent import SITES_SHARE, RelayAgent
+from federation.errors import ProtocolError
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+    TaskKind,
+)
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+from federation.wire.relayed import answers_in
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction
+from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.identity import Label, generate
+from privacy.secagg.protocol.messages import Offer
+
+EAST, SITES = SiteId("east"), ("site-0", "site-1")
+RELAYS = [{"name": EAST, "sites": [*SITES]}]
+JOB = small_job(num_sites=3, relays=RELAYS, schedule={"minimum_sites": 1})
+SECRET = {"secure_aggregation": {"enabled": True, "threshold": 6}}
+Answer = Callable[[SiteId, RelayQuestion], bytes | None]
+
+
+def silent(_site: SiteId, _question: RelayQuestion) -> None:
+    """Give no answer."""
+
+
+@dataclass
+class Cloud:
+    """A relay whose sites answer what a test says."""
+
+    members: Consortium
+    agent: RelayAgent = field(init=False)
+    answer: Answer = silent
+    asked: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def ask(
+        self, questions: Mapping[SiteId, RelayQuestion], *, seconds: float, **_: Any
+    ) -> dict[SiteId, bytes | None]:
+        self.asked.append(seconds)
+        return {site: self.answer(site, each) for site, each in questions.items()}
+
+    def propose(self, job: JobSpec = JOB, **changes: Any) -> tuple[bytes, list[bytes]]:
+        """Bring a proposal, and read what the relay answers."""
+        made = agents.proposal(job, num_values=15, **changes)
+        sealed = introduction.seal_proposal(made, self.members.aggregator)
+        found = introduction.open_bundle(self.agent.introduce(sealed))
+        assert found is not None
+        own, sites = found
+        return own, [*sites]
+
+    def exchange(self, *tasks: Task) -> list[SiteMessage]:
+        """Bring tasks, and read the answers."""
+        frames = b"".join(map(wire.encode_bytes, tasks))
+        return answers_in(self.agent.answer(frames, seconds=10.0), limit=10)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Cloud:
+    members = consortium(*(f"site-{number}" for number in range(8)), EAST)
+    serve = {"listen": "127.0.0.1:1", "hosts": ["h"], "sites": [*SITES]}
+    config = agents.site_config(tmp_path / EAST, EAST, serve=serve)
+    roster.save(members.roster, config.roster)
+    made = Cloud(members)
+    made.agent = RelayAgent(
+        config=config,
+        identity=members.sites[EAST],
+        roster=members.roster,
+        ask=made.ask,
+        served={SiteId(site) for site in SITES},
+        listener=made.said.append,
+    )
+    return made
+
+
+def task(site: str, **changes: Any) -> RoundTask:
+    made = RoundTask(
+        run_id=RUN_ID,
+        round_index=1,
+        site=SiteId(site),
+        kind=TaskKind.EVALUATE,
+        layout_digest="00" * 32,
+        weights_d=np.zeros(15, np.float32),
+        integers_m=np.zeros(0, np.int64),
+        evaluate=True,
+        evaluate_after=False,
+    )
+    return replace(made, **changes)
+
+
+def introduced(
+    members: Consortium, site: str, question: RelayQuestion, *, key: str = ""
+) -> bytes:
+    made = Introduction(
+        version=introduction.VERSION,
+        site=site,
+        proposal=introduction.digest(question.body),
+        release="1",
+        refused="",
+        privacy=None,
+        num_examples=0,
+    )
+    return introduction.seal_introduction(made, members.sites[key or site])
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "text"),
+    [
+        (small_job(num_sites=3), {}, "relay 'east' is not named by this job"),
+        (
+            small_job(
+                num_sites=3,
+                relays=[{"name": EAST, "sites": ["site-2"]}],
+                schedule={"minimum_sites": 1},
+            ),
+            {},
+            "relay 'east' does not serve site-2: add them to serve.sites",
+        ),
+        (JOB, {"code_hash": "00" * 32}, "but not the same code"),
+    ],
+)
+def test_jobs_that_a_relay_refuses(
+    cloud: Cloud, job: JobSpec, changes: dict[str, Any], text: str
+):
+    """It says so to the aggregator, and asks no site."""
+    refused = cloud.propose(job, **changes)
+    assert refused[1] == cloud.asked == []
+    assert text in cloud.said[-1]
+
+
+def test_another_aggregator_is_refused(cloud: Cloud):
+    made = introduction.seal_proposal(agents.proposal(JOB), generate(os.urandom))
+    with pytest.raises(ProtocolError, match="signature"):
+        cloud.agent.introduce(made)
+    assert cloud.asked == []
+
+
+def test_introduction_of_another_is_dropped(cloud: Cloud):
+    """One site cannot speak for its neighbour, nor spoil what the relay sends."""
+
+    def answer(site: SiteId, question: RelayQuestion) -> bytes:
+        if site == "site-0":
+            return introduced(cloud.members, "site-1", question, key="site-0")
+        return introduced(cloud.members, site, question)
+
+    cloud.answer = answer
+    _, sites = cloud.propose()
+    assert len(sites) == 1
+    assert "the introduction of site 'site-0' is dropped" in cloud.said[-1]
+    cloud.answer = lambda _site, q: introduced(cloud.members, "site-1", q)
+    assert len(cloud.propose()[1]) == 1  # Its own, which the other has copied.
+
+
+def test_evaluations_pass_unchanged(cloud: Cloud):
+    """In the order of the tasks; sites have a share of the time."""
+    cloud.propose()
+    found = failure(task("site-0"), FailureKind.CRASHED, "no memory")
+    cloud.answer = lambda site, _: wire.encode_bytes(replace(found, site=site))
+    answers = cloud.exchange(task("site-1"), task("site-0"))
+    assert answers == [
+        replace(found, site=SiteId(site)) for site in ("site-1", "site-0")
+    ]
+    assert cloud.asked[-1] == 10.0 * SITES_SHARE
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (None, FailureKind.UNREACHABLE),
+        (b"", FailureKind.INVALID),
+        (wire.encode_bytes(task("site-0")), FailureKind.INVALID),
+        (
+            wire.encode_bytes(failure(task("site-1"), FailureKind.BUSY, "x")),
+            FailureKind.INVALID,
+        ),
+    ],
+)
+def test_what_is_no_answer_is_a_failure_of_its_site(
+    cloud: Cloud, answer: bytes | None, kind: FailureKind
+):
+    cloud.propose()
+    cloud.answer = lambda _site, _question: answer
+    (found,) = cloud.exchange(task("site-0"))
+    assert isinstance(found, SiteFailure)
+    assert (found.site, found.kind) == ("site-0", kind)
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        [task("site-2")],
+        [task("site-0"), task("site-0")],
+        [task("site-0"), task("site-1", round_index=2)],
+        [
+            task("site-0"),
+            SecureTask(
+                run_id=RUN_ID,
+                round_index=1,
+                site=SiteId("site-1"),
+                step=SecureStep.REVEAL,
+                body=b"",
+            ),
+        ],
+    ],
+)
+def test_tasks_of_one_round_for_its_own_sites(cloud: Cloud, tasks: list[Task]):
+    cloud.propose()
+    with pytest.raises(ProtocolError, match="tasks of"):
+        cloud.exchange(*tasks)
+    assert len(cloud.asked) == 1
+
+
+def test_run_must_have_been_proposed(cloud: Cloud):
+    with pytest.raises(ProtocolError, match="has not been proposed to relay 'east'"):
+        cloud.exchange(task("site-0"))
+    with pytest.raises(ProtocolError, match="without a valid name"):
+        cloud.propose(run_id=RunId("../x"))
+
+
+def test_no_words_are_added_without_the_contract(cloud: Cloud):
+    """And an offer that the aggregator has not signed is none."""
+    job = small_job(num_sites=8, relays=RELAYS, privacy=SECRET, schedule={}, rounds=1)
+    cloud.propose(job)
+    with pytest.raises(ProtocolError, match="has not seen the contract"):
+        cloud.exchange(task("site-0"))
+    forged = Offer(
+        contract=b"any", signature=generate(os.urandom).sign(Label.OFFER, b"any")
+    )
+    offer = SecureTask(
+        run_id=RUN_ID,
+        round_index=0,
+        site=SiteId("site-0"),
+        step=SecureStep.ADVERTISE,
+        body=forged.to_bytes(),
+    )
+    with pytest.raises(ProtocolError, match="signature"):
+        cloud.exchange(offer)
+    assert len(cloud.asked) == 2  # For introductions, and for the evaluation.
