@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 RELAY, BEHIND, ALONE = "east", ("east-1", "east-2"), ("west-1", "west-2")
+THIRD = "west-3"  # Without a relay: of a secure run that bears the loss of one.
 POLICY = """
 privacy = "none"
 secure_aggregation = false
@@ -39,7 +40,7 @@ functions = ["clients.models:*", "clients.data:*"]
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """As the how-to says: the relay first, then a copy of its certificate."""
     folder = tmp_path_factory.mktemp("relays")
-    sites = [RELAY, *BEHIND, *ALONE]
+    sites = [RELAY, *BEHIND, *ALONE, THIRD]
     with deployed(folder, POLICY, sites=sites, started=False) as made:
         address = f"127.0.0.1:{free_port()}"
         with (folder / RELAY / "site.toml").open("a") as file:
@@ -53,21 +54,21 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             with (folder / site / "site.toml").open("a") as file:
                 way = f'address = "{address}"\nauthority = "relay.crt"'
                 file.write(f"\n[relay]\n{way}\n")
-        for site in (*BEHIND, *ALONE):
+        for site in (*BEHIND, *ALONE, THIRD):
             made.start_site(site)
         yield made
 
 
 def job(folder: Path, **tables: object) -> tuple[Path, JobSpec]:
-    found = small_job(
-        num_sites=4,
-        model={"factory": "clients.models:digits_cnn"},
-        data={"source": "clients.data:digits"},
-        relays=[{"name": RELAY, "sites": [*BEHIND]}],
-        schedule={"minimum_sites": 2, "round_deadline_seconds": 60.0},
-        sites=[{"name": name} for name in (*BEHIND, *ALONE)],
-        **{"rounds": 3} | tables,
-    )
+    document = {
+        "model": {"factory": "clients.models:digits_cnn"},
+        "data": {"source": "clients.data:digits"},
+        "relays": [{"name": RELAY, "sites": [*BEHIND]}],
+        "schedule": {"minimum_sites": 2, "round_deadline_seconds": 60.0},
+        "sites": [{"name": name} for name in (*BEHIND, *ALONE)],
+        "rounds": 3,
+    }
+    found = small_job(**document | tables)
     RunFolder(folder).write_job(found)
     return folder / "job.toml", found
 
@@ -110,3 +111,27 @@ def test_relay_that_is_killed_costs_a_round_at_most(
     rounds = federation.events("RoundFinished")
     assert len(rounds[-1]["answered"]) == 4
     assert sum(len(each["answered"]) < 4 for each in rounds) <= 1
+
+
+def test_secure_run_chooses_its_local_steps(federation: Deployment, tmp_path: Path):
+    """From the times at which answers arrive, one of them through the relay."""
+    secure = {"enabled": True, "threshold": 3, "max_examples": 1500}
+    path, _ = job(
+        tmp_path,
+        name="secure",
+        rounds=16,
+        relays=[{"name": RELAY, "sites": BEHIND[:1]}],
+        sites=[{"name": name} for name in (BEHIND[0], *ALONE, THIRD)],
+        privacy={"secure_aggregation": {**secure, "clip_norm": 50.0}},
+        training={"local_steps": 2, "batch_size": 16, "optimizer": {"lr": 0.05}},
+        evaluation={"every": 0},
+        schedule={"local_work": "auto", "max_local_steps": 16},
+    )
+    result = finish(federation.run(path))
+    assert result["status"] == "completed"
+    found = federation.events("LocalWorkChosen")
+    assert sum(each["num_steps"] for each in found) == 2 * 16
+    assert len(found) < 16
+    rounds = federation.events("RoundFinished")
+    assert {len(each["answered"]) for each in rounds} == {4}
+    assert all(each["bytes_up"] > each["inside_up"] > 0 for each in rounds)
