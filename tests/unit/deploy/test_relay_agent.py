@@ -147,7 +147,8 @@ def test_jobs_that_a_relay_refuses(
 ):
     """It says so to the aggregator, and asks no site."""
     refused = cloud.propose(job, **changes)
-    assert refused[1] == cloud.asked == []
+    assert refused[1] == []
+    assert cloud.asked == []
     assert text in cloud.said[-1]
 
 
