@@ -183,7 +183,7 @@ def find_settings(
         raise JobError(
             f"use 0 < low < high and at least {_FEWEST_LOSSES} steps", key="--low"
         )
-    trial = _Trial(federation, site)
+    trial = _RangeTest(federation, site)
     with seeded_globally(torch_seed(job.seed, "settings", site), trial.device):
         noise = trial.noise_scale()
         rates = trial.range_test(low, high, steps)
@@ -202,7 +202,7 @@ def growth(step: int, _: int, *, ratio: float, steps: int) -> float:
     return float(ratio ** (step / (steps - 1)))
 
 
-class _Trial:
+class _RangeTest:
     """One site's training from the weights that a run begins with."""
 
     def __init__(self, federation: Federation, site: SiteId) -> None:

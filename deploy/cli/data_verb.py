@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.store_arguments import key, service, source_options
+from deploy.cli.arguments import key, service, source_options
 from deploy.cli.terminal import say, say_json
 from deploy.exit_codes import DONE
 

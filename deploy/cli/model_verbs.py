@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.cli.store_arguments import key, service, source_options
+from deploy.cli.arguments import key, service, source_options
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import JobError

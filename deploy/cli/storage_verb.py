@@ -6,7 +6,7 @@ Arguments in and text out; the work is in ``deploy.tools.rewrap``.
 import argparse
 from typing import TYPE_CHECKING
 
-from deploy.cli.store_arguments import key, service
+from deploy.cli.arguments import key, service
 from deploy.cli.terminal import say, say_json
 from deploy.exit_codes import DONE
 from federation.errors import JobError

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.store_arguments import service
+from deploy.cli.arguments import service
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 
