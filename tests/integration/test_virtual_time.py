@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_jobs import small_job
-from support.without_report import simulate
 
+from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.events import (
