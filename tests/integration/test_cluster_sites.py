@@ -1,7 +1,7 @@
 """``crossfed up`` with sites in a cluster, whose pods enrol by the keys in their logs.
 
 The cluster is an API server on loopback. A test boots each pod: it takes the manifest
-back and runs the pod's own command as a process of this host.
+back and runs the pod's own command on this host.
 """
 
 import json
@@ -9,16 +9,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import proxy_server
-from support.deployment import crossfed, free_port, wait_for
+from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube, KubeError
 from support.forked import Forked, shared
+from support.forked_program import forked_program
 
 from cloud_adapters.identity import platforms
 from deploy.exit_codes import BAD_JOB, FAILED
@@ -44,9 +45,8 @@ class Pod:
         self.site.parent.chmod(0o2777)
         settings = folder / "user-data"
         settings.write_text(template["metadata"]["annotations"]["crossfed/user-data"])
-        program = folder / "crossfed"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -m crossfed "$@"\n')
-        program.chmod(0o755)
+        self._stack = ExitStack()
+        self._stack.enter_context(forked_program(folder / "crossfed", folder / "log"))
         shell, option, script = (
             # As Kubernetes reads it.
             word.replace("$$", "$")
@@ -55,7 +55,7 @@ class Pod:
         script = script.replace("/var/lib/crossfed/site", str(self.site))
         script = script.replace("/etc/crossfed/user-data", str(settings))
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        with (folder / "log").open("wb") as log:
+        with (folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [shell, option, script],
                 env={**os.environ, "PATH": path},
@@ -79,6 +79,7 @@ class Pod:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        self._stack.close()
 
 
 class Cluster:
