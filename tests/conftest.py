@@ -99,17 +99,44 @@ def _is_fast(item: pytest.Item) -> bool:
     return top in {"contract", "unit"} and not (is_property or any(others))
 
 
+# Tests of ten seconds and more, in the order of their length: begun last, one of them
+# would keep one worker busy while the others have nothing left to do. Groups need no
+# place here, as pytest-xdist begins with those of the most tests.
+_BEGUN_FIRST = (
+    "test_killed_three_times_and_moved_twice",
+    "test_run_leaves_no_process_and_no_stray_file",
+    "test_no_process_outlives_its_tests",
+    "test_every_row_runs_in_a_form_too_short_to_count",
+    "test_a_finished_row_is_not_run_again",
+    "test_it_runs",
+    "test_trials_in_processes",
+    "test_no_kill_hides_a_release",
+    "test_a_group_has_one_worker",
+    "test_every_method_runs_in_a_form_too_short_to_count",
+    "test_interfaces_count_what_formulas_say",
+    "test_page_is_whole_and_self_contained",
+    "test_few_sites",
+)
+
+
+def _place(item: pytest.Item) -> int:
+    """Where a test stands in that order; all others stay behind, in theirs."""
+    name = getattr(item, "originalname", item.name)
+    return _BEGUN_FIRST.index(name) if name in _BEGUN_FIRST else len(_BEGUN_FIRST)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Tell the scheduler which tests one worker is to have.
+    """Tell the scheduler which tests one worker is to have, and which come first.
 
     pytest-xdist 3.8 sets ``_nodeid`` for that, which pytest 9.2 does not read: without
     this, groups are dealt like all else, and nothing says so.
     """
     if not config.getoption("loadgroup", default=False):
         return
+    items.sort(key=_place)
     for item in items:
         mark = item.get_closest_marker("xdist_group")
         if mark is not None and not item.nodeid.endswith(f"@{mark.args[0]}"):

@@ -19,14 +19,19 @@ from integration.test_cloud_sites import (
     clouds as clouds,  # noqa: PLC0414 -- a fixture
 )
 from support import proxy_server
-from support.deployment import CLOCK, crossfed, free_port, wait_for
+from support.deployment import (
+    CLOCK,
+    crossfed_here as crossfed,
+    free_port,
+    wait_for,
+)
 from support.forked import Forked, shared
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
+    pytest.mark.xdist_group("fleet"),
     pytest.mark.skipif(
         not proxy_server.installed(), reason="nginx is not installed (make nginx)"
     ),

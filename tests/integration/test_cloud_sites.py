@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import fake_gce, fake_platforms, proxy_server
-from support.deployment import crossfed, free_port, wait_for
+from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.ec2_server import IMAGE, REGION, Ec2Server
 from support.fake_gce import FakeGce
 from support.fake_imds import FakeImds
@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("deployed"),
+    pytest.mark.xdist_group("fleet"),
     pytest.mark.skipif(
         not proxy_server.installed(), reason="nginx is not installed (make nginx)"
     ),
@@ -231,6 +231,7 @@ def clouds(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     ec2_server.make_profile("crossfed-profile")
+    shared().imports("support.cloud_libraries")
     made = Clouds(tmp_path, ec2_server, gce_server)
     try:
         yield made

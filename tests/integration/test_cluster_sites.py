@@ -182,7 +182,7 @@ def cluster(kube_server: FakeKube, tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.deploy
-@pytest.mark.xdist_group("deployed")
+@pytest.mark.xdist_group("fleet")
 @pytest.mark.skipif(
     not proxy_server.installed(), reason="nginx is not installed (make nginx)"
 )

@@ -92,16 +92,16 @@ def exchange_table(place: Path, key: Path) -> str:
 
 
 def test_encrypted_run_through_a_store(tmp_path: Path):
-    """Models and masked updates go through it as ciphertext, and nothing is left.
-
-    A site with another key says so, and what to look at.
-    """
-    place, key, other = (tmp_path / name for name in ("store", "a.key", "b.key"))
+    """Models and masked updates go through it as ciphertext, and nothing is left."""
+    place, key = tmp_path / "store", tmp_path / "a.key"
     add_key(key)
-    add_key(other)
     table = exchange_table(place, key)
-    # Every process starts as people start it, which forks do not.
-    with deployed(tmp_path, POLICY + table, forked=False) as federation:
+    # The service with its programs and a site start as people start them, which forks
+    # do not.
+    with deployed(tmp_path, POLICY + table, forked=False, started=False) as federation:
+        federation.start_site(SITES[0])
+        federation.server = shared()
+        federation.start_site(SITES[1])
         with Path(federation.config).open("a") as config:
             config.write(table)
         job = large_job(tmp_path / "job.toml")
@@ -122,7 +122,6 @@ def test_encrypted_run_through_a_store(tmp_path: Path):
         url = LocalStore(place).url
         check_meters(federation, url)
         assert url in {used["url"] for used in result["storage"]}
-        refused(federation, job, other)
     assert {each.name for each in place.iterdir()} >= {"model", "sites"}
     assert list(LocalStore(place).list()) == []
     assert list(tmp_path.rglob("scratch")) == []
@@ -151,18 +150,30 @@ def uses(told: list[dict[str, Any]]) -> dict[str, int]:
     return found
 
 
-def refused(federation: Deployment, job: Path, key: Path) -> None:
-    """Give a site another key, and see a run end for it."""
-    federation.kill(SITES[1])
-    federation.server = shared()  # What starts anew has done so once.
-    config = federation.folder / SITES[1] / "site.toml"
-    text = config.read_text()
-    assert text.count("a.key") == 1
-    config.write_text(text.replace("a.key", key.name))
-    federation.start_site(SITES[1])
-    process = federation.run(job, "rounds=1")
-    process.communicate(timeout=400)
-    assert process.returncode == 1
+@pytest.mark.long  # Without agents: test_encrypted_store.py.
+def test_a_site_with_another_key_says_so(tmp_path: Path):
+    """And what to look at; the run ends for it."""
+    place, key, other = (tmp_path / name for name in ("store", "a.key", "b.key"))
+    add_key(key)
+    add_key(other)
+    table = exchange_table(place, key)
+    with deployed(tmp_path, POLICY + table, started=False) as federation:
+        with Path(federation.config).open("a") as config:
+            config.write(table)
+        site = tmp_path / SITES[1] / "site.toml"
+        text = site.read_text()
+        assert text.count("a.key") == 1
+        site.write_text(text.replace("a.key", other.name))
+        for each in SITES:
+            federation.start_site(each)
+        job = large_job(tmp_path / "job.toml")
+        process = federation.run(job, "rounds=1")
+        process.communicate(timeout=400)
+        assert process.returncode == 1
+        check_refused(federation, other)
+
+
+def check_refused(federation: Deployment, key: Path) -> None:
     failed = [e for e in federation.events() if e["event"] == "SiteFailed"]
     messages = [each["message"] for each in failed if each["site"] == SITES[1]]
     assert messages

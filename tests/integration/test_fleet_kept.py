@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("deployed"),
+    pytest.mark.xdist_group("fleet"),
     pytest.mark.skipif(
         not proxy_server.installed(), reason="nginx is not installed (make nginx)"
     ),

@@ -271,6 +271,10 @@ class Server:
         socket.send_fds(self._orders, [json.dumps(order).encode()], files)
         return Forked(self, number, out, err)
 
+    def imports(self, name: str) -> None:
+        """Have a module imported before the next fork, for all that follow."""
+        self._orders.send(json.dumps({"imports": name}).encode())
+
     def wait_for(self, what: str, number: int, timeout: float | None = None) -> int:
         """Wait for a process's id or exit code."""
         found = {"pid": self.pids, "code": self.codes}[what]
@@ -363,6 +367,10 @@ def _begin(
 ) -> None:
     from support import fork_server  # noqa: PLC0415 -- imports torch
 
+    if "imports" in order:
+        importlib.import_module(order["imports"])
+        gc.freeze()
+        return
     pid = os.fork()
     if pid == 0:
         _take(files, order["files"])

@@ -1,4 +1,4 @@
-"""A ``crossfed`` for the PATH of a script, which is run by forks of the worker's server.
+"""A ``crossfed`` for a script's PATH, which forks of the worker's server run.
 
 A real one imports for three seconds before it does anything. This one asks the test to
 fork, hands signals on, and ends as the fork does; its output is that of the fork.

@@ -126,3 +126,13 @@ def test_a_python_that_does_not_run_is_named_before_anything_starts():
     assert done.returncode == 2
     assert "/nowhere/python does not run here; name" in done.stdout
     assert "Show this list" not in done.stdout
+
+
+def test_tests_that_are_begun_first_exist():
+    """Or one that was renamed would be begun last again, unnoticed."""
+    table = re.search(r"_BEGUN_FIRST = \((.*?)\n\)", CONFTEST.read_text(), re.DOTALL)
+    assert table is not None
+    names = re.findall(r'"(test_\w+)"', table[1])
+    assert len(names) > 10
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in names if f"def {name}(" not in text] == []
