@@ -81,7 +81,15 @@ def test_disk_refuses_a_checkpoint(
     assert (place / "run/model.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize("case", REMOTE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # What it means is tested with the store: test_s3_errors.py.
+        pytest.param("s3 clock", marks=pytest.mark.long),
+        "s3 quota",
+        "gcs quota",
+    ],
+)
 def test_service_refuses_a_checkpoint(
     server: ForkServer,
     place: Path,
