@@ -58,6 +58,7 @@ SHORT = {
     "storage": "--megabytes 1 --turns 1",
     "storage_cloud": "--store s3 --large ours --gigabytes 0",
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
+    "tune_samplers": "--smoke",
     "turns": "--pairs 1 --cases encrypted-read-small",
 }
 LONG = {"adapter_privacy", "agents_memory"}
