@@ -57,6 +57,27 @@ def plural_of_units(job: JobSpec) -> str:
     return "persons" if of_persons else "training records"
 
 
+def note_on_persons(job: JobSpec, train: Dataset) -> str:
+    """Say that a person with several records is protected less than a record.
+
+    Args:
+        job: The job.
+        train: Training records of a site.
+
+    Returns:
+        A text for whoever may see the data; empty if there is nothing to say.
+    """
+    unit, ids = job.privacy.differential_privacy.unit, train.persons
+    if unit not in {"record", "joint"} or ids is None:
+        return ""
+    if Persons.of(ids).count == len(train):
+        return ""
+    return (
+        f'the data names persons with several training records, and unit = "{unit}" '
+        'protects single records, so such a person less: use unit = "person"'
+    )
+
+
 def held_out_units(job: JobSpec, train: Dataset, held_out: Dataset) -> Dataset:
     """The held-out records whose results get noise: of a person, at most one.
 

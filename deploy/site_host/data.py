@@ -10,6 +10,7 @@ from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.source_check import check_deployed
 from clients.training.local_federation import SiteData
+from clients.training.privacy_units import note_on_persons
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
 from deploy.wiring import parts as wiring
@@ -46,6 +47,9 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         source=file.data.source,
         vouched=file.data.preprocessing,
     )
+    note = note_on_persons(job, data[0])
+    if note:
+        _LOG.warning("site %s: %s", file.name, note)
     return data
 
 

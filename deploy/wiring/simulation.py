@@ -14,6 +14,7 @@ from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
+from clients.training.privacy_units import note_on_persons
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import extension, parts as wiring, run_store, virtual_engine
@@ -331,7 +332,9 @@ class _Simulation:
 
     def _facts(self) -> Iterator[Event]:
         yield wiring.data_distributed(self._federation, at=self._clock.now())
-        for text in (dropout_notice(self._job), notice(self._job)):
+        trained = [train for train, _ in self._federation.site_data.values()]
+        notes = {note_on_persons(self._job, train) for train in trained}
+        for text in (dropout_notice(self._job), notice(self._job), *sorted(notes)):
             if text:
                 yield Warned(at=self._clock.now(), message=text)
         if self._private is not None:

@@ -12,8 +12,10 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
+from clients.data.batches import Rank
 from clients.data.datasets import Examples, as_dataset
 from clients.models.model_pool import ModelPool
+from clients.ranks.peers import Peers
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -178,6 +180,24 @@ def test_a_person_with_all_records_changes_a_sum_by_the_clip_norm_at_most(
     without = clipped_sum(model, inputs[:kept], targets[:kept], sizes[:-1], clipping)
     assert np.isfinite(with_it).all()
     assert np.linalg.norm(with_it - without) <= CLIP_NORM
+
+
+def test_ranks_draw_persons_of_their_own():
+    """At rate 1 every person is at one rank, with all its records."""
+    ids = np.repeat(np.arange(8), 2)
+    drawn = []
+    for rank in range(3):
+        gradient = PrivateGradient(
+            nn.Linear(INPUTS, CLASSES),
+            private_job("person", batch_size=8),
+            PrivateTraining(clip_norm=CLIP_NORM, noise_multiplier=1.0),
+            num_records=len(ids),
+            persons=Persons.of(ids),
+            peers=Peers(rank=Rank(rank=rank, world_size=3)),
+        )
+        drawn.append(np.concatenate([each.records for each in gradient.draw()]))
+    assert [sorted(set(ids[part] % 3)) for part in drawn] == [[0], [1], [2]]
+    assert sorted(np.concatenate(drawn)) == list(range(16))
 
 
 def test_a_step_draws_few_records_of_many_persons():

@@ -9,7 +9,12 @@ from support.small_jobs import small_job
 
 from clients.data.datasets import Examples, as_dataset
 from clients.data.partition import partition
-from clients.training.privacy_units import held_out_units, num_units, persons_of
+from clients.training.privacy_units import (
+    held_out_units,
+    note_on_persons,
+    num_units,
+    persons_of,
+)
 from federation.errors import JobError, SiteError
 from federation.job.spec import PartitionSpec
 
@@ -130,6 +135,20 @@ def test_units_of_a_site_are_persons():
     assert persons_of(small_job(), named) is None
     with pytest.raises(JobError, match="names the person of each record"):
         persons_of(person_job(), as_dataset((INPUTS, None), name="x"))
+
+
+@pytest.mark.parametrize("unit", ["none", "record", "person"])
+def test_records_of_named_persons_are_noted(unit: str):
+    """If a person has several, and single records are protected."""
+    private = {} if unit == "none" else {"unit": unit, "target_epsilon": 8.0}
+    job = small_job(
+        privacy={"differential_privacy": private}, aggregation={"weights": "uniform"}
+    )
+    several = as_dataset(Examples(inputs=INPUTS, persons=IDS), name="x")
+    assert bool(note_on_persons(job, several)) == (unit == "record")
+    for persons in (None, np.arange(6)):
+        one_each = as_dataset(Examples(inputs=INPUTS, persons=persons), name="x")
+        assert note_on_persons(job, one_each) == ""
 
 
 def test_noised_results_are_of_one_record_of_each_person_not_trained_on():

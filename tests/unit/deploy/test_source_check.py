@@ -115,3 +115,16 @@ def test_a_site_that_names_no_data_is_held_to_its_part_of_the_jobs():
     """Also where the job gives that site a source of its own."""
     job = job_of("site", f"{USERS}:own_means", is_dealt=False)
     deployed(job)
+
+
+def test_an_operator_learns_that_persons_have_several_records(
+    caplog: pytest.LogCaptureFixture,
+):
+    """In the site's log, if single records are protected; the names are not in it."""
+    source = "support.small_jobs:visits"
+    for unit, notes in (("record", 1), ("none", 0)):
+        caplog.clear()
+        deployed(job_of(unit, source), source=source)
+        found = [r.getMessage() for r in caplog.records if "persons" in r.getMessage()]
+        assert len(found) == notes
+        assert all('use unit = "person"' in text for text in found)
