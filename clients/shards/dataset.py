@@ -105,6 +105,7 @@ class ShardedDataset:
         starts: Place of the first example of each shard.
         classes: Class of each example of the split.
         all_groups: Group of each example of the split.
+        all_persons: Number of the person of each example of the split.
     """
 
     index: DatasetIndex
@@ -115,6 +116,7 @@ class ShardedDataset:
     starts: Indices
     classes: Indices | None
     all_groups: Indices | None
+    all_persons: Indices | None
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -164,9 +166,9 @@ class ShardedDataset:
         return self.split.group_names
 
     @property
-    def persons(self) -> None:
-        """None: shards do not keep whose record an example is."""
-        return
+    def persons(self) -> Indices | None:
+        """Whose record each example is: a number, alike in both parts."""
+        return None if self.all_persons is None else self.all_persons[self.chosen]
 
     def subset(self, indices: Indices) -> "ShardedDataset":
         """View some of the examples."""
@@ -235,6 +237,7 @@ def _open_split(
         starts=np.cumsum([0, *sizes[:-1]]),
         classes=labels.get("class"),
         all_groups=labels.get("group"),
+        all_persons=labels.get("person"),
     )
 
 

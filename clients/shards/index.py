@@ -56,7 +56,7 @@ class Labels:
         key: Its key in the store: an array of int64, shape ``(n, columns)``.
         bytes: Its size.
         sha256: Its digest.
-        columns: ``class``, ``group`` or both, in this order.
+        columns: Some of ``class``, ``group`` and ``person``, in this order.
     """
 
     key: str

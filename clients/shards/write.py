@@ -4,7 +4,7 @@ import io
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +109,7 @@ def write_dataset(
         workers=workers,
         of_examples=len(train) + len(held_out),
         report=report,
+        persons=_person_numbers({"train": train, "held_out": held_out}),
     )
     index = DatasetIndex(
         dataset=name,
@@ -121,6 +122,17 @@ def write_dataset(
     if replace:
         _delete_others(store, index)  # 3.
     return index
+
+
+def _person_numbers(parts: Mapping[str, Dataset]) -> Mapping[str, Indices]:
+    """Number the persons of both parts alike; their names are not stored."""
+    ids = {name: part.persons for name, part in parts.items()}
+    known = {name: each for name, each in ids.items() if each is not None}
+    if not known:
+        return {}
+    _, numbers = np.unique(np.concatenate(list(known.values())), return_inverse=True)
+    ends = np.cumsum([len(each) for each in known.values()])
+    return dict(zip(known, np.split(numbers, ends[:-1]), strict=True))
 
 
 def _version_there(store: ObjectStore) -> str | None:
@@ -180,6 +192,7 @@ class _Writer:
     workers: int
     of_examples: int
     report: Callable[[Progress], None]
+    persons: Mapping[str, Indices]
     examples: int = 0
     sent: int = 0
     kept: int = 0
@@ -266,6 +279,8 @@ class _Writer:
             columns["class"] = np.concatenate(classes)
         if dataset.groups is not None:
             columns["group"] = dataset.groups
+        if name in self.persons:
+            columns["person"] = self.persons[name]
         if not columns:
             return None
         buffer = io.BytesIO()

@@ -34,8 +34,8 @@ def _ids_of(data: Dataset) -> NDArray[Any]:
         raise JobError(
             'unit = "person" needs data that names the person of each record, with one '
             "integer or text each: return clients.data.Examples with `persons`, give "
-            "the dataset an attribute `persons`, or a table a column `person_id`; data "
-            "in shards keeps none",
+            "the dataset an attribute `persons`, or a table a column `person_id`; then "
+            "write shards again",
             key=UNIT,
         )
     return ids

@@ -33,7 +33,9 @@ def tokens(size: int = 40) -> Examples:
     rng = np.random.default_rng(6)
     groups = np.arange(size) % 3
     inputs = rng.integers(0, 256, (size, 9))
-    return Examples(inputs=inputs, groups=groups, group_names=("a", "b", "c"))
+    persons = np.array(["x", "y"])[np.arange(size) % 2]
+    names = ("a", "b", "c")
+    return Examples(inputs=inputs, groups=groups, group_names=names, persons=persons)
 
 
 def regression(size: int = 30) -> Examples:
@@ -86,6 +88,11 @@ def assert_same(found: Dataset, expected: Dataset) -> None:
     ):
         np.testing.assert_array_equal(ours_n, theirs_n)
     assert found.group_names == expected.group_names
+    if expected.persons is None:
+        assert found.persons is None
+    else:
+        assert found.persons is not None
+        assert (found.persons == (expected.persons == "y")).all()
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -374,3 +381,21 @@ def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train, held_out = load_data("file://blobs", {"warm_up": True})
     assert_same(train, memory(blobs()[0]))
     assert_same(held_out, memory(blobs()[1]))
+
+
+def test_persons_are_numbered_alike_in_both_parts():
+    """So a person who is in both is found, by a number in place of the name."""
+    inputs = np.ones((2, 1), np.float32)
+    parts = (
+        memory(Examples(inputs=inputs, persons=np.array(["bob", "ann"]))),
+        memory(Examples(inputs=inputs, persons=np.array(["cy", "bob"]))),
+    )
+    store = MemoryStore()
+    write_dataset(store, *parts, name="test")
+    train, held_out = open_dataset(store)
+    assert train.persons is not None
+    assert held_out.persons is not None
+    assert train.persons[0] == held_out.persons[1]
+    assert len({*train.persons.tolist(), *held_out.persons.tolist()}) == 3
+    stored = b"".join(store.read(info.key) for info in store.list())
+    assert not [name for name in (b"ann", b"bob") if name in stored]
