@@ -95,6 +95,15 @@ def _faults_of_job(job: JobSpec) -> Iterator[tuple[str, str]]:
             _TABLE,
             "needs a job with differential privacy: without, no trial is charged",
         )
+    if job.selection is not None and job.selection.patience is not None:
+        yield (
+            _TABLE,
+            (
+                "the job's selection.patience ends trials after rounds that depend on "
+                "the data, and the bound is for trials that all cost the same: remove "
+                "it"
+            ),
+        )
     if job.simulation.total_epsilon is not None:
         yield (
             _TABLE,
