@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, consortium
+from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.aggregator_host.deployed_run import DeployedRun
@@ -101,6 +102,54 @@ def test_joint_run_has_the_noise_plan_of_a_simulated_one(place: Place):
             line.get("epsilon_after") for line in other
         ]
         assert len(found) > JOB.rounds
+
+
+def visits_job(unit: str) -> JobSpec:
+    """Two sites whose data name persons, each with noise of its own."""
+    private = {"unit": unit, "target_epsilon": 8.0}
+    return small_job(
+        num_sites=2,
+        data={
+            "source": "support.small_jobs:visits",
+            "partition": {"kind": "by_person"},
+        },
+        training={"local_steps": 2, "batch_size": 8, "optimizer": {"lr": 0.5}},
+        aggregation={"weights": "uniform"},
+        privacy={
+            "differential_privacy": private,
+            "secure_aggregation": {"enabled": True},
+        },
+    )
+
+
+OF_PERSONS = {
+    **OPEN_POLICY,
+    "privacy": "person",
+    "max_delta": 0.01,
+    "functions": ["clients.models:*", "support.small_jobs:visits"],
+}
+
+
+def test_persons_are_planned_likewise(tmp_path: Path):
+    """By the noise of each site alone, where the operator demands this unit."""
+    job = visits_job("person")
+    place = Place(tmp_path, job, policy=OF_PERSONS)
+    with place.grid.connected():
+        assert place.run().status == "completed"
+    simulated: list[events.Event] = []
+    simulate(job, listeners=[simulated.append], report=False)
+    assert replace(planned(place.seen), at=0.0) == replace(planned(simulated), at=0.0)
+    assert place.ledger("site-0")[0]["unit"] == "person"
+
+
+def test_an_operator_may_demand_that_persons_are_protected(tmp_path: Path):
+    """And refuses a job that protects their single records."""
+    place = Place(tmp_path, visits_job("record"), policy=OF_PERSONS)
+    with (
+        place.grid.connected(),
+        pytest.raises(FederationError, match="requires 'person'"),
+    ):
+        place.run()
 
 
 def test_whole_sites_are_planned_likewise(tmp_path: Path):

@@ -418,6 +418,7 @@ def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
     pair = PolicySpec(privacy="none", accept_two_sites=True)
     assert [f.fewest_in_sum(2) for f in (record, none, pair)] == [2, 3, 2]
     assert [f.fewest_in_sum(5) for f in (record, none, pair)] == [2, 3, 3]
+    assert PolicySpec(privacy="person").fewest_in_sum(2) == 2
     assert PolicySpec(privacy="none", min_sites=2).fewest_in_sum(5) == 2
     assert PolicySpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
 
