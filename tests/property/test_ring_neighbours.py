@@ -16,6 +16,7 @@ from clients.training.private_steps import (
     sensitivity_of_sum,
 )
 from federation.vectors import Vector
+from privacy.dp.persons import DrawnRecords
 from privacy.secagg.arithmetic.measure import Measurement, measure_exactly
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
@@ -182,7 +183,7 @@ def _update(job, chosen: np.ndarray) -> Vector:  # noqa: ANN001
                 model.module(inputs), targets, reduction="sum"
             )
 
-        gradient.add_(loss, chosen.size)
+        gradient.add_(loss, DrawnRecords(records=chosen))
         gradient.write_update(
             model.module, pool.layout, lr=job.training.optimizer.lr, out_d=update_d
         )
