@@ -13,7 +13,8 @@ Where sites report how long they trained, each round shows both. Under secure
 aggregation the aggregator has arrival times alone, so it needs rounds of different
 length: ``b`` is the median slope of all pairs of rounds (Theil 1950; Sen 1968, JASA
 63:1379), which is sound while fewer than 29 % of the rounds took long for some other
-reason. A short round now and then keeps the pairs apart.
+reason. A short round now and then keeps the pairs apart. If longer rounds take no
+longer, rounds get longer still, until steps show.
 
 The steps of the whole run are fixed, ``rounds * training.local_steps``, since learning
 rates follow them. Longer rounds make fewer of them.
@@ -157,10 +158,13 @@ def choose(job: JobSpec, progress: RunProgress) -> ChosenSteps | None:
     times = progress.times
     pace = pace_of(times, overlap_steps=job.training.overlap_steps)
     wanted, reason = (times[-1].num_steps if times else low), "start"
+    lengths = {time.num_steps for time in times}
+    longest = max(lengths, default=0)
     if pace is not None:
-        longest = max(time.num_steps for time in times)
         wanted = pace.steps_for(job.schedule.training_share)
         wanted, reason = min(wanted, _MOST_GROWTH * longest), "measured"
+    elif len(lengths) > 1:  # Steps do not show beside the waiting: there are too few.
+        wanted, reason = _MOST_GROWTH * longest, "probe"
     wanted = min(max(wanted, low), high)
     if _is_flat(times, wanted):
         wanted, reason = (low if wanted >= _APART * low else 2 * low), "probe"

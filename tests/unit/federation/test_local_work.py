@@ -112,6 +112,14 @@ def test_a_second_length_is_tried_where_only_arrival_times_are_known():
     assert next_steps(auto(), *took(2, 2)) == (4, "probe")
 
 
+def test_rounds_get_longer_until_steps_show_beside_the_waiting():
+    """On lines whose times vary by more than a few steps take."""
+    noisy = [replace(time, seconds=6.0 - time.num_steps) for time in took(2, 2, 4, 4)]
+    assert pace_of(noisy, overlap_steps=0) is None
+    assert next_steps(auto(), *noisy) == (8, "probe")
+    assert next_steps(auto(high=6), *noisy) == (6, "probe")
+
+
 def test_a_pace_leads_to_the_target_by_doubling():
     """Not in one leap, since the first measurements are of short rounds."""
     assert next_steps(auto(high=200), *took(2, says=True)) == (4, "measured")
