@@ -36,6 +36,12 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
             cloud_sites.check(plan, index)
             _check_home(plan, index)
     _check_here(plan)
+    if job.relays:
+        raise JobError(
+            f"{plan.job}: crossfed up starts no relays: start aggregator, relays and "
+            "sites one by one, and run the job with crossfed run",
+            key="relays",
+        )
     try:
         check_job(job)
     except JobError as error:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from support import fake_platforms
 from support.enrolments import NOW, Federation
 from support.fake_platforms import EMAIL, MACHINE, PROJECT, ZONE, GoogleMachine
+from support.small_jobs import small_job
 
 from cloud_adapters.identity import google_token
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
@@ -21,6 +23,7 @@ from deploy.site_host.enrol import MachineProof
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject, FederationError, JobError, ProofRefused
 from federation.platform_identity import GCP, of_service_account
+from monitoring.runs.run_folder import RunFolder
 from privacy.membership import roster_signature
 from privacy.membership.certificates import Authority
 from privacy.membership.messages import Prove
@@ -333,3 +336,20 @@ def test_what_a_machine_lacks_is_named(tmp_path: Path, old: str, new: str, key: 
     with pytest.raises(JobError) as caught:
         start_checks.check_before(plan, job)
     assert key in str(caught.value)
+
+
+def test_relays_are_not_started(tmp_path: Path):
+    """Or machines would be paid for, and the job would then lack a party."""
+    job = small_job(
+        num_sites=2,
+        relays=[{"name": "cloud", "sites": ["site-0"]}],
+        schedule={"minimum_sites": 1},
+    )
+    RunFolder(tmp_path).write_job(job)
+    site = {"name": "site-0", "provider": "local"}
+    path = tmp_path / "fed.toml"
+    path.write_text(tomli_w.dumps({"name": "fed", "job": "job.toml", "sites": [site]}))
+    plan = deployment_file.load(path)
+    with pytest.raises(JobError, match="starts no relays") as caught:
+        start_checks.check_before(plan, deployment_file.load_job(plan))
+    assert caught.value.key == "relays"
