@@ -25,8 +25,6 @@ from privacy.membership.certificates import (
 )
 from privacy.secret_files import replace_private
 
-pytestmark = pytest.mark.slow
-
 CLOCK = SystemClock()
 EAST, WEST = SiteId("east"), SiteId("west")
 

@@ -1,0 +1,188 @@
+"""A relay as a node of Flower, and what a coordinator makes of its answers."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+
+from cloud_adapters.flower import simulation as flower_simulation
+
+flower_simulation.import_flower()
+
+from flwr.app import Message, RecordDict  # noqa: E402
+
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.private.messages import TaskIdentity  # noqa: E402
+from cloud_adapters.flower.relay import relay_app  # noqa: E402
+from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.transport.frames import Frames  # noqa: E402
+from cloud_adapters.transport.relay_lines import RelayLines  # noqa: E402
+from federation.clock import VirtualClock  # noqa: E402
+from federation.errors import JobError, ProtocolError  # noqa: E402
+from federation.exchange import exchange  # noqa: E402
+from federation.ids import RunId, SiteId  # noqa: E402
+from federation.messages import (  # noqa: E402
+    FailureKind,
+    RoundTask,
+    SiteFailure,
+    TaskKind,
+)
+from federation.rounds.failures import failure  # noqa: E402
+from federation.wire import frame as wire  # noqa: E402
+from federation.wire.relayed import tasks_in  # noqa: E402
+
+pytestmark = pytest.mark.flower
+
+EAST, SITES = SiteId("east"), [SiteId("a"), SiteId("b")]
+
+
+class Relay:
+    """Reports each task as a failure of its site; knows its one run."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def introduce(self, sealed: bytes) -> bytes:
+        return b"introduced " + sealed
+
+    def answer(self, frames: bytes, *, seconds: float) -> bytes:
+        self.seconds.append(seconds)
+        tasks = tasks_in(frames, limit=2)
+        return b"".join(
+            wire.encode_bytes(failure(task, FailureKind.BUSY, "works"))
+            for task in tasks
+        )
+
+
+class OneNode:
+    """A Flower run with one node, whose app answers immediately."""
+
+    def __init__(self, relay: Relay, *, spoil: bytes | None = None) -> None:
+        self.app, self.spoil = relay_app(relay), spoil
+        self.open: dict[str, Message] = {}
+
+    def get_node_ids(self) -> list[int]:
+        return [7]
+
+    def push_messages(self, messages: Sequence[Message]) -> list[str]:
+        names = [f"m{len(self.open) + index}" for index in range(len(messages))]
+        for name, message in zip(names, messages, strict=True):
+            message.metadata.__dict__["_message_id"] = name
+            self.open[name] = message
+        return names
+
+    def pull_messages(self, ids: Sequence[str]) -> list[Message]:
+        found = [self.open.pop(name) for name in ids if name in self.open]
+        return [self._reply(message) for message in found]
+
+    def _reply(self, message: Message) -> Message:
+        if self.spoil is None:
+            return self.app(message, None)
+        content = flower_site.pack(
+            self.spoil, site=EAST, job_text="", deadline_seconds=1.0
+        )
+        return Message(content, reply_to=message)
+
+
+class Named:
+    """Knows that the node is the relay."""
+
+    question, absent = b"?", {}
+
+    def site_of(self, answer: bytes) -> SiteId:
+        assert answer == b"introduced ?"
+        return EAST
+
+    def move_on(self) -> bool:
+        return False
+
+
+def task(site: SiteId) -> RoundTask:
+    return RoundTask(
+        run_id=RunId("run"),
+        round_index=1,
+        site=site,
+        kind=TaskKind.EVALUATE,
+        layout_digest="00" * 32,
+        weights_d=MODEL,
+        integers_m=np.zeros(0, np.int64),
+        evaluate=True,
+        evaluate_after=False,
+    )
+
+
+MODEL = np.ones(100, np.float32)
+
+
+def asked(api: OneNode, **frames: Any) -> list[SiteFailure]:
+    """What comes back for a task of each site."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    spoil, api.spoil = api.spoil, None
+    grid = FlowerGrid(
+        api,
+        [EAST],
+        clock=VirtualClock(),
+        attendance=Attendance(roll_call=Named()),
+        delivery=Delivery(ordered=True, frames=Frames(**frames)),
+    )
+    api.spoil = spoil
+    lines = RelayLines(grid, SITES, {EAST: SITES})
+    tasks = [task(site) for site in SITES]
+    replies = list(exchange(lines, tasks, deadline_seconds=5.0))
+    sizes = wire.encoded_size(tasks[0])
+    assert sum(each.bytes_down for each in replies) < 2 * sizes - MODEL.nbytes / 2
+    found = [reply.message for reply in replies]
+    assert all(isinstance(each, SiteFailure) for each in found)
+    return found  # type: ignore[return-value]
+
+
+def test_relay_answers_for_its_sites_in_one_message():
+    relay = Relay()
+    found = asked(OneNode(relay))
+    assert [(each.site, each.kind) for each in found] == [
+        ("a", FailureKind.BUSY),
+        ("b", FailureKind.BUSY),
+    ]
+    assert relay.seconds == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (b"", "without an answer"),
+        (b"x" * 200, "do not start like"),
+        (wire.encode_bytes(task(SITES[0])), "in place of an answer"),
+        (wire.encode_bytes(failure(task(SITES[0]), FailureKind.BUSY, "")), "1 answers"),
+        (
+            4 * wire.encode_bytes(failure(task(EAST), FailureKind.BUSY, "")),
+            "more than 3",
+        ),
+    ],
+)
+def test_what_a_relay_must_not_send(spoil: bytes, text: str):
+    """Its sites are invalid in this round, and nothing else happens."""
+    found = asked(OneNode(Relay(), spoil=spoil))
+    assert [each.site for each in found] == SITES
+    assert {each.kind for each in found} == {FailureKind.INVALID}
+    assert all(text in each.message for each in found)
+
+
+def test_large_model_is_refused_with_what_to_do():
+    """The exchange is for single sites."""
+    with pytest.raises(JobError, match="remove the relays from the job") as caught:
+        asked(OneNode(Relay()), threshold_bytes=400)
+    assert caught.value.key == "relays"
+
+
+def test_messages_that_are_none_are_errors():
+    app = relay_app(Relay())
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    for kind in ("query", "train", "evaluate"):
+        with pytest.raises(ProtocolError, match="without a frame"):
+            app(Message(RecordDict(), 7, kind), None)
