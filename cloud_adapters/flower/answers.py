@@ -81,11 +81,12 @@ class Answers:
 
 def _of_relay(task: RelayedTasks, message: Message) -> tuple[list[SiteMessage], int]:
     """Read the frames of a relay: its sum, and an answer of each site."""
+    frames = b""
     try:
         frames = flower_site.unpack(message.content)
         found = answers_in(frames, limit=1 + len(task.tasks))
     except ProtocolError as error:
-        return [failure(task, FailureKind.INVALID, str(error))], 0
+        found = [failure(task, FailureKind.INVALID, str(error))]
     return found, len(frames)
 
 

@@ -11,7 +11,7 @@ import random
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,11 +94,7 @@ class RelayedNode:
                     attempt = 0
                     self._serve(line)
             except ssl.SSLCertVerificationError as error:
-                raise SiteError(
-                    f"{self.address} does not prove that it is the relay: "
-                    f"{error.verify_message}; compare relay.address and "
-                    "relay.authority with what the relay's operator says"
-                ) from error
+                raise _stranger(self.address, error) from error
             except (OSError, http.client.HTTPException, ProtocolError) as error:
                 attempt += 1
                 longest = min(LONGEST_PAUSE_SECONDS, 0.5 * 2.0 ** min(attempt, 8))
@@ -116,20 +112,8 @@ class RelayedNode:
     def _ends(self) -> bool:
         return self.stopped.is_set() or self.last.is_set() or self.is_replaced()
 
-    @contextmanager
-    def _line(self) -> Iterator[http.client.HTTPSConnection]:
-        host, port = parse_address(self.address, key="relay.address")
-        context = client_context(
-            self.authority, self.certificate, key="relay.authority"
-        )
-        line = http.client.HTTPSConnection(
-            host, port, timeout=CALL_SECONDS, context=context
-        )
-        try:
-            line.connect()
-            yield line
-        finally:
-            line.close()
+    def _line(self) -> AbstractContextManager[http.client.HTTPSConnection]:
+        return _connected(self.address, self.authority, self.certificate)
 
     def _serve(self, line: http.client.HTTPSConnection) -> None:
         while not self._ends():
@@ -186,6 +170,46 @@ class RelayedNode:
                         ended.wait(ALIVE_SECONDS)
             except (OSError, http.client.HTTPException, ProtocolError) as error:
                 _LOG.info("no word to the relay: %s", error)
+
+
+def knock(address: str, authority: bytes, certificate: Path | None) -> None:
+    """Ask a relay whether it serves a site; arguments as for ``RelayedNode``.
+
+    Raises:
+        SiteError: It does not, cannot be reached, or is another machine.
+        JobError: A file that TLS needs holds no certificate.
+    """
+    try:
+        with _connected(address, authority, certificate) as line:
+            _request(line, ALIVE)
+    except ssl.SSLCertVerificationError as error:
+        raise _stranger(address, error) from error
+    except (OSError, http.client.HTTPException, ProtocolError) as error:
+        text = str(error) or type(error).__name__
+        raise SiteError(f"{address} cannot be reached: {text}") from error
+
+
+@contextmanager
+def _connected(
+    address: str, authority: bytes, certificate: Path | None
+) -> Iterator[http.client.HTTPSConnection]:
+    host, port = parse_address(address, key="relay.address")
+    context = client_context(authority, certificate, key="relay.authority")
+    line = http.client.HTTPSConnection(
+        host, port, timeout=CALL_SECONDS, context=context
+    )
+    try:
+        line.connect()
+        yield line
+    finally:
+        line.close()
+
+
+def _stranger(address: str, error: ssl.SSLCertVerificationError) -> SiteError:
+    return SiteError(
+        f"{address} does not prove that it is the relay: {error.verify_message}; "
+        "compare relay.address and relay.authority with what the relay's operator says"
+    )
 
 
 def _request(

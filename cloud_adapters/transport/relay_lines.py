@@ -164,8 +164,9 @@ class RelayLines:
             return [
                 each for each in _replies(bundle, reply) if each.task_id in bundle.open
             ]
-        if reply.message.site in self._relays:
-            return []  # A late sum: its round has gone on without these sites.
+        site = reply.message.site
+        if site in self._relays or site in self._relay_of:
+            return []  # It is late: its round has gone on without these sites.
         ours = self._alone.pop(reply.task_id, TaskId(-1))
         return [replace(reply, task_id=ours)]
 

@@ -21,6 +21,7 @@ from deploy.doctor import (
     exchange as doctor_exchange,
     flower as doctor_flower,
     home as doctor_home,
+    relay as doctor_relay,
 )
 from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
@@ -77,6 +78,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     )
     if not is_elsewhere:
         yield from _aggregator(config, clock)
+        yield from doctor_relay.checks(config)
 
 
 @or_problem("node key", _ENROL)

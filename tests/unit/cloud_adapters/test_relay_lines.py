@@ -216,11 +216,14 @@ def test_relay_is_awaited_until_its_last_task_is_closed(
     assert [reply.task_id for reply in lines.receive()] == [1]
 
 
-def test_late_sum_is_dropped(script: Script, lines: RelayLines):
+@pytest.mark.parametrize("total", [[update(EAST, MODEL)], []], ids=["sum", "none"])
+def test_late_answer_of_a_relay_is_dropped(
+    script: Script, lines: RelayLines, total: Sequence[SiteMessage]
+):
     """It came when its round had gone on; the lines say nothing of it again."""
     lines.withdraw([TaskId(0), TaskId(1), TaskId(2)])
     assert {*script.withdrawn} == {100, 101}
-    script.say(1, update(EAST, MODEL), update(A), update(B))
+    script.say(1, *total, update(A), update(B))
     assert not lines.receive()
 
 
