@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from federation.ids import SiteId
 from federation.protocols import Clock
@@ -54,6 +55,21 @@ class RelayQuestion:
         return cls(
             name=name, kind=kind, body=body, seconds=seconds, max_bytes=max_bytes
         )
+
+
+class AskSites(Protocol):
+    """Asks sites: ``RelayDesk.ask``."""
+
+    def __call__(
+        self,
+        questions: Mapping[SiteId, RelayQuestion],
+        *,
+        seconds: float,
+        patience: float = 0.0,
+        stopped: threading.Event,
+    ) -> Mapping[SiteId, bytes | None]:
+        """Return each site's answer; None if it gives none."""
+        ...
 
 
 class RelayDesk:

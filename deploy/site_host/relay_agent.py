@@ -1,7 +1,8 @@
 """A relay's part in runs: it passes questions on, and answers with one sum.
 
 It trains nothing, builds no model and holds no key but its own. Of a run it keeps the
-proposal and the offered contract, so that it can continue after a restart.
+proposal, the introductions and the offered contract, so that it can continue after a
+restart.
 """
 
 import logging
@@ -9,12 +10,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from aggregator.combine import combine_rule
 from aggregator.relay import PlainRelay, SecureRelay
 from aggregator.weighting import weight_of
-from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.relays.desk import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import enrolment_roster
 from deploy.site_host.config import SiteConfig
@@ -51,23 +51,10 @@ INTRODUCE_SECONDS, CONNECT_SECONDS = 600.0, 20.0
 # Of an answer besides its vectors: a header, sealed shares, padding.
 _MORE_BYTES = 1 << 25
 
-_PROPOSAL, _OFFER = "proposal", "offer"
+_PROPOSAL, _OFFER, _INTRODUCED = "proposal", "offer", "introductions"
+# Of a site's introduction: those of all sites must fit into one message, in base64.
+MAX_INTRODUCTION_BYTES = introduction.MAX_BYTES // (2 * MAX_MEMBERS)
 _LOG = logging.getLogger(__name__)
-
-
-class AskSites(Protocol):
-    """Asks sites: ``cloud_adapters.relays.desk.RelayDesk.ask``."""
-
-    def __call__(
-        self,
-        questions: Mapping[SiteId, RelayQuestion],
-        *,
-        seconds: float,
-        patience: float = 0.0,
-        stopped: threading.Event,
-    ) -> Mapping[SiteId, bytes | None]:
-        """Return each site's answer; None if it gives none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +120,7 @@ class RelayAgent:
             QuestionKind.INTRODUCE,
             sealed,
             seconds=INTRODUCE_SECONDS,
-            max_bytes=introduction.MAX_BYTES,
+            max_bytes=MAX_INTRODUCTION_BYTES,
         )
         answers = self.ask(
             dict.fromkeys(sites, question),
@@ -146,7 +133,11 @@ class RelayAgent:
             for site, answer in answers.items()
             if answer is not None and self._is_own(site, answer, sealed)
         ]
-        return introduction.bundle(self._introduction(sealed), found)
+        bundle = introduction.bundle(self._introduction(sealed), found)
+        run = self._run
+        if run is not None and not introduction.are_statements(sealed):
+            replace_file(self._folder(run.run_id) / _INTRODUCED, [bundle])
+        return bundle
 
     def _is_own(self, site: SiteId, answer: bytes, sealed: bytes) -> bool:
         """Whether a site introduces itself: another's would spoil the whole bundle."""
@@ -156,6 +147,21 @@ class RelayAgent:
             self.listener(f"the introduction of site {site!r} is dropped: {error}")
             return False
         return found.site == site
+
+    def _examples(self, run: _RelayedRun) -> Mapping[SiteId, int]:
+        """Training examples that sites have signed, where they report them.
+
+        An update that claims more is left out here: at the aggregator it would be
+        refused with the whole sum that it is in.
+        """
+        folder = self._folder(run.run_id)
+        try:
+            bundle = introduction.open_bundle((folder / _INTRODUCED).read_bytes())
+        except OSError:
+            return {}
+        _, sealed = bundle or (b"", [])
+        found = map(introduction.kept_introduction, sealed)
+        return {SiteId(f.site): f.num_examples for f in found if f.num_examples}
 
     def answer(self, frames: bytes, *, seconds: float) -> bytes:
         """Pass tasks on, and answer with the sum of what comes back.
@@ -206,7 +212,9 @@ class RelayAgent:
                 name=self.name,
                 num_values=run.num_values,
                 layout_digest=task.layout_digest,
-                weight_of=weight_of(run.job.aggregation.weights),
+                weight_of=weight_of(
+                    run.job.aggregation.weights, introduced=self._examples(run)
+                ),
                 combine=combine_rule(run.job.aggregation),
             )
         if self._contract is None:

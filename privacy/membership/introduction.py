@@ -285,6 +285,15 @@ def open_bundle(data: bytes) -> tuple[bytes, Sequence[bytes]] | None:
     return relay, sites
 
 
+def kept_introduction(sealed: bytes) -> Introduction:
+    """Read an introduction without checking it, where that was done before.
+
+    Raises:
+        ProtocolError: It is damaged.
+    """
+    return _parse(_body(sealed), Introduction)
+
+
 def _check_numbers(claimed: Introduction) -> None:
     """Refuse impossible numbers, which would go into the contract."""
     counts = claimed.num_examples, claimed.num_held_out

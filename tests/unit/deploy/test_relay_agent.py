@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import agents
+from support import agents, toy
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from cloud_adapters.relays.desk import RelayQuestion
-from deploy.site_host.relay_agent import SITES_SHARE, RelayAgent
+from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from deploy.site_host.relay_agent import (
+    MAX_INTRODUCTION_BYTES,
+    SITES_SHARE,
+    RelayAgent,
+)
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
@@ -24,6 +28,7 @@ from federation.messages import (
     SecureTask,
     SiteFailure,
     SiteMessage,
+    SiteUpdate,
     Task,
     TaskKind,
 )
@@ -33,6 +38,7 @@ from federation.wire.relayed import answers_in
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction
 from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.contract import MAX_MEMBERS
 from privacy.secagg.agreement.identity import Label, generate
 from privacy.secagg.protocol.messages import Offer
 
@@ -112,7 +118,12 @@ def task(site: str, **changes: Any) -> RoundTask:
 
 
 def introduced(
-    members: Consortium, site: str, question: RelayQuestion, *, key: str = ""
+    members: Consortium,
+    site: str,
+    question: RelayQuestion,
+    *,
+    key: str = "",
+    num_examples: int = 0,
 ) -> bytes:
     made = Introduction(
         version=introduction.VERSION,
@@ -121,7 +132,7 @@ def introduced(
         release="1",
         refused="",
         privacy=None,
-        num_examples=0,
+        num_examples=num_examples,
     )
     return introduction.seal_introduction(made, members.sites[key or site])
 
@@ -173,6 +184,41 @@ def test_introduction_of_another_is_dropped(cloud: Cloud):
     assert "the introduction of site 'site-0' is dropped" in cloud.said[-1]
     cloud.answer = lambda _site, q: introduced(cloud.members, "site-1", q)
     assert len(cloud.propose()[1]) == 1  # Its own, which the other has copied.
+
+
+def test_update_that_claims_more_examples_than_signed_is_left_out(cloud: Cloud):
+    """Or the aggregator would refuse the sum, with those of the neighbours."""
+
+    def answer(site: SiteId, question: RelayQuestion) -> bytes:
+        if question.kind is QuestionKind.INTRODUCE:
+            return introduced(cloud.members, site, question, num_examples=10)
+        claims = 10 if site == "site-0" else 11
+        made = toy.update(
+            site,
+            run_id=RUN_ID,
+            delta_d=np.ones(15, np.float32),
+            integers_m=np.zeros(0, np.int64),
+            num_examples=claims,
+        )
+        return wire.encode_bytes(made)
+
+    cloud.answer = answer
+    cloud.propose()
+    train = replace(task("site-0"), kind=TaskKind.TRAIN)
+    found = cloud.exchange(train, replace(train, site=SiteId("site-1")))
+    total, first, second = found
+    assert isinstance(total, SiteUpdate)
+    assert isinstance(first, SiteUpdate)
+    assert (total.site, total.delta_d.tolist()) == (EAST, [1.0] * 15)
+    assert (first.site, first.delta_d.size) == ("site-0", 0)
+    assert isinstance(second, SiteFailure)
+    assert "claims 11 training examples" in second.message
+
+
+def test_introductions_of_all_sites_fit_into_one_message():
+    """However long one of them makes its own."""
+    longest = [bytes(MAX_INTRODUCTION_BYTES)] * (MAX_MEMBERS + 1)
+    assert introduction.open_bundle(introduction.bundle(longest[0], longest[1:]))
 
 
 def test_evaluations_pass_unchanged(cloud: Cloud):
