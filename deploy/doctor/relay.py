@@ -12,7 +12,7 @@ from deploy.site_host.config import SiteConfig
 def checks(config: SiteConfig) -> Iterator[Check]:
     """Check the line to the relay; nothing if the site has none.
 
-    The relay is told that the site is there, and is asked for no question.
+    The relay learns that the site is there; no question is taken from it.
     """
     serve, relay = config.file.serve, config.file.relay
     if serve is not None:
