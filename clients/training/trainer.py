@@ -352,7 +352,8 @@ class TorchTrainer:
         optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
         if training is not None and not math.isfinite(training.loss_sum):
-            self._check_finite(local_d, round_index, steps)
+            if optimizer.skipped or not is_finite(local_d):
+                self._check_finite(round_index, steps)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d
@@ -473,14 +474,14 @@ class TorchTrainer:
             seed=torch_seed(self._seed, "training", self.site, round_index),
         )
 
-    def _check_finite(self, local_d: Vector, round_index: int, steps: range) -> None:
-        """Find the record that made a model's weights infinite.
+    def _check_finite(self, round_index: int, steps: range) -> None:
+        """Find the record that made losses infinite, and weights or gradients.
 
         Raises:
             NotFinite: It is one of this round's batches. Not where whole sites are
                 protected, whose answer must not tell this: the site's log does.
         """
-        if is_finite(local_d) or self.peers.count > 1:
+        if self.peers.count > 1:
             return
         bad = first_not_finite(self.train, self._indices(round_index, steps))
         if bad is not None:

@@ -43,7 +43,10 @@ _FEWEST_ALIKE, _FEWEST_PRIVATE = 3, 2
 
 def rank_axis(name: str) -> int | None:
     """Axis of the rank in a tensor of a model's state; None if it is no factor."""
-    return next((_AXES[part] for part in name.split(".") if part in _AXES), None)
+    *parts, last = name.split(".")
+    if last == "bias":  # Of B, in peft's ``lora_bias``: it has no ranks.
+        return None
+    return next((_AXES[part] for part in (*parts, last) if part in _AXES), None)
 
 
 def ranks_of(job: JobSpec) -> Mapping[SiteId, int]:

@@ -1,6 +1,7 @@
 """Training in float16: the loss is scaled, and steps that overflow are skipped."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from clients.models.model_pool import ModelPool
 from clients.training import half_precision
 from clients.training.half_precision import LossScale
 from clients.training.trainer import TorchTrainer
+from clients.training.update import NotFinite
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -129,3 +131,18 @@ def test_gradients_of_records_are_not_scaled(unit: str):
             privacy={"differential_privacy": private, **secure},
         )
     assert caught.value.key == "training.precision"
+
+
+def test_a_record_with_nan_is_named():
+    """Its step is skipped, which would hide it as long as the scale can be halved."""
+    train, held_out = blobs()
+    inputs = train.inputs.copy()
+    inputs[7] = np.nan
+    broken = as_dataset(replace(train, inputs=inputs), name="blobs")
+    job = job_of(local_epochs=1)
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=broken, held_out=as_dataset(held_out, name="blobs")
+    )
+    with pytest.raises(NotFinite, match="training record 7 holds NaN"):
+        trainer.fit(*pool.initial_weights(), round_index=1)

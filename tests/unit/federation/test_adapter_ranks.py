@@ -50,6 +50,7 @@ def test_factors_of_peft_are_found_by_name():
         "m.layers.0.q.lora_B.default.weight": 1,
         "m.embed.lora_embedding_B.default": 1,
         "m.layers.0.q.base_layer.weight": None,
+        "m.layers.0.q.lora_B.default.bias": None,
         "m.lora_Bias.weight": None,
     }
     assert {name: rank_axis(name) for name in names} == names
