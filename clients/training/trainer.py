@@ -351,9 +351,9 @@ class TorchTrainer:
         num_steps = self._num_taken(optimizer, round_index, num_steps)
         optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
-        if training is not None and not math.isfinite(training.loss_sum):
-            if optimizer.skipped or not is_finite(local_d):
-                self._check_finite(round_index, steps)
+        has_finite_loss = training is None or math.isfinite(training.loss_sum)
+        if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
+            self._check_finite(round_index, steps)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d

@@ -108,6 +108,20 @@ def test_the_mean_is_that_of_the_sites_models(*, secure: bool):
     assert sent[SITES[0]] - sent[SITES[5]] in {saved, saved + 64}
 
 
+def test_contributors_alone_count_if_the_job_says_so():
+    """The last columns are the mean of the sites that train them."""
+    job = job_of([None, None, 1], aggregation={"combine": "contributor_mean"})
+    federation = build_federation(job)
+    start = federation.pool.initial_weights()
+    alone = [federation.trainer(site).fit(*start, round_index=1) for site in SITES[:2]]
+    models = [local_weights(start[0], each).reshape(3, 3) for each in alone]
+    weights = [each.num_examples for each in alone]
+    (b,) = (a for name, a in simulate(job).weights.items() if "lora_B" in name)
+    mean = np.average(models, axis=0, weights=weights)
+    np.testing.assert_allclose(b[:, 1:], mean[:, 1:], atol=1e-7)
+    assert np.abs(b[:, 0] - mean[:, 0]).max() > 1e-3
+
+
 def test_sites_of_one_rank_are_a_group_in_all_sums():
     """A run in which all have the same rank would single out the others otherwise."""
     everyone: Cohort = frozenset(SITES)
