@@ -13,6 +13,7 @@ Gradients and losses here have no noise: not for jobs with differential privacy.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from clients.data import batches
 from clients.data.batches import epoch_order
 from clients.data.datasets import Indices
+from clients.models.pruning import holding_zeros
 from clients.models.starting_weights import initial_weights
 from clients.randomness import seeded_globally, torch_seed
 from clients.training.half_precision import autocast
@@ -36,6 +38,7 @@ from federation.tree import map_tree
 _SMOOTHING = 0.9  # Of the running mean of losses.
 _DIVERGED = 4.0  # Times the smallest loss so far.
 _FEWEST_LOSSES = 5
+_ENLARGED = 2.0**10  # Exact, and of no account to a ratio of gradients.
 # Batches whose gradients are compared with their mean.
 _NUM_BATCHES = 16
 
@@ -232,8 +235,14 @@ class _RangeTest:
         rates: list[float] = []
         losses: list[float] = []
         diverged = False
-        with self._pool.borrow() as model:
+        with self._pool.borrow() as model, ExitStack() as stack:
             model.load(*self._start)
+            zeros = holding_zeros(
+                model.module,
+                enabled=job.model.keep_zeros,
+                personal_patterns=job.model.personal,
+            )
+            stack.enter_context(zeros)
             taken = LocalOptimizer(
                 model.module, job, lora_rank=ranks_of(job).get(self._site)
             )
@@ -268,7 +277,7 @@ class _RangeTest:
         with self._pool.borrow() as model:
             model.load(*self._start)
             for chosen in order[: size * _NUM_BATCHES].reshape(_NUM_BATCHES, size):
-                self._backward(model.module, [chosen], lambda loss: loss)
+                self._backward(model.module, [chosen], _enlarged)
                 gradient = _gradient(model.module)
                 squares.append(float(gradient.square().sum()))
                 total = total + gradient / _NUM_BATCHES
@@ -295,6 +304,11 @@ class _RangeTest:
             scaled(mean).backward()  # type: ignore[no-untyped-call]
             found += mean.item()
         return found
+
+
+def _enlarged(loss: torch.Tensor) -> torch.Tensor:
+    """Multiply a loss, so that float16 does not lose small gradients."""
+    return loss * _ENLARGED
 
 
 def _gradient(model: torch.nn.Module) -> torch.Tensor:
