@@ -124,8 +124,7 @@ def agent_app(
                 sizes = Sizes.of_layout(agent.layout(head.run_id))
                 task = frames.receive(head, references, sizes)
             # By no name: it would be held while it is packed.
-            reason = leaves() or leaves_after()
-            return frames.send(noticed(agent.answer(task), reason, leaves))
+            return frames.send(noticed(agent.answer(task), leaves, leaves_after))
 
         packed = within(deadline_of(message), head, work, leaves)
         return Message(pack_frame(packed), reply_to=message)

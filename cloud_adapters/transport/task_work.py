@@ -94,19 +94,18 @@ def answer_frame(
     def work() -> PackedFrame:
         answer = agent.answer(task)
         lasts.append(not isinstance(answer, SiteFailure))
-        return inline(noticed(answer, leaves() or leaves_after(), leaves))
+        return inline(noticed(answer, leaves, leaves_after))
 
     packed = within(seconds, task, work, leaves)
     return packed.frame, any(lasts)
 
 
-def noticed(
-    answer: SiteMessage, reason: LeaveReason | None, leaves: Leaves
-) -> SiteMessage:
-    """Note in an answer that the site leaves, if it does."""
+def noticed(answer: SiteMessage, leaves: Leaves, leaves_after: Leaves) -> SiteMessage:
+    """Note in an answer that the site leaves, if it does by now."""
     if isinstance(answer, SiteFailure) and (why := leaves()) is not None:
         # It has failed because it leaves, and may be back before the round is over.
         return replace(answer, kind=FailureKind.LEAVING, message=why.value)
+    reason = leaves() or leaves_after()
     if reason is None or isinstance(answer, SecureAnswer | SiteFailure):
         return answer
     return replace(answer, leaving=reason)

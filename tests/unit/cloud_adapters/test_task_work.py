@@ -75,6 +75,26 @@ def test_site_that_leaves_says_so_in_its_answer():
     assert found.leaving is LeaveReason.SPOT
 
 
+def test_notice_that_comes_during_the_work_is_in_the_answer():
+    """The site is asked after its answer is made, and not before."""
+    told: list[LeaveReason] = []
+
+    class Warned(Site):
+        def answer(self, task: Task) -> SiteMessage:
+            told.append(LeaveReason.SPOT)
+            return super().answer(task)
+
+    frame, _ = answer_frame(
+        Warned(UPDATE),
+        wire.encode_bytes(TASK),
+        5.0,
+        leaves_after=lambda: told[0] if told else None,
+    )
+    found = wire.decode(frame)
+    assert isinstance(found, SiteUpdate)
+    assert found.leaving is LeaveReason.SPOT
+
+
 def test_what_is_no_task_is_refused():
     with pytest.raises(ProtocolError, match="a SiteUpdate in place of a task"):
         answer_frame(Site(UPDATE), wire.encode_bytes(UPDATE), 5.0)
