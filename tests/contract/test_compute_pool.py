@@ -101,7 +101,16 @@ class Spec:
         return NodeSpec(**given)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=list(MACHINES))
+# Real processes take a second to start and to end; the fakes that are slow say so.
+PROCESSES = {"local", "namespace", "containers"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in PROCESSES))
+        for kind in MACHINES
+    ]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     """A service."""
     name: str = request.param

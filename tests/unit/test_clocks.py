@@ -4,6 +4,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from support.source_code import nodes
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ def made(file: Path) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_system_clock_is_made_where_processes_begin():
     """Elsewhere it is an argument, so that a test can bring another."""
     found = Counter(

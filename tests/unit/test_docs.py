@@ -105,6 +105,7 @@ def test_python_that_is_marked_runs(
                     test()
 
 
+@pytest.mark.slow
 @pages_with("toml", "file: ")
 def test_files_of_a_page_make_federations(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def test_deadline_is_kept_when_every_spot_machine_is_lost_as_it_starts_to_work(
     assert outcome.on_demand_slots >= trace.work
 
 
+@pytest.mark.slow
 def test_policy_beats_the_baselines_on_seeds_of_the_tuning(study: SimpleNamespace):
     """A few traces of each kind; the figures are in benchmarks/README.md."""
     ratios: dict[str, list[float]] = {}

@@ -89,6 +89,7 @@ def test_the_page_has_rows():
     assert len(rows()) > 20
 
 
+@pytest.mark.slow
 def test_named_tests_exist():
     """And what is named is a test."""
     for attempt, _, shown in rows():

@@ -65,6 +65,7 @@ def test_default_segments(keys: Path):
     assert reader.whole().content == content
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_run(keys: Path, tmp_path: Path):
     """Those that a run leaves in its folder, bound to job and run."""
     from support.small_jobs import small_job  # noqa: PLC0415 (torch)

@@ -40,6 +40,7 @@ def begun(folder: Path, job: JobSpec) -> RunFolder:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_says_which_damaged_checkpoint_it_passes_over():
     """It continues from the one before."""
     store, job = MemoryStore(), small_job(rounds=3)

@@ -35,6 +35,7 @@ def test_the_first_reason_counts():
     assert departure.at_once() is LeaveReason.SPOT
 
 
+@pytest.mark.slow
 def test_a_notice_lets_the_task_end_if_there_is_time():
     """And ends it before the machine goes."""
     answers: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()

@@ -106,6 +106,7 @@ def test_one_damaged_ledger_fails_the_whole(
     assert "sites/right/ledger.jsonl: sound" in out
 
 
+@pytest.mark.slow
 def test_a_false_epsilon_is_damage(tmp_path: Path):
     """Though chain and head are whole: events are counted again."""
     header, digest = ledger_format.header_line(terms("left"), 1e9)

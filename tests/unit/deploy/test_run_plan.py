@@ -100,6 +100,7 @@ def test_a_longer_first_round_is_not_spread_over_the_others(
     assert sum(found.phases.values()) == found.seconds
 
 
+@pytest.mark.slow
 def test_a_plan_is_kept_and_shown(ran: tuple[RunPlan, RunView, Speeds], tmp_path: Path):
     """In the run's folder; its page has every row."""
     plan, view, _ = ran
