@@ -87,7 +87,10 @@ def _agent(options: argparse.Namespace) -> int:
     departure = Departure()
 
     def code() -> int:
-        return FAILED if departure.lost else DONE
+        if not departure.lost:
+            return DONE
+        tell(departure.lost)  # It would be the error, if the process ended by itself.
+        return FAILED
 
     end = prompt_end.PromptEnd(departure.stopped, tell, code, departure.await_kept)
 
