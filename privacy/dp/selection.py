@@ -103,7 +103,9 @@ class RandomTrials:
             left = Decimal(raw) / (1 << (8 * _UNIFORM_BYTES))
             for count, probability in self._probabilities():
                 left -= probability
-                if left < 0 or probability.adjusted() < -_DIGITS:
+                # Small numbers are as improbable as large ones where many are expected.
+                is_tail = count > self.mean and probability.adjusted() < -_DIGITS
+                if left < 0 or is_tail:
                     return count
         raise AssertionError("the last probabilities are too small to be reached")
 

@@ -105,6 +105,14 @@ def test_the_number_is_drawn_by_its_distribution(distribution: str):
     assert trials.draw(lambda size: b"\xff" * size) > 30
 
 
+@pytest.mark.parametrize("mean", [150.0, 10_000.0])
+def test_a_poisson_number_is_near_a_large_mean(mean: float):
+    """Although the chance of no trial at all is then too small for 60 digits."""
+    trials = RandomTrials(distribution="poisson", mean=mean)
+    middle = trials.draw(lambda size: b"\x80" + bytes(size - 1))
+    assert middle == pytest.approx(mean, abs=1)
+
+
 @pytest.mark.parametrize(
     ("distribution", "mean"),
     [("fixed", 10.0), ("geometric", 1.0), ("geometric", math.nan), ("poisson", 1e6)],
