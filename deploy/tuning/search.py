@@ -281,7 +281,7 @@ class Search:
             run=RunFolder(best.folder),
             values=best.values,
             value=best.value,
-            found=cost(found.trials, wanted, tuning.delta),
+            found=cost(found.trials, found.trials[best.number], wanted, tuning.delta),
         )
 
 

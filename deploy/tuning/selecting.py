@@ -73,26 +73,31 @@ class SelectionCost:
 
 
 def worst_events(
-    trials: Iterable[Sequence[PrivacyEvent]],
+    trials: Iterable[Sequence[PrivacyEvent]], best: Iterable[PrivacyEvent]
 ) -> tuple[PrivacyEvent, ...]:
     """Events of a trial that costs as much as any with other values would.
 
     What may be searched changes no event but for the rounding of its noise. A trial
     that repeated rounds after a crash has more steps, and one that failed has fewer.
 
+    The noise is that of the best trial, less what rounding may add to any. The least
+    noise of all trials would be less, the more trials there were, and the epsilon that
+    is released would say how many.
+
     Args:
         trials: What each trial has released for one purpose.
+        best: What the one has that is released.
     """
     steps: dict[tuple[float, float], int] = {}
-    noise: dict[tuple[float, float], float] = {}
+    noise = {
+        (event.sampling_rate, event.slack): event.noise_multiplier for event in best
+    }
     for events in trials:
         here: dict[tuple[float, float], int] = {}
         for event in events:
             kind = event.sampling_rate, event.slack
             here[kind] = here.get(kind, 0) + event.steps
-            noise[kind] = min(
-                noise.get(kind, event.noise_multiplier), event.noise_multiplier
-            )
+            noise.setdefault(kind, event.noise_multiplier)
         for kind, count in here.items():
             steps[kind] = max(steps.get(kind, 0), count)
     return tuple(
@@ -107,18 +112,21 @@ def worst_events(
 
 
 def cost(
-    trials: Sequence[TrialEvents], wanted: RandomTrials, delta: float
+    trials: Sequence[TrialEvents], best: TrialEvents, wanted: RandomTrials, delta: float
 ) -> SelectionCost:
     """What the best of some trials reveals: the most of any site and purpose.
 
     Args:
         trials: What each trial has released.
+        best: What the best one of them has.
         wanted: How their number was drawn.
         delta: That goes with both epsilons.
     """
     spenders = {spender for trial in trials for spender in trial}
     worst = [
-        worst_events([trial.get(spender, ()) for trial in trials])
+        worst_events(
+            [trial.get(spender, ()) for trial in trials], best.get(spender, ())
+        )
         for spender in spenders
     ]
     expected = math.ceil(wanted.mean)
@@ -201,6 +209,7 @@ def release(
         place.mkdir(exist_ok=True)
         replace_file(place / MODEL, FilePieces(run.model))
         replace_file(place / RESULT, [text.encode()])
-        for name in (MODEL, RESULT):  # When a search ended says how long it was.
-            os.utime(place / name, (0, 0))
+        # When a search ended says how long it was. The folder comes last.
+        for written in (place / MODEL, place / RESULT, place):
+            os.utime(written, (0, 0))
     return SelectionRelease(cost=found, folder=place)

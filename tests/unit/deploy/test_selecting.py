@@ -39,6 +39,7 @@ target_epsilon = 2.0
 LINE = "training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }"
 RANDOM = 'sampler = "random"\nprivacy = { selection = "geometric" }'
 TRAIN = PrivacyEvent(noise_multiplier=3.0, sampling_rate=1.0, steps=10, slack=1e-18)
+LESS = PrivacyEvent(noise_multiplier=2.999, sampling_rate=1.0, steps=4, slack=1e-18)
 HELD_OUT = PrivacyEvent(noise_multiplier=9.0, sampling_rate=1.0, steps=1, slack=1e-18)
 
 
@@ -122,10 +123,15 @@ def test_seed_and_number_are_drawn_anew_for_each_search():
 
 def test_a_trial_is_charged_as_the_dearest_of_its_kind():
     """Most steps, with the least noise that another clip norm could give."""
-    less = PrivacyEvent(noise_multiplier=2.999, sampling_rate=1.0, steps=4, slack=1e-18)
-    (found,) = worst_events([[TRAIN, TRAIN], [less], []])
+    (found,) = worst_events([[TRAIN, TRAIN], [LESS], []], best=[LESS])
     assert (found.steps, found.sampling_rate, found.slack) == (20, 1.0, 1e-18)
-    assert found.noise_multiplier == 2.999 * (1 - 2**-10)
+    assert found.noise_multiplier == LESS.noise_multiplier * (1 - 2**-10)
+
+
+def test_noise_of_other_trials_does_not_show_in_what_is_released():
+    """The least of all would be less, the more trials there were."""
+    alone = worst_events([[TRAIN]], best=[TRAIN])
+    assert worst_events([[LESS], [TRAIN], [LESS]], best=[TRAIN]) == alone
 
 
 def test_cost_is_that_of_the_dearest_site_and_purpose():
@@ -135,8 +141,8 @@ def test_cost_is_that_of_the_dearest_site_and_purpose():
         {("a", "train"): [TRAIN], ("a", "evaluate"): [HELD_OUT]},
         {("a", "train"): [TRAIN], ("b", "train"): [TRAIN] * 2},
     ]
-    found = cost(trials, wanted, 1e-5)
-    (worst,) = worst_events([[TRAIN] * 2])
+    found = cost(trials, trials[0], wanted, 1e-5)
+    (worst,) = worst_events([[TRAIN] * 2], best=[TRAIN])
     assert found.epsilon == epsilon_of_best([worst], 1e-5, wanted)
     assert found.composed == accountant.epsilon([worst] * 5, 1e-5)
     assert (found.mean, found.distribution, found.delta) == (5.0, "geometric", 1e-5)
@@ -163,13 +169,14 @@ def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
     run.model.write_bytes(b"model")
     wanted = space.random_trials
     assert wanted is not None
+    trial: dict[Any, Any] = {("a", "train"): [TRAIN]}
     found = release(
         tmp_path,
         space,
         run=run,
         values={"training.optimizer.lr": 0.25},
         value=0.5,
-        found=cost([{("a", "train"): [TRAIN]}], wanted, 1e-5),
+        found=cost([trial], trial, wanted, 1e-5),
     )
     assert found.folder == tmp_path / "selected"
     assert sorted(p.name for p in found.folder.iterdir()) == [
@@ -189,5 +196,6 @@ def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
         "expected_trials",
     }
     assert document["expected_trials"] == 12.0
-    assert {p.stat().st_mtime for p in found.folder.iterdir()} == {0.0}
+    written = [found.folder, *found.folder.iterdir()]
+    assert {p.stat().st_mtime for p in written} == {0.0}
     assert "17" not in json.dumps(document | {"epsilon": 0.0})
