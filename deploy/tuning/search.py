@@ -217,11 +217,15 @@ class Search:
         return not why
 
     def _spent(self, study: "optuna.Study") -> SearchSpending | None:
-        private = self.space.job({}).privacy.differential_privacy
+        job = self.space.job({})
+        sites: list[str] = []
+        if job.privacy.differential_privacy.enabled:
+            sites = [site.name for site in job.sites]
         return spent(
             {
-                _folder(self.folder, trial.number): private.enabled
-                and bool(trial.intermediate_values)
+                _folder(self.folder, trial.number): (
+                    sites if trial.intermediate_values else []
+                )
                 for trial in study.trials
             }
         )

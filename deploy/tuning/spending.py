@@ -6,7 +6,7 @@ that ended early or failed counts with what it released.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class SearchSpending:
     Attributes:
         events: Of all trials, by site and purpose.
         delta: The largest of the ledgers.
-        trials: The same of each trial that has a ledger.
+        trials: The same of each trial, in their order.
     """
 
     events: _Events
@@ -44,22 +44,24 @@ class SearchSpending:
         )
 
 
-def spent(trials: Mapping[Path, bool]) -> SearchSpending | None:
+def spent(trials: Mapping[Path, Collection[str]]) -> SearchSpending | None:
     """Add up what runs have spent; None if none of them has a ledger.
 
     Args:
-        trials: Folders of runs, and whether their sites must have charged something.
+        trials: Folders of runs, and the sites that must have a ledger there.
 
     Raises:
         CorruptObject: A ledger is damaged or missing: what was spent is unknown.
     """
     found: dict[Spender, list[PrivacyEvent]] = defaultdict(list)
     deltas, each = [], []
-    for folder, is_charged in trials.items():
-        if is_charged and not ledger_reader.below(folder):
-            raise _unknown(f"{folder}: its ledgers are missing")
+    for folder, sites in trials.items():
+        paths = ledger_reader.below(folder)
+        if lost := set(sites) - {path.parent.name for path in paths}:
+            names = ", ".join(sorted(lost))
+            raise _unknown(f"{folder}: the ledger of {names} is missing")
         own: dict[Spender, Sequence[PrivacyEvent]] = {}
-        for path in ledger_reader.below(folder):
+        for path in paths:
             finding = ledger_reader.examine(path)
             if finding.contents is None:
                 raise _unknown(f"{path}: {finding.error}")

@@ -15,10 +15,14 @@ from deploy.tuning.selecting import (
     worst_events,
 )
 from deploy.tuning.space import load
-from federation.errors import JobError, PrivacyError
+from deploy.tuning.spending import spent
+from federation.clock import VirtualClock
+from federation.errors import CorruptObject, JobError, PrivacyError
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
+from privacy.dp.ledger.ledger import FileLedger
+from privacy.dp.ledger.ledger_format import Terms
 from privacy.dp.selection import RandomTrials, epsilon_of_best
 
 JOB = """
@@ -199,3 +203,18 @@ def test_what_is_released_says_nothing_of_other_trials(tmp_path: Path):
     written = [found.folder, *found.folder.iterdir()]
     assert {p.stat().st_mtime for p in written} == {0.0}
     assert "17" not in json.dumps(document | {"epsilon": 0.0})
+
+
+def test_a_search_does_not_go_on_without_the_ledger_of_a_site(tmp_path: Path):
+    """What the other sites have spent says nothing of it."""
+    terms = Terms(
+        run_id="0000", site="a", job_digest="ab" * 32, delta=1e-5, epsilon_cap=9.0
+    )
+    ledger = FileLedger(tmp_path / "sites" / "a", terms, clock=VirtualClock(1e9))
+    ledger.charge(TRAIN, round_index=1)
+    ledger.close()
+    found = spent({tmp_path: ["a"]})
+    assert found is not None
+    assert found.trials == [{("a", "train"): (TRAIN,), ("a", "evaluate"): ()}]
+    with pytest.raises(CorruptObject, match="the ledger of b is missing"):
+        spent({tmp_path: ["a", "b"]})
