@@ -354,6 +354,8 @@ class TorchTrainer:
         has_finite_loss = training is None or math.isfinite(training.loss_sum)
         if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
             self._check_finite(round_index, steps)
+        if not has_finite_loss and optimizer.skipped:
+            training = None  # Of a step that was not taken; a secure sum has no NaN.
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d

@@ -133,6 +133,27 @@ def test_gradients_of_records_are_not_scaled(unit: str):
     assert caught.value.key == "training.precision"
 
 
+def test_losses_of_skipped_steps_that_are_not_finite_are_not_reported():
+    """A record is finite and too large for float16: no secure sum would take NaN."""
+    train, held_out = blobs()
+    inputs = train.inputs.copy()
+    inputs[7] = 1e6
+    job = job_of(local_epochs=1)
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job,
+        SITE,
+        pool=pool,
+        train=as_dataset(replace(train, inputs=inputs), name="blobs"),
+        held_out=as_dataset(held_out, name="blobs"),
+    )
+    found = trainer.fit(*pool.initial_weights(), round_index=1)
+    assert isinstance(found, LocalWeights)
+    assert found.num_steps == 7  # Of 8.
+    assert np.isfinite(found.weights_d).all()
+    assert found.training is None
+
+
 def test_a_record_with_nan_is_named():
     """Its step is skipped, which would hide it as long as the scale can be halved."""
     train, held_out = blobs()
