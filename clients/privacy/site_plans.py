@@ -500,7 +500,10 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         noise_multiplier=multiplier,
         clipping=private.clipping,
     )
-    mechanism = training.mechanism(federation.pool.num_trained)
+    try:
+        mechanism = training.mechanism(federation.pool.num_trained)
+    except ValueError as error:  # Beyond what the grid of the noise represents.
+        raise JobError(str(error), key="privacy.differential_privacy") from None
     return SitePlan(
         epsilon_cap=cap,
         delta=delta,

@@ -8,6 +8,7 @@ from support.small_jobs import small_job
 from clients.privacy.site_plans import PrivateSites
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
+from federation.errors import JobError
 from federation.events import PrivacyPlanned
 from federation.ids import RunId
 from monitoring import privacy_words
@@ -74,3 +75,10 @@ def test_joint_noise_is_one_for_all_and_epsilon_is_not():
     two = _planned(unit="joint", colluding_sites=2)
     assert "together with 2 of the sites" in two.holds_against
     assert one.signal_to_noise is None
+
+
+@pytest.mark.parametrize("key", ["clip_norm", "noise_multiplier"])
+def test_noise_beyond_the_grid_is_refused_with_its_key(key: str):
+    """Where a search, for one, may have drawn it."""
+    with pytest.raises(JobError, match=f"site-0.*{key} must be in"):
+        _planned(unit="record", **{key: 1e30})
