@@ -208,8 +208,11 @@ def observe(
         steps: Those of the round.
         seconds: From its first task to its result.
         train_seconds: How long the site trained that answered last; None if sites do
-            not say.
+            not say. It may claim any time, also an infinite one, which no checkpoint
+            could hold: no more than the round's is kept.
     """
+    if train_seconds is not None:
+        train_seconds = min(train_seconds, seconds)
     time = RoundTime(
         round_index=progress.round_index + 1,
         num_steps=len(steps),

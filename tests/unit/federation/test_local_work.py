@@ -179,6 +179,15 @@ def test_only_typical_rounds_are_measured():
     assert not local_work.is_typical(seldom, after(), evaluates=True)
 
 
+def test_no_site_trains_for_longer_than_the_round():
+    """The sum of the times that it claims may be infinite."""
+    (kept,) = local_work.observe(
+        after(), range(4), seconds=2.0, train_seconds=float("inf")
+    )
+    assert kept.train_seconds == 2.0
+    assert _parse_work(_encode_work(after(kept)))["times"] == (kept,)
+
+
 def test_times_are_those_of_the_newest_rounds():
     progress = after(*took(*(2,) * local_work.WINDOW))
     times = local_work.observe(progress, range(9, 14), seconds=1.5, train_seconds=None)
