@@ -5,7 +5,7 @@ All tasks of a relay's sites go to it in one message, and it answers in one: see
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeGuard
 
@@ -76,6 +76,9 @@ class RelayLines:
         lines: Lines,
         sites: Sequence[SiteId],
         relays: Mapping[SiteId, Collection[SiteId]],
+        *,
+        absent: Collection[SiteId] = (),
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Put relays between a coordinator and some sites.
 
@@ -83,11 +86,17 @@ class RelayLines:
             lines: Reaches the relays, and sites that have none.
             sites: All sites, in the order of the job.
             relays: The sites of each relay, in the order of the job.
+            absent: Sites that were not in the handshake, or that were revoked. Those
+                behind a relay are not asked: it may reach them by now.
+            now: Monotonic time in seconds, of the replies in their place.
         """
         self._lines = lines
         self._sites = tuple(sites)
         self._relays = relays
         self._relay_of = {site: name for name, each in relays.items() for site in each}
+        self._absent = self._relay_of.keys() & {*absent}
+        self._now = now
+        self._not_asked: deque[Reply] = deque()
         self._num_sent = 0
         self._alone: dict[TaskId, TaskId] = {}  # Our ids by those of the lines.
         self._bundles: dict[TaskId, _Bundle] = {}
@@ -104,7 +113,7 @@ class RelayLines:
         It is asked for them in each round, and soon reports which are not there.
         """
         alone = [site for site in sites if site not in self._relay_of]
-        behind = [site for site in sites if site in self._relay_of]
+        behind = [s for s in sites if s in self._relay_of and s not in self._absent]
         return [*self._lines.returned(alone, round_index), *behind]
 
     def send(
@@ -120,6 +129,9 @@ class RelayLines:
         alone: dict[TaskId, Task] = {}
         behind: dict[SiteId, dict[TaskId, Task]] = {}
         for task_id, task in zip(ids, tasks, strict=True):
+            if task.site in self._absent:
+                self._not_asked.append(self._absence(task_id, task))
+                continue
             relay = self._relay_of.get(task.site)
             into = alone if relay is None else behind.setdefault(relay, {})
             into[task_id] = task
@@ -135,7 +147,7 @@ class RelayLines:
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
         """Wait for replies of sites, or for a relay's; see ``Grid``."""
-        found: deque[Reply] = deque()
+        found, self._not_asked = self._not_asked, deque()
         while not found:
             came = self._lines.receive(timeout_seconds)
             if not came:
@@ -147,6 +159,8 @@ class RelayLines:
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
         """Close tasks; a relay's are open until the last of them is closed."""
         gone = {*task_ids}
+        left = (each for each in self._not_asked if each.task_id not in gone)
+        self._not_asked = deque(left)
         inner = [one for one, ours in self._alone.items() if ours in gone]
         for one in inner:
             del self._alone[one]
@@ -156,6 +170,18 @@ class RelayLines:
                 inner.append(one)
                 del self._bundles[one]
         self._lines.withdraw(inner)
+
+    def _absence(self, task_id: TaskId, task: Task) -> Reply:
+        now = self._now()
+        text = "was not in the handshake of this run, so its relay is not asked for it"
+        return Reply(
+            task_id=task_id,
+            message=failure(task, FailureKind.UNREACHABLE, text),
+            asked_seconds=now,
+            answered_seconds=now,
+            bytes_down=0,
+            bytes_up=0,
+        )
 
     def _opened(self, reply: Reply) -> list[Reply]:
         """Turn what came into replies of sites; drop what is late or not asked for."""

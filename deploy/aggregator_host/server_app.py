@@ -201,7 +201,10 @@ def _connector(
         wait.is_over = True
         for reason in roll_call.absent.values():
             _LOG.warning("%s; the run continues without it", reason)
-        return RelayLines(grid, sites, behind) if behind else grid
+        if not behind:
+            return grid
+        absent = [*roll_call.absent]
+        return RelayLines(grid, sites, behind, absent=absent, now=clock.monotonic)
 
     return connect
 

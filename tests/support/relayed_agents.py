@@ -89,7 +89,9 @@ class Clouds:
                 assert roll_call.site_of(answer) == name
             if not roll_call.move_on():
                 break
-        return RelayLines(_Lines(self, [*nodes]), sites, roll_call.relays)
+        absent = [*roll_call.absent]
+        lines = _Lines(self, [*nodes])
+        return RelayLines(lines, sites, roll_call.relays, absent=absent)
 
     def _ask(
         self,

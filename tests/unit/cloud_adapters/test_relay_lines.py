@@ -227,6 +227,28 @@ def test_late_answer_of_a_relay_is_dropped(
     assert not lines.receive()
 
 
+def test_site_that_was_not_in_the_handshake_is_not_asked(script: Script):
+    """Its relay may reach it by now, also if the aggregator has revoked it."""
+    lines = RelayLines(
+        script, [A, B, C], {EAST: [A, B]}, absent=[A, C], now=lambda: 7.0
+    )
+    lines.send([task(A), task(B), task(C)], deadline_seconds=1)
+    alone, together = script.sent
+    assert isinstance(together, RelayedTasks)
+    assert [each.site for each in together.tasks] == [B]
+    assert alone.site == C  # The lines know that it has no node.
+    (reply,) = lines.receive()
+    assert (reply.task_id, reply.asked_seconds, reply.bytes_down) == (0, 7.0, 0)
+    assert isinstance(reply.message, SiteFailure)
+    assert (reply.message.site, reply.message.kind) == (A, FailureKind.UNREACHABLE)
+    script.say(1, update(EAST, MODEL), update(B))
+    assert [each.task_id for each in lines.receive()] == [1]
+    assert [*lines.returned([A, B], 2)] == [B]
+    (again,) = lines.send([task(A)], deadline_seconds=1)
+    lines.withdraw([again])
+    assert not lines.receive()
+
+
 def test_model_travels_once():
     """And again only where a site's is another one."""
     other = MODEL + 1
