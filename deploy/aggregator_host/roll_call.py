@@ -114,6 +114,11 @@ class SignedRollCall:
         if bundle is not None:
             return self._relay_of(*bundle)
         site = self._note(answer)
+        if site in self.relays:
+            raise SiteError(
+                f"relay {site!r} answers as a site: add [serve] to its site.toml, and "
+                "start it again"
+            )
         relay = self._behind(site)
         if relay is not None:
             raise SiteError(
@@ -137,6 +142,12 @@ class SignedRollCall:
         """
         found = introduction.open_introduction(relay, self.roster, self.question)
         name = SiteId(found.site)
+        if name in self.sites:
+            return self._without(
+                name,
+                f"site {name!r} answers as a relay: remove [serve] from its site.toml, "
+                "and start it again",
+            )
         if name not in self.relays:
             return name  # Of another job.
         if found.refused:
@@ -173,14 +184,17 @@ class SignedRollCall:
             return site
         if found.refused:
             reason = wire.one_line(found.refused)
-            text = f"site {site!r} does not take part: {reason}"
-            if not self.spares:
-                raise SiteError(text)
-            self.absent[site] = text
-            return site
+            return self._without(site, f"site {site!r} does not take part: {reason}")
         if self.in_sum and self.needs is None and found.needs is None:
             raise ProtocolError(f"site {site!r} does not state its noise plan")
         self.introductions[site], self._signed[site] = found, answer
+        return site
+
+    def _without(self, site: SiteId, why: str) -> SiteId:
+        """Do without a site, or end the handshake of a run that needs it."""
+        if not self.spares:
+            raise SiteError(why)
+        self.absent.setdefault(site, why)
         return site
 
     def move_on(self) -> bool:

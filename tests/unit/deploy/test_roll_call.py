@@ -223,6 +223,25 @@ def test_relay_of_another_job_is_ignored(cloud: Consortium):
     assert not call.introductions
 
 
+@pytest.mark.parametrize("name", ["site-0", "site-2"])
+def test_site_that_answers_as_a_relay_is_refused(cloud: Consortium, name: str):
+    """Or it would be there without having promised anything."""
+    call = relay_call(cloud)
+    with pytest.raises(SiteError, match=rf"'{name}' answers as a relay: remove \[ser"):
+        call.site_of(bundled(call, cloud, relay=name))
+    call.spares = True
+    assert call.site_of(bundled(call, cloud, relay=name)) == name
+    assert call.absent.keys() == {name}
+    assert not call.introductions
+
+
+def test_relay_that_answers_as_a_site_is_refused(cloud: Consortium):
+    """Its operator has left out what makes it a relay."""
+    call = relay_call(cloud)
+    with pytest.raises(SiteError, match=r"'east' answers as a site: add \[serve\]"):
+        call.site_of(sealed(call, cloud, "east"))
+
+
 @pytest.mark.parametrize("site", ["site-2", "west"])
 def test_relay_speaks_for_no_site_of_others(cloud: Consortium, site: str):
     call = relay_call(cloud)
