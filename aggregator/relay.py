@@ -55,6 +55,7 @@ class PlainRelay:
         layout_digest: Digest of its layout.
         weight_of: How much an update counts: as at the aggregator.
         combine: The mean.
+        fault_of: What is wrong with the sums of an update: as at the aggregator.
     """
 
     name: SiteId
@@ -62,13 +63,14 @@ class PlainRelay:
     layout_digest: str
     weight_of: Callable[[SiteUpdate], float]
     combine: CombineRule
+    fault_of: Callable[[SiteUpdate], str] = lambda _update: ""
 
     def __call__(
-        self,
-        tasks: Sequence[Task],  # noqa: ARG002 -- a secure relay looks at them
-        answers: Sequence[SiteMessage],
+        self, tasks: Sequence[Task], answers: Sequence[SiteMessage]
     ) -> Relayed:
         """Combine the updates in the order of the tasks, whenever they came.
+
+        One that the aggregator would refuse is left out: it would refuse the sum.
 
         Args:
             tasks: What the sites were asked, in the order of the job.
@@ -80,22 +82,17 @@ class PlainRelay:
         """
         found = list(answers)
         weighted: dict[int, WeightedUpdate] = {}
-        for index, answer in enumerate(answers):
-            if not isinstance(answer, SiteUpdate):
-                continue
-            delta_d = answer.delta_d
-            if delta_d.shape != (self.num_values,) or delta_d.dtype != np.float32:
-                text = f"sent {delta_d.size} values of {delta_d.dtype} to its relay"
-                found[index] = failure(answer, FailureKind.INVALID, text)
+        for index, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
+            if not (isinstance(answer, SiteUpdate) and isinstance(task, RoundTask)):
                 continue
             try:
-                weight = self.weight_of(answer)
+                weight = self._weight(task, answer)
             except InvalidUpdate as error:
                 found[index] = failure(answer, FailureKind.INVALID, str(error))
                 continue
             weighted[index] = WeightedUpdate(
                 site=answer.site,
-                delta_d=delta_d,
+                delta_d=answer.delta_d,
                 weight=weight,
                 refuse=_refusing(found, index, answer),
             )
@@ -125,6 +122,28 @@ class PlainRelay:
             based_on=updates[0].based_on,
         )
         return _passed_on(total, updates, found)
+
+    def _weight(self, task: RoundTask, update: SiteUpdate) -> float:
+        """How much an update counts.
+
+        Raises:
+            InvalidUpdate: It is no sound answer to its task.
+        """
+        delta_d, integers_m = update.delta_d, update.integers_m
+        asked_m = task.integers_m
+        fault = ""
+        if delta_d.shape != (self.num_values,) or delta_d.dtype != np.float32:
+            fault = f"sent {delta_d.size} values of {delta_d.dtype} to its relay"
+        elif (integers_m.shape, integers_m.dtype) != (asked_m.shape, asked_m.dtype):
+            fault = f"sent its relay {integers_m.size} integers, not {asked_m.size}"
+        elif update.layout_digest != self.layout_digest:
+            fault = "trained a model with a different layout than this run's"
+        elif (update.based_on, update.fragment) != (task.based_on, task.fragment):
+            fault = f"sent its relay what is based on round {update.based_on}"
+        fault = fault or self.fault_of(update)
+        if fault:
+            raise InvalidUpdate(fault)
+        return self.weight_of(update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +225,11 @@ class SecureRelay:
             raise ProtocolError(
                 f"sent its relay words that differ from those that {member.site!r} "
                 "signed"
+            )
+        said = update.layout_digest, update.based_on, update.fragment
+        if said != (task.layout_digest, task.based_on, task.fragment):
+            raise ProtocolError(
+                "sent its relay words for another model than its task's"
             )
         slots = train.header_spec(contract.num_sites, contract.header_slots).slots
         sizes = update.words.size, update.header_h.size

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aggregator.combine import combine_rule
 from aggregator.relay import PlainRelay, SecureRelay
-from aggregator.weighting import weight_of
+from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from cloud_adapters.relays.desk import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import enrolment_roster
@@ -148,8 +148,8 @@ class RelayAgent:
             return False
         return found.site == site
 
-    def _examples(self, run: _RelayedRun) -> Mapping[SiteId, int]:
-        """Training examples that sites have signed, where they report them.
+    def _signed(self, run: _RelayedRun) -> Mapping[SiteId, SignedCounts]:
+        """What sites have signed of their data.
 
         An update that claims more is left out here: at the aggregator it would be
         refused with the whole sum that it is in.
@@ -161,7 +161,12 @@ class RelayAgent:
             return {}
         _, sealed = bundle or (b"", [])
         found = map(introduction.kept_introduction, sealed)
-        return {SiteId(f.site): f.num_examples for f in found if f.num_examples}
+        return {
+            SiteId(f.site): SignedCounts(
+                examples=f.num_examples, held_out=f.num_held_out
+            )
+            for f in found
+        }
 
     def answer(self, frames: bytes, *, seconds: float) -> bytes:
         """Pass tasks on, and answer with the sum of what comes back.
@@ -208,14 +213,15 @@ class RelayAgent:
         if not isinstance(task, RoundTask):
             return None
         if not run.job.privacy.secure_aggregation.enabled:
+            signed = self._signed(run)
+            examples = {site: each.examples for site, each in signed.items()}
             return PlainRelay(
                 name=self.name,
                 num_values=run.num_values,
                 layout_digest=task.layout_digest,
-                weight_of=weight_of(
-                    run.job.aggregation.weights, introduced=self._examples(run)
-                ),
+                weight_of=weight_of(run.job.aggregation.weights, introduced=examples),
                 combine=combine_rule(run.job.aggregation),
+                fault_of=sums_fault(run.job, signed),
             )
         if self._contract is None:
             raise ProtocolError(
@@ -385,6 +391,9 @@ def _read(task: Task, data: bytes | None) -> SiteMessage:
         answer = wire.decode(data)
     except ProtocolError as error:
         return failure(task, FailureKind.INVALID, str(error))
-    if isinstance(answer, RoundTask | SecureTask) or answer.site != task.site:
-        return failure(task, FailureKind.INVALID, "answered its relay for another")
+    asked = task.run_id, task.round_index, task.site
+    said = answer.run_id, answer.round_index, answer.site
+    if isinstance(answer, RoundTask | SecureTask) or said != asked:
+        text = "answered its relay for another site, run or round"
+        return failure(task, FailureKind.INVALID, text)
     return answer

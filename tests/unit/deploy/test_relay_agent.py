@@ -23,6 +23,7 @@ from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
+    MetricSums,
     RoundTask,
     SecureStep,
     SecureTask,
@@ -196,6 +197,7 @@ def test_update_that_claims_more_examples_than_signed_is_left_out(cloud: Cloud):
         made = toy.update(
             site,
             run_id=RUN_ID,
+            layout_digest="00" * 32,
             delta_d=np.ones(15, np.float32),
             integers_m=np.zeros(0, np.int64),
             num_examples=claims,
@@ -213,6 +215,52 @@ def test_update_that_claims_more_examples_than_signed_is_left_out(cloud: Cloud):
     assert (first.site, first.delta_d.size) == ("site-0", 0)
     assert isinstance(second, SiteFailure)
     assert "claims 11 training examples" in second.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"round_index": 2}, "another site, run or round"),
+        ({"run_id": RunId("other")}, "another site, run or round"),
+        ({"layout_digest": "11" * 32}, "different layout"),
+        ({"based_on": 1}, "based on round 1"),
+        ({"integers_m": np.zeros(1, np.int64)}, "1 integers, not 0"),
+        ({"num_examples": 1}, "claims 1 training examples"),
+        (
+            {"training": MetricSums(count=10, loss_sum=1.0, metrics={"correct": 11})},
+            "impossible number of predictions",
+        ),
+    ],
+)
+def test_update_that_the_aggregator_would_refuse_is_left_out(
+    cloud: Cloud, changes: dict[str, Any], text: str
+):
+    """One site cannot have the sum of its neighbours refused."""
+
+    def answer(site: SiteId, question: RelayQuestion) -> bytes:
+        if question.kind is QuestionKind.INTRODUCE:
+            number = 10 if site == "site-0" else 0
+            return introduced(cloud.members, site, question, num_examples=number)
+        usual: dict[str, Any] = {
+            "run_id": RUN_ID,
+            "layout_digest": "00" * 32,
+            "delta_d": np.ones(15, np.float32),
+            "integers_m": np.zeros(0, np.int64),
+            "num_examples": 10 if site == "site-0" else 0,
+            "based_on": 0,
+        }
+        more = {} if site == "site-0" else changes
+        return wire.encode_bytes(toy.update(site, **usual | more))
+
+    cloud.answer = answer
+    cloud.propose(JOB)
+    train = replace(task("site-0"), kind=TaskKind.TRAIN)
+    found = cloud.exchange(train, replace(train, site=SiteId("site-1")))
+    total, first, second = found
+    assert isinstance(total, SiteUpdate)
+    assert isinstance(first, SiteUpdate)
+    assert isinstance(second, SiteFailure)
+    assert text in second.message
 
 
 def test_introductions_of_all_sites_fit_into_one_message():
