@@ -123,7 +123,7 @@ class RelayAgent:
             max_bytes=MAX_INTRODUCTION_BYTES,
         )
         answers = self.ask(
-            dict.fromkeys(sites, question),
+            {site: question for site in sites if site in self.served},
             seconds=INTRODUCE_SECONDS,
             patience=CONNECT_SECONDS,
             stopped=self.stopped,
@@ -151,8 +151,7 @@ class RelayAgent:
     def _signed(self, run: _RelayedRun) -> Mapping[SiteId, SignedCounts]:
         """What sites have signed of their data.
 
-        An update that claims more is left out here: at the aggregator it would be
-        refused with the whole sum that it is in.
+        The aggregator would refuse an update that claims more, with the whole sum.
         """
         folder = self._folder(run.run_id)
         try:
@@ -161,12 +160,7 @@ class RelayAgent:
             return {}
         _, sealed = bundle or (b"", [])
         found = map(introduction.kept_introduction, sealed)
-        return {
-            SiteId(f.site): SignedCounts(
-                examples=f.num_examples, held_out=f.num_held_out
-            )
-            for f in found
-        }
+        return {SiteId(each.site): _counts(each) for each in found}
 
     def answer(self, frames: bytes, *, seconds: float) -> bytes:
         """Pass tasks on, and answer with the sum of what comes back.
@@ -199,12 +193,14 @@ class RelayAgent:
                 QuestionKind.TASK,
                 wire.encode_bytes(task),
                 seconds=seconds,
-                max_bytes=largest + _integers_bytes(task),
+                max_bytes=largest
+                + (task.integers_m.nbytes if isinstance(task, RoundTask) else 0),
             )
             for task in tasks
+            if task.site in self.served
         }
         answers = self.ask(questions, seconds=seconds, stopped=self.stopped)
-        return [_read(task, answers[task.site]) for task in tasks]
+        return [_read(task, answers.get(task.site)) for task in tasks]
 
     def _combiner(
         self, task: Task, run: _RelayedRun
@@ -245,6 +241,8 @@ class RelayAgent:
         proposal = introduction.open_proposal(sealed, self.roster)
         run = self._met(proposal)
         folder = self._folder(run.run_id)
+        if not (folder / _PROPOSAL).exists():
+            self._check_served(run)
         with file_errors("write below", folder):
             folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / _PROPOSAL, [sealed])
@@ -267,20 +265,22 @@ class RelayAgent:
             raise JobError(
                 f"relay {self.name!r} is not named by this job", key="relays"
             )
-        sites = [SiteId(s.name) for s in job.sites if s.name in behind[0]]
-        strange = [site for site in sites if site not in self.served]
-        if strange:
-            raise JobError(
-                f"relay {self.name!r} does not serve {', '.join(strange)}: add them to "
-                "serve.sites in its site.toml",
-                key="relays",
-            )
         return _RelayedRun(
             run_id=RunId(proposal.run_id),
             job=job,
             num_values=proposal.num_values,
-            sites=sites,
+            sites=[SiteId(s.name) for s in job.sites if s.name in behind[0]],
         )
+
+    def _check_served(self, run: _RelayedRun) -> None:
+        """Refuse a run of other sites; one that has begun continues without them."""
+        strange = ", ".join(site for site in run.sites if site not in self.served)
+        if strange:
+            raise JobError(
+                f"relay {self.name!r} does not serve {strange}: add them to "
+                "serve.sites in its site.toml",
+                key="relays",
+            )
 
     def _current(self, run_id: RunId) -> _RelayedRun:
         """The run, after a restart from what was kept of it.
@@ -323,10 +323,10 @@ class RelayAgent:
             Label.OFFER, offer.contract, offer.signature, who="the aggregator"
         )
         contract = Contract.from_bytes(offer.contract)
-        own = contract.relay_named(self.name)
-        is_own = own.public_key == self.identity.public.key
-        given = contract.run_id, contract.job_digest
-        if not is_own or given != (run.run_id, job_digest.digest(run.job)):
+        key = contract.relay_named(self.name).public_key
+        found = key, contract.run_id, contract.job_digest
+        own = self.identity.public.key
+        if found != (own, run.run_id, job_digest.digest(run.job)):
             raise ProtocolError(
                 f"the contract is not that of run {run.run_id!r} with this relay's key"
             )
@@ -363,6 +363,10 @@ class RelayAgent:
         return introduction.seal_introduction(made, self.identity)
 
 
+def _counts(said: Introduction) -> SignedCounts:
+    return SignedCounts(examples=said.num_examples, held_out=said.num_held_out)
+
+
 def _check_tasks(tasks: Sequence[Task], run: _RelayedRun) -> None:
     """Check that tasks are of one round of a run, each for another of its sites.
 
@@ -376,10 +380,6 @@ def _check_tasks(tasks: Sequence[Task], run: _RelayedRun) -> None:
             f"tasks of {len(rounds)} rounds for {', '.join(sites)}, but this relay's "
             f"sites are {', '.join(run.sites)}"
         )
-
-
-def _integers_bytes(task: Task) -> int:
-    return task.integers_m.nbytes if isinstance(task, RoundTask) else 0
 
 
 def _read(task: Task, data: bytes | None) -> SiteMessage:

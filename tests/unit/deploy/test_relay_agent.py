@@ -164,6 +164,29 @@ def test_jobs_that_a_relay_refuses(
     assert text in cloud.said[-1]
 
 
+def test_run_that_has_begun_goes_on_without_a_site_that_is_not_served(cloud: Cloud):
+    """Its operator removes one that was revoked, and restarts the relay."""
+    cloud.answer = lambda site, q: introduced(cloud.members, site, q)
+    assert len(cloud.propose()[1]) == len(SITES)
+    cloud.agent.served = {SiteId("site-1")}
+    crashed = failure(task("site-1"), FailureKind.CRASHED, "no memory")
+    asked: list[SiteId] = []
+
+    def answer(site: SiteId, question: RelayQuestion) -> bytes:
+        asked.append(site)
+        if question.kind is QuestionKind.INTRODUCE:
+            return introduced(cloud.members, site, question)
+        return wire.encode_bytes(crashed)
+
+    cloud.answer = answer
+    gone, there = cloud.exchange(task("site-0"), task("site-1"))
+    assert isinstance(gone, SiteFailure)
+    assert (gone.site, gone.kind) == ("site-0", FailureKind.UNREACHABLE)
+    assert there == crashed
+    assert len(cloud.propose()[1]) == 1
+    assert {*asked} == {"site-1"}
+
+
 def test_another_aggregator_is_refused(cloud: Cloud):
     made = introduction.seal_proposal(agents.proposal(JOB), generate(os.urandom))
     with pytest.raises(ProtocolError, match="signature"):
