@@ -45,9 +45,9 @@ from privacy.secagg.protocol.messages import Offer
 
 # What is left of a round's time when sites have none: for the sum, and for its way.
 SITES_SHARE = 0.9
-# How long sites may take to load their data, and to connect before that. The
-# coordinator may give up earlier.
-INTRODUCE_SECONDS, CONNECT_SECONDS = 600.0, 20.0
+# How long sites may take to load their data, and to connect before that. Less than the
+# coordinator waits by default, or a site that hangs would make its whole cloud absent.
+INTRODUCE_SECONDS, CONNECT_SECONDS = 540.0, 20.0
 # Of an answer besides its vectors: a header, sealed shares, padding.
 _MORE_BYTES = 1 << 25
 

@@ -13,7 +13,9 @@ from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from deploy.aggregator_host.config import AggregatorFile
 from deploy.site_host.relay_agent import (
+    INTRODUCE_SECONDS,
     MAX_INTRODUCTION_BYTES,
     SITES_SHARE,
     RelayAgent,
@@ -284,6 +286,12 @@ def test_update_that_the_aggregator_would_refuse_is_left_out(
     assert isinstance(first, SiteUpdate)
     assert isinstance(second, SiteFailure)
     assert text in second.message
+
+
+def test_one_site_that_hangs_does_not_make_its_relay_late():
+    """The coordinator waits longer for a relay than that for its sites."""
+    longest = AggregatorFile.__dataclass_fields__["connect_seconds"].default
+    assert 0.9 * longest >= INTRODUCE_SECONDS
 
 
 def test_introductions_of_all_sites_fit_into_one_message():
