@@ -1,20 +1,15 @@
 """``aggregator.toml``: where the aggregator listens and stores its files."""
 
-import ipaddress
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from cloud_adapters.superlink.answer_limits import Limits
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
-from federation.addresses import bracketed, parse_address, parse_port
+from federation.addresses import bracketed, is_host, parse_address, parse_port
 from federation.errors import FederationError, JobError
 from federation.job import job_file
 from federation.job.job_keys import key
-
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-
 
 # What an answer brings beside a vector that just does not go through the exchange.
 ANSWER_ROOM_MIB = 16
@@ -196,7 +191,7 @@ def check(file: AggregatorFile) -> None:
     if not file.hosts:
         raise JobError("name at least one", key="hosts")
     for name in file.hosts:
-        if not _is_host(name):
+        if not is_host(name):
             raise JobError(f"{name!r:.200} is not a host name or address", key="hosts")
     exchange.check(file.exchange)
     _check_limits(file)
@@ -218,12 +213,3 @@ def _check_limits(file: AggregatorFile) -> None:
             raise JobError(
                 f"must be at least limits.{below} = {least}", key=f"limits.{key_}"
             )
-
-
-def _is_host(text: str) -> bool:
-    """Whether a certificate can be issued for it: no port, no URL."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return _NAME.fullmatch(text) is not None
-    return True

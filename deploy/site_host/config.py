@@ -12,7 +12,7 @@ from deploy.site_host import home_spec
 from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
-from federation.addresses import parse_address
+from federation.addresses import is_host, parse_address
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job import code_files, job_file
@@ -268,18 +268,32 @@ def _check_relay(file: SiteFile) -> None:
             "a relay connects to the aggregator: remove this table, or [serve]",
             key="relay",
         )
-    if not file.serve.hosts:
-        raise JobError(
-            "is empty: give the names and addresses by which sites reach this relay",
-            key="serve.hosts",
-        )
+    _check_serve(file.serve)
     if file.home.url:
         raise JobError(
             "a relay keeps nothing that must outlive its machine but its keys: remove "
             "[home], and keep a copy of the folder's keys",
             key="home.url",
         )
-    for site in file.serve.sites:
+
+
+def _check_serve(serve: ServeSpec) -> None:
+    if not serve.hosts:
+        raise JobError(
+            "is empty: give the names and addresses by which sites reach this relay",
+            key="serve.hosts",
+        )
+    for host in serve.hosts:
+        if not is_host(host):
+            raise JobError(
+                f"{host!r:.200} is not a host name or address", key="serve.hosts"
+            )
+    if not serve.sites:
+        raise JobError(
+            "is empty: name the sites that may connect to this relay",
+            key="serve.sites",
+        )
+    for site in serve.sites:
         try:
             check_name(site)
         except ValueError as error:

@@ -164,7 +164,10 @@ def test_relay_and_site_behind_it(tmp_path: Path):
         (LINK.replace("relay:8444", "relay"), "relay.address"),
         (SERVE.replace("0.0.0.0:8444", "8444"), "serve.listen"),
         (SERVE.replace('"relay"', ""), "serve.hosts"),
+        (SERVE.replace('"relay"', '"relay:8444"'), "serve.hosts"),
+        (SERVE.replace('"relay"', '"réseau"'), "serve.hosts"),
         (SERVE.replace('"a"', '"A b"'), "serve.sites"),
+        (SERVE.replace('"a"', ""), "serve.sites"),
         (SERVE + '[home]\nurl = "s3://bucket/place"\n', "home.url"),
     ],
 )
