@@ -19,7 +19,12 @@ from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays.desk import QuestionKind
 from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
 from federation.addresses import parse_address
-from federation.errors import ProtocolError, SiteError
+from federation.errors import (
+    FederationError,
+    ProtocolError,
+    SiteError,
+    outside_of,
+)
 
 ALIVE_SECONDS = 3.0
 # More than the relay waits before it reports that there is no question.
@@ -128,7 +133,7 @@ class RelayedNode:
                 raise ProtocolError(f"HTTP {status} for an answer")
 
     def _work(self, about: Mapping[str, str], body: bytes) -> tuple[str, bytes]:
-        """Answer a question; one that is malformed or forged, with nothing."""
+        """Answer a question; with nothing if it is malformed, forged or fails."""
         name = about.get(NAME, "")
         if name == self._given[0]:
             return self._given
@@ -137,6 +142,11 @@ class RelayedNode:
                 answer = self._answer(about, body)
         except ProtocolError as error:
             self.listener(f"a question of the relay is refused: {error}")
+            return name, b""
+        except Exception as error:  # noqa: BLE001 -- a question never ends the site
+            # Its text may quote a record, and stays in the site's log.
+            _LOG.warning("a question of the relay failed", exc_info=error)
+            self.listener(f"a question of the relay failed: {outside_of(error)}")
             return name, b""
         if answer.lasts:
             self._given = name, answer.body
@@ -168,7 +178,7 @@ class RelayedNode:
                     while not ended.is_set():
                         _request(line, ALIVE)
                         ended.wait(ALIVE_SECONDS)
-            except (OSError, http.client.HTTPException, ProtocolError) as error:
+            except (OSError, http.client.HTTPException, FederationError) as error:
                 _LOG.info("no word to the relay: %s", error)
 
 

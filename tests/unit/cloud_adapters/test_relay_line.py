@@ -131,6 +131,21 @@ def test_same_question_gets_the_same_answer(cloud: Cloud):
     assert found == [b"1", b"1", b"2", b"3"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("record 7"), OSError("no space")])
+def test_question_that_fails_does_not_end_the_site(cloud: Cloud, error: Exception):
+    """Nor is an error of its own disk one of the line; it quotes no record."""
+    said: list[str] = []
+
+    def introduce(_sealed: bytes) -> bytes:
+        raise error
+
+    node = cloud.node(EAST, introduce=introduce, listener=said.append)
+    with cloud.running(node):
+        assert cloud.ask(EAST, b"run", kind=QuestionKind.INTRODUCE) == b""
+        assert cloud.ask(EAST, b"task") == b"tasktask"
+    assert said[1:] == [f"a question of the relay failed: {type(error).__name__}"]
+
+
 def test_answer_larger_than_asked_for_is_not_read(cloud: Cloud):
     """The site tries again, as after any broken line."""
     said: list[str] = []
