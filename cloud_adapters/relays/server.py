@@ -7,7 +7,11 @@ A site shows the certificate that its enrolment gave it, and is who that names::
     POST /answer/NAME   204, or 409 if the question NAME is not open
 """
 
+import contextlib
+import socket
 import ssl
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from cloud_adapters.net import loopback_http
@@ -65,8 +69,27 @@ class CloudServer(loopback_http.Server):
             wait_seconds: How long a site's request waits for a question.
         """
         self.desk, self._context, self.wait_seconds = desk, context, wait_seconds
+        self._reading: dict[SiteId, socket.socket] = {}
+        self._lock = threading.Lock()
         advice = "stop what listens there, or change serve.listen in site.toml"
         super().__init__(port, _CloudRequests, advice=advice, host=host)
+
+    @contextlib.contextmanager
+    def reading(self, site: SiteId, connection: socket.socket) -> Iterator[None]:
+        """Hold one answer of a site in memory: a newer connection ends the older."""
+        with self._lock:
+            earlier = self._reading.get(site)
+            self._reading[site] = connection
+        if earlier is not None:
+            with contextlib.suppress(OSError):
+                # Not that of the TLS layer, which another thread is using.
+                socket.socket.shutdown(earlier, socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._reading.get(site) is connection:
+                    del self._reading[site]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in the connection's thread, so nothing else waits."""
@@ -121,7 +144,8 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             self.close_connection = True  # The answer may be large: it is not read.
             self.answer(409)
             return
-        body = self.read_body(limit)
+        with self.server.reading(site, self.connection):
+            body = self.read_body(limit)
         if body is not None:
             self.answer(204 if self.server.desk.answer(site, name, body) else 409)
 

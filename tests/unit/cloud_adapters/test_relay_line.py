@@ -1,16 +1,20 @@
 """The line between a site and its relay: TLS with certificates on both sides."""
 
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.agents import site_config
 
+from cloud_adapters.net.tls import client_context
+from cloud_adapters.relays import server
 from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
 from cloud_adapters.relays.node import GivenAnswer, RelayedNode
 from cloud_adapters.relays.server import CloudServer, server_context
@@ -40,6 +44,8 @@ class Cloud:
         folder: Of everything.
         desk: What the relay asks.
         port: Where it listens.
+        authority: Certifies sites.
+        server: What listens there.
         stopped: Ends its waits.
     """
 
@@ -47,6 +53,7 @@ class Cloud:
     desk: RelayDesk
     port: int
     authority: Authority
+    server: CloudServer
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def certificate(self, name: str, authority: Authority | None = None) -> Path:
@@ -101,10 +108,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     context = server_context(authority.pem)
     relay_certificate.prepare(folder / "relay", ("127.0.0.1",), context, CLOCK)
     desk = RelayDesk([EAST], CLOCK)
-    with CloudServer(
-        desk, context, host="127.0.0.1", port=0, wait_seconds=0.1
-    ).listening() as port:
-        made = Cloud(folder, desk, port, authority)
+    serves = CloudServer(desk, context, host="127.0.0.1", port=0, wait_seconds=0.1)
+    with serves.listening() as port:
+        made = Cloud(folder, desk, port, authority, serves)
         made.certificate(EAST)
         made.certificate(WEST)
         yield made
@@ -154,6 +160,35 @@ def test_answer_larger_than_asked_for_is_not_read(cloud: Cloud):
         assert cloud.ask(EAST, b"x" * 51, seconds=0.3) is None
         assert cloud.ask(EAST, b"x" * 50) == b"x" * 100
     assert any("HTTP 413 for an answer" in line for line in said)
+
+
+def test_relay_holds_one_answer_of_a_site(cloud: Cloud):
+    """Or a site could fill its memory over many connections."""
+    pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
+    context = client_context(pinned, cloud.folder / f"{EAST}.pem")
+    question = RelayQuestion.of(QuestionKind.TASK, b"x", seconds=5.0, max_bytes=100)
+    way = server.ANSWER + question.name
+    with (
+        ThreadPoolExecutor(1) as pool,
+        closing(HTTPSConnection("127.0.0.1", cloud.port, context=context)) as first,
+        closing(HTTPSConnection("127.0.0.1", cloud.port, context=context)) as second,
+    ):
+        asked = pool.submit(cloud.ask, EAST, b"x")
+        for line in (first, second):
+            line.timeout = 5.0
+            line.request("POST", server.NEXT)
+            assert line.getresponse().read() == b"x"
+        first.putrequest("POST", way)
+        first.putheader("Content-Length", "100")
+        first.endheaders(b"half")
+        deadline = CLOCK.monotonic() + 5.0
+        while not cloud.server._reading and CLOCK.monotonic() < deadline:
+            CLOCK.sleep(0.005)
+        second.request("POST", way, b"whole")
+        assert second.getresponse().status == 204
+        assert asked.result(5.0) == b"whole"
+        with pytest.raises((ConnectionError, ssl.SSLError)):  # It is not late.
+            first.getresponse()
 
 
 def test_site_that_the_relay_does_not_serve_is_told(cloud: Cloud):
