@@ -71,6 +71,8 @@ class CloudServer(loopback_http.Server):
         self.desk, self._context, self.wait_seconds = desk, context, wait_seconds
         self._reading: dict[SiteId, socket.socket] = {}
         self._lock = threading.Lock()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         advice = "stop what listens there, or change serve.listen in site.toml"
         super().__init__(port, _CloudRequests, advice=advice, host=host)
 

@@ -1,5 +1,6 @@
 """The line between a site and its relay: TLS with certificates on both sides."""
 
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,18 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         made.certificate(EAST)
         made.certificate(WEST)
         yield made
+
+
+def test_a_relay_listens_at_an_address_of_ipv6(cloud: Cloud):
+    """Which ``serve.listen`` writes in brackets."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    context = server_context(cloud.authority.pem)
+    serves = CloudServer(cloud.desk, context, host="::1", port=0)
+    with serves.listening() as port:
+        socket.create_connection(("::1", port), timeout=10).close()
 
 
 def test_site_answers_its_relay(cloud: Cloud):
