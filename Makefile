@@ -172,8 +172,8 @@ bench: $(READY) ## Run the benchmarks (minutes; JSON lines on standard output)
 docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
 
-dist: $(READY) ## Build the wheel and the source archive
-	$(BIN)/python -m build --outdir dist .
+dist: $(READY) ## Build the wheel and the source archive (URL=https://HOST/OWNER/NAME is where they say they are from)
+	CROSSFED_URL="$(URL)" $(BIN)/python -m build --outdir dist .
 
 clean: ## Remove what make made
 	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

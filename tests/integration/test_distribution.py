@@ -15,6 +15,7 @@ from deploy.fleet import cloud_sites
 from deploy.fleet.starting import user_data
 
 ROOT = Path(__file__).parents[2]
+PUBLISHED = "https://example.org/an-owner/crossfed"
 pytestmark = pytest.mark.slow
 
 
@@ -31,13 +32,16 @@ def output(*command: str | Path, folder: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the source archive, as whoever has only that would."""
     place = tmp_path_factory.mktemp("dist")
-    output(sys.executable, "-m", "build", "--outdir", place, ROOT, folder=place)
+    build = (sys.executable, "-m", "build", "--outdir", place, ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSFED_URL", PUBLISHED)
+        output(*build, folder=place)
     assert len([*place.glob("crossfed-*.tar.gz")]) == 1
     (built,) = place.glob("crossfed-*.whl")
     return built
 
 
-def test_its_description_has_no_link_into_the_repository(wheel: Path):
+def test_its_links_and_addresses_lead_to_where_it_is_published(wheel: Path):
     with ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -46,9 +50,20 @@ def test_its_description_has_no_link_into_the_repository(wheel: Path):
     assert {"aws", "gcp", "flower", "parquet", "all"} <= {
         *metadata.get_all("Provides-Extra", [])
     }
+    files = f"{PUBLISHED}/blob/v{metadata['Version']}"
+    assert metadata.get_all("Project-URL") == [
+        f"Homepage, {PUBLISHED}",
+        f"Documentation, {files}/docs/README.md",
+        f"Changelog, {files}/CHANGELOG.md",
+        f"Issues, {PUBLISHED}/issues",
+    ]
     links = re.findall(r"\]\(([^)]*)\)", text)
-    assert links
     assert all(link.startswith("https://") for link in links)
+    ours = [link.partition("#")[0] for link in links if link.startswith(PUBLISHED)]
+    assert f"{files}/docs/tutorial.md" in ours
+    for link in ours:
+        path = re.sub(rf"{PUBLISHED}/(blob|raw)/v[^/]+/", "", link)
+        assert (ROOT / path).exists(), link
     assert "crossfed new my-federation" in text
 
 

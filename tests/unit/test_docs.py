@@ -138,21 +138,6 @@ def test_tests_of_the_threat_model_exist():
         assert any(f"def {function}(" in home for home in homes), (file, function)
 
 
-def test_the_description_of_the_wheel_has_no_link_into_the_repository():
-    """They lead nowhere where it is shown; their text stays."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    hook = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    text = page = (ROOT / "README.md").read_text()
-    for each in hook["substitutions"]:
-        text = re.sub(each["pattern"], each["replacement"], text)
-    inside = re.compile(r"\]\((?!https?://)")
-    assert inside.search(page)
-    assert not inside.search(text)
-    assert {*re.findall(r"\]\((https?://[^)]*)\)", text)} == {
-        *re.findall(r"\]\((https?://[^)]*)\)", page)
-    }
-
-
 def test_every_decision_is_listed():
     """On the page that records why there are such pages."""
     folder = ROOT / "docs/adr"
