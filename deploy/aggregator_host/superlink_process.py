@@ -93,6 +93,7 @@ def main(arguments: list[str]) -> None:
     from cloud_adapters.superlink import (  # noqa: PLC0415 -- seconds
         gate as flower_gate,
         guard as flower_guard,
+        migration as flower_migration,
         shortcuts as flower_shortcuts,
     )
 
@@ -104,7 +105,12 @@ def main(arguments: list[str]) -> None:
         public=PUBLIC_PATHS,
     )
     flower_shortcuts.install()
-    flower_gate.install(Limits(**facts["limits"]), Path(facts["database"]))
+    database = Path(facts["database"])
+    try:
+        flower_migration.migrate(database)
+    except StoreUnavailable as error:
+        sys.exit(f"superlink: {error}")
+    flower_gate.install(Limits(**facts["limits"]), database)
     flower_gate.run_superlink(arguments[1:])
 
 
