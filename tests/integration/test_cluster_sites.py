@@ -150,7 +150,7 @@ address = "127.0.0.1:{free_port()}"
             assert running or len(self.pods) >= number, self.told
             return len(self.pods) >= number
 
-        wait_for(booted, f"the cluster has {number} jobs", 60)
+        wait_for(booted, f"the cluster has {number} jobs", 200)
         return [*self.pods.values()]
 
     def end(self, name: str) -> None:
@@ -211,7 +211,7 @@ def test_pods_train_and_go(cluster: Cluster):
     _, err = again.communicate(100)
     assert again.returncode == 0, err + following.log
     assert f"its keys are in file://{cluster.folder}/home" in err
-    wait_for(lambda: "connected to" in following.log, "it works", 60)
+    wait_for(lambda: "connected to" in following.log, "it works", 200)
     assert platforms.shown_keys(following.log) == ""
     before, after = (
         (each.site / "identity.pem").read_bytes() for each in (first, following)
@@ -232,7 +232,7 @@ def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
     )
     up = cluster.up("--detach")
     pod = cluster.boot(2)[0]
-    wait_for(lambda: platforms.shown_keys(pod.log), "it shows its keys", 60)
+    wait_for(lambda: platforms.shown_keys(pod.log), "it shows its keys", 200)
     _, err = up.communicate(100)
     assert up.returncode == FAILED
     assert "pods/log: get" in err
@@ -250,7 +250,7 @@ def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
     cluster.kube.fate = lambda _: "pulling"
     for number in (1, 2):
         up = cluster.up("--detach")
-        wait_for(lambda n=number: len(cluster.kube.jobs) == n, "there is a job", 90)
+        wait_for(lambda n=number: len(cluster.kube.jobs) == n, "there is a job", 200)
         up.kill()
         up.wait(60)
     assert len(cluster.kube.created) == 2

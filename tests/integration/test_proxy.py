@@ -356,12 +356,13 @@ def test_nginx_starts_again_whatever_was_killed(left: str):
     with proxy_server.serve() as proxy:
         site, _ = proxy.issue("site-a")
         before = int(proxy.settings.pid_file.read_text())
+        # The master listens, and writes its number, before it has workers.
+        work = proxy.settings.work
+        wait_for(lambda: len(proxy_processes.processes(work)) > 1, "it has workers")
         if left == "workers":
             os.kill(before, signal.SIGKILL)
             wait_for(lambda: not is_nginx(before), "the master is gone")
-        assert proxy_processes.processes(proxy.settings.work), (
-            "or this test cannot fail"
-        )
+        assert proxy_processes.processes(work), "or this test cannot fail"
         with proxy_server.nginx(proxy.settings):
             wait_for(lambda: _master(proxy) not in {0, before}, "there is another")
             assert not is_nginx(before)
