@@ -8,7 +8,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import _pytest.logging
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 from hypothesis import is_hypothesis_test, settings
 
 # For `make coverage`, before our own modules are imported.
@@ -156,10 +158,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect garbage once at the end and not five times, a quarter second each."""
+    config.stash[gc_collect_iterations_key] = 1
+
+
+class _RootLogs(_pytest.logging.catching_logs[Any]):
+    """Hangs pytest's handler on the root logger alone.
+
+    pytest looks for loggers that hand nothing on, among all the 750 that libraries
+    have, six times a test: 7 % of the fast tests' time.
+    """
+
+    def __enter__(self) -> Any:
+        if self.level is not None:
+            return super().__enter__()
+        logging.root.addHandler(self.handler)
+        self.attached_loggers.append(logging.root)
+        return self.handler
+
+
+_pytest.logging.catching_logs = _RootLogs  # type: ignore[misc]
+
+
 def pytest_collection_finish() -> None:
-    """Make every test cheaper by what it need not pay for."""
-    # pytest hangs its handlers on every logger that does not hand on what it is told,
-    # six times a test; of torch's there are forty.
+    """Let the root logger have what torch's forty loggers are told."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True

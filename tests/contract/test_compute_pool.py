@@ -101,7 +101,6 @@ class Spec:
         return NodeSpec(**given)  # type: ignore[arg-type]
 
 
-# Real processes take a second to start and to end; the fakes that are slow say so.
 PROCESSES = {"local", "namespace", "containers"}
 
 
@@ -138,7 +137,7 @@ def pool(
         for name, value in containers.SETTINGS.items():
             monkeypatch.setenv(name, value)
         found = ContainerPool(folder=tmp_path / "nodes")
-    elif kind in HERE:
+    elif kind in PROCESSES:
         if kind == "namespace" and (why := local_network.refusal(Line())):
             pytest.skip(why)
         found = LocalPool(
@@ -153,7 +152,8 @@ def pool(
     local_network.remove(tmp_path / "nodes")
 
 
-HERE = ("local", "namespace", "containers")
+# Real processes take a second to start and to end; the fakes that are slow say so.
+HERE = [pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(PROCESSES)]
 ON_THIS_HOST = pytest.mark.parametrize("kind", HERE, indirect=True)
 
 

@@ -58,6 +58,7 @@ def choices(seen: Sequence[Event]) -> list[LocalWorkChosen]:
     return [event for event in seen if isinstance(event, LocalWorkChosen)]
 
 
+@pytest.mark.slow
 def test_a_run_comes_to_the_steps_that_the_model_of_time_says():
     """All steps of the run are taken, in fewer rounds; the events say why."""
     result, seen = watched(job())

@@ -342,6 +342,7 @@ def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
     assert ids == ["x"]
 
 
+@pytest.mark.slow
 def test_a_node_that_a_killed_launch_has_made_is_started(
     plan: deployment_file.DeploymentPlan, told: list[str]
 ):

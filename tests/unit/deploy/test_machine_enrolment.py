@@ -681,6 +681,7 @@ def test_older_signed_roster_is_refused(google: Machines):
     assert "site-a" not in {e.site for e in roster.load(waiting.config.roster).sites}
 
 
+@pytest.mark.slow
 def test_machine_proves_itself_again_while_it_waits(google: Machines):
     """Whoever checks the proof may come late, and a proof holds for ten minutes."""
     waiting = Waiting(google, lambda: None)

@@ -100,6 +100,7 @@ def test_the_home_is_entered_and_released(tmp_path: Path):
     assert told[2].startswith("this site runs on ")
 
 
+@pytest.mark.slow
 def test_a_lost_home_ends_the_process_with_an_error(tmp_path: Path):
     first = local_site(tmp_path)
     second = second_machine(first, tmp_path)
@@ -144,6 +145,7 @@ def test_tools_read_the_newest_copy(tmp_path: Path):
     assert told[0].startswith(f"read from file://{tmp_path}/home, which ")
 
 
+@pytest.mark.slow
 def test_doctor_says_who_holds_the_home(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
