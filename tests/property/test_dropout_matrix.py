@@ -355,7 +355,6 @@ def test_few_sites(num_sites: int, threshold: int):
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
 @given(case=cases(MEDIUM))
 def test_more_sites(case: Case):
     """9 to 16 sites."""
