@@ -11,6 +11,10 @@ from federation.errors import FederationError, JobError
 from federation.job import job_file
 from federation.job.job_keys import key
 
+_ADVICE = (
+    "run this in the aggregator's folder, or name its aggregator.toml (--config FILE); "
+    "`crossfed aggregator init FOLDER` creates one"
+)
 # What an answer brings beside a vector that just does not go through the exchange.
 ANSWER_ROOM_MIB = 16
 
@@ -175,7 +179,7 @@ def load(path: Path) -> AggregatorConfig:
     Raises:
         JobError: It cannot be read, or a key is unknown or wrong.
     """
-    file = job_file.load_table(path, AggregatorFile, check)
+    file = job_file.load_table(path, AggregatorFile, check, advice=_ADVICE)
     return AggregatorConfig(file=file, folder=path.parent)
 
 

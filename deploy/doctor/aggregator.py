@@ -44,7 +44,8 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = aggregator_file.load(path)
     except FederationError as error:
-        yield problem("aggregator", str(error), "correct the file: see docs/reference")
+        advice = "correct the file: see docs/reference" if path.is_file() else ""
+        yield problem("aggregator", str(error), advice)
         return
     yield ok("aggregator", f"{path} is valid")
     yield doctor_flower.check_flower()

@@ -51,7 +51,8 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = site_file.load(path)
     except FederationError as error:
-        yield problem("site", str(error), "correct the file: see docs/reference")
+        advice = "correct the file: see docs/reference" if path.is_file() else ""
+        yield problem("site", str(error), advice)
         return
     yield ok("site", f"{config.file.name!r}, from {path}")
     yield doctor_flower.check_flower()

@@ -21,6 +21,11 @@ from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
 
+_ADVICE = (
+    "run this in the folder of an enrolled site, or name its site.toml (--config "
+    "FILE; --folder DIR of `crossfed enroll`); `crossfed enroll TOKEN` makes this "
+    "machine a site and creates the file"
+)
 _SIGNER = re.compile("[0-9a-f]{64}")
 
 
@@ -217,7 +222,9 @@ def load(path: Path) -> SiteConfig:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    file = job_file.load_table(path, SiteFile, check, {"floor": "policy"})
+    file = job_file.load_table(
+        path, SiteFile, check, {"floor": "policy"}, advice=_ADVICE
+    )
     code_files.look_in(path.parent)
     folder = path.parent / file.folder
     return SiteConfig(

@@ -60,13 +60,19 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
     return parse(document)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, advice: str = "") -> dict[str, Any]:
     """Read a TOML file of at most ``MAX_JOB_FILE_BYTES``.
+
+    Args:
+        path: The file.
+        advice: What a person can do if it cannot be read; the message then has the
+            whole path, since the file may be one that a command looks for by default.
 
     Raises:
         JobError: It cannot be read, is too large or is not TOML.
     """
-    with os_errors(JobError, f"read {path}"), path.open("rb") as file:
+    shown = path.absolute() if advice else path
+    with os_errors(JobError, f"read {shown}", advice), path.open("rb") as file:
         raw = file.read(MAX_JOB_FILE_BYTES + 1)
     if len(raw) > MAX_JOB_FILE_BYTES:
         raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
@@ -91,6 +97,8 @@ def load_table(
     cls: type[Table],
     check_table: Callable[[Table], None],
     renamed: Mapping[str, str] = types.MappingProxyType({}),
+    *,
+    advice: str = "",
 ) -> Table:
     """Read a configuration other than a job; see ``build``.
 
@@ -99,13 +107,14 @@ def load_table(
         cls: What it holds.
         check_table: Refuses what contradicts itself.
         renamed: New names of tables by the old ones, which are read with a warning.
+        advice: What a person can do if the file cannot be read.
 
     Raises:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
     try:
-        document = read_toml(path)
+        document = read_toml(path, advice)
         for old in document.keys() & renamed.keys():
             _rename(document, old, renamed[old], path)
         table = build(cls, document)

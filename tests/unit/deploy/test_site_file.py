@@ -190,3 +190,14 @@ def test_site_behind_a_relay_needs_two_certificates(tmp_path: Path):
     assert caught.value.key == "relay.authority"
     (tmp_path / "relay.crt").write_bytes(b"PEM")
     assert site_folder.relay_authority(config, config.file.relay) == b"PEM"
+
+
+def test_missing_file_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole path, since commands look for site.toml where they are run."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError) as caught:
+        site_file.load(Path("site.toml"))
+    said = str(caught.value)
+    assert f"cannot read {tmp_path / 'site.toml'}: No such file" in said
+    assert "name its site.toml (--config FILE" in said
+    assert "crossfed enroll TOKEN" in said
