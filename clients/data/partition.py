@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.persons import numbered_alike
 from federation.errors import SiteError
 from federation.job.spec import PartitionSpec
 
@@ -235,11 +236,10 @@ def _by_person(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
             "but the data does not name persons: return clients.data.Examples with "
             "`persons`, or use another kind"
         )
-    together = np.concatenate((train_ids, held_ids))
-    persons, codes = np.unique(together, return_inverse=True)
-    train_n, held_n = np.split(codes, [len(train_ids)])
-    trained = np.bincount(train_n, minlength=len(persons))
-    held = np.bincount(held_n, minlength=len(persons))
+    train_n, held_n = numbered_alike(train_ids, held_ids)
+    num_persons = 1 + max(train_n.max(initial=-1), held_n.max(initial=-1))
+    trained = np.bincount(train_n, minlength=num_persons)
+    held = np.bincount(held_n, minlength=num_persons)
     site_of = _dealt_to_least(trained, np.argsort(-trained, kind="stable"), num_sites)
     # Persons who are held out and not trained on are dealt by themselves.
     rest = np.flatnonzero(trained == 0)

@@ -33,13 +33,37 @@ def check_persons(persons: object, size: int) -> None:
         )
 
 
+def numbered_alike(*parts: NDArray[Any]) -> list[NDArray[np.int64]]:
+    """Number the persons of several parts of a dataset, equal ones alike.
+
+    Args:
+        parts: Person of each record of a part, shape ``(n,)`` each; integers or texts.
+
+    Returns:
+        Numbers from 0 on, of the same shapes.
+    """
+    if np.result_type(*parts).kind == "f":
+        # NumPy joins signed and unsigned integers of 64 bits in float64, where two
+        # persons above 2**53 may be equal. Their digits are exact.
+        parts = tuple(part.astype(np.str_) for part in parts)
+    _, numbers = np.unique(np.concatenate(parts), return_inverse=True)
+    ends = np.cumsum([len(part) for part in parts])
+    return np.split(numbers, ends[:-1])
+
+
 def as_persons(persons: object) -> NDArray[Any]:
     """Read a column or an attribute of persons.
+
+    Integers that no integer type of NumPy holds together are read as texts.
 
     Raises:
         ValueError: It does not hold one integer or text for each record.
     """
     values = np.asarray(persons)
+    if isinstance(persons, list) and values.dtype.kind == "f":
+        values = np.array(persons, dtype=object)  # -1 and 2**63 together, say.
+    if values.dtype == object and all(type(value) is int for value in values.flat):
+        values = values.astype(np.str_)
     if values.dtype == object and all(isinstance(value, str) for value in values.flat):
         values = values.astype(np.str_)  # A column of texts, as pandas gives it.
     check_persons(values, values.size)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from clients.data.datasets import Dataset, Indices
+from clients.data.persons import numbered_alike
 from clients.shards import parquet_shard, tar_shard
 from clients.shards.index import (
     INDEX_KEY,
@@ -130,9 +131,7 @@ def _person_numbers(parts: Mapping[str, Dataset]) -> Mapping[str, Indices]:
     known = {name: each for name, each in ids.items() if each is not None}
     if not known:
         return {}
-    _, numbers = np.unique(np.concatenate(list(known.values())), return_inverse=True)
-    ends = np.cumsum([len(each) for each in known.values()])
-    return dict(zip(known, np.split(numbers, ends[:-1]), strict=True))
+    return dict(zip(known, numbered_alike(*known.values()), strict=True))
 
 
 def _version_there(store: ObjectStore) -> str | None:

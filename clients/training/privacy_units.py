@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.datasets import Dataset
+from clients.data.persons import numbered_alike
 from federation.errors import JobError
 from federation.job.spec import JobSpec
 from privacy.dp.persons import Persons
@@ -98,7 +99,7 @@ def held_out_units(job: JobSpec, train: Dataset, held_out: Dataset) -> Dataset:
     is_noised = private.held_out == "noise" and job.evaluation.every > 0
     if not private.of_persons or not is_noised:
         return held_out
-    trained, held = _ids_of(train), _ids_of(held_out)
+    trained, held = numbered_alike(_ids_of(train), _ids_of(held_out))
     _, first = np.unique(held, return_index=True)
     kept = np.sort(first[~np.isin(held[first], trained)])
     if len(kept) == 0:

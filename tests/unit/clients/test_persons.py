@@ -184,3 +184,12 @@ def test_a_person_is_dealt_to_one_site_with_all_records():
     unnamed = as_dataset((INPUTS, None), name="x")
     with pytest.raises(SiteError, match="does not name persons"):
         partition(unnamed, unnamed, spec, site_names=["a"], rng=rng)
+
+
+def test_large_numbers_of_two_types_are_different_persons():
+    """Signed ones in the training part, unsigned ones in the other."""
+    trained = np.array([2**53, 2**53, 2**53 + 2, 5, 7, 9])
+    held = np.array([2**53 + 1, 2**53 + 1, 5], dtype=np.uint64)
+    train = as_dataset(Examples(inputs=INPUTS, persons=trained), name="train")
+    held_out = as_dataset(Examples(inputs=INPUTS[:3], persons=held), name="held")
+    assert len(held_out_units(person_job(), train, held_out)) == 1
