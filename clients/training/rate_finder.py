@@ -38,6 +38,8 @@ from federation.tree import map_tree
 _SMOOTHING = 0.9  # Of the running mean of losses.
 _DIVERGED = 4.0  # Times the smallest loss so far.
 _FEWEST_LOSSES = 5
+# Steps in a row that float16 skips with an infinite loss: then it is not their batch.
+_MOST_OVERFLOWS = 5
 _ENLARGED = 2.0**10  # Exact, and of no account to a ratio of gradients.
 # Batches whose gradients are compared with their mean.
 _NUM_BATCHES = 16
@@ -52,12 +54,14 @@ class RateRange:
         losses: Of each step's batch, before the step.
         smoothed: Their running mean.
         diverged: Whether the test ended because the loss grew.
+        skipped: Steps that float16 did not take, since gradients overflowed.
     """
 
     rates: Sequence[float]
     losses: Sequence[float]
     smoothed: Sequence[float]
     diverged: bool
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,43 @@ def growth(step: int, _: int, *, ratio: float, steps: int) -> float:
     return float(ratio ** (step / (steps - 1)))
 
 
+class RangeRecord:
+    """Collects the losses of a range test, and ends it when they diverge.
+
+    Attributes:
+        rates: See ``RateRange``, as the next two.
+        losses: Without infinite ones of skipped steps.
+        diverged: Whether the test ends here.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a step."""
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.diverged = False
+        self._overflows: list[tuple[float, float]] = []
+
+    def add(self, rate: float, loss: float, *, is_skipped: bool) -> None:
+        """Add a step.
+
+        Args:
+            rate: Its learning rate.
+            loss: Of its batch, before the step.
+            is_skipped: Whether float16 did not take it. An infinite loss of such a
+                step has changed no weight, so it counts only if it does not pass.
+        """
+        if is_skipped and not math.isfinite(loss):
+            self._overflows.append((rate, loss))
+            if len(self._overflows) < _MOST_OVERFLOWS:
+                return
+        if not math.isfinite(loss) and self._overflows:
+            rate, loss = self._overflows[0]
+        self._overflows.clear()
+        self.rates.append(rate)
+        self.losses.append(loss)
+        self.diverged = has_diverged(smoothed(self.losses))
+
+
 class _RangeTest:
     """One site's training from the weights that a run begins with."""
 
@@ -232,9 +273,7 @@ class _RangeTest:
             seed=job.seed,
             site=self._site,
         )
-        rates: list[float] = []
-        losses: list[float] = []
-        diverged = False
+        record = RangeRecord()
         with self._pool.borrow() as model, ExitStack() as stack:
             model.load(*self._start)
             zeros = holding_zeros(
@@ -247,14 +286,19 @@ class _RangeTest:
                 model.module, job, lora_rank=ranks_of(job).get(self._site)
             )
             for number, group in enumerate(groups(walk, training.accumulate)):
-                rates.append(rate_of(job, number))
-                losses.append(self._backward(model.module, group, taken.scaled))
+                loss = self._backward(model.module, group, taken.scaled)
+                before = taken.skipped
                 taken.step(number)
-                diverged = has_diverged(smoothed(losses))
-                if diverged:
+                is_skipped = taken.skipped > before
+                record.add(rate_of(job, number), loss, is_skipped=is_skipped)
+                if record.diverged:
                     break
         return RateRange(
-            rates=rates, losses=losses, smoothed=smoothed(losses), diverged=diverged
+            rates=record.rates,
+            losses=record.losses,
+            smoothed=smoothed(record.losses),
+            diverged=record.diverged,
+            skipped=taken.skipped,
         )
 
     def noise_scale(self) -> float:

@@ -53,6 +53,7 @@ def _document(found: "FoundSettings") -> dict[str, Any]:
         "noise_scale": number(found.noise_scale),
         "batch_size": found.batch_size,
         "diverged": found.rates.diverged,
+        "skipped_steps": found.rates.skipped,
         "rates": found.rates.rates,
         "losses": [*map(number, found.rates.losses)],
         "smoothed": [*map(number, found.rates.smoothed)],
@@ -77,6 +78,8 @@ def _print(found: "FoundSettings") -> None:
         ("rate", "loss"),
         ((f"{rate:.2e}", f"{loss:.4f}") for rate, loss in rows[::every]),
     )
+    if found.rates.skipped:
+        say(f"{found.rates.skipped} steps were skipped: gradients overflowed in fp16")
     if found.rates.diverged:
         say(f"the loss diverges at a learning rate of {rates[-1]:.2e}")
     if found.rate is None:

@@ -36,6 +36,30 @@ def test_a_loss_diverges_far_above_the_least_one():
     assert rate_finder.has_diverged([math.nan])
 
 
+def test_a_skipped_step_is_no_divergence():
+    """Its loss may be infinite for its batch alone; five in a row are not chance."""
+    record = rate_finder.RangeRecord()
+    for rate, loss in enumerate([2.0, math.inf, math.nan, 1.0, math.inf, 0.5]):
+        record.add(rate, loss, is_skipped=not math.isfinite(loss))
+    assert not record.diverged
+    assert (record.rates, record.losses) == ([0, 3, 5], [2.0, 1.0, 0.5])
+    for rate in range(6, 11):
+        assert not record.diverged
+        record.add(rate, math.inf, is_skipped=True)
+    assert record.diverged
+    assert record.rates == [0, 3, 5, 6]
+
+
+def test_an_infinite_loss_of_a_step_that_was_taken_diverges():
+    """At the first rate of those that float16 skipped directly before."""
+    record = rate_finder.RangeRecord()
+    record.add(1.0, 2.0, is_skipped=True)  # A finite loss counts.
+    record.add(2.0, math.inf, is_skipped=True)
+    record.add(3.0, math.inf, is_skipped=False)
+    assert record.diverged
+    assert (record.rates, record.losses) == ([1.0, 2.0], [2.0, math.inf])
+
+
 def test_the_steepest_fall_is_before_the_least_loss():
     """By the logarithm of the rate; a fall that comes after a rise is chance."""
     rates = np.geomspace(1e-3, 1e3, 7)
