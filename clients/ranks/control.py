@@ -11,14 +11,21 @@ import socket
 import struct
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from clients.data.batches import Rank
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
+from federation.vectors import NO_ARRAYS, Arrays
 
 MAX_BYTES = 16 * 1024 * 1024  # A job with its options is far smaller.
+
+# The one thing that ranks keep between rounds: the agent stores it, and gives it to
+# the processes that train next.
+LOSS_SCALE = "loss_scale"
 
 _LENGTH = struct.Struct("!I")
 
@@ -70,11 +77,13 @@ class Fit:
         round_index: The round.
         num_steps: Its local steps; 0 for the job's number.
         first_step: Local steps of the run before, with ``num_steps``.
+        loss_scale: What the round before has kept of it; empty for nothing.
     """
 
     round_index: int
     num_steps: int = 0
     first_step: int = 0
+    loss_scale: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +109,7 @@ class FitReply:
         count: Predictions of all ranks; -1 if the sums are withheld.
         loss_sum: Their losses, in nats.
         metrics: The job's metrics over them.
+        loss_scale: What the next round begins with; empty without float16.
     """
 
     num_examples: int
@@ -107,6 +117,7 @@ class FitReply:
     count: int
     loss_sum: float
     metrics: dict[str, float]
+    loss_scale: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +149,18 @@ def metric_sums(message: FitReply | EvaluateReply) -> MetricSums:
     return MetricSums(
         count=message.count, loss_sum=message.loss_sum, metrics=message.metrics
     )
+
+
+def loss_scale_of(kept: Arrays) -> list[float]:
+    """The part of what a site keeps between rounds that its ranks need."""
+    return kept[LOSS_SCALE].tolist() if LOSS_SCALE in kept else []
+
+
+def kept_from(message: Fit | FitReply) -> Arrays:
+    """What is kept between rounds, by a message; the reverse of ``loss_scale_of``."""
+    if not message.loss_scale:
+        return NO_ARRAYS
+    return {LOSS_SCALE: np.array(message.loss_scale, np.float64)}
 
 
 class Channel:
@@ -197,10 +220,10 @@ def _decode(body: bytes) -> Message:
         message = kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError("a rank sent something that is not a message") from error
-    for field in dataclasses.fields(kind):
-        kind_of_field = typing.get_origin(field.type) or field.type
-        if type(getattr(message, field.name)) is not kind_of_field:
-            raise ProtocolError(f"{field.name} in a rank's message is not valid")
+    for each in dataclasses.fields(kind):
+        kind_of_field = typing.get_origin(each.type) or each.type
+        if type(getattr(message, each.name)) is not kind_of_field:
+            raise ProtocolError(f"{each.name} in a rank's message is not valid")
     return message
 
 

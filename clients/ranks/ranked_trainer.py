@@ -10,6 +10,8 @@ from clients.ranks.control import (
     Fit,
     FitReply,
     Message,
+    kept_from,
+    loss_scale_of,
     metric_sums,
 )
 from clients.ranks.group import RankGroup, RankLost
@@ -27,7 +29,8 @@ class RankedTrainer:
     """Drives a group of ranks; see ``federation.protocols.Trainer``.
 
     A round in which a rank dies is repeated by new ranks, from the same weights:
-    its result depends only on its weights and its number. Private steps draw
+    its result depends only on its weights, its number and the scale of the loss, which
+    the agent keeps. Private steps draw
     fresh keys; nothing of an interrupted attempt leaves the site.
     """
 
@@ -73,7 +76,7 @@ class RankedTrainer:
         integers_m: IntegerVector,
         *,
         round_index: int,
-        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- refused for ranks
+        kept: Arrays = NO_ARRAYS,
         steps: range | None = None,
     ) -> LocalWeights:
         """Train from the global weights.
@@ -82,12 +85,7 @@ class RankedTrainer:
             SiteError: Training failed, or ranks died again and again.
         """
         with self._lock:
-            work = Fit(
-                round_index=round_index,
-                num_steps=len(steps) if steps else 0,
-                first_step=steps.start if steps else 0,
-            )
-            done = self._do(work, weights_d, integers_m)
+            done = self._do(fit_of(round_index, kept, steps), weights_d, integers_m)
             if not isinstance(done, FitReply):
                 raise ProtocolError("a rank was asked to train and did something else")
             local_d, local_m = self._memory.read()
@@ -97,6 +95,7 @@ class RankedTrainer:
             num_examples=done.num_examples,
             num_steps=done.num_steps,
             training=None if done.count < 0 else metric_sums(done),
+            kept=kept_from(done),
         )
 
     def evaluate(
@@ -150,3 +149,20 @@ class RankedTrainer:
             f"{lost}, in all {1 + self._restarts} attempts; the log of site "
             f"{self._site!r} says why"
         )
+
+
+def fit_of(round_index: int, kept: Arrays, steps: range | None) -> Fit:
+    """What ranks are asked to train.
+
+    Args:
+        round_index: The round.
+        kept: What the site has kept of an earlier round. Ranks take the scale of the
+            loss; a job that keeps more is refused for ranks.
+        steps: Local steps of the run; None for the job's number.
+    """
+    return Fit(
+        round_index=round_index,
+        num_steps=len(steps) if steps else 0,
+        first_step=steps.start if steps else 0,
+        loss_scale=loss_scale_of(kept),
+    )

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from clients.ranks.control import LOSS_SCALE
 from clients.ranks.peers import NO_PEERS, Peers
 from federation.vectors import NO_ARRAYS, Arrays
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NAME = "loss_scale"
 # Those of GradScaler.
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
@@ -88,7 +88,7 @@ class LossScale:
         if not self._is_used:
             return NO_ARRAYS
         values = [self.scale, self._since_change, self.skipped]
-        return {_NAME: np.array(values, np.float64)}
+        return {LOSS_SCALE: np.array(values, np.float64)}
 
     def begin(self, kept: Arrays) -> None:
         """Begin a round with the scale that an earlier one has left, if any."""
@@ -97,8 +97,8 @@ class LossScale:
 
     def restore(self, kept: Arrays) -> None:
         """Put a kept state in place, if there is one."""
-        if self._is_used and _NAME in kept:
-            scale, since_change, skipped = kept[_NAME].tolist()
+        if self._is_used and LOSS_SCALE in kept:
+            scale, since_change, skipped = kept[LOSS_SCALE].tolist()
             self.scale, self._since_change = scale, int(since_change)
             self.skipped = int(skipped)
 

@@ -29,6 +29,8 @@ from clients.ranks.control import (
     RankInputs,
     Ready,
     Start,
+    kept_from,
+    loss_scale_of,
 )
 from clients.ranks.peers import Peers
 from clients.ranks.shared_model import SharedModel
@@ -36,6 +38,7 @@ from clients.training.trainer import TorchTrainer
 from federation.errors import FederationError, ProtocolError
 from federation.job.spec import JobSpec
 from federation.protocols import LocalWeights
+from federation.vectors import IntegerVector, Vector
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,18 +149,39 @@ def _work(
         )
     if not isinstance(task, Fit):
         raise ProtocolError("the agent sent an unknown request")
-    steps = None
-    if task.num_steps:
-        steps = range(task.first_step, task.first_step + task.num_steps)
-    result = trainer.fit(
-        weights_d, integers_m, round_index=task.round_index, steps=steps
-    )
-    if not isinstance(result, LocalWeights):
-        raise ProtocolError("several ranks have trained to an update")
+    result = trained(task, trainer, weights_d, integers_m)
     distributed.barrier()  # The old weights are no longer read.
     memory.write_part(result.weights_d, trainer.own_spans())
     if rank.rank == 0:
         memory.write_integers(result.integers_m)
+    return reply_of(result)
+
+
+def trained(
+    task: Fit, trainer: TorchTrainer, weights_d: Vector, integers_m: IntegerVector
+) -> LocalWeights:
+    """Do a rank's part of what the agent asks for.
+
+    Raises:
+        FederationError: Training failed.
+    """
+    steps = None
+    if task.num_steps:
+        steps = range(task.first_step, task.first_step + task.num_steps)
+    result = trainer.fit(
+        weights_d,
+        integers_m,
+        round_index=task.round_index,
+        kept=kept_from(task),
+        steps=steps,
+    )
+    if not isinstance(result, LocalWeights):
+        raise ProtocolError("several ranks have trained to an update")
+    return result
+
+
+def reply_of(result: LocalWeights) -> FitReply:
+    """What the agent learns beside the weights, which are in the shared memory."""
     training = result.training
     return FitReply(
         num_examples=result.num_examples,
@@ -165,6 +189,7 @@ def _work(
         count=-1 if training is None else training.count,
         loss_sum=0.0 if training is None else training.loss_sum,
         metrics={} if training is None else dict(training.metrics),
+        loss_scale=loss_scale_of(result.kept),
     )
 
 

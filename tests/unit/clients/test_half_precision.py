@@ -12,7 +12,9 @@ from torch import nn
 
 from clients.data.datasets import as_dataset
 from clients.models.model_pool import ModelPool
-from clients.training import half_precision
+from clients.ranks.control import LOSS_SCALE, kept_from
+from clients.ranks.ranked_trainer import fit_of
+from clients.training import half_precision, rank
 from clients.training.half_precision import LossScale
 from clients.training.trainer import TorchTrainer
 from clients.training.update import NotFinite
@@ -37,10 +39,14 @@ def job_of(precision: str = "fp16", **training: Any) -> JobSpec:
     )
 
 
-def fit(job: JobSpec, kept: Arrays = NO_ARRAYS) -> LocalWeights:
+def trainer_of(job: JobSpec) -> TorchTrainer:
     pool = ModelPool(job)
-    trainer = TorchTrainer(job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT)
-    found = trainer.fit(*pool.initial_weights(), round_index=1, kept=kept)
+    return TorchTrainer(job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT)
+
+
+def fit(job: JobSpec, kept: Arrays = NO_ARRAYS) -> LocalWeights:
+    trainer = trainer_of(job)
+    found = trainer.fit(*trainer.pool.initial_weights(), round_index=1, kept=kept)
     assert isinstance(found, LocalWeights)
     return found
 
@@ -97,6 +103,23 @@ def test_steps_that_overflow_are_skipped_and_counted(
     assert f"skipped {skipped:g} of 6 steps of round 1" in caplog.text
     again = fit(job_of(), found.kept)
     assert again.num_steps == 6
+
+
+def test_ranks_go_on_with_the_scale_of_the_round_before():
+    """It travels with each task and reply: other processes may train next."""
+    job, kept = job_of(), NO_ARRAYS
+    start = ModelPool(job).initial_weights()
+    for round_index in (1, 2):
+        own = {**kept, "of_the_site": np.zeros(1)}
+        task = fit_of(round_index, own, None)
+        result = rank.trained(task, trainer_of(job), *start)
+        reply = rank.reply_of(result)
+        assert kept_from(reply).keys() == {LOSS_SCALE}
+        kept = kept_from(reply)
+        assert kept[LOSS_SCALE].tolist() == [2.0**16, 6 * round_index, 0]
+    task = fit_of(1, scale_of(4.0), None)
+    full = rank.trained(task, trainer_of(job_of("fp32")), *start)
+    assert kept_from(rank.reply_of(full)) == NO_ARRAYS
 
 
 def test_a_round_of_skipped_steps_changes_nothing():

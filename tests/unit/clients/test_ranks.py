@@ -63,7 +63,7 @@ def start() -> Start:
     [
         start(),
         Ready(),
-        Fit(round_index=3),
+        Fit(round_index=3, loss_scale=[2.0**24, 6.0, 0.0]),
         Evaluate(round_index=1),
         FitReply(
             num_examples=1,
