@@ -49,8 +49,12 @@ class Predictor:
         self._sums = Sums(self._pool.device, NO_PEERS, evaluated_of(job.training))
         self.has_labels = False
 
-    def batches(self, data: Dataset) -> Iterator[Columns]:
+    def batches(self, data: Dataset, part: str) -> Iterator[Columns]:
         """Yield columns of predictions, a row for each record, in the data's order.
+
+        Args:
+            data: The records.
+            part: Which part of its source they are, for messages.
 
         Raises:
             SiteError: Model and records do not fit, or the scores of a record are NaN
@@ -77,7 +81,7 @@ class Predictor:
                         "each"
                     )
             if self._training.task in _OF_CLASSES:
-                check_scores(outputs, inputs, start)
+                check_scores(outputs, inputs, start, part)
             yield found
 
     def metrics(self) -> MetricSums | None:
@@ -123,13 +127,14 @@ def _misfit(error: Exception) -> SiteError:
     )
 
 
-def check_scores(outputs: Tree, inputs: Tree, start: int) -> None:
+def check_scores(outputs: Tree, inputs: Tree, start: int, part: str) -> None:
     """Check that every record has scores to choose a class by.
 
     Args:
         outputs: Of a batch, with a row for each record.
         inputs: Of the batch.
-        start: Number of its first record.
+        start: Number of its first record in the part.
+        part: Which part of the data source it is from.
 
     Raises:
         SiteError: The scores of a record are NaN.
@@ -141,15 +146,16 @@ def check_scores(outputs: Tree, inputs: Tree, start: int) -> None:
     if not bad_b.any():
         return
     row = int(bad_b.int().argmax())
+    named = f"record {start + row} of {part}"
     if all(part[row].isfinite().all() for part in leaves(inputs)):
         raise SiteError(
-            f"the model returns NaN for record {start + row}, whose values are all "
-            "finite: the model has diverged, or cannot bear values as large; predict "
-            "with the model of another run"
+            f"the model returns NaN for {named}, whose values are all finite: the "
+            "model has diverged, or cannot bear values as large; predict with the "
+            "model of another run"
         )
     raise SiteError(
-        f"record {start + row} holds NaN or infinite values, so the model returns NaN "
-        "and no class: drop or fill these records in the data source"
+        f"{named} holds NaN or infinite values, so the model returns NaN and no "
+        "class: drop or fill these records in the data source"
     )
 
 

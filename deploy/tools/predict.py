@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def predict(
         options: Of the source.
         out: A new file, ending in ``.jsonl``, ``.npz`` or ``.parquet``.
         split: Which part of the source: ``held_out``, ``train`` or ``all``, which has
-            the training part first.
+            the training part first, and says of each record which one it is.
 
     Raises:
         RunNotFound: The run has no model yet.
@@ -91,9 +92,15 @@ def predict(
             key="DATA",
         )
     train, held_out = source_of(run, source, options)
-    chosen = {"held_out": [held_out], "train": [train], "all": [train, held_out]}[split]
+    parts = {"train": train, "held_out": held_out}
+    chosen = parts if split == "all" else {split: parts[split]}
     predictor = Predictor(job, run.model)
-    batches = (found for part in chosen for found in predictor.batches(part))
+    batches = chain.from_iterable(
+        numbered(part, predictor.batches(data, part))
+        if split == "all"
+        else predictor.batches(data, part)
+        for part, data in chosen.items()
+    )
     replace_file(out, _WRITERS[out.suffix](batches))
     sums = predictor.metrics()
     named = {"loss": loss_of(sums), "accuracy": accuracy_of(sums), **metrics_of(sums)}
@@ -103,7 +110,7 @@ def predict(
         run_id=run.run_id() or run.path.name,
         sha256=digest,
         path=str(out),
-        records=sum(len(part) for part in chosen),
+        records=sum(map(len, chosen.values())),
         metrics={name: value for name, value in named.items() if value is not None},
     )
 
@@ -129,8 +136,23 @@ def source_of(
     return load_data(source, options, key="DATA")
 
 
+def numbered(part: str, batches: Iterator[Columns]) -> Iterator[Columns]:
+    """Add which part of the source each record is from, and its number there, from 0.
+
+    Args:
+        part: Name of the part.
+        batches: Columns of predictions, in the order of the part.
+    """
+    start = 0
+    for found in batches:
+        size = len(next(iter(found.values())))
+        numbers = np.arange(start, start + size)
+        yield {"part": np.full(size, part), "record_of_part": numbers, **found}
+        start += size
+
+
 def _json_lines(batches: Iterator[Columns]) -> Iterator[bytes]:
-    """An object for each record, with its number from 0 as ``record``."""
+    """An object for each record, with its number in the file from 0 as ``record``."""
     number = 0
     for found in batches:
         rows = zip(*(values.tolist() for values in found.values()), strict=True)

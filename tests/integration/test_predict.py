@@ -73,6 +73,11 @@ def test_records_without_labels_have_predictions_alone(
     lines, arrays = rows(outs[0]), np.load(outs[1])
     table = parquet.read_table(outs[2]).to_pylist()
     assert [row["prediction"] for row in lines] == arrays["prediction"].tolist()
+    parts = [*["train"] * 60, *["held_out"] * 12]
+    for names in ([row["part"] for row in lines], arrays["part"].tolist()):
+        assert names == parts
+    assert [row["record"] for row in lines] == [*range(72)]
+    assert [row["record_of_part"] for row in table] == [*range(60), *range(12)]
     assert [row["probabilities"] for row in table] == [
         row["probabilities"] for row in lines
     ]

@@ -74,17 +74,17 @@ def test_a_record_whose_scores_are_nan_has_no_class():
     """The first class would be the largest; the record is named by its number."""
     inputs = torch.tensor([[1.0], [NAN], [2.0]])
     for outputs in (inputs * LOGITS[:1], {"logits": (inputs * LOGITS[:1])[:, None]}):
-        with pytest.raises(SiteError, match="record 41 holds NaN or infinite values"):
-            check_scores(outputs, {"x": inputs}, 40)
-    check_scores(inputs[:1] * LOGITS[:1], inputs[:1], 40)
+        with pytest.raises(SiteError, match="record 41 of train holds NaN or inf"):
+            check_scores(outputs, {"x": inputs}, 40, "train")
+    check_scores(inputs[:1] * LOGITS[:1], inputs[:1], 40, "train")
 
 
 def test_a_model_that_has_diverged_is_told_from_records_that_hold_nan():
     """Infinite scores have an order, and other outputs are written as they are."""
     inputs = torch.ones(2, 1)
     with pytest.raises(
-        SiteError, match="NaN for record 0, whose values are all finite"
+        SiteError, match="NaN for record 0 of held_out, whose values are all"
     ):
-        check_scores(LOGITS * NAN, inputs, 0)
-    check_scores(LOGITS + float("inf"), inputs, 0)
-    check_scores((LOGITS, LOGITS), inputs, 0)
+        check_scores(LOGITS * NAN, inputs, 0, "held_out")
+    check_scores(LOGITS + float("inf"), inputs, 0, "held_out")
+    check_scores((LOGITS, LOGITS), inputs, 0, "held_out")
