@@ -16,34 +16,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from clients.user_code import sentence
+from deploy.tuning import ledger_marks
 from deploy.tuning.selecting import SelectionDraw, SelectionRelease, cost, release
 from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
 from deploy.tuning.spending import SearchSpending, refusal, spent
-from deploy.wiring import simulation
+from deploy.tuning.trial import REASON, TRIALS, folder_of, run_trial
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
-from federation.events import Event, ModelEvaluated, RunFinished
 from federation.folder_lock import hold
 from monitoring.pages.tuning_page import UNFINISHED, TrialRow, Tuning, write_tuning
 from monitoring.runs.run_folder import RunFolder
-from monitoring.views.result_json import history
-from monitoring.views.run_fold import RunFold
 from privacy.dp.selection import RandomTrials
 
 if TYPE_CHECKING:
     import optuna
 
-    from monitoring.runs.run_result import RunResult
 
 DATABASE = "study.db"
 PAGE = "tuning.html"
-TRIALS = "trials"
 _STUDY = "crossfed"
-_DIGEST, _REASON = "digest", "reason"
+_DIGEST = "digest"
 _TRIALS, _SEED = "trials", "seed"
 # Trials that fail before any has succeeded: then it is not their values.
 _MOST_FAILURES = 3
@@ -93,6 +88,7 @@ class Search:
         busy = f"another process searches in {self.folder}: wait for it, or stop it"
         with hold(self.folder / ".lock", busy):
             study = self._study()
+            self._spent(study)  # Before a trial continues: its ledgers are the newest.
             if self.workers > 1:
                 self._side_by_side(study)
             else:
@@ -195,9 +191,13 @@ class Search:
             FederationError: The first trials failed, or no trial fits the budget.
         """
         done = _finished(study)
+        if self.space.spec.privacy.selection:
+            # The number of trials must not depend on records, nor may the end of the
+            # search: a trial that fails is one with the worst value.
+            return True
         failures = [trial for trial in done if trial.state.name == "FAIL"]
         if len(failures) == len(done) == _MOST_FAILURES:
-            reason = failures[0].user_attrs.get(_REASON, "of an unknown error")
+            reason = failures[0].user_attrs.get(REASON, "of an unknown error")
             raise FederationError(
                 f"the first {_MOST_FAILURES} trials failed, the first because: {reason}"
             )
@@ -223,9 +223,10 @@ class Search:
             sites = [site.name for site in job.sites]
         return spent(
             {
-                _folder(self.folder, trial.number): (
-                    sites if trial.intermediate_values else []
-                )
+                folder_of(self.folder, trial.number): {
+                    **dict.fromkeys(sites if trial.intermediate_values else []),
+                    **ledger_marks.parse(trial.user_attrs),
+                }
                 for trial in study.trials
             }
         )
@@ -289,76 +290,6 @@ class Search:
         )
 
 
-def run_trial(
-    space: Space,
-    folder: Path,
-    trial: "optuna.Trial",
-    values: Mapping[str, Choice],
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> None:
-    """Run one trial to its end, or resume it, and record what came of it.
-
-    A trial that was asked to stop stays open, to be resumed.
-    """
-    import optuna  # noqa: PLC0415 -- an extra
-
-    spec, own, states = (
-        space.spec,
-        _folder(folder, trial.number),
-        optuna.trial.TrialState,
-    )
-    watch = _TrialWatch(trial, spec.metric)
-    try:
-        job = space.job(values)
-        result = simulation.simulate(
-            job,
-            folder=own,
-            resume=own.is_dir() and RunFolder(own).run_id() is not None,
-            listeners=[watch],
-            stop_requested=lambda: stop_requested() or watch.ends_early(),
-            report=False,
-        )
-        value = _value(result, spec.metric)
-    except FederationError as error:
-        trial.set_user_attr(_REASON, sentence(error))
-        trial.study.tell(trial, state=states.FAIL)
-        return
-    if result.status == "stopped" and not watch.is_pruned:
-        return
-    if value is None or not math.isfinite(value):
-        trial.set_user_attr(_REASON, f"its last model has no {spec.metric}")
-        trial.study.tell(trial, state=states.FAIL)
-    elif watch.is_pruned and result.status == "stopped":
-        trial.study.tell(trial, state=states.PRUNED)
-    else:
-        trial.study.tell(trial, value)
-
-
-class _TrialWatch:
-    """Reports the metric of each round to the study, which may end the trial."""
-
-    def __init__(self, trial: "optuna.Trial", metric: str) -> None:
-        self._trial, self._metric = trial, metric
-        self._fold, self._told = RunFold(), 0
-        self.is_pruned = False
-
-    def __call__(self, event: Event) -> None:
-        self._fold.add(event)
-        if not isinstance(event, ModelEvaluated | RunFinished):
-            return
-        for row in history(self._fold.view()):
-            value = row.get(self._metric)
-            if row["round"] > self._told and value is not None:
-                self._told = row["round"]
-                if math.isfinite(value):
-                    self._trial.report(value, self._told)
-
-    def ends_early(self) -> bool:
-        if not self.is_pruned and self._told:
-            self.is_pruned = self._trial.should_prune()
-        return self.is_pruned
-
-
 def _in_process(
     space: Space,
     folder: Path,
@@ -389,10 +320,6 @@ def _storage(folder: Path) -> "optuna.storages.RDBStorage":
 def _numbers(folder: Path) -> set[int]:
     """Numbers of the trials whose runs are there."""
     return {int(p.name) for p in (folder / TRIALS).glob("*") if p.name.isdecimal()}
-
-
-def _folder(folder: Path, number: int) -> Path:
-    return folder / TRIALS / f"{number:04d}"
 
 
 def _wanted(spec: TuneSpec, study: "optuna.Study") -> int:
@@ -444,18 +371,6 @@ def _suggested(trial: "optuna.Trial", name: str, values: RangeSpec) -> Choice:
     return trial.suggest_float(name, low, high, step=values.step, log=values.log)
 
 
-def _value(result: "RunResult", metric: str) -> float | None:
-    known: dict[str, Any] = {"loss": result.loss, "accuracy": result.accuracy}
-    known |= result.metrics
-    if metric not in known:
-        names = ", ".join(sorted(name for name, value in known.items() if value))
-        raise JobError(
-            f"the job has no metric {metric!r}; it has {names}", key="metric"
-        )
-    value: float | None = known[metric]
-    return value
-
-
 def _finished(study: "optuna.Study") -> "Sequence[optuna.trial.FrozenTrial]":
     return [trial for trial in study.trials if trial.state.is_finished()]
 
@@ -481,8 +396,8 @@ def _trial(trial: "optuna.trial.FrozenTrial", folder: Path) -> TrialRow:
         value=trial.value if trial.state.name == "COMPLETE" else None,
         last=values[max(values)] if values else None,
         rounds=max(values, default=0),
-        reason=str(trial.user_attrs.get(_REASON, "")),
-        folder=_folder(folder, trial.number),
+        reason=str(trial.user_attrs.get(REASON, "")),
+        folder=folder_of(folder, trial.number),
     )
 
 

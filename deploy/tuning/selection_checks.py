@@ -5,15 +5,17 @@ arXiv:2110.03620): it may draw values at random, but must not look at earlier tr
 and must not spend more with some values than with others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from federation.errors import JobError
+from federation.job.selection_checks import goal_of
+from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec
 from privacy.dp.selection import MAX_MEAN, MIN_MEAN
 
 if TYPE_CHECKING:
-    from deploy.tuning.space import TuneSpec
+    from deploy.tuning.space import Choice, Space, TuneSpec
 
 # Keys that change no event of a ledger, whatever their value.
 SAME_COST = (
@@ -39,6 +41,7 @@ def check_selection(spec: "TuneSpec", job: JobSpec) -> None:
     """
     for key, reason in (*_faults_of_search(spec), *_faults_of_job(job)):
         raise JobError(reason, key=key)
+    _check_metric(spec, job)
     for name in spec.space:
         if not name.startswith(SAME_COST):
             raise JobError(
@@ -47,6 +50,50 @@ def check_selection(spec: "TuneSpec", job: JobSpec) -> None:
                 f"{', '.join(SAME_COST)}",
                 key=f"space.{name}",
             )
+
+
+def check_sound(space: "Space", number: int, values: "Mapping[str, Choice]") -> None:
+    """Check the values of a trial before any record is read.
+
+    Only such an error may end a search: it says nothing of the records. All others are
+    results of a trial.
+
+    Args:
+        space: What is searched.
+        number: Of the trial, from 0.
+        values: That were drawn for it.
+
+    Raises:
+        JobError: They do not fit the job.
+    """
+    try:
+        space.job(values)
+    except JobError as error:
+        raise JobError(
+            f"trial {number + 1} is no sound job: {error}. Its values alone decide "
+            "this, and no record does, so the search ends and releases nothing: change "
+            "the ranges in [space], and name a new folder with --out"
+        ) from error
+
+
+def _check_metric(spec: "TuneSpec", job: JobSpec) -> None:
+    """Refuse a metric that no trial can have: all would fail, and be charged.
+
+    Raises:
+        JobError: The job does not measure it, or no model is evaluated.
+    """
+    if not job.evaluation.every:
+        raise JobError(
+            "trials are compared by held-out results, and the job's evaluation.every "
+            "is 0: set it to 1 or more",
+            key="metric",
+        )
+    try:
+        goal_of(SelectionSpec(metric=spec.metric), job.training)
+    except JobError as error:
+        # That only a direction is missing, which the search has, is no fault.
+        if error.key == "selection.metric":
+            raise JobError(error.reason, key="metric") from error
 
 
 def _faults_of_search(spec: "TuneSpec") -> Iterator[tuple[str, str]]:

@@ -6,11 +6,12 @@ that ended early or failed counts with what it released.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.tools import ledger_reader
+from deploy.tuning.ledger_marks import LedgerMark
 from federation.errors import CorruptObject
 from federation.job.spec import JobSpec
 from privacy.dp import accountant
@@ -44,14 +45,18 @@ class SearchSpending:
         )
 
 
-def spent(trials: Mapping[Path, Collection[str]]) -> SearchSpending | None:
+def spent(
+    trials: Mapping[Path, Mapping[str, LedgerMark | None]],
+) -> SearchSpending | None:
     """Add up what runs have spent; None if none of them has a ledger.
 
     Args:
-        trials: Folders of runs, and the sites that must have a ledger there.
+        trials: Folders of runs, and the sites that must have a ledger there, each with
+            what it must continue, if that is known.
 
     Raises:
-        CorruptObject: A ledger is damaged or missing: what was spent is unknown.
+        CorruptObject: A ledger is damaged, missing or an older copy: what was spent is
+            unknown.
     """
     found: dict[Spender, list[PrivacyEvent]] = defaultdict(list)
     deltas, each = [], []
@@ -65,6 +70,9 @@ def spent(trials: Mapping[Path, Collection[str]]) -> SearchSpending | None:
             finding = ledger_reader.examine(path)
             if finding.contents is None:
                 raise _unknown(f"{path}: {finding.error}")
+            mark = sites.get(path.parent.name)
+            if mark is not None and (fault := mark.fault(finding.contents)):
+                raise _unknown(f"{path}: {fault}")
             terms = finding.contents.terms
             deltas.append(terms.delta)
             for purpose in PURPOSES:

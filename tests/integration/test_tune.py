@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -263,3 +264,37 @@ def test_the_best_of_a_random_number_is_released_alone(tmp_path: Path) -> None:
     assert found.epsilon is not None
     assert 0 < released["epsilon"] == selected.cost.epsilon < selected.cost.composed
     assert "stay private" in found.page.read_text()
+
+
+def test_failing_trials_do_not_end_a_private_selection(tmp_path: Path) -> None:
+    """How many there are must not depend on records."""
+    job = (JOB + PRIVATE).replace("clients.data:breast_cancer", f"{__name__}:nothing")
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "space.toml").write_text(SELECTION)
+
+    search = Search(
+        space=load(tmp_path / "space.toml"),
+        folder=tmp_path / "search",
+        say=lambda _: None,
+        draw=lambda _: SelectionDraw(trials=4, seed=5),
+    )
+    found = search.run()
+    assert [t.state for t in found.trials] == ["failed"] * 4
+    assert search.select(found) is None
+
+
+def nothing() -> None:
+    raise ValueError("these records")
+
+
+def test_an_older_copy_of_a_trial_is_refused(tmp_path: Path) -> None:
+    """Its ledger and its head fit together."""
+    job = (JOB + PRIVATE).replace("rounds = 3", "rounds = 2")
+    search(tmp_path, trials=1, job=job, stop=after(2))
+    trial = tmp_path / "search/trials/0000"
+    shutil.copytree(trial, tmp_path / "older")
+    search(tmp_path, trials=1, job=job)
+    shutil.rmtree(trial)
+    (tmp_path / "older").rename(trial)
+    with pytest.raises(CorruptObject, match="an older copy is in its place"):
+        search(tmp_path, trials=2, job=job)

@@ -2,11 +2,13 @@
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.tuning.ledger_marks import ATTRIBUTE, document, marks_below, parse
 from deploy.tuning.selecting import (
     SelectionCost,
     SelectionDraw,
@@ -14,6 +16,7 @@ from deploy.tuning.selecting import (
     release,
     worst_events,
 )
+from deploy.tuning.selection_checks import check_sound
 from deploy.tuning.space import load
 from deploy.tuning.spending import spent
 from federation.clock import VirtualClock
@@ -213,8 +216,57 @@ def test_a_search_does_not_go_on_without_the_ledger_of_a_site(tmp_path: Path):
     ledger = FileLedger(tmp_path / "sites" / "a", terms, clock=VirtualClock(1e9))
     ledger.charge(TRAIN, round_index=1)
     ledger.close()
-    found = spent({tmp_path: ["a"]})
+    found = spent({tmp_path: {"a": None}})
     assert found is not None
     assert found.trials == [{("a", "train"): (TRAIN,), ("a", "evaluate"): ()}]
     with pytest.raises(CorruptObject, match="the ledger of b is missing"):
-        spent({tmp_path: ["a", "b"]})
+        spent({tmp_path: {"a": None, "b": None}})
+
+
+def ledger_of(folder: Path, charges: int) -> Path:
+    """A trial whose site was charged so often; its times are those of the folder."""
+    terms = Terms(
+        run_id="0000", site="a", job_digest="ab" * 32, delta=1e-5, epsilon_cap=9.0
+    )
+    clock = VirtualClock(1e9 + len(folder.name))
+    with closing(FileLedger(folder / "sites" / "a", terms, clock=clock)) as ledger:
+        for number in range(charges):
+            ledger.charge(TRAIN, round_index=number + 1)
+    return folder
+
+
+def test_an_older_ledger_with_its_head_is_no_ledger_of_the_trial(tmp_path: Path):
+    """Both are sound; only the search knows that more was spent."""
+    marks = marks_below(ledger_of(tmp_path / "trial", 2))
+    assert marks == parse({ATTRIBUTE: json.loads(json.dumps(document(marks)))})
+    assert marks["a"].seq == 2
+    assert spent({tmp_path / "trial": marks}) is not None
+    assert spent({ledger_of(tmp_path / "later", 3): {"a": None}}) is not None
+    older = ledger_of(tmp_path / "older", 1)
+    with pytest.raises(
+        CorruptObject, match="it has 1 entries, and the search has seen 2"
+    ):
+        spent({older: marks})
+    other = ledger_of(tmp_path / "continued otherwise", 3)
+    with pytest.raises(CorruptObject, match="entry 2 is not the one"):
+        spent({other: marks})
+
+
+def test_a_metric_that_no_trial_can_have_is_refused(tmp_path: Path):
+    """Every trial would fail, and be charged: failures no longer end such a search."""
+    extra = f'metric = "recall"\ndirection = "maximize"\n{RANDOM}'
+    with pytest.raises(JobError, match="metric: 'recall' is not a result") as caught:
+        load(write(tmp_path, extra))
+    assert "choose" in str(caught.value)
+    load(write(tmp_path, f'metric = "accuracy"\n{RANDOM}'))
+    with pytest.raises(JobError, match="every is 0"):
+        load(write(tmp_path, job=f"{PRIVATE}[evaluation]\nevery = 0"))
+
+
+def test_values_that_are_no_sound_job_end_a_search(tmp_path: Path):
+    """No record decides that."""
+    space = load(write(tmp_path))
+    check_sound(space, 0, {"training.optimizer.lr": 0.5})
+    with pytest.raises(JobError, match="trial 3 is no sound job: rounds") as caught:
+        check_sound(space, 2, {"rounds": -1})
+    assert "releases nothing" in str(caught.value)

@@ -1,0 +1,71 @@
+"""How far the ledgers of a trial had come, as the search itself remembers it.
+
+A ledger and its head are both in the trial's folder, so an older copy of that folder
+looks sound: it hides what was spent since. The search keeps the place and the hash of
+each ledger's last line in its study, after every round.
+"""
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.tools import ledger_reader
+from privacy.dp.ledger.ledger_format import Contents
+
+ATTRIBUTE = "ledgers"  # Of a trial in the study.
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerMark:
+    """The last line of a ledger that a search has seen.
+
+    Attributes:
+        seq: Its place; the header is 0.
+        hash: Of the line, which covers all lines before it.
+    """
+
+    seq: int
+    hash: str
+
+    def fault(self, contents: Contents) -> str:
+        """What is wrong with a ledger that is read now; empty if it continues this."""
+        if contents.seq < self.seq:
+            return (
+                f"it has {contents.seq} entries, and the search has seen {self.seq}: "
+                "an older copy is in its place"
+            )
+        if contents.hashes[self.seq] != self.hash:
+            return (
+                f"entry {self.seq} is not the one that the search has seen: a copy was "
+                "put in its place and continued"
+            )
+        return ""
+
+
+def marks_below(folder: Path) -> Mapping[str, LedgerMark]:
+    """Mark the ledgers of a trial by site; none of one that cannot be read.
+
+    ``spending.spent`` says what is wrong with such a ledger, and ends the search.
+
+    Args:
+        folder: Of the trial's run.
+    """
+    found = {}
+    for path in ledger_reader.below(folder):
+        contents = ledger_reader.examine(path).contents
+        if contents is not None:
+            mark = LedgerMark(contents.seq, contents.hashes[-1])
+            found[path.parent.name] = mark
+    return found
+
+
+def document(marks: Mapping[str, LedgerMark]) -> dict[str, Any]:
+    """Marks as values for JSON."""
+    return {site: list(astuple(mark)) for site, mark in marks.items()}
+
+
+def parse(attributes: Mapping[str, Any]) -> Mapping[str, LedgerMark]:
+    """Read the marks of a trial; none of a trial of an earlier release."""
+    found: Mapping[str, Any] = attributes.get(ATTRIBUTE, {})
+    return {site: LedgerMark(*values) for site, values in found.items()}

@@ -1,0 +1,133 @@
+"""One trial of a search: a run on this machine, and what the study keeps of it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clients.user_code import sentence
+from deploy.tuning import ledger_marks
+from deploy.tuning.selection_checks import check_sound
+from deploy.tuning.space import Choice, Space
+from deploy.wiring import simulation
+from federation.errors import FederationError, JobError
+from federation.events import Event, ModelEvaluated, RunFinished
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.result_json import history
+from monitoring.views.run_fold import RunFold
+
+if TYPE_CHECKING:
+    import optuna
+
+    from monitoring.runs.run_result import RunResult
+
+TRIALS = "trials"
+REASON = "reason"  # Why a trial failed: of the trial, in the study.
+
+
+def folder_of(folder: Path, number: int) -> Path:
+    """Folder of a trial's run, in that of the search."""
+    return folder / TRIALS / f"{number:04d}"
+
+
+def run_trial(
+    space: Space,
+    folder: Path,
+    trial: "optuna.Trial",
+    values: Mapping[str, Choice],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run one trial to its end, or resume it, and record what came of it.
+
+    A trial that was asked to stop stays open, to be resumed.
+
+    Raises:
+        JobError: With private selection, if the values do not fit the job. Any other
+            error is a result: it may depend on the records, and ends the trial alone.
+    """
+    import optuna  # noqa: PLC0415 -- an extra
+
+    spec, own, states = (
+        space.spec,
+        folder_of(folder, trial.number),
+        optuna.trial.TrialState,
+    )
+    watch = _TrialWatch(trial, spec.metric, own)
+    if spec.privacy.selection:
+        check_sound(space, trial.number, values)
+    try:
+        with watch.marking_ledgers():
+            result = simulation.simulate(
+                space.job(values),
+                folder=own,
+                resume=own.is_dir() and RunFolder(own).run_id() is not None,
+                listeners=[watch],
+                stop_requested=lambda: stop_requested() or watch.ends_early(),
+                report=False,
+            )
+        value = _value(result, spec.metric)
+    except FederationError as error:
+        trial.set_user_attr(REASON, sentence(error))
+        trial.study.tell(trial, state=states.FAIL)
+        return
+    if result.status == "stopped" and not watch.is_pruned:
+        return
+    if value is None or not math.isfinite(value):
+        trial.set_user_attr(REASON, f"its last model has no {spec.metric}")
+        trial.study.tell(trial, state=states.FAIL)
+    elif watch.is_pruned and result.status == "stopped":
+        trial.study.tell(trial, state=states.PRUNED)
+    else:
+        trial.study.tell(trial, value)
+
+
+class _TrialWatch:
+    """Reports each round to the study: its metric, and how far ledgers have come."""
+
+    def __init__(self, trial: "optuna.Trial", metric: str, folder: Path) -> None:
+        self._trial, self._metric, self._folder = trial, metric, folder
+        self._fold, self._told = RunFold(), 0
+        self.is_pruned = False
+
+    def __call__(self, event: Event) -> None:
+        self._fold.add(event)
+        if not isinstance(event, ModelEvaluated | RunFinished):
+            return
+        self._mark_ledgers()
+        for row in history(self._fold.view()):
+            value = row.get(self._metric)
+            if row["round"] > self._told and value is not None:
+                self._told = row["round"]
+                if math.isfinite(value):
+                    self._trial.report(value, self._told)
+
+    @contextmanager
+    def marking_ledgers(self) -> Iterator[None]:
+        """Mark what a trial has spent at its end, however it ends."""
+        try:
+            yield
+        finally:
+            self._mark_ledgers()
+
+    def _mark_ledgers(self) -> None:
+        marks = ledger_marks.document(ledger_marks.marks_below(self._folder))
+        if marks:
+            self._trial.set_user_attr(ledger_marks.ATTRIBUTE, marks)
+
+    def ends_early(self) -> bool:
+        if not self.is_pruned and self._told:
+            self.is_pruned = self._trial.should_prune()
+        return self.is_pruned
+
+
+def _value(result: "RunResult", metric: str) -> float | None:
+    known: dict[str, Any] = {"loss": result.loss, "accuracy": result.accuracy}
+    known |= result.metrics
+    if metric not in known:
+        names = ", ".join(sorted(name for name, value in known.items() if value))
+        raise JobError(
+            f"the job has no metric {metric!r}; it has {names}", key="metric"
+        )
+    value: float | None = known[metric]
+    return value
