@@ -317,6 +317,7 @@ class PrivateSites:
             lineage=keeping.lineage,
             spec=spec,
             run_id=self.run_id,
+            of_persons=self.federation.job.privacy.differential_privacy.of_persons,
         )
 
     def _planned(self, name: SiteId, plan: SitePlan) -> tuple[PrivacyEvent, ...]:

@@ -4,7 +4,8 @@ The mean and the deviation of each feature, over the site's training records, ar
 released once for a dataset and the options that they are made with, and charged to the
 ledger before. The site remembers them: a run that is resumed, and the next run on the
 same data, take what was released instead of releasing it again. Held-out records are
-standardised by the same numbers, which are none of theirs.
+standardised by the same numbers, which are none of theirs. Where persons
+are protected, each person counts once, with the mean over its records.
 
 Every draw of noise has a charge of its own. A site draws, remembers the draw as unpaid,
 charges, and only then uses it. After a crash it finds its draw and charges what is not
@@ -25,12 +26,14 @@ from numpy.typing import NDArray
 
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.privacy.site_memory import Document, SiteMemory
+from clients.training.privacy_units import num_units, persons_of
 from federation.errors import CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
 from federation.job.spec import JobSpec
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import Ledger
 from privacy.dp.moments import Array, MomentsMechanism
+from privacy.dp.persons import Persons
 from privacy.dp.poisson import poisson_indices
 from privacy.keystream import KEY_BYTES, Keystream
 
@@ -182,7 +185,7 @@ def mechanism(job: JobSpec, train: Dataset) -> MomentsMechanism | None:
     return MomentsMechanism(
         noise_multiplier=wanted.noise_multiplier,
         num_features=features,
-        num_records=len(train),
+        num_records=num_units(job, train),
     )
 
 
@@ -212,23 +215,55 @@ def release(
     spec, moments = job.privacy.differential_privacy.standardise, mechanism(job, train)
     if spec is None or moments is None:
         raise ValueError("the job requests no statistics")
-    inputs, _ = train.batch(np.array([0]))
-    shape = (1, -1) + (1,) * (inputs.ndim - 2)
+    shape = (1, -1) + (1,) * (len(_shape(train)) - 1)
     low, high = (np.array(bound, dtype=np.float64) for bound in (spec.low, spec.high))
     middle, half = (high + low) / 2, (high - low) / 2
-    keystream = Keystream(random_bytes(KEY_BYTES))
-    chosen = poisson_indices(len(train), moments.rate, keystream)
-    sums: Array = np.zeros(2 * moments.num_features + 1)
-    for start in range(0, len(chosen), _READ_AT_ONCE):
-        inputs, _ = train.batch(chosen[start : start + _READ_AT_ONCE])
+
+    def contributions(records: Indices) -> Array:
+        inputs, _ = train.batch(records)
         values = inputs.numpy().astype(np.float64)
         units = (values - middle.reshape(shape)) / half.reshape(shape)
-        sums += moments.contributions(units).sum(axis=0)
+        return moments.contributions(units)
+
+    persons = persons_of(job, train)
+    keystream = Keystream(random_bytes(KEY_BYTES))
+    chosen = poisson_indices(moments.num_records, moments.rate, keystream)
+    sums: Array = np.zeros(2 * moments.num_features + 1)
+    for start in range(0, len(chosen), _READ_AT_ONCE):
+        block = chosen[start : start + _READ_AT_ONCE]
+        if persons is None:
+            sums += contributions(block).sum(axis=0)
+        else:
+            sums += _sum_of_persons(moments, persons, block, contributions)
     mean, deviation = moments.read(moments.release(sums, random_bytes))
     return Statistics(
         centre=tuple((middle + half * mean).tolist()),
         spread=tuple((half * deviation).tolist()),
     )
+
+
+def _sum_of_persons(
+    moments: MomentsMechanism,
+    persons: Persons,
+    block: Indices,
+    contributions: Callable[[Indices], Array],
+) -> Array:
+    """Add up what some persons contribute, each with all of its records.
+
+    Args:
+        moments: The mechanism.
+        persons: Whose record each is.
+        block: Numbers of the persons.
+        contributions: Reads records and returns what each would add.
+    """
+    records, sizes = persons.records_of(block)
+    owners = np.repeat(np.arange(len(block)), sizes)
+    totals: Array = np.zeros((len(block), 2 * moments.num_features + 1))
+    for start in range(0, len(records), _READ_AT_ONCE):
+        piece = slice(start, start + _READ_AT_ONCE)
+        np.add.at(totals, owners[piece], contributions(records[piece]))
+    total: Array = moments.of_persons(totals, sizes).sum(axis=0)
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +275,14 @@ class StatisticsMemory:
         lineage: Names the data; see ``clients.privacy.cohorts.lineage``.
         spec: The options.
         run_id: The run that asks.
+        of_persons: Whether the noise hides persons: statistics of records are others.
     """
 
     memory: SiteMemory
     lineage: str
     spec: StandardiseSpec
     run_id: str
+    of_persons: bool = False
 
     def of_another_run(self) -> bool:
         """Whether they were released, and charged, in another run."""
@@ -279,7 +316,8 @@ class StatisticsMemory:
 
     @property
     def _name(self) -> str:
-        text = json.dumps([self.lineage, asdict(self.spec)], sort_keys=True)
+        unit = ["person"] if self.of_persons else []  # As earlier releases had it.
+        text = json.dumps([self.lineage, asdict(self.spec), *unit], sort_keys=True)
         return hashlib.sha256(b"crossfed/statistics\0" + text.encode()).hexdigest()
 
     def _entry(self) -> Document:

@@ -284,17 +284,11 @@ def _check_standardise(job: JobSpec, table: str) -> None:
     )
     unit = private.unit
     _refuse(
-        private.of_persons,
+        unit not in {"record", "joint", "person"},
         table,
-        "its noise hides one record, and a person may have many: standardise in the "
-        "source with constants that come from elsewhere, and remove this table",
-    )
-    _refuse(
-        unit not in {"record", "joint"},
-        table,
-        f'unit = "{unit}" does not charge for single records, and permits exact '
-        "statistics of a site's own data: standardise in the source, and remove this "
-        "table",
+        f'unit = "{unit}" does not charge for single records or persons, and permits '
+        "exact statistics of a site's own data: standardise in the source, and remove "
+        "this table",
     )
     _refuse(
         job.training.task in LANGUAGE,

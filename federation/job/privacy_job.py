@@ -74,8 +74,8 @@ class StandardiseSpec:
             This is a public constant: never derive it from private data.
         high: Largest value of each feature, or one for all.
         noise_multiplier: Standard deviation of the noise divided by the most that one
-            record can change the sums. A value of 10 alone costs an epsilon of 0.34 at
-            delta 1e-5.
+            record, or one person with `unit = "person"`, can change the sums. A value
+            of 10 alone costs an epsilon of 0.34 at delta 1e-5.
     """
 
     low: tuple[float, ...]
@@ -125,8 +125,8 @@ class DifferentialPrivacySpec:
             separate budget of the same size for the held-out records; or exact sums,
             for held-out data that is `public`. To send no results, set
             `evaluation.every = 0`.
-        standardise: `record` and `joint`: standardise the records of each site by
-            noised statistics of its own.
+        standardise: `record`, `joint` and `person`: standardise the records of each
+            site by noised statistics of its own.
     """
 
     unit: str = key(

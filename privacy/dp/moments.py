@@ -4,6 +4,9 @@ Each record adds ``(u_1 .. u_f, u_1^2 .. u_f^2, 1)`` to a sum, where ``u`` is a 
 scaled from its public bounds to -1 to 1 and clipped there. One record more or less
 moves the sum by at most ``sqrt(2 f + 1)``, and by that much if it is in a corner. The
 Gaussian mechanism releases the sum; mean and deviation follow from it alone.
+
+Where persons are protected, a person adds the mean of what its records would add: that
+has the same bound, with any number of records.
 """
 
 import math
@@ -35,7 +38,8 @@ class MomentsMechanism:
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity.
         num_features: f.
-        num_records: Records there are; only their coarse number is used.
+        num_records: Records there are, or persons if these are protected; only the
+            coarse number is used.
     """
 
     noise_multiplier: float
@@ -44,7 +48,7 @@ class MomentsMechanism:
 
     @property
     def rate(self) -> float:
-        """Probability that each record is used, independently."""
+        """Probability that each record, or person, is used, independently."""
         return min(1.0, MOST_RECORDS / coarse(self.num_records))
 
     def event(self) -> PrivacyEvent:
@@ -72,6 +76,20 @@ class MomentsMechanism:
         moments = [parts.mean(2), (parts**2).mean(2), np.ones((len(units), 1))]
         # The grid holds -1, 0 and 1: rounding to it leaves no bound.
         on_grid = np.rint(np.concatenate(moments, axis=1) / _GRID) * _GRID
+        return np.clip(on_grid, -1.0, 1.0)
+
+    def of_persons(self, totals: Array, sizes: NDArray[np.int64]) -> Array:
+        """Return what each person adds to the sum, whatever the company.
+
+        Args:
+            totals: Sums of the contributions of each person's records, which are exact,
+                shape ``(p, 2 f + 1)``.
+            sizes: Number of these records, each at least 1, shape ``(p,)``.
+
+        Returns:
+            Shape ``(p, 2 f + 1)``, each row of norm at most ``sqrt(2 f + 1)``.
+        """
+        on_grid = np.rint(totals / sizes[:, np.newaxis] / _GRID) * _GRID
         return np.clip(on_grid, -1.0, 1.0)
 
     def release(

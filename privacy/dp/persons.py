@@ -65,6 +65,21 @@ class Persons:
         """Number of persons."""
         return len(self.starts) - 1
 
+    def records_of(self, chosen: Indices) -> tuple[Indices, Indices]:
+        """Return all records of some persons.
+
+        Args:
+            chosen: Numbers of the persons, shape ``(p,)``.
+
+        Returns:
+            The records, those of one person side by side, shape ``(c,)``; and how many
+            each person has, shape ``(p,)``.
+        """
+        sizes = self.starts[chosen + 1] - self.starts[chosen]
+        before = np.cumsum(sizes) - sizes
+        places = np.arange(sizes.sum()) + np.repeat(self.starts[chosen] - before, sizes)
+        return self.order_n[places], sizes
+
     def draw(
         self, chosen: Indices, *, most: int, draw_words: DrawWords
     ) -> DrawnRecords:

@@ -34,8 +34,8 @@ class Killed(Exception):
     pass
 
 
-def job_of(**table: Any) -> JobSpec:
-    private = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5}
+def job_of(unit: str = "record", **table: Any) -> JobSpec:
+    private = {"unit": unit, "target_epsilon": 8.0, "delta": 1e-5}
     standardise = {"low": [-10.0], "high": [10.0]} | table
     return small_job(
         aggregation={"weights": "uniform"},
@@ -271,6 +271,38 @@ def test_channels_of_images_are_features():
     assert found.centre == pytest.approx([0, 4, 0], abs=0.3)
     after, _ = found.apply(data_of(images)).batch(np.arange(3))
     assert after.shape == (3, 3, 2, 2)
+
+
+def test_a_person_counts_once_with_any_number_of_records():
+    """With the mean of what the records would add, in pieces or not."""
+    rng = np.random.default_rng(3)
+    sizes = rng.integers(1, 9, size=400)
+    sizes[7] = 5000  # More than are read at a time.
+    persons = rng.permutation(np.repeat(np.arange(400), sizes))
+    inputs = (persons % 2 * 4.0 + rng.normal(size=len(persons))).astype(np.float32)
+    train = as_dataset(Examples(inputs=inputs[:, None], persons=persons), name="train")
+    job = job_of("person", noise_multiplier=0.05)
+    of_records = job_of(noise_multiplier=0.05)
+    assert standardise.events(job, train) == standardise.events(
+        of_records, data_of(inputs[:400, None])
+    )
+    draws = Random(5)  # noqa: S311 -- noise that is always the same
+    found = standardise.release(job, train, draws.randbytes)
+    means = [inputs[persons == each].mean() for each in range(400)]
+    squares = [(inputs[persons == each] ** 2).mean() for each in range(400)]
+    assert found.centre[0] == pytest.approx(np.mean(means), abs=0.01)
+    assert found.spread[0] ** 2 == pytest.approx(
+        np.mean(squares) - np.mean(means) ** 2, abs=0.1
+    )
+
+
+def test_statistics_of_records_hide_no_person():
+    """So a run that protects persons releases others, and pays for them."""
+    memory = InMemory()
+    first = remembered(memory).take(opened(memory), EVENT, releases(0.5))
+    of_persons = replace(remembered(memory, "run-2"), of_persons=True)
+    assert not of_persons.of_another_run()
+    assert of_persons.take(opened(memory, "run-2"), EVENT, releases(0.7)) != first
 
 
 def test_cost_is_one_release_of_all_records():

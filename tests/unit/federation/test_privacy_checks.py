@@ -234,11 +234,6 @@ PERSONS: dict[str, tuple[dict[str, Any], str, str]] = {
         "data.partition.kind",
         "deals the records of one person to several sites",
     ),
-    "noised statistics": (
-        _standardise(),
-        STANDARDISE,
-        "hides one record, and a person may have many",
-    ),
     "example counts": IN_SUM["example counts"],
     "no bound on epsilon": IN_SUM["no bound on epsilon"],
     "clipped batches": JOINT["clipped batches"],
@@ -255,7 +250,7 @@ REFUSED = [
         (IN_SUM, ("joint", "site")),
         (JOINT, ("joint",)),
         (WHOLE_SITES, ("site",)),
-        (BOUNDS, ("record", "joint")),
+        (BOUNDS, ("record", "joint", "person")),
         (PERSONS, ("person",)),
         ({"key of persons": KEY_OF_PERSONS}, ("record", "joint", "site")),
         (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
+from support.examples import few
 
 from privacy.dp import accountant
 from privacy.dp.curve_tests import independent
@@ -39,6 +40,26 @@ def test_one_record_moves_the_sums_by_the_sensitivity_at_most(units: Array, gone
     whole = rows.sum(axis=0)
     without = np.delete(rows, gone, axis=0).sum(axis=0)
     assert np.array_equal(whole - without, rows[gone])
+
+
+@few(30)
+@given(
+    units=arrays.arrays(np.float64, (9, 3), elements=_ANY),
+    cuts=st.sets(st.integers(1, 8), min_size=1),
+)
+def test_one_person_moves_the_sums_by_the_sensitivity_at_most(
+    units: Array, cuts: set[int]
+):
+    """With any number of records; the others add what they added before."""
+    mechanism = moments(3)
+    starts = np.array([0, *sorted(cuts)])
+    sizes = np.diff([*starts, 9])
+    totals = np.add.reduceat(mechanism.contributions(units), starts)
+    rows = mechanism.of_persons(totals, sizes)
+    assert (np.linalg.norm(rows, axis=1) <= np.sqrt(2 * 3 + 1)).all()
+    assert (rows[:, -1] == 1).all()
+    without = mechanism.of_persons(totals[1:], sizes[1:]).sum(axis=0)
+    assert np.array_equal(rows.sum(axis=0) - without, rows[0])
 
 
 def test_sensitivity_is_attained_and_no_less():
