@@ -316,7 +316,8 @@ class LabelledPlaces:
         is_counted_n = flat_n != self._ignored
         known_n = flat_n.masked_fill(~is_counted_n, -1)
         if flat_n.device.type == "cpu":
-            _check_classes(flat_n[is_counted_n], classes)
+            of_pixels = self._task == "segmentation"
+            _check_classes(flat_n[is_counted_n], classes, of_pixels=of_pixels)
         loss_n = functional.cross_entropy(
             logits.reshape(-1, classes),
             flat_n,
@@ -569,13 +570,23 @@ def _cross_entropy(
     return BatchLoss(total, targets.numel(), total.detach(), {"correct": correct})
 
 
-def _check_classes(labels_n: torch.Tensor, num_classes: int) -> None:
+def _check_classes(
+    labels_n: torch.Tensor, num_classes: int, *, of_pixels: bool = False
+) -> None:
     if bool(((labels_n < 0) | (labels_n >= num_classes)).any()):
-        raise classes_misfit(num_classes, labels_n)
+        raise classes_misfit(num_classes, labels_n, of_pixels=of_pixels)
 
 
-def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
-    """Classes that the model has no output for."""
+def classes_misfit(
+    num_classes: int, targets: torch.Tensor, *, of_pixels: bool = False
+) -> SiteError:
+    """Classes that the model has no output for.
+
+    Args:
+        num_classes: Outputs of the model.
+        targets: Labels, of which some have no output.
+        of_pixels: Whether some may be left out: not of records.
+    """
     fault = (
         f"the model (model.factory) has {num_classes} outputs, so classes and tokens "
         f"must be from 0 to {num_classes - 1}: renumber them, or give the model more "
@@ -586,6 +597,11 @@ def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
             "the model (model.factory) has a single output, but classification needs "
             "one for each class: give it two for a yes and a no, or name your own "
             "objective in training.task"
+        )
+    if of_pixels:
+        fault += (
+            "; if pixels without a class have a label of their own, set "
+            "training.options.ignore_index to it"
         )
     if targets.min() == _LEFT_OUT:
         fault += (

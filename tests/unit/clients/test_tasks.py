@@ -218,6 +218,14 @@ def test_segmentation():
     )
 
 
+def test_a_label_of_pixels_without_a_class_needs_a_key():
+    """255 is a usual one, and no class that the model lacks."""
+    logits, labels = draw(2, 3, 4, 4), classes(3, 2, 4, 4)
+    labels[0, 0] = 255
+    with pytest.raises(SiteError, match=r"set training\.options\.ignore_index to it"):
+        trained(training("segmentation"), logits, labels)
+
+
 @pytest.mark.parametrize("task", ["masked_lm", "seq2seq_lm", "sft"])
 def test_labelled_tokens(task: str):
     """sft predicts the next token's label; the others that of their own place."""
