@@ -21,7 +21,7 @@ from federation.job.metrics import (
 )
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
-from federation.rounds.local_work import bounds
+from federation.rounds.local_work import bounds, most_accumulated
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9
@@ -92,7 +92,7 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
     training, each = job.training, most_of_a_record(job.training)
     if training.local_steps is not None:
         most = bounds(job)[1]
-        return most * training.accumulate * training.batch_size * each
+        return most * most_accumulated(training) * training.batch_size * each
     return None if examples is None else training.num_epochs * examples * each
 
 

@@ -1,5 +1,6 @@
 """A trainer whose work takes time on a virtual clock."""
 
+from collections.abc import Callable
 from typing import Unpack
 
 from clients.training.forwarding import ForwardingTrainer
@@ -26,6 +27,7 @@ class TimedTrainer(ForwardingTrainer):
         trainer: Trainer,
         clock: VirtualClock,
         work: WorkSeconds,
+        relative: Callable[[int], float] = lambda _: 1.0,
     ) -> None:
         """Give work its time; paying takes none.
 
@@ -33,10 +35,11 @@ class TimedTrainer(ForwardingTrainer):
             trainer: Does the work.
             clock: The site's; moves on by what the work takes.
             work: Time of a round's training, and of an evaluation.
+            relative: How much longer the training of a round takes, by its number.
         """
         super().__init__(trainer)
         self._clock = clock
-        self._work = work
+        self._work, self._relative = work, relative
         self._waits_since: float | None = None  # Without what evaluations took since.
 
     def fit(
@@ -54,6 +57,7 @@ class TimedTrainer(ForwardingTrainer):
             waited = self._clock.monotonic() - self._waits_since
             ahead = min(self._work.ahead, waited)
         train, steps = self._work.train, arguments.get("steps")
+        train *= self._relative(arguments["round_index"])
         if steps is not None:
             train *= len(steps) / self._work.num_steps
         self._clock.sleep(train - ahead)

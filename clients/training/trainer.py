@@ -58,7 +58,13 @@ from federation.job.metrics import evaluated_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
-from federation.rounds.local_work import bounds, is_auto, total_steps
+from federation.rounds.local_work import (
+    accumulate_in,
+    batches_before,
+    bounds,
+    is_auto,
+    total_steps,
+)
 from federation.tree import map_tree, num_records
 from federation.vectors import (
     NO_ARRAYS,
@@ -440,7 +446,8 @@ class TorchTrainer:
             if interrupted is not None:
                 begin += interrupted.resume(sums)
             step = before + begin
-            walk = groups(self._indices(round_index, steps), training.accumulate)
+            accumulate = accumulate_in(training, round_index)
+            walk = groups(self._indices(round_index, steps), accumulate)
             for group in islice(walk, begin, stop):
                 num_examples = self.peers.total(sum(map(len, group)))
                 for number, chosen in enumerate(group, start=1):
@@ -686,11 +693,11 @@ class TorchTrainer:
                 ahead = -(-data.examples_ahead // batch_size)
         ordering = Ordering(seed=self._seed, site=self.site, shuffle=shuffle, rank=rank)
         if training.local_steps is not None:
-            num_batches = len(steps) * training.accumulate
+            num_batches = len(steps) * accumulate_in(training, round_index)
             walk = batches.stepwise(
                 len(data),
                 batch_size=batch_size,
-                first_batch=steps.start * training.accumulate,
+                first_batch=batches_before(training, round_index, steps.start),
                 num_batches=num_batches + ahead,
                 **ordering,
             )

@@ -124,17 +124,7 @@ def _check(job: JobSpec, attack: Attack) -> None:
             f"the confidence must be between 0 and 1, not {attack.confidence}"
         )
     _check_model(job)
-    if job.privacy.differential_privacy.unit == "site":
-        raise JobError(
-            _why_not_sites(job, attack.confidence),
-            key="privacy.differential_privacy.unit",
-        )
-    if job.privacy.differential_privacy.of_persons:
-        raise JobError(
-            "an audit plants single records, each of nobody else, and would test one "
-            'record per person at most: audit the job with unit = "record"',
-            key="privacy.differential_privacy.unit",
-        )
+    _check_steps(job, attack)
     known = [site.name for site in job.sites]
     for name in attack.sites:
         if name not in known:
@@ -149,6 +139,25 @@ def _check(job: JobSpec, attack: Attack) -> None:
             f"{attack.canaries} canaries at each of {len(attack.sites or known)} sites "
             f"are more than the {MAX_CANARIES} that one sum can hold: use fewer, or "
             "audit fewer sites with --site"
+        )
+
+
+def _check_steps(job: JobSpec, attack: Attack) -> None:
+    if job.privacy.differential_privacy.unit == "site":
+        raise JobError(
+            _why_not_sites(job, attack.confidence),
+            key="privacy.differential_privacy.unit",
+        )
+    if job.privacy.differential_privacy.of_persons:
+        raise JobError(
+            "an audit plants single records, each of nobody else, and would test one "
+            'record per person at most: audit the job with unit = "record"',
+            key="privacy.differential_privacy.unit",
+        )
+    if job.training.accumulate_from:
+        raise JobError(
+            "an audit takes steps of one size: remove this key from a copy of the job",
+            key="training.accumulate_from",
         )
 
 

@@ -11,6 +11,7 @@ from federation.ids import SiteId
 from federation.messages import SecureStep
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed, Speeds
+from federation.rounds.local_work import in_round
 from federation.rounds.traffic import Traffic, examples_trained
 from monitoring.views.run_plan import round_length
 from monitoring.views.run_view import RunView
@@ -169,7 +170,9 @@ def _speed_of(
     ]
     evaluate = fmean(evaluations) if evaluations else 0.0
     examples = fmean(
-        examples_trained(_of_steps(traffic, steps.get(index)).job.training, facts)
+        examples_trained(
+            in_round(_of_steps(traffic, steps.get(index)).job, index).training, facts
+        )
         for index, _ in answers
     )
     return replace(

@@ -17,6 +17,7 @@ from federation.errors import SiteError
 from federation.events import SiteAnswered
 from federation.job import job_file
 from federation.job.spec import JobSpec, TrainingSpec
+from federation.rounds.local_work import in_round
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import RunView
 
@@ -124,7 +125,8 @@ def measured_speeds(view: RunView, job: JobSpec) -> dict[str, float]:
     for row in view.rounds:
         for report in row.reports:
             if isinstance(report, SiteAnswered) and report.site in found:
-                speed = _speed(report, job.training, examples[report.site])
+                training = in_round(job, report.round_index).training
+                speed = _speed(report, training, examples[report.site])
                 if speed is not None:
                     found[report.site].append(speed)
     missing = [repr(site) for site, speeds in found.items() if not speeds]

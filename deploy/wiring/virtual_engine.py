@@ -21,6 +21,7 @@ from federation.job.spec import JobSpec
 from federation.protocols import RunState, SiteHandler, Trainer
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed
+from federation.rounds.local_work import accumulate_in
 from federation.rounds.traffic import SiteFacts
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import VIRTUAL
@@ -107,6 +108,9 @@ def timed(
         trainer=trainer,
         clock=clock,
         work=cost.work_seconds(job.training, facts, _speed(job, name)),
+        relative=lambda index: (
+            accumulate_in(job.training, index) / job.training.accumulate
+        ),
     )
 
 

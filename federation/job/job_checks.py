@@ -13,7 +13,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
-from federation.job.local_work_checks import check_local_work
+from federation.job.local_work_checks import check_larger_steps, check_local_work
 from federation.job.loop_checks import check_loop
 from federation.job.metrics import check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
@@ -56,6 +56,7 @@ def check(job: JobSpec) -> JobSpec:
         check_objective,
         _check_training,
         check_local_work,
+        check_larger_steps,
         _check_optimizer,
         _check_normalized_steps,
         _check_codecs,

@@ -45,6 +45,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("schedule", "max_local_steps"), None),
     (("schedule", "training_share"), 0.97),
     (("privacy", "differential_privacy", "records_per_person"), 8),
+    (("training", "accumulate_from"), []),
 )
 
 

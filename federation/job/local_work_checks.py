@@ -1,9 +1,13 @@
-"""What a job whose local steps are chosen round by round must not request."""
+"""What a job must not request whose local steps differ from round to round."""
+
+from collections.abc import Iterator
 
 from federation.errors import JobError
+from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec, ScheduleSpec
 
 _FACTOR = 2
+_PAIR = 2
 
 
 def check_local_work(job: JobSpec) -> None:
@@ -53,3 +57,60 @@ def _check_unused(schedule: ScheduleSpec) -> None:
                 "key",
                 key=f"schedule.{name}",
             )
+
+
+def check_larger_steps(job: JobSpec) -> None:
+    """Refuse steps of more batches where every step must be like the others.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    training = job.training
+    if not training.accumulate_from:
+        return
+    for reason in _reasons_for_equal_steps(job):
+        raise JobError(reason, key="training.accumulate_from")
+    before = 1
+    for index, pair in enumerate(training.accumulate_from):
+        key = f"training.accumulate_from[{index}]"
+        if len(pair) != _PAIR or pair[1] < 1:
+            raise JobError(
+                "must be [first round, batches of a step], with at least 1 batch",
+                key=key,
+            )
+        if not before < pair[0] <= job.rounds:
+            raise JobError(
+                f"round {pair[0]} must be after round {before} and at most the last "
+                f"one, {job.rounds}",
+                key=key,
+            )
+        before = pair[0]
+
+
+def _reasons_for_equal_steps(job: JobSpec) -> Iterator[str]:
+    training, private = job.training, job.privacy.differential_privacy
+    if training.local_steps is None:
+        yield "counts batches of steps: use training.local_steps, not local_epochs"
+    if private.clips_gradients:
+        yield (
+            f'with unit = "{private.unit}" the noise of all steps is planned for one '
+            "sampling rate, which a larger step would raise: remove this key, and "
+            "lower the learning rate instead (training.learning_rate)"
+        )
+    if job.schedule.local_work != "fixed":
+        yield (
+            'the number of steps of a round is chosen with local_work = "auto", so '
+            "that the batches before it are not known: use 'fixed'"
+        )
+    if training.overlap_steps:
+        yield (
+            "steps that are taken ahead have the size of their round, and sites would "
+            "wait for them: remove training.overlap_steps, or this key"
+        )
+    if training.task == TRAINER:
+        yield (
+            "the Trainer of model.factory has one gradient_accumulation_steps: remove "
+            "this key, or name another task"
+        )
+    if any(site.flower_app is not None for site in job.sites):
+        yield "an app of Flower takes its own steps: remove this key"

@@ -212,6 +212,9 @@ class TrainingSpec:
         local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
+        accumulate_from: Later values of `accumulate`, each with its first round:
+            `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on, and 8 from
+            round 81 on. With `local_steps`; not with clipped gradients of records.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
         overlap_steps: Local steps of a round that a site takes while updates and model
@@ -247,6 +250,7 @@ class TrainingSpec:
     local_epochs: int | None = key(default=None, low=1)
     batch_size: int = key(default=32, low=1)
     accumulate: int = key(default=1, low=1)
+    accumulate_from: tuple[tuple[int, ...], ...] = ()
     optimizer: OptimizerSpec = OptimizerSpec()
     learning_rate: LearningRateSpec = LearningRateSpec()
     overlap_steps: int = key(default=0, low=0)

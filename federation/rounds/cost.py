@@ -12,7 +12,7 @@ from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec, MachineSpec, RelayLineSpec, TrainingSpec
-from federation.rounds.local_work import bounds, is_auto, total_steps
+from federation.rounds.local_work import bounds, in_round, is_auto, total_steps
 from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
 
 PHASES = ("set-up", "first round", "later rounds", "final evaluation")
@@ -219,7 +219,8 @@ def site_seconds(
     down = sum((leg.down for leg in legs), Span()).high
     up = sum((leg.up for leg in legs), Span()).high
     trains = round_index <= traffic.job.rounds
-    work = work_seconds(traffic.job.training, facts, speed)
+    training = in_round(traffic.job, round_index).training
+    work = work_seconds(training, facts, speed)
     send = latency + down / speed.down_bytes_per_second
     hidden = 0.0
     if work.ahead and trains and round_index > 1:
@@ -294,8 +295,9 @@ def trained_share(traffic: Traffic, speeds: Speeds) -> float | None:
         if index == 1 or index > traffic.job.rounds:
             continue
         seconds += times * round_seconds(traffic, index, speeds)
+        training = in_round(traffic.job, index).training
         for name, facts in traffic.facts.items():
-            work = work_seconds(traffic.job.training, facts, speed_of(speeds, name))
+            work = work_seconds(training, facts, speed_of(speeds, name))
             trained[name] += times * work.train
     return min(trained.values()) / seconds if seconds else None
 

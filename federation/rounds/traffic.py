@@ -39,7 +39,14 @@ from federation.messages import (
     TaskKind,
 )
 from federation.resources import CLOCK, PROCESS
-from federation.rounds.local_work import bounds, fewest_rounds, is_auto, total_steps
+from federation.rounds.local_work import (
+    accumulate_in,
+    bounds,
+    fewest_rounds,
+    in_round,
+    is_auto,
+    total_steps,
+)
 from federation.vectors import Layout
 from federation.wire.frame import encoded_size
 from federation.wire.relayed import down_sizes, up_sizes
@@ -282,6 +289,7 @@ class Traffic:
                 self._exchanged(index),
                 index > job.rounds,
                 self._evaluates(index),
+                accumulate_in(job.training, index),
                 len(str(index)),
                 len(str(index - 1)),
             )
@@ -406,7 +414,7 @@ class Traffic:
         before = self.evaluations(index) > 0
         after = self.job.aggregation.weights == "dynamic"
         names = ("evaluate",) * before + ("train",) + ("evaluate",) * after
-        trained = examples_trained(self.job.training, facts)
+        trained = examples_trained(in_round(self.job, index).training, facts)
         private = self._is_private
         return SiteUpdate(
             run_id=_RUN,

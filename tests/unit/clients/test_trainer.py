@@ -588,3 +588,16 @@ def test_a_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(JobError, match=r"came with torch 2\.9") as caught:
         fit(job)
     assert caught.value.key == "training.optimizer.name"
+
+
+def test_steps_grow_from_a_round_on():
+    """They take the batches that follow those of smaller steps, each of them once."""
+    growing = {"local_steps": 2, "batch_size": 8, "accumulate_from": [[2, 2]]}
+    found = fit(job_of(growing, rounds=2), round_index=2)
+    trainer, pool = trainer_of(job_of({"local_steps": 1, "batch_size": 16}, rounds=3))
+    weights_d, integers_m = pool.initial_weights()
+    for round_index in (2, 3):
+        result = trainer.fit(weights_d, integers_m, round_index=round_index)
+        weights_d = result.weights_d
+    assert found.num_steps == 2
+    np.testing.assert_allclose(found.weights_d, weights_d, atol=1e-6)

@@ -10,11 +10,22 @@ from support import toy
 from aggregator.manifest import _encode_work, _parse_work
 from aggregator.weighting import most_trained_on
 from federation.errors import JobError, ProtocolError
+from federation.job.job_digest import deciding, digest
+from federation.job.local_work_checks import check_larger_steps
 from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
 from federation.protocols import RoundTime, RunProgress
 from federation.rounds import local_work
-from federation.rounds.local_work import Pace, check_task, choose, pace_of
+from federation.rounds.local_work import (
+    Pace,
+    accumulate_in,
+    batches_before,
+    check_task,
+    choose,
+    in_round,
+    most_accumulated,
+    pace_of,
+)
 from federation.wire import frame as wire
 from privacy.secagg.protocol.train import task_digest
 
@@ -319,3 +330,70 @@ def test_steps_survive_the_journey():
     assert found.steps == range(40, 47)
     assert b"_step" in wire.encode_bytes(task)
     assert b"_step" not in wire.encode_bytes(toy.task())
+
+
+GROWING = {"local_steps": 5, "accumulate": 2, "accumulate_from": [[3, 4], [6, 1]]}
+
+
+def test_a_step_has_the_batches_of_its_round():
+    """A site goes on where it was, whatever the size of steps."""
+    job = toy.job({"rounds": 8, "training": GROWING})
+    each = [accumulate_in(job.training, index) for index in range(1, 9)]
+    assert each == [2, 2, 4, 4, 4, 1, 1, 1]
+    for index in range(1, 9):
+        before = batches_before(job.training, index, 5 * (index - 1))
+        assert before == 5 * sum(each[: index - 1])
+        alike = in_round(job, index).training
+        assert (alike.accumulate, alike.accumulate_from) == (each[index - 1], ())
+    assert most_accumulated(job.training) == 4
+    plain = toy.job({"training": {"local_steps": 5, "accumulate": 3}})
+    assert batches_before(plain.training, 4, 17) == 51
+    assert in_round(plain, 4) is plain
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"training": {"accumulate_from": [[2]]}}, "must be \\[first round"),
+        ({"training": {"accumulate_from": [[2, 0]]}}, "at least 1 batch"),
+        ({"training": {"accumulate_from": [[1, 2]]}}, "must be after round 1"),
+        ({"training": {"accumulate_from": [[3, 2], [3, 4]]}}, "after round 3"),
+        ({"training": {"accumulate_from": [[9, 2]]}}, "at most the last one, 8"),
+        ({"training": {**GROWING, "overlap_steps": 1}}, "overlap_steps"),
+        (
+            {"schedule": {"local_work": "auto", "max_local_steps": 10}},
+            "use 'fixed'",
+        ),
+        (
+            {
+                "aggregation": {"weights": "uniform"},
+                "privacy": {
+                    "differential_privacy": {"unit": "record", "target_epsilon": 3.0}
+                },
+            },
+            "one sampling rate",
+        ),
+    ],
+)
+def test_steps_that_must_be_alike_do_not_grow(tables: dict[str, Any], said: str):
+    """No data decides the size of a step, and no private step changes its rate."""
+    training = {**GROWING, **tables.get("training", {})}
+    with pytest.raises(JobError, match=said) as caught:
+        toy.job({"rounds": 8, **tables, "training": training})
+    assert str(caught.value.key).startswith("training.accumulate_from")
+
+
+def test_steps_do_not_grow_in_epochs():
+    """A round has as many batches as a site has records for."""
+    job = toy.job({"rounds": 8, "training": GROWING})
+    training = replace(job.training, local_steps=None, local_epochs=1)
+    with pytest.raises(JobError, match="not local_epochs"):
+        check_larger_steps(replace(job, training=training))
+
+
+def test_a_job_with_other_sizes_of_steps_is_another_job():
+    """And one without the key is that of earlier releases."""
+    plain = toy.job({"rounds": 8, "training": {"local_steps": 5, "accumulate": 2}})
+    growing = toy.job({"rounds": 8, "training": GROWING})
+    assert digest(plain) != digest(growing)
+    assert "accumulate_from" not in deciding(plain)["training"]
