@@ -71,7 +71,7 @@ class Predictor:
                 raise
             except Exception as error:
                 # A model may raise anything. This translates and does not continue.
-                raise _misfit(error) from error
+                raise model_misfit(error) from error
             found = columns_of(self._training, outputs)
             for name, values in found.items():
                 if values.shape[:1] != rows.shape:
@@ -119,7 +119,8 @@ class Predictor:
         return autocast(self._training.precision, self._pool.device)
 
 
-def _misfit(error: Exception) -> SiteError:
+def model_misfit(error: Exception) -> SiteError:
+    """Say that a run's model does not take these records, and what it raised."""
     said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     return SiteError(
         f"the model cannot be applied to these records ({'; '.join(said)}): they must "

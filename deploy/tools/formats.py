@@ -14,9 +14,10 @@ import torch
 from clients.data.datasets import Dataset
 from clients.models.trained import trained_model
 from clients.models.weights import exact_factors
+from clients.training.predictions import model_misfit
 from deploy.tools import gguf_file, hugging_face_folder as folders, onnx_file
 from deploy.tools.parity import Parity, check_parity, outputs_of
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 from federation.job.spec import JobSpec
 from federation.tree import Tree, leaves, map_tree
 
@@ -80,9 +81,12 @@ def write_format(
     """
     pool, model = trained_model(job, model_file)
     model.to("cpu")
-    inputs = _records(model, data) if data is not None else _random_tokens(model)
+    if data is None:
+        inputs = _random_tokens(model)
+    else:
+        inputs = records_of(model, data, task=job.training.task)
     work = _FormatWork(job=job, model=model, inputs=inputs, folder=folder)
-    reference = outputs_of(model, inputs)
+    reference = reference_outputs(model, inputs)
     found = _WRITERS[kind](work)
     tolerance = TOLERANCES[kind]
     if any(spec.dtype == "bfloat16" for spec in pool.layout.tensors):
@@ -95,7 +99,32 @@ def write_format(
     )
 
 
-def _records(model: torch.nn.Module, data: Dataset) -> Tree:
+def reference_outputs(model: torch.nn.Module, inputs: Tree) -> list[torch.Tensor]:
+    """Outputs of the run's model.
+
+    Raises:
+        SiteError: It does not take these records.
+    """
+    try:
+        return outputs_of(model, inputs)
+    except FederationError:
+        raise
+    except Exception as error:
+        # A model may raise anything. This translates and does not continue.
+        raise model_misfit(error) from error
+
+
+def records_of(model: torch.nn.Module, data: Dataset, *, task: str) -> Tree:
+    """The first records of a dataset, as the task gives them to the model.
+
+    Args:
+        model: The run's model.
+        data: At least two records.
+        task: Of the job.
+
+    Raises:
+        JobError: There are fewer.
+    """
     inputs, targets = data.batch(np.arange(min(_RECORDS, len(data))))
     if len(next(leaves(inputs))) < 2:  # noqa: PLR2004
         raise JobError("needs two records or more", key="--data")
@@ -104,6 +133,10 @@ def _records(model: torch.nn.Module, data: Dataset) -> Tree:
         # Sequence to sequence: the decoder's inputs are made of the labels.
         given = {"decoder_input_ids": prepare(targets)}
         inputs = {**given, **inputs}
+    if task == "ranking" and isinstance(inputs, tuple):
+        inputs = inputs[0]  # The model scores one record of a pair at a time.
+    if task == "causal_lm" and isinstance(inputs, torch.Tensor):
+        inputs = inputs[:, :-1]  # The last token of a window is only predicted.
     return map_tree(lambda part: part.cpu(), inputs)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,6 +25,8 @@ from deploy.wiring.job_data import load_data
 from federation.durable_files import replace_file
 from federation.errors import JobError, ObjectExists, RunNotFound
 from federation.job import job_file
+from federation.job.code_files import unpinned
+from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
 
@@ -129,11 +132,23 @@ def source_of(
         if job.data is None:
             raise JobError(
                 "the job's sites have data of their own, so it names no source: name "
-                "one, as module:function or a URL",
+                f"one, as module:function or a URL{_example(job)}",
                 key="DATA",
             )
         source, options = job.data.source, {**job.data.options, **options}
     return load_data(source, options, key="DATA")
+
+
+def _example(job: JobSpec) -> str:
+    """How to name the data of the first site that the job has it of."""
+    for site in job.sites:
+        if site.data is not None:
+            words = [unpinned(site.data.source)]
+            for name, value in site.data.options.items():
+                words += ["--option", f"{name}={json.dumps(value)}"]
+            said = shlex.join(words)
+            return f", for example that of site {site.name!r}: {said}"
+    return ""
 
 
 def numbered(part: str, batches: Iterator[Columns]) -> Iterator[Columns]:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from clients.data.datasets import Examples, as_dataset
+from deploy.tools import formats
 from deploy.tools.onnx_file import Flat, input_names
 from deploy.tools.parity import check_parity, outputs_of
 from federation.errors import ParityFailed, SiteError
@@ -66,3 +68,26 @@ def test_logits_stand_for_all_outputs():
     assert len(found) == 1
     with pytest.raises(SiteError, match="no tensor"):
         outputs_of(lambda _: ["text"], LOGITS)  # type: ignore[arg-type]
+
+
+def test_a_model_gets_records_as_its_task_gives_them():
+    """Windows without the token that is only predicted; one record of a pair."""
+    windows = np.arange(15).reshape(3, 5)
+    tokens = as_dataset(Examples(inputs=windows), name="tokens")
+    pairs = as_dataset(((np.ones((3, 2)), np.zeros((3, 2))), None), name="pairs")
+    model = torch.nn.Linear(2, 1)
+    found = formats.records_of(model, tokens, task="causal_lm")
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == windows[:, :-1].tolist()
+    better = formats.records_of(model, pairs, task="ranking")
+    assert isinstance(better, torch.Tensor)
+    assert better.tolist() == [[1, 1]] * 3
+    plain = formats.records_of(model, tokens, task="masked_lm")
+    assert isinstance(plain, torch.Tensor)
+    assert plain.shape == (3, 5)
+
+
+def test_records_of_another_model_are_named_as_such():
+    """And no unexpected error."""
+    with pytest.raises(SiteError, match="the model cannot be applied to these records"):
+        formats.reference_outputs(torch.nn.Linear(2, 1), torch.ones(4, 3))

@@ -1,8 +1,15 @@
 """Records of several parts of a data source, in one file of predictions."""
 
-import numpy as np
+from dataclasses import replace
+from pathlib import Path
 
-from deploy.tools.predict import numbered
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy.tools.predict import numbered, source_of
+from federation.errors import JobError
+from monitoring.runs.run_folder import RunFolder
 
 
 def test_records_say_which_part_they_are_from_and_their_number_there():
@@ -13,3 +20,14 @@ def test_records_say_which_part_they_are_from_and_their_number_there():
     assert first["record_of_part"].tolist() == [0, 1]
     assert last["record_of_part"].tolist() == [2]
     assert last["output"].shape == (1, 3)
+
+
+def test_a_source_of_a_site_is_named_where_the_job_has_none(tmp_path: Path):
+    """With its options, as a shell takes them."""
+    blobs = "support.small_jobs:blobs"
+    sites = [{"name": "a", "data": {"source": blobs, "options": {"has": ["x"]}}}]
+    run = RunFolder(tmp_path)
+    run.write_job(replace(small_job(sites=sites), data=None))
+    with pytest.raises(JobError) as caught:
+        source_of(run, "job", {})
+    assert f"site 'a': {blobs} --option 'has=[\"x\"]'" in str(caught.value)
