@@ -31,6 +31,7 @@ TOLERANCES: Mapping[str, float] = {
     "onnx-int4": 0.25,
     "gguf": 5e-3,
     "gguf-q8": 3e-2,
+    "gguf-q4": 0.35,
 }
 FORMATS = (SAFETENSORS, *TOLERANCES)
 # Weights in bfloat16 have 8 significant bits, and are rounded again when merged.
@@ -211,4 +212,5 @@ _WRITERS: Mapping[str, Callable[[_FormatWork], list[torch.Tensor]]] = {
     "onnx-int4": _onnx("int4"),
     "gguf": _gguf("f16"),
     "gguf-q8": _gguf("q8_0"),
+    "gguf-q4": _gguf("q4_0"),
 }

@@ -18,6 +18,10 @@ from federation.errors import JobError
 FILE = "model.gguf"
 # Classes of transformers whose layers are those of GGUF's architecture "llama".
 _LIKE_LLAMA = ("llama", "mistral")
+# Values with one scale, of both types with few bits.
+_BLOCK = 32
+# Every token goes through these, so their errors count most.
+_OF_TOKENS = ("token_embd", "output.")
 _QUERY, _KEY = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
 
 
@@ -27,8 +31,10 @@ def write_gguf(model: torch.nn.Module, folder: Path, *, kind: str = "f16") -> Pa
     Args:
         model: Its weights in any type.
         folder: Where to.
-        kind: Type of matrices: ``f16``, or ``q8_0``: 8 bits in blocks of 32. Vectors,
-            and matrices whose rows are no whole blocks, are float32 and float16.
+        kind: Type of matrices: ``f16``; ``q8_0`` or ``q4_0``: 8 or 4 bits in blocks of
+            32, each with a scale in float16. With 4 bits, embeddings and the output
+            layer have 8. Vectors, and matrices whose rows are no whole blocks, are
+            float32 and float16.
 
     Returns:
         The file.
@@ -114,8 +120,7 @@ def _add_settings(gguf: Any, writer: Any, config: Any, kind: str) -> None:
     writer.add_value_length(_head_size(config))
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    types = gguf.LlamaFileType
-    writer.add_file_type(types.MOSTLY_F16 if kind == "f16" else types.MOSTLY_Q8_0)
+    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
 
 
 def _head_size(config: Any) -> int:
@@ -142,11 +147,13 @@ def _permuted(
 def _add_tensor(
     gguf: Any, writer: Any, name: str, values: NDArray[np.float32], kind: str
 ) -> None:
-    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0]
+    if kind == "q4_0" and name.startswith(_OF_TOKENS):
+        kind = "q8_0"
     if values.ndim == 1:
         writer.add_tensor(name, values)
-    elif kind == "q8_0" and values.shape[-1] % block == 0:
-        q8 = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
-    else:
+    elif kind == "f16" or values.shape[-1] % _BLOCK:
         writer.add_tensor(name, values.astype(np.float16))
+    else:
+        few_bits = gguf.GGMLQuantizationType[kind.upper()]
+        packed = gguf.quants.quantize(values, few_bits)
+        writer.add_tensor(name, packed, raw_dtype=few_bits)

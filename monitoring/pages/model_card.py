@@ -63,6 +63,7 @@ model = PeftModel.from_pretrained(base, folder)
     "onnx-int4": _ONNX,
     "gguf": _GGUF,
     "gguf-q8": _GGUF,
+    "gguf-q4": _GGUF,
 }
 
 _NO_PRIVACY = (

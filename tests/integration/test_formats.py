@@ -109,7 +109,9 @@ def test_adapters_leave_alone(run: RunFolder, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
 
 
-@pytest.mark.parametrize(("kind", "least"), [("gguf", 1e-5), ("gguf-q8", 1e-3)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("gguf", 1e-5), ("gguf-q8", 1e-3), ("gguf-q4", 2e-2)]
+)
 def test_gguf_is_read_back_by_transformers(
     kind: str, least: float, run: RunFolder, tmp_path: Path
 ) -> None:
