@@ -49,13 +49,16 @@ def _up(options: argparse.Namespace) -> int:
 
     plan, job = _checked(options)
     hourly = spending.budget_prices(plan, now=options.clock.now())
-    decisions = start_wait.await_start(
+    start_allowed = start_wait.allowed_start(
         plan,
         partial(fleet.pools_of, plan, options.clock),
         clock=options.clock,
         tell=tell,
     )
-    with fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment:
+    with (
+        start_allowed as decisions,
+        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+    ):
         decision_log.append(plan.folder, *decisions)
         watch = _Watch(deployment)
         check_budget(deployment)

@@ -2,7 +2,8 @@
 
 ``start.at_latest_hours`` counts from the first ``crossfed up`` that waits. Its machine
 may restart, or a person may give the command again: that must not restart the wait.
-The record is removed when machines may start, and by ``crossfed down``.
+The record is removed when the machines of the deployment have been started, and by
+``crossfed down``: a command that is killed before that has started nothing for good.
 """
 
 import hashlib
@@ -45,21 +46,29 @@ def since(plan: DeploymentPlan, now: float, tell: Tell) -> float:
         CorruptObject: The record is damaged.
         StoreUnavailable: It cannot be written.
     """
-    path = _path(plan)
     table = repr(sorted(asdict(plan.file.start).items()))
     conditions = hashlib.sha256(table.encode()).hexdigest()
-    found = durable_json.read(path, FirstAsk, advice=_DAMAGED)
-    # A clock that was set back must not make the wait longer.
-    if found is not None and found.conditions == conditions and found.at <= now:
-        hours = (now - found.at) / 3600.0
-        tell(
-            f"an earlier command began to wait {hours:.1f} h ago, and "
-            "start.at_latest_hours counts from then; crossfed down restarts the wait"
-        )
-        return found.at
+    # A command that was killed may have made the folder after it had begun to wait.
+    for path in (_inside(plan), _beside(plan)):
+        found = durable_json.read(path, FirstAsk, advice=_DAMAGED)
+        # A clock that was set back must not make the wait longer.
+        if found is not None and found.conditions == conditions and found.at <= now:
+            hours = (now - found.at) / 3600.0
+            tell(
+                f"an earlier command began to wait {hours:.1f} h ago, and "
+                "start.at_latest_hours counts from then; crossfed down restarts the "
+                "wait"
+            )
+            return found.at
+    # The folder is made when the first machine starts; until then no cloud is asked.
+    path, other = _inside(plan), _beside(plan)
+    if not plan.folder.exists():
+        path, other = other, path
     with file_errors("make", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     durable_json.write(path, FirstAsk(at=now, conditions=conditions))
+    with file_errors("remove", other):
+        other.unlink(missing_ok=True)
     return now
 
 
@@ -72,11 +81,6 @@ def forget(plan: DeploymentPlan) -> None:
     for path in (_inside(plan), _beside(plan)):
         with file_errors("remove", path):
             path.unlink(missing_ok=True)
-
-
-def _path(plan: DeploymentPlan) -> Path:
-    # The folder is made when the first machine starts; until then no cloud is asked.
-    return _inside(plan) if plan.folder.exists() else _beside(plan)
 
 
 def _inside(plan: DeploymentPlan) -> Path:

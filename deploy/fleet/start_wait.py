@@ -5,6 +5,7 @@ spot prices, or those of the price table, and the user's table of carbon intensi
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import ComputePool, Market, NodeState
@@ -47,6 +48,25 @@ def conditions_of(plan: DeploymentPlan) -> StartConditions:
     )
 
 
+@contextmanager
+def allowed_start(
+    plan: DeploymentPlan, pools_of: PoolsOf, *, clock: Clock, tell: Tell
+) -> Iterator[Sequence[DecisionRow]]:
+    """Wait until every condition holds; the machines are started inside.
+
+    The time of the first ask is forgotten when the block has ended without an error. A
+    command that is killed before, or whose machines a cloud refuses, has started
+    nothing that lasts, and the next one continues its wait.
+
+    Args and errors are those of ``await_start``.
+
+    Yields:
+        What was decided, for the log.
+    """
+    yield await_start(plan, pools_of, clock=clock, tell=tell)
+    start_record.forget(plan)
+
+
 def await_start(
     plan: DeploymentPlan, pools_of: PoolsOf, *, clock: Clock, tell: Tell
 ) -> Sequence[DecisionRow]:
@@ -87,7 +107,6 @@ def await_start(
             intensities=readings.intensities(now),
         )
         if not held:
-            start_record.forget(plan)
             why = why_started(conditions, now=now, since=since)
             row = DecisionRow(at=now, role="", action="start", offer=None, reason=why)
             return (*rows, row)

@@ -23,7 +23,7 @@ from deploy.fleet.choosing.start_conditions import (
 )
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE
-from deploy.fleet.start_wait import await_start
+from deploy.fleet.start_wait import allowed_start, await_start
 from federation.clock import VirtualClock
 from federation.errors import ComputeUnavailable, JobError
 
@@ -327,7 +327,46 @@ def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):
     waited = Waited(plan)
     assert waited.hours == pytest.approx(2.0, abs=0.1)
     assert "an earlier command began to wait 4.0 h ago" in waited.told[0]
+    start_record.forget(plan)
     assert Waited(plan).hours == pytest.approx(6.0, abs=0.1)
+
+
+class Killed(BaseException):
+    """A command ends at a chosen moment, as by SIGKILL: nothing is tidied up."""
+
+
+@pytest.mark.parametrize("makes_folder", [False, True])
+def test_a_command_that_is_killed_before_its_machines_run_has_started_nothing(
+    tmp_path: Path,
+    makes_folder: bool,  # noqa: FBT001
+):
+    """The next one counts from the same first ask, whether or not a folder was made."""
+    start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6"
+    plan, clock = written(tmp_path, start), VirtualClock(NOON)
+    gone = {"aws us-east-1": Running(NodeState.GONE, "site-a")}
+    gone["aws us-east-1"].price = lambda _: (0.3, 0.3)
+
+    def begin(*, is_killed: bool) -> tuple[float, Sequence[str]]:
+        told, before = list[str](), clock.now()
+        with allowed_start(plan, lambda: gone, clock=clock, tell=told.append):
+            took = (clock.now() - before) / HOUR
+            if makes_folder:
+                plan.folder.mkdir(parents=True, exist_ok=True)
+            if is_killed:
+                raise Killed
+        return took, told
+
+    with pytest.raises(Killed):
+        begin(is_killed=True)
+    clock.sleep(0.5 * HOUR)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            begin(is_killed=True)
+    took, told = begin(is_killed=False)
+    assert took == 0.0
+    assert "an earlier command began to wait 6.5 h ago" in told[0]
+    assert not [*plan.folder.parent.glob("*start*"), *plan.folder.glob("start*")]
+    assert begin(is_killed=False)[0] == pytest.approx(6.0, abs=0.1)
 
 
 def test_a_wait_begins_anew_under_other_conditions_or_after_down(tmp_path: Path):
