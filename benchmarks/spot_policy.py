@@ -9,12 +9,11 @@ for these figures; all tuning was done on seeds from 100000 on.
 
 Policies: `policy` is `deploy.fleet.choosing.choice` with all that can be known of the
 past: seven days of prices and of capacity in every zone. `as deployed` is the same rule
-with what `crossfed up --keep` knows and does: published prices, capacity only where it
-had a machine or was refused one, and no moves between spot machines. `on demand` uses
-nothing else; `spot until forced` stays on a spot machine while there is one, waits
-while there is none, and finishes on demand; `uniform progress` is that of Wu et al.,
-NSDI 2024, which also uses machines on demand while it is behind an even pace, with the
-cheapest zone as its spot machine.
+with what `crossfed up --keep` knows: published prices, and capacity only where it had a
+machine or was refused one. `on demand` uses nothing else; `spot until forced` stays on
+a spot machine while there is one, waits while there is none, and finishes on demand;
+`uniform progress` is that of Wu et al., NSDI 2024, which also uses machines on demand
+while it is behind an even pace, with the cheapest zone as its spot machine.
 
 With `--recorded FOLDER`, availability is that of recorded traces (files of
 github.com/skypilot-org/spot-traces), of which each seed draws zones and a begin.
@@ -51,6 +50,8 @@ from deploy.fleet.choosing.spot_history import (
 
 # The outlook is computed again after so many slots, from as many of the newest.
 EVERY, WINDOW = 25, spot_traces.HISTORY_SLOTS
+# With what `--keep` knows, also after so many more refusals and losses.
+REFUSALS = 6
 TUNED_FROM = 100_000
 # A 1 in a recorded trace means capacity, or none.
 INVERTED = "ones are outages"
@@ -131,57 +132,65 @@ class Ours:
 
 
 class AsDeployed:
-    """`decide` with the knowledge of `deploy.fleet.keeping.moves`."""
+    """`decide` with the knowledge of `deploy.fleet.keeping.moves`.
+
+    A zone without capacity refuses a launch, which costs nothing; the rule then decides
+    again without it.
+    """
 
     def __init__(self) -> None:
         self._sightings: list[Sighting] = []
         self._situation: Situation | None = None
+        self._foreseen = (0, 0)
+        self._published: Sequence[Sequence[SpotPrice]] = ()
         self._place = WAIT
 
     def __call__(self, trace: Trace, at: Position) -> int:
+        self._published = self._published or _published(trace)
         now = at.slot * SLOT_HOURS * 3600.0
-        *spots, reserve = _offers(trace, at)
+        offers = _offers(trace, at)
         if 0 <= self._place < trace.zones and at.place == WAIT:
-            self._see(spots[self._place], now, has_capacity=False)
+            self._see(offers[self._place], now, has_capacity=False)
         while True:
-            wanted = self._wanted(trace, at, [*spots, reserve], now)
-            is_new = wanted != at.place and 0 <= wanted < trace.zones
-            if not is_new or trace.available_zt[wanted, at.slot]:
+            wanted = self._wanted(trace, at, offers, now)
+            if wanted == WAIT:
+                wanted = at.place  # A machine that works is not given up to wait.
+            if wanted in {at.place, trace.zones}:
                 break
-            self._see(spots[wanted], now, has_capacity=False)
-        if wanted == WAIT:  # A spot machine stays; the keeper goes on asking for one.
-            stays = 0 <= at.place < trace.zones
-            wanted = at.place if stays else self._tried(trace, at, spots, now)
-        if wanted != at.place and 0 <= wanted < trace.zones:
-            self._see(spots[wanted], now, has_capacity=True)
+            has_capacity = bool(trace.available_zt[wanted, at.slot])
+            self._see(offers[wanted], now, has_capacity=has_capacity)
+            if has_capacity:
+                break
+        if 0 <= at.place < trace.zones and wanted != at.place:
+            self._see(offers[at.place], now, has_capacity=True, is_given_up=True)
         self._place = wanted
         return wanted
 
-    def _tried(
-        self, trace: Trace, at: Position, spots: Sequence[MachineOffer], now: float
-    ) -> int:
-        """The first zone with capacity, the cheapest first; WAIT if none has any."""
-        for zone in np.argsort(trace.prices_zt[:, at.slot]).tolist():
-            if trace.available_zt[zone, at.slot]:
-                return int(zone)
-            self._see(spots[zone], now, has_capacity=False)
-        return WAIT
-
-    def _see(self, offer: MachineOffer, now: float, *, has_capacity: bool) -> None:
-        seen = Sighting(zone=offer.zone, at=now, has_capacity=has_capacity)
+    def _see(
+        self,
+        offer: MachineOffer,
+        now: float,
+        *,
+        has_capacity: bool,
+        is_given_up: bool = False,
+    ) -> None:
+        seen = Sighting(
+            zone=offer.zone,
+            at=now,
+            has_capacity=has_capacity,
+            is_given_up=is_given_up,
+        )
         self._sightings.append(seen)
 
     def _wanted(
         self, trace: Trace, at: Position, every: Sequence[MachineOffer], now: float
     ) -> int:
         *spots, reserve = every
-        runs_on_spot = 0 <= at.place < trace.zones
-        if runs_on_spot:
-            spots = [every[at.place]]
+        current = "" if at.place == WAIT else every[at.place].name
         spots = [
             replace(
                 offer,
-                is_available=runs_on_spot
+                is_available=offer.name == current
                 or is_believed(offer, self._sightings, now=now, slot_hours=SLOT_HOURS),
             )
             for offer in spots
@@ -192,14 +201,18 @@ class AsDeployed:
             left_hours=at.left * SLOT_HOURS,
             boot_hours=trace.boot * SLOT_HOURS,
             slot_hours=SLOT_HOURS,
-            current="" if at.place == WAIT else every[at.place].name,
+            current=current,
             boot_left_hours=at.boot * SLOT_HOURS,
         )
-        if self._situation is None or (at.slot - trace.start) % EVERY == 0:
-            every_spot = [*every[:-1]]
+        # The product foresees with every decision; here, when enough is new.
+        refusals = sum(not each.has_capacity for each in self._sightings)
+        due = (at.slot - trace.start) // EVERY, refusals // REFUSALS
+        if self._situation is None or due != self._foreseen:
+            self._foreseen = due
+            seen = slice(max(0, at.slot + 1 - WINDOW), at.slot + 1)
             known = history(
-                every_spot,
-                _published(trace, at, every_spot),
+                spots,
+                [each for slot in self._published[seen] for each in slot],
                 self._sightings,
                 now=now,
                 slot_hours=SLOT_HOURS,
@@ -217,19 +230,26 @@ class AsDeployed:
         return WAIT if offer is None else names.index(offer.name)
 
 
-def _published(
-    trace: Trace, at: Position, spots: Sequence[MachineOffer]
-) -> Sequence[SpotPrice]:
-    """Prices up to now, as a cloud lists them."""
+def _published(trace: Trace) -> Sequence[Sequence[SpotPrice]]:
+    """Prices of each slot, as a cloud lists them."""
+    names = [offer.zone for offer in _offers(trace, _begin(trace))[:-1]]
     return [
-        SpotPrice(
-            zone=offer.zone,
-            at=slot * SLOT_HOURS * 3600.0,
-            dollars_per_hour=float(trace.prices_zt[zone, slot]),
-        )
-        for zone, offer in enumerate(spots)
-        for slot in range(max(0, at.slot + 1 - WINDOW), at.slot + 1)
+        [
+            SpotPrice(
+                zone=name,
+                at=slot * SLOT_HOURS * 3600.0,
+                dollars_per_hour=float(price),
+            )
+            for name, price in zip(names, prices_z, strict=True)
+        ]
+        for slot, prices_z in enumerate(trace.prices_zt.T)
     ]
+
+
+def _begin(trace: Trace) -> Position:
+    return Position(
+        slot=trace.start, place=WAIT, boot=0, work=trace.work, left=trace.deadline
+    )
 
 
 def _offers(trace: Trace, at: Position) -> Sequence[MachineOffer]:

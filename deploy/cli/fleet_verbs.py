@@ -172,7 +172,11 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
 def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | None":
     """Who moves sites of clouds before a deadline; None if there is none."""
     from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keeping import moves, spot_record  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import (  # noqa: PLC0415 -- keeps `--help` fast
+        moves,
+        run_progress,
+        spot_record,
+    )
 
     plan = deployment.plan
     if plan.file.deadline_hours is None:
@@ -185,7 +189,8 @@ def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | 
         if isinstance(pool, SpotMarket)
     }
     record = spot_record.SpotRecord(plan.folder, markets, tell)
-    return moves.Mover(plan, table, moves.ReadProgress(run, rounds), record, tell)
+    progress = run_progress.ReadProgress(run, rounds)
+    return moves.Mover(plan, table, progress, record, tell)
 
 
 def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
@@ -205,13 +210,13 @@ def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     """Refuse what would end the watch of a run: no price, or a damaged record."""
     from deploy.fleet import prices, spending  # noqa: PLC0415 -- --help
     from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
-    from deploy.fleet.keeping import moves, spot_record  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import site_prices, spot_record  # noqa: PLC0415 -- --help
 
     if plan.file.deadline_hours is None:
         return
     spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     table = prices.load(plan.prices, today=prices.day_of(clock.now()), warn=tell)
-    moves.check_prices(plan, table)
+    site_prices.check_prices(plan, table)
     for market in MARKETS:  # A budget counts either.
         sites = tuple(
             site.in_market(market) if site.is_movable else site

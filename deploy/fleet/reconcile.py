@@ -4,7 +4,7 @@ Pure: nodes in, decisions out. Their executor may be killed at any moment;
 the same question is then asked again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cloud_adapters.compute.pool import Node, NodeState
@@ -94,7 +94,12 @@ def _age(node: Node) -> tuple[float, str, str]:
     return node.launched, node.labels.get(OWNER, ""), node.id
 
 
-def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
+def decide(
+    role: NodeRole,
+    nodes: Sequence[Node],
+    launched: int,
+    leaving: Collection[str] = frozenset(),
+) -> Decision:
     """Decide what to do for a role.
 
     The number of a launch is written down before the launch. So if no node carries
@@ -106,6 +111,8 @@ def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
         nodes: All nodes that are known, of every role.
         launched: The last number that a node of this role was launched with, as
             written down; 0 for none.
+        leaving: Nodes to replace although their settings are those of now: their site
+            moves to another zone.
     """
     ours = [node for node in nodes if node.labels.get(ROLE) == role.name]
     numbers = {node.id: _number(node) for node in ours}
@@ -113,7 +120,11 @@ def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
     alive = [
         node for node in ours if node.state in {NodeState.STARTING, NodeState.RUNNING}
     ]
-    fitting = [node for node in alive if node.labels.get(SETTINGS) == role.settings]
+    fitting = [
+        node
+        for node in alive
+        if node.labels.get(SETTINGS) == role.settings and node.id not in leaving
+    ]
     kept = max(fitting, key=lambda node: numbers[node.id], default=None)
     end = tuple(node for node in alive if node is not kept)
     if kept is not None:

@@ -65,7 +65,8 @@ def decide(deployment: Deployment, request: NodeRequest) -> Decision:
     ours = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
     found = deployment.pools[request.pool].nodes(ours)
     role = NodeRole(name=spec.name, settings=digest)
-    return reconcile.decide(role, found, deployment.launched(spec.name))
+    launched = deployment.launched(spec.name)
+    return reconcile.decide(role, found, launched, deployment.leaving)
 
 
 def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
@@ -84,7 +85,9 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
     decision = decide(deployment, request)
     first, later = _to_end(deployment, decision)
     if decision.end:
-        tell(f"{role_name}: its settings have changed; the node that runs is replaced")
+        moves = all(node.id in deployment.leaving for node in decision.end)
+        why = "it moves to another zone" if moves else "its settings have changed"
+        tell(f"{role_name}: {why}; the node that runs is replaced")
     _end(deployment, request, first)
     number, kept = decision.number, decision.node
     if kept is not None and is_here and kept.state is NodeState.STARTING:

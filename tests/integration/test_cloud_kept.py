@@ -22,7 +22,8 @@ from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.keep import Keeper
-from deploy.fleet.keeping.moves import Mover, WorkLeft
+from deploy.fleet.keeping.moves import Mover
+from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices

@@ -1,27 +1,32 @@
 """What is known of a market of spot machines, as the policy reads it.
 
 Clouds publish prices, but not where they have capacity. That is known only of the time
-in which one had a machine, and of launches that were refused. A zone is taken to be as
-it was last seen; before that, to have had capacity, in few slots: ``_HOPED_SLOTS``.
+in which one had a machine, and of launches that were refused; the rest is drawn, see
+``capacity``.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market
+from deploy.fleet.choosing import capacity
+from deploy.fleet.choosing.capacity import UNKNOWN
 from deploy.fleet.choosing.choice import MachineOffer, Situation
-from deploy.fleet.choosing.outlook import Left, MarketHistory, foresee
+from deploy.fleet.choosing.outlook import Floats, Left, MarketHistory, foresee
 
 _HOUR = 3600.0
 # How far back prices and sightings count.
 HISTORY_HOURS = 7 * 24.0
-_HOPED_SLOTS, _MOST_SLOTS = 10, 840
+_MOST_SLOTS = 840
 # A zone that had no capacity is taken to have none for so many slots.
-_BELIEVED_SLOTS = 3
+_BELIEVED_SLOTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +37,14 @@ class Sighting:
         zone: The zone.
         at: When, in seconds since 1970.
         has_capacity: Whether a machine ran; else it was lost, or a launch refused.
+        is_given_up: Whether that machine was ended by its user: nothing is known of the
+            zone afterwards. One that was not has run until the next sighting there.
     """
 
     zone: str
     at: float
     has_capacity: bool
+    is_given_up: bool = False
 
 
 def history(
@@ -53,36 +61,60 @@ def history(
         offers: Spot machines, one in each zone; a zone without published prices is
             taken to have cost what its offer does.
         prices: As published.
-        sightings: As seen.
+        sightings: As seen; those of other zones and of later on do not count.
         now: Seconds since 1970.
         slot_hours: Length of a slot.
     """
     slot = slot_hours * _HOUR
-    recent = [each for each in sightings if now - each.at < HISTORY_HOURS * _HOUR]
-    # A clock that was set back has sightings of later on.
-    oldest = min([now, *(each.at for each in recent)])
-    seen = math.ceil((now - oldest) / slot)
-    num = min(_MOST_SLOTS, _HOPED_SLOTS + seen)
+    num = max(2, min(_MOST_SLOTS, math.ceil(HISTORY_HOURS / slot_hours)))
     ends_t = now - slot * np.arange(num)[::-1]
+    of_zone: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for price in prices:
+        of_zone[price.zone].append((price.at, price.dollars_per_hour))
     prices_zt = np.empty((len(offers), num))
-    available_zt = np.ones((len(offers), num), dtype=bool)
+    seen_zt = np.full((len(offers), num), UNKNOWN)
     for row, offer in enumerate(offers):
-        rows = sorted(
-            (each.at, each.dollars_per_hour)
-            for each in prices
-            if each.zone == place_of(offer)
-        )
-        times = np.array([at for at, _ in rows])
-        dollars = np.array([d for _, d in rows] or [offer.dollars_per_hour])
-        places = np.searchsorted(times, ends_t, side="right") - 1
-        prices_zt[row] = dollars[np.clip(places, 0, None)] * slot_hours
-        for each in sorted(recent, key=lambda each: each.at):
-            if each.zone == place_of(offer):
-                # Until it is seen again: a refusal is no second loss.
-                first = num - 1 - math.floor((now - each.at) / slot)
-                available_zt[row, max(0, first) :] = each.has_capacity
-    names = [offer.name for offer in offers]
-    return MarketHistory(names=names, prices_zt=prices_zt, available_zt=available_zt)
+        zone = place_of(offer)
+        rows = sorted(of_zone[zone])
+        prices_zt[row] = _held(rows, ends_t, offer.dollars_per_hour) * slot_hours
+        seen_zt[row] = _seen([s for s in sightings if s.zone == zone], ends_t, slot)
+    return MarketHistory(
+        names=[offer.name for offer in offers],
+        prices_zt=prices_zt,
+        available_zt=capacity.drawn(seen_zt, slot_hours=slot_hours),
+    )
+
+
+def _held(
+    rows: Sequence[tuple[float, float]], ends_t: Floats, default: float
+) -> Floats:
+    """Prices at the ends of slots: each holds until the next, the first before it."""
+    if not rows:
+        return np.full(ends_t.size, default)
+    times, dollars = np.array(rows).T
+    places = np.searchsorted(times, ends_t, side="right") - 1
+    return np.asarray(dollars[np.clip(places, 0, None)])
+
+
+def _seen(
+    sightings: Sequence[Sighting], ends_t: Floats, slot: float
+) -> NDArray[np.int64]:
+    """Capacity of a zone in each slot as it was seen, or ``UNKNOWN``."""
+    seen_t = np.full(ends_t.size, UNKNOWN)
+    now, oldest = float(ends_t[-1]), float(ends_t[0]) - slot
+    recent = sorted(
+        (each for each in sightings if oldest < each.at <= now),
+        key=lambda each: each.at,
+    )
+    last = ends_t.size - 1
+    for each, later in pairwise([*recent, None]):
+        assert each is not None  # noqa: S101 -- None is the last of all
+        first = last - math.floor((now - each.at) / slot)
+        runs = each.has_capacity and not each.is_given_up
+        until = now if later is None else later.at
+        end = last - math.floor((now - until) / slot) if runs else first
+        seen_t[first : end + 1] = each.has_capacity
+    return seen_t
 
 
 def place_of(offer: MachineOffer) -> str:
@@ -116,6 +148,8 @@ class RestOfWork:
         slot_hours: Time until the next decision.
         current: Name of the offer that it runs on; empty if it runs on none.
         boot_left_hours: What the present machine still takes before it works.
+        stall_dollars_per_hour: What an hour without a machine that works costs, because
+            those of other sites wait.
     """
 
     work_hours: float
@@ -125,6 +159,7 @@ class RestOfWork:
     slot_hours: float
     current: str = ""
     boot_left_hours: float = 0.0
+    stall_dollars_per_hour: float = 0.0
 
 
 def situation(
@@ -154,6 +189,7 @@ def situation(
         left,
         boot=max(1, math.ceil(rest.boot_hours / rest.slot_hours - 1e-9)),
         on_demand=on_demand * rest.slot_hours,
+        stall=rest.stall_dollars_per_hour * rest.slot_hours,
     )
     return Situation(
         work_hours=rest.work_hours,

@@ -146,6 +146,8 @@ class Keeper:
         except _TakenDown:
             raise
         except (ComputeError, JobError) as error:
+            if self._mover is not None and isinstance(error, NoCapacity):
+                self._mover.note_refused(new, changed, self._clock.now())
             self._plan = old
             self._hourly = costs.budget_prices(old, now=self._priced_at)
             self._note_refused(old, new, error)
@@ -196,7 +198,9 @@ class Keeper:
         with self._opened() as deployment:
             _check_wanted(deployment)
             deployment.launch_first = frozenset(first)
-            deployment.held_back = frozenset(self._starts.failed)
+            deployment.held_back = frozenset(self._starts.failed) | self._waiting
+            if first and self._mover is not None:
+                deployment.leaving = self._mover.leaving(self._plan, self._listed())
             self._restore(deployment)
 
     def _decide_sizes(self, now: float) -> None:
@@ -243,10 +247,10 @@ class Keeper:
 
     def _replace(self, nodes: Sequence[Node]) -> None:
         """Bring the deployment up again if a node of it is gone."""
-        missing = self._missing(nodes)
-        is_early = self._clock.monotonic() < self._next_try
         if self._mover is not None:
             self._move(self._mover, nodes)
+        missing = self._missing(nodes)
+        is_early = self._clock.monotonic() < self._next_try
         if (
             not (missing or self._is_moving)
             or is_early
@@ -257,9 +261,9 @@ class Keeper:
         try:
             with self._opened() as deployment:
                 _check_wanted(deployment)
-                deployment.held_back = frozenset(
+                deployment.held_back = self._waiting | {
                     role for role in self._starts.failed if role not in missing
-                )
+                }
                 if missing:
                     self._tell(f"{names}: gone, and replaced now")
                 self._restore(deployment)
@@ -306,7 +310,13 @@ class Keeper:
         }
         if missing >= sites and all(map(self._starts.is_given_up, sites)):
             self._end("none of its sites could be started; see above")
+        missing -= self._waiting
         return {role for role in missing if self._starts.may_replace(role)}
+
+    @property
+    def _waiting(self) -> frozenset[str]:
+        """Roles that shall have no machine for now, because it would cost too much."""
+        return frozenset() if self._mover is None else self._mover.waiting
 
     def _retry(self, message: str) -> None:
         """Report a refusal once, and try again later."""

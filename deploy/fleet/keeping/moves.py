@@ -7,18 +7,18 @@ changes something is a line of ``decisions.jsonl`` in the deployment's folder.
 
 A round is the unit of work that is kept: a machine that is lost costs a start and the
 round that it was in. A site moves between two rounds if the deadline could still be
-kept after such a loss; between spot machines it does not move.
+kept after such a loss. To another zone it moves only then, because that saves money
+and is never urgent. A site whose machine was lost may wait for a lower price.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.fleet.choosing import decision_log
-from deploy.fleet.choosing.choice import Choice, MachineOffer, decide
+from deploy.fleet.choosing.choice import Action, Choice, MachineOffer, decide
 from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.spot_history import (
     RestOfWork,
@@ -29,11 +29,11 @@ from deploy.fleet.choosing.spot_history import (
     situation,
 )
 from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.keeping.run_progress import WorkLeft
+from deploy.fleet.keeping.site_prices import hourly
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
-from federation.errors import JobError
-from monitoring.runs.run_folder import RunFolder
 
 _HOUR = 3600.0
 _MOST_SLOTS = 200
@@ -41,60 +41,6 @@ _MOST_SLOTS = 200
 _MARGIN = 0.25
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkLeft:
-    """How far a run is.
-
-    Attributes:
-        started: When it began, in seconds since 1970.
-        rounds_left: Rounds to come.
-        round_seconds: Median time of a round so far.
-        round_began: When the round in progress began; None between two rounds.
-    """
-
-    started: float
-    rounds_left: int
-    round_seconds: float
-    round_began: float | None = None
-
-    def done_hours(self, now: float) -> float:
-        """How much of the round in progress is done, at the median pace."""
-        if self.round_began is None:
-            return 0.0
-        return min(max(0.0, now - self.round_began), self.round_seconds) / _HOUR
-
-
-class ReadProgress:
-    """Reads a run's progress from its events, when there are new ones."""
-
-    def __init__(self, run: RunFolder, rounds: int) -> None:
-        """Of a run with a number of rounds."""
-        self._run, self._rounds = run, rounds
-        self._size = -1
-        self._found: WorkLeft | None = None
-
-    def __call__(self) -> WorkLeft | None:
-        """How far it is; None before the end of its first round."""
-        if not self._run.exists():
-            return None
-        size = self._run.events.stat().st_size
-        if size != self._size:
-            self._size, self._found = size, self._read()
-        return self._found
-
-    def _read(self) -> WorkLeft | None:
-        view = self._run.view()
-        took = [each.finished.seconds for each in view.rounds if each.finished]
-        if not took:
-            return None
-        return WorkLeft(
-            started=view.first_started_at,
-            rounds_left=max(0, self._rounds - len(took)),
-            round_seconds=median(took),
-            round_began=None if view.current is None else view.current.started_at,
-        )
 
 
 class Mover:
@@ -125,14 +71,20 @@ class Mover:
         self._alive: dict[str, Node] = {}
         self._changes: Counter[str] = Counter()
         self._decided: tuple[int, Counter[str]] | None = None
+        # Decisions are made again after a slot: prices change.
+        self._due = math.inf
+        self.waiting: frozenset[str] = frozenset()
+        # What was last reported of each role: the same decision is not news.
+        self._told: dict[str, tuple[Action, str]] = {}
 
     def moved(
         self, plan: DeploymentPlan, nodes: Sequence[Node], now: float
     ) -> DeploymentPlan:
         """Return the deployment with the machines that it should have now.
 
-        Nothing is decided again before a round has ended, or a machine was lost or
-        refused.
+        Nothing is decided again before a round has ended, a machine was lost or
+        refused, or a slot of the policy's time is over. Roles in ``waiting`` shall have
+        no machine until then, although there may be one.
         """
         self._note(plan, nodes, now)
         progress = self._progress()
@@ -140,16 +92,33 @@ class Mover:
             return plan
         state = progress.rounds_left, self._changes.copy()
         # A deadline also comes nearer when no round ends.
-        if state == self._decided and not self._is_late(progress, now):
+        is_due = now >= self._due or self._is_late(progress, now)
+        if state == self._decided and not is_due:
             return plan
-        self._decided = state
+        if self._decided is None or self._decided[1] != state[1]:
+            self._told.clear()
+        self._decided, self._due = state, math.inf
+        self.waiting = frozenset()
         sites = [
-            self._site(site, nodes, progress, now)
+            self._site(site, plan, nodes, progress, now)
             if site.name in self._movable and progress.rounds_left
             else site
             for site in plan.file.sites
         ]
         return replace(plan, file=replace(plan.file, sites=tuple(sites)))
+
+    def leaving(self, plan: DeploymentPlan, nodes: Sequence[Node]) -> frozenset[str]:
+        """IDs of machines in zones that their sites shall leave, as ``moved`` said."""
+        return frozenset(
+            node.id
+            for site in plan.file.sites
+            if site.machine.market == Market.SPOT.value
+            for node in nodes
+            if node.labels.get(ROLE) == _role(site)
+            and node.state in _WORKS
+            and node.market is Market.SPOT
+            and self._is_left(site, node)
+        )
 
     def may_wait(
         self,
@@ -178,6 +147,10 @@ class Mover:
         ]
         if progress is None or any(_own(site, nodes) is None for site in moving):
             return False
+        return self._bears_a_loss(progress, now)
+
+    def _bears_a_loss(self, progress: WorkLeft, now: float) -> bool:
+        """Whether a loss just before the end of the round could be made up for."""
         round_hours, done = progress.round_seconds / _HOUR, progress.done_hours(now)
         spare = self._left_hours(progress, now) - self._boot_hours
         spare -= progress.rounds_left * round_hours - done
@@ -186,6 +159,7 @@ class Mover:
     def reconsider(self) -> None:
         """Decide again at the next look: the last decision was not carried out."""
         self._decided = None
+        self._told.clear()
 
     def note_refused(
         self, plan: DeploymentPlan, roles: Collection[str], now: float
@@ -213,43 +187,55 @@ class Mover:
         """Note spot machines that are there for the first time, or no longer."""
         alive = {node.id: node for node in nodes if node.state in _WORKS}
         ended = {node.id for node in nodes if node.failed or node.finished}
+        new = [node for node in alive.values() if node.id not in self._alive]
+        gone = [node for node in self._alive.values() if node.id not in alive]
         for site in plan.file.sites:
             role = _role(site)
-            is_spot = site.machine.market == Market.SPOT.value
-            new = [n for n in alive.values() if n.id not in self._alive]
-            gone = [n for n in self._alive.values() if n.id not in alive]
-            # Those that have ended by themselves say nothing about their zone.
-            lost = [n for n in gone if n.id not in ended]
             seen = [
                 Sighting(
-                    zone=node.zone or site.machine.region, at=now, has_capacity=has
+                    zone=node.zone or site.machine.region,
+                    at=now,
+                    has_capacity=node in new or is_given_up,
+                    is_given_up=is_given_up,
                 )
-                for has, found in ((True, new), (False, lost))
-                for node in found
-                # Of those that went, none is meant that was to be replaced.
-                if node.labels.get(ROLE) == role
-                and node.market is Market.SPOT
-                and is_spot
+                for node in (*new, *gone)
+                if node.labels.get(ROLE) == role and node.market is Market.SPOT
+                # Its zone took back none that was replaced or has ended by itself.
+                for is_given_up in [
+                    node in gone and (node.id in ended or self._is_left(site, node))
+                ]
             ]
             if site.name in self._movable:
                 self._record.note(site, *seen)
             self._changes[role] += sum(n.labels.get(ROLE) == role for n in gone)
         self._alive = alive
 
+    def _is_left(self, site: SiteMachine, node: Node) -> bool:
+        """Whether a spot machine is in a market or a zone that its site has left."""
+        if site.machine.market != Market.SPOT.value:
+            return True
+        movable = self._movable.get(site.name)
+        zones = () if movable is None else movable.machine.zones
+        return node.zone in zones and node.zone not in site.machine.zones
+
     def _site(
         self,
         site: SiteMachine,
+        plan: DeploymentPlan,
         nodes: Sequence[Node],
         progress: WorkLeft,
         now: float,
     ) -> SiteMachine:
         own = _own(site, nodes)
-        spots = self._spots(site, now)
+        spots = self._spots(self._in_file(site), now)
         if own is not None and own.market is Market.SPOT:
-            # It stays where it is, or moves to a machine on demand.
-            spots = [o for o in spots if o.zone in {own.zone, ""}] or spots[:1]
+            is_known = any(o.zone in {own.zone, ""} for o in spots)
+            # From a zone that the file does not name, it only moves to on demand.
+            spots = spots if is_known else [replace(spots[0], zone=own.zone)]
         reserve = self._offer(site, Market.ON_DEMAND)
         rest = self._rest(own, [*spots, reserve], progress, now)
+        rest = replace(rest, stall_dollars_per_hour=self._others_hourly(plan, site))
+        self._due = min(self._due, now + rest.slot_hours * _HOUR)
         sightings = self._record.sightings(site)
         spots = [
             replace(
@@ -268,14 +254,71 @@ class Mover:
         )
         offers = [*spots, reserve]
         choice = decide(situation(rest, known, offers, now=now), offers, now)
-        # To wait is to try spot machines: none is there unless a launch succeeds.
+        if own is None:
+            return self._replaced(site, choice, spots, now)
+        return self._changed(site, own, choice, progress, now)
+
+    def _replaced(
+        self,
+        site: SiteMachine,
+        choice: Choice,
+        spots: Sequence[MachineOffer],
+        now: float,
+    ) -> SiteMachine:
+        """The site without a machine: which to launch now, or to launch none."""
+        # If none seems to be available, to wait is to go on asking for one.
+        if choice.offer is None and any(offer.is_available for offer in spots):
+            self.waiting |= {_role(site)}
+            self._log(_role(site), choice, now)
+            return site
         market = Market.SPOT if choice.offer is None else choice.offer.market
         if market.value != site.machine.market:
             self._log(_role(site), choice, now)
-            return self._movable[site.name].in_market(market.value)
-        if own is None and choice.offer is not None:
-            return _tried_first(site, choice.offer.zone)
-        return site
+            site = self._movable[site.name].in_market(market.value)
+        zone = "" if choice.offer is None else choice.offer.zone
+        return _tried_first(self._in_file(site), zone)
+
+    def _changed(
+        self,
+        site: SiteMachine,
+        own: Node,
+        choice: Choice,
+        progress: WorkLeft,
+        now: float,
+    ) -> SiteMachine:
+        """The site with a machine, which it keeps until it has the next one."""
+        offer = choice.offer
+        if offer is None:
+            return site
+        in_file = self._movable[site.name]
+        if offer.market.value != site.machine.market:
+            self._log(_role(site), choice, now)
+            return _tried_first(in_file.in_market(offer.market.value), offer.zone)
+        is_between_zones = choice.action is Action.MOVE and own.market is Market.SPOT
+        if (
+            not is_between_zones
+            or offer.zone not in in_file.machine.zones
+            or not self._bears_a_loss(progress, now)
+        ):
+            return site
+        self._log(_role(site), choice, now)
+        return replace(site, machine=replace(site.machine, zones=(offer.zone,)))
+
+    def _in_file(self, site: SiteMachine) -> SiteMachine:
+        """The site with all zones of the deployment file."""
+        zones = self._movable[site.name].machine.zones
+        return replace(site, machine=replace(site.machine, zones=zones))
+
+    def _others_hourly(self, plan: DeploymentPlan, site: SiteMachine) -> float:
+        """Dollars of an hour of all machines that wait while one site has none."""
+        parties = (plan.file.aggregator, *plan.file.sites)
+        return sum(
+            hourly(each, each.machine.market, self._prices)
+            if isinstance(each, SiteMachine) and each.name in self._movable
+            else each.dollars_per_hour or 0.0
+            for each in parties
+            if each != site
+        )
 
     def _rest(
         self,
@@ -288,7 +331,7 @@ class Mover:
         round_hours = lost_hours = progress.round_seconds / _HOUR
         work_hours = progress.rounds_left * round_hours
         slots = max(left_hours, work_hours) / _MOST_SLOTS
-        current = [] if own is None else [o for o in offers if o.market is own.market]
+        current = [] if own is None else [o for o in offers if _is_of(o, own)]
         age = math.inf if own is None else (now - own.launched) / _HOUR
         if own is not None and own.market is Market.SPOT:
             work_hours -= progress.done_hours(now)
@@ -327,12 +370,16 @@ class Mover:
             region=machine.region,
             machine=machine.type,
             market=market,
-            dollars_per_hour=_hourly(
+            dollars_per_hour=hourly(
                 self._movable[site.name], market.value, self._prices
             ),
         )
 
     def _log(self, role: str, choice: Choice, now: float) -> None:
+        news = choice.action, "" if choice.offer is None else choice.offer.name
+        if self._told.get(role) == news:
+            return
+        self._told[role] = news
         self._tell(f"{role}: {choice.action.value}: {choice.reason}")
         row = DecisionRow(
             at=now,
@@ -342,49 +389,6 @@ class Mover:
             reason=choice.reason,
         )
         decision_log.append(self._folder, row)
-
-
-def check_prices(plan: DeploymentPlan, prices: Prices) -> None:
-    """Refuse a deadline for machines of unknown price, before anything is started.
-
-    Args:
-        plan: The deployment.
-        prices: The table.
-
-    Raises:
-        JobError: The price of a machine that a deadline may move is neither stated nor
-            in the table, in one market or the other.
-    """
-    if plan.file.deadline_hours is None:
-        return
-    for index, site in enumerate(plan.file.sites):
-        if not site.is_movable:
-            continue
-        for market, name in (
-            (Market.SPOT, "dollars_per_hour"),
-            (Market.ON_DEMAND, "on_demand_dollars_per_hour"),
-        ):
-            try:
-                _hourly(site, market.value, prices)
-            except JobError as error:
-                raise JobError(
-                    f"{plan.path}: is missing: deadline_hours weighs machines by their "
-                    f"prices, and {error.reason}",
-                    key=f"sites[{index}].{name}",
-                ) from None
-
-
-def _hourly(site: SiteMachine, market: str, prices: Prices) -> float:
-    """Dollars of an hour of a site's machine in a market: stated, or of the table.
-
-    Raises:
-        JobError: Neither.
-    """
-    wanted = site.in_market(market)
-    if wanted.dollars_per_hour is not None:
-        return wanted.dollars_per_hour
-    place = (site.provider, site.machine.region, site.machine.priced_as)
-    return prices.hourly(*place, spot=market == Market.SPOT.value)
 
 
 _WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
@@ -398,6 +402,11 @@ def _own(site: SiteMachine, nodes: Sequence[Node]) -> Node | None:
     """The newest machine of a site that works."""
     own = [n for n in nodes if n.labels.get(ROLE) == _role(site) and n.state in _WORKS]
     return own[-1] if own else None
+
+
+def _is_of(offer: MachineOffer, own: Node) -> bool:
+    """Whether a machine is of this offer, as far as its zone is known."""
+    return offer.market is own.market and offer.zone in {own.zone, ""}
 
 
 def _tried_first(site: SiteMachine, zone: str) -> SiteMachine:

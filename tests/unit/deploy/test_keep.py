@@ -243,10 +243,14 @@ class OnDemand:
     Attributes:
         waits: Whether that may wait for the end of the round.
         decided_again: Whether it was asked to decide again.
+        waiting: Roles that shall have no machine for now.
+        refused: Roles whose machines a service had no capacity for.
     """
 
     def __init__(self) -> None:
         self.waits = self.decided_again = False
+        self.waiting: frozenset[str] = frozenset()
+        self.refused: list[set[str]] = []
 
     def moved(
         self, plan: deployment_file.DeploymentPlan, *_: object
@@ -262,6 +266,12 @@ class OnDemand:
 
     def reconsider(self) -> None:
         self.decided_again = True
+
+    def leaving(self, *_: object) -> frozenset[str]:
+        return frozenset({"left"})
+
+    def note_refused(self, _: object, roles: set[str], *_now: float) -> None:
+        self.refused.append(roles)
 
 
 class Silent:
@@ -432,6 +442,7 @@ class Moving:
         self.mover.waits = True
         self.markets: list[str] = []
         self.first: list[frozenset[str]] = []
+        self.leaving: list[frozenset[str]] = []
         self.refusals = 0
         with opened(plan) as deployment:
             self.keeper = Keeper(
@@ -451,6 +462,7 @@ class Moving:
         (site,) = deployment.plan.file.sites
         self.markets.append(site.machine.market)
         self.first.append(deployment.launch_first)
+        self.leaving.append(deployment.leaving)
 
     def look(self) -> None:
         now = SystemClock().now()
@@ -476,6 +488,7 @@ def test_a_move_that_may_wait_is_made_while_the_run_pauses(moving: Moving):
     moving.keeper.resume()
     assert moving.markets == ["on-demand"]
     assert moving.first == [{"site-aws-us-east-1"}]
+    assert moving.leaving == [{"left"}]
     moving.look()
     assert moving.told.count("asked to pause") == 1
 
@@ -496,5 +509,22 @@ def test_a_move_that_is_refused_is_decided_again(moving: Moving):
     moving.refusals = 1
     moving.keeper.resume()
     assert moving.mover.decided_again
+    assert moving.mover.refused == [{"site-aws-us-east-1"}]
     assert moving.markets == ["spot"]
+    assert moving.leaving == [frozenset()]  # The old machine stays.
     assert "kept: the machines stay for now: us-east-1a has no" in moving.told[-1]
+
+
+def test_a_role_that_waits_for_a_lower_price_has_no_machine(moving: Moving):
+    """Until its mover says otherwise."""
+    moving.mover.waits = False
+    moving.mover.waiting = frozenset({"site-aws-us-east-1"})
+    now = SystemClock().now()
+    aggregator = node(launched=now)
+    moving.keeper.look([aggregator])  # Moves on demand, which brings it up.
+    moving.keeper.look([aggregator])
+    assert len(moving.markets) == 1
+    moving.mover.waiting = frozenset()
+    moving.keeper.look([aggregator])
+    assert len(moving.markets) == 2
+    assert moving.told[-1] == "site-aws-us-east-1: gone, and replaced now"

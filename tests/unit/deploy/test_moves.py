@@ -12,7 +12,9 @@ from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.cli import fleet_verbs
 from deploy.fleet import deployment_file, spending
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.moves import Mover, WorkLeft, check_prices
+from deploy.fleet.keeping.moves import Mover
+from deploy.fleet.keeping.run_progress import WorkLeft
+from deploy.fleet.keeping.site_prices import check_prices
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices
 from federation.clock import VirtualClock
@@ -316,11 +318,14 @@ def test_a_machine_that_was_to_be_replaced_was_not_lost(zoned: DeploymentPlan):
     )
     mover.moved(moved, [], HOUR + 60.0)
     record = SpotRecord(zoned.folder, {}, print)
-    (seen,) = record.sightings(zoned.file.sites[0])
-    assert (seen.zone, seen.has_capacity) == ("us-east-1a", True)
+    launched, left = record.sightings(zoned.file.sites[0])
+    assert (launched.zone, launched.is_given_up) == ("us-east-1a", False)
+    assert (left.has_capacity, left.is_given_up) == (True, True)
 
 
-@pytest.mark.parametrize(("ended", "seen"), [(False, [True, False]), (True, [True])])
+@pytest.mark.parametrize(
+    ("ended", "seen"), [(False, [True, False]), (True, [True, True])]
+)
 def test_a_machine_that_ends_itself_says_nothing_about_its_zone(
     plan: DeploymentPlan, *, ended: bool, seen: list[bool]
 ):
@@ -332,3 +337,99 @@ def test_a_machine_that_ends_itself_says_nothing_about_its_zone(
     mover.moved(plan, [gone], HOUR + 60.0)
     known = SpotRecord(plan.folder, {}, lambda _: None).sightings(plan.file.sites[0])
     assert [each.has_capacity for each in known] == seen
+    assert known[-1].is_given_up is ended
+
+
+class Changing(Published):
+    """A cloud in which a zone has cost something else until an hour ago."""
+
+    def __init__(self, before: dict[str, float], now: float) -> None:
+        super().__init__()
+        self.before, self.at = before, now - HOUR
+
+    def spot_prices(
+        self, machine: str, zones: Sequence[str], since: float
+    ) -> Sequence[SpotPrice]:
+        assert machine == "g5.xlarge"
+        return [
+            SpotPrice(zone=zone, at=at, dollars_per_hour=dollars[zone])
+            for at, dollars in ((since, self.before), (self.at, self.dollars))
+            for zone in zones
+        ]
+
+
+def test_a_machine_that_works_moves_to_a_zone_that_costs_less(zoned: DeploymentPlan):
+    """After its round; the one that it leaves is named, and ends after the launch."""
+    told: list[str] = []
+    market = Published()
+    mover = mover_of(zoned, PRICES, progress(7), told.append, market)
+    here = node(zone="us-east-1a")
+    market.dollars = {"us-east-1a": 0.3, "us-east-1b": 0.28}
+    assert mover.moved(zoned, [here], HOUR) == zoned
+    assert not mover.leaving(zoned, [here])
+    market.dollars["us-east-1b"] = 0.1
+    again = mover_of(zoned, PRICES, progress(7), told.append, market)
+    found = again.moved(zoned, [here], HOUR)
+    assert zones(found) == ("us-east-1b",)
+    assert again.may_wait(zoned, found, [here], HOUR)
+    assert again.leaving(found, [here]) == {here.id}
+    (line,) = told
+    assert "site-cloud: move: aws us-east-1b g5.xlarge spot at $0.100" in line
+    # Where it is then, it stays; if it is lost, all zones count again.
+    there = node(id="i-2", zone="us-east-1b", launched=HOUR)
+    assert again.moved(found, [there], HOUR + 1.0) == found
+    assert not again.leaving(found, [there])
+    seen = SpotRecord(zoned.folder, {}, print).sightings(zoned.file.sites[0])
+    assert (seen[-2].zone, seen[-1].zone) == ("us-east-1b", "us-east-1a")
+    assert (seen[-1].has_capacity, seen[-1].is_given_up) == (True, True)
+    lost = again.moved(found, [], HOUR + 2.0)
+    seen = SpotRecord(zoned.folder, {}, print).sightings(zoned.file.sites[0])
+    assert (seen[-1].zone, seen[-1].has_capacity) == ("us-east-1b", False)
+    assert zones(lost) == ("us-east-1a", "us-east-1b")
+
+
+def test_no_move_between_zones_costs_a_round_that_is_needed(zoned: DeploymentPlan):
+    """To save money is never urgent."""
+    market = Published()
+    market.dollars["us-east-1b"] = 0.05
+    spare = 1.3  # A round and a quarter may be lost, but not more.
+    known = WorkLeft(
+        started=0.0, rounds_left=8, round_seconds=HOUR, round_began=3.4 * HOUR
+    )
+    now = (12.0 - 8.0 - BOOT_HOURS - spare + 0.9) * HOUR
+    mover = mover_of(zoned, PRICES, lambda: known, print, market)
+    found = mover.moved(zoned, [node(zone="us-east-1a")], now)
+    assert zones(found) == ("us-east-1a", "us-east-1b")
+
+
+def test_a_zone_that_has_refused_a_move_is_not_asked_again_soon(zoned: DeploymentPlan):
+    told: list[str] = []
+    market = Published()
+    market.dollars["us-east-1b"] = 0.1
+    mover = mover_of(zoned, PRICES, progress(7), told.append, market)
+    here = node(zone="us-east-1a")
+    found = mover.moved(zoned, [here], HOUR)
+    mover.note_refused(found, {"site-cloud"}, HOUR + 1.0)
+    mover.reconsider()
+    assert mover.moved(zoned, [here], HOUR + 2.0) == zoned
+    # Decided again by itself when a slot is over; prices were read again by then.
+    assert mover.moved(zoned, [here], HOUR * (1.1 + BOOT_HOURS)) == found
+    assert len(told) == 2
+
+
+def test_a_lost_machine_waits_for_a_price_that_is_likely(zoned: DeploymentPlan):
+    """Unless the machines of others cost more meanwhile."""
+    told: list[str] = []
+    usual = {"us-east-1a": 0.2, "us-east-1b": 0.2}
+    market = Changing(usual, HOUR)
+    market.dollars = {"us-east-1a": 0.9, "us-east-1b": 0.9}
+    mover = mover_of(zoned, PRICES, progress(2), told.append, market)
+    assert mover.moved(zoned, [], HOUR) == zoned
+    assert mover.waiting == {"site-cloud"}
+    assert "site-cloud: wait: a lower price is likely" in told[0]
+    mover.moved(zoned, [], HOUR * (1.1 + BOOT_HOURS))
+    assert len(told) == 1
+    busy = without(zoned, 'name = "here"', 'name = "here"\ndollars_per_hour = 9.0')
+    mover = mover_of(busy, PRICES, progress(2), told.append, market)
+    mover.moved(busy, [], HOUR)
+    assert not mover.waiting

@@ -1,5 +1,7 @@
 """What is known of spot machines becomes the history that the policy reads."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from cloud_adapters.compute.machine_types import SpotPrice
@@ -41,22 +43,38 @@ def test_a_price_holds_until_the_next_one_and_a_zone_without_any_has_its_offers(
     assert found[1][0] == 0.4
 
 
-def test_only_what_was_seen_takes_capacity_away():
-    """The history begins a few hopeful slots before the first sighting."""
+def test_a_machine_has_run_until_it_was_lost_or_given_up():
+    """A refusal says something about its own slot; the slots between are drawn."""
     sightings = [
-        seen("a", 3.0, has_capacity=True),
-        seen("a", 1.0, has_capacity=False),
-        seen("b", 8 * 24.0, has_capacity=False),
+        *(seen("a", 40.0 - n, has_capacity=n % 2 == 0) for n in range(10)),
+        seen("a", 30.0, has_capacity=True),
+        seen("a", 10.0, has_capacity=False),
+        replace(seen("b", 120.0, has_capacity=True), is_given_up=True),
+        seen("b", 140.0, has_capacity=True),
+        seen("c", 8 * 24.0, has_capacity=False),
+        seen("c", 20.0, has_capacity=True),
     ]
-    found = history(
-        [offer("a"), offer("b")], [], sightings, now=NOW, slot_hours=1.0
-    ).available_zt
-    # Until it is seen again: it had none in each slot since.
-    assert not found[0][-2:].any()
-    assert found[0][:-2].all()
-    assert found[1].all()
-    without = history([offer("a")], [], [], now=NOW, slot_hours=1.0)
-    assert found.shape[1] == without.available_zt.shape[1] + 3
+    offers = [offer("a"), offer("b"), offer("c")]
+    found = history(offers, [], sightings, now=NOW, slot_hours=1.0).available_zt
+    assert found.shape == (3, 7 * 24)
+    assert found[0, -31:-11].all()
+    assert not found[0, -11]
+    assert found[1, -141:-120].all()
+    assert not found[1, -120:].all()
+    assert found[2, -21:].all()  # It runs now.
+
+
+def test_losses_that_were_seen_make_the_history_worse():
+    """Also where nothing was seen: in other zones, and before."""
+    lost = [
+        seen("a", hours, has_capacity=hours % 2 == 0)
+        for hours in np.arange(40.0, 0.0, -1.0)
+    ]
+    worse, assumed = (
+        history([offer("a"), offer("b")], [], some, now=NOW, slot_hours=0.5)
+        for some in (lost, [])
+    )
+    assert worse.available_zt[1].mean() < assumed.available_zt[1].mean() - 0.1
 
 
 def test_a_clock_that_was_set_back_takes_nothing_from_the_history():
