@@ -41,6 +41,7 @@ def _up(options: argparse.Namespace) -> int:
         deployment as fleet,
         spending,
         start_wait,
+        take_down,
     )
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
@@ -58,6 +59,7 @@ def _up(options: argparse.Namespace) -> int:
     with (
         start_allowed as decisions,
         fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        take_down.naming_what_runs(deployment, tell),
     ):
         decision_log.append(plan.folder, *decisions)
         watch = _Watch(deployment)

@@ -1,12 +1,13 @@
 """``crossfed down``: end every node of a deployment."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE
-from federation.errors import ComputeError
+from federation.errors import ComputeError, FederationError
 from federation.protocols import Clock
 
 _END_SECONDS = 300.0
@@ -55,6 +56,49 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     raise type(first)(
         f"{told}; {ended} other nodes were ended. Give this command again"
     ) from first
+
+
+@contextmanager
+def naming_what_runs(deployment: Deployment, tell: Tell) -> Iterator[None]:
+    """Say what still runs, and costs, if the block ends with an error."""
+    try:
+        yield
+    except FederationError:
+        if left := still_running(deployment):
+            tell(left)
+        raise
+
+
+def still_running(deployment: Deployment) -> str:
+    """What a command that failed leaves running, in words; empty for nothing.
+
+    A service that fails hides no node of the others.
+    """
+    alive: list[str] = []
+    unknown: list[str] = []
+    for name, pool in deployment.pools.items():
+        try:
+            found = pool.nodes({DEPLOYMENT: deployment.name})
+        except ComputeError:
+            unknown.append(name)
+            continue
+        running = _own(deployment, found)
+        alive += [
+            f"{node.name} ({node.id})"
+            for node in running
+            if node.state is not NodeState.GONE
+        ]
+    words = []
+    if alive:
+        words.append(f"still running: {', '.join(alive)}")
+    if unknown:
+        words.append(f"not known, because the service fails: {', '.join(unknown)}")
+    if not words:
+        return ""
+    return (
+        f"{'; '.join(words)}. Give this command again to continue, or crossfed down to "
+        "end them; crossfed nodes lists them"
+    )
 
 
 def give_way(deployment: Deployment, tell: Tell) -> None:

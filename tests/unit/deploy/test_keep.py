@@ -20,6 +20,7 @@ from deploy.fleet import (
     prices,
     roles,
     spending,
+    take_down,
 )
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.keep import Keeper, Restore
@@ -528,3 +529,32 @@ def test_a_role_that_waits_for_a_lower_price_has_no_machine(moving: Moving):
     moving.keeper.look([aggregator])
     assert len(moving.markets) == 2
     assert moving.told[-1] == "site-aws-us-east-1: gone, and replaced now"
+
+
+def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
+    """Also if one service does not answer; machines of another folder are not ours."""
+    plan = written(tmp_path)
+    mine = {"crossfed-owner": "me"}
+    pools = {
+        "aws": Listing(node(id="i-1", labels=mine), 1_000),
+        "aws us-east-2": Listing(node(id="i-2", labels={"crossfed-owner": "x"}), 9),
+        "gcp": Listing(node(), 0),
+    }
+    deployment = Deployment(
+        plan=plan, pools=pools, clock=VirtualClock(1.7e9), owner="me"
+    )
+    found = take_down.still_running(deployment)
+    assert found.startswith(
+        "still running: aggregator (i-1); not known, because the service fails: gcp. "
+    )
+    assert "crossfed down" in found
+    told: list[str] = []
+    with (
+        pytest.raises(NoCapacity),
+        take_down.naming_what_runs(deployment, told.append),
+    ):
+        raise NoCapacity("us-east-1b has none")
+    assert told == [found]
+    gone = node(state=NodeState.GONE, labels=mine)
+    deployment.pools = {"aws": Listing(gone, 9)}
+    assert not take_down.still_running(deployment)
