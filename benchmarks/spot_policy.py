@@ -53,6 +53,8 @@ EVERY, WINDOW = 25, spot_traces.HISTORY_SLOTS
 # With what `--keep` knows, also after so many more refusals and losses.
 REFUSALS = 6
 TUNED_FROM = 100_000
+# Whole seconds: a zone that was refused a slot ago may be asked again.
+SLOT_SECONDS = round(SLOT_HOURS * 3600.0)
 # A 1 in a recorded trace means capacity, or none.
 INVERTED = "ones are outages"
 RECORDED = ("ones are capacity", INVERTED)
@@ -147,7 +149,7 @@ class AsDeployed:
 
     def __call__(self, trace: Trace, at: Position) -> int:
         self._published = self._published or _published(trace)
-        now = at.slot * SLOT_HOURS * 3600.0
+        now = at.slot * SLOT_SECONDS
         offers = _offers(trace, at)
         if 0 <= self._place < trace.zones and at.place == WAIT:
             self._see(offers[self._place], now, has_capacity=False)
@@ -237,7 +239,7 @@ def _published(trace: Trace) -> Sequence[Sequence[SpotPrice]]:
         [
             SpotPrice(
                 zone=name,
-                at=slot * SLOT_HOURS * 3600.0,
+                at=slot * SLOT_SECONDS,
                 dollars_per_hour=float(price),
             )
             for name, price in zip(names, prices_z, strict=True)

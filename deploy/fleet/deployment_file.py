@@ -342,7 +342,8 @@ class DeploymentFile:
             for no budget.
         deadline_hours: The run should be done so many hours after it has begun:
             `crossfed up --keep` then moves spot machines of sites with a home to
-            machines on demand while there is time to. None for no deadline.
+            machines on demand while there is time to, and before that to cheaper
+            zones. None for no deadline.
         prices: Price table, relative to this file, in place of that of the release; for
             example one that `crossfed plan --refresh-prices` has written.
         start: When `crossfed up` may start machines.

@@ -23,6 +23,10 @@ from federation.errors import ComputeError
 _SECONDS = 3600.0
 # How far prices are forecast.
 _HORIZON = 40
+# Tuned on traces of benchmarks/spot_policy.py, see ADR 73. The chain takes the best
+# zone to be reached for nothing: how much of what an offer is forecast to cost above
+# the lowest counts, and what waiting costs beside, in slots on demand.
+_FORECAST_SHARE, _WAITING_SLOTS = 0.5, 0.1
 # Hours are sums of slots; their rounding must not decide.
 _TINY = 1e-9
 
@@ -200,7 +204,7 @@ class _Prospect:
         found = self._spot(offer, above, _loss(self._outlook, offer))
         if offer.name != self._situation.current:
             found += offer.moving_dollars
-        return found + self._excess[offer.name]
+        return found + _FORECAST_SHARE * self._excess[offer.name]
 
     def market_dollars(
         self, best: MachineOffer | None, reserve: MachineOffer
@@ -212,7 +216,7 @@ class _Prospect:
         """
         outlook, left = self._outlook, self._left
         idle = outlook.later(outlook.idle_nws, self._level, after=1, at=left)
-        idle += outlook.stall
+        idle += outlook.stall + _WAITING_SLOTS * outlook.on_demand
         slots = self._boot_slots(reserve)
         after = max(1, slots)
         at = Left(slots=left.slots, work=left.work - (slots == 0))

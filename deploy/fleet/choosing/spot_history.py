@@ -67,7 +67,7 @@ def history(
     """
     slot = slot_hours * _HOUR
     num = max(2, min(_MOST_SLOTS, math.ceil(HISTORY_HOURS / slot_hours)))
-    ends_t = now - slot * np.arange(num)[::-1]
+    ends_t = np.asarray(now - slot * np.arange(num)[::-1], dtype=np.float64)
     of_zone: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for price in prices:
         of_zone[price.zone].append((price.at, price.dollars_per_hour))

@@ -147,10 +147,6 @@ class Mover:
         ]
         if progress is None or any(_own(site, nodes) is None for site in moving):
             return False
-        return self._bears_a_loss(progress, now)
-
-    def _bears_a_loss(self, progress: WorkLeft, now: float) -> bool:
-        """Whether a loss just before the end of the round could be made up for."""
         round_hours, done = progress.round_seconds / _HOUR, progress.done_hours(now)
         spare = self._left_hours(progress, now) - self._boot_hours
         spare -= progress.rounds_left * round_hours - done
@@ -256,7 +252,7 @@ class Mover:
         choice = decide(situation(rest, known, offers, now=now), offers, now)
         if own is None:
             return self._replaced(site, choice, spots, now)
-        return self._changed(site, own, choice, progress, now)
+        return self._changed(site, own, choice, now)
 
     def _replaced(
         self,
@@ -283,7 +279,6 @@ class Mover:
         site: SiteMachine,
         own: Node,
         choice: Choice,
-        progress: WorkLeft,
         now: float,
     ) -> SiteMachine:
         """The site with a machine, which it keeps until it has the next one."""
@@ -295,11 +290,8 @@ class Mover:
             self._log(_role(site), choice, now)
             return _tried_first(in_file.in_market(offer.market.value), offer.zone)
         is_between_zones = choice.action is Action.MOVE and own.market is Market.SPOT
-        if (
-            not is_between_zones
-            or offer.zone not in in_file.machine.zones
-            or not self._bears_a_loss(progress, now)
-        ):
+        # A loss of the round can be made up for: else it would stay, or be on demand.
+        if not is_between_zones or offer.zone not in in_file.machine.zones:
             return site
         self._log(_role(site), choice, now)
         return replace(site, machine=replace(site.machine, zones=(offer.zone,)))

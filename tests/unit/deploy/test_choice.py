@@ -109,11 +109,18 @@ def test_unavailable_machines_are_not_chosen():
 
 
 def test_waiting_costs_what_the_other_sites_cost_meanwhile():
-    """Alone, a site can wait until the cheaper machine is back."""
-    gone = spot("us-east-1a", 0.3, is_available=False)
-    alone = decide(situation(work=8, left=16), [gone, B, ON_DEMAND], 0.0)
-    assert alone.action is Action.WAIT
+    """Alone, a site can wait until the price has fallen."""
+    alone = situation(work=2, left=30, low=True)
+    assert decide(alone, [A, B, ON_DEMAND], 0.0).action is Action.WAIT
+    busy = situation(work=2, left=30, low=True, stall=2.0)
+    assert decide(busy, [A, B, ON_DEMAND], 0.0).offer == A
     assert decide(situation(work=8, left=16, stall=9.0), [ON_DEMAND], 0.0).offer
+
+
+def test_a_saving_that_is_not_worth_a_wait_is_left():
+    """The forecast is not so good that two cents in a hundred could be counted on."""
+    offers = [spot("us-east-1a", 0.3, is_available=False), B, ON_DEMAND]
+    assert decide(situation(work=8, left=16), offers, 0.0).offer == B
 
 
 def test_waits_while_there_is_no_spot_machine_and_time_to_spare():

@@ -388,18 +388,20 @@ def test_a_machine_that_works_moves_to_a_zone_that_costs_less(zoned: DeploymentP
     assert zones(lost) == ("us-east-1a", "us-east-1b")
 
 
-def test_no_move_between_zones_costs_a_round_that_is_needed(zoned: DeploymentPlan):
-    """To save money is never urgent."""
+def test_a_move_to_a_cheaper_zone_can_always_wait_for_its_round(zoned: DeploymentPlan):
+    """Where the deadline is near, the machine stays or moves to one on demand."""
     market = Published()
     market.dollars["us-east-1b"] = 0.05
-    spare = 1.3  # A round and a quarter may be lost, but not more.
-    known = WorkLeft(
-        started=0.0, rounds_left=8, round_seconds=HOUR, round_began=3.4 * HOUR
-    )
-    now = (12.0 - 8.0 - BOOT_HOURS - spare + 0.9) * HOUR
-    mover = mover_of(zoned, PRICES, lambda: known, print, market)
-    found = mover.moved(zoned, [node(zone="us-east-1a")], now)
-    assert zones(found) == ("us-east-1a", "us-east-1b")
+    here = [node(zone="us-east-1a")]
+    found = {}
+    for spare in (0.9, 1.2, 1.4, 1.6):
+        now = (12.0 - 7.0 - BOOT_HOURS - spare) * HOUR
+        mover = mover_of(zoned, PRICES, progress(7), print, market)
+        after = mover.moved(zoned, here, now)
+        is_move = zones(after) == ("us-east-1b",)
+        assert not is_move or mover.may_wait(zoned, after, here, now)
+        found[spare] = "move" if is_move else markets(after)[0]
+    assert found == {0.9: "on-demand", 1.2: "on-demand", 1.4: "spot", 1.6: "move"}
 
 
 def test_a_zone_that_has_refused_a_move_is_not_asked_again_soon(zoned: DeploymentPlan):
