@@ -22,17 +22,22 @@ _ASSUMED_EVENTS, _SHARED_EVENTS = 1.0, 2.0
 _SEED = 7
 
 
-def drawn(seen_zt: NDArray[np.int64], *, slot_hours: float) -> NDArray[np.bool_]:
+def drawn(
+    seen_zt: NDArray[np.int64], *, slot_hours: float, times: int = 1
+) -> NDArray[np.bool_]:
     """Fill in what was not seen.
 
     Args:
         seen_zt: 1 for capacity, 0 for none, ``UNKNOWN``, by zone and slot.
         slot_hours: Length of a slot.
+        times: How many draws, one after another: what depends on luck evens out.
 
     Returns:
-        Whether there was capacity, shape ``(z, t)``; as it was seen where it was.
+        Whether there was capacity, shape ``(z, times * t)``; as it was seen where it
+        was.
     """
     lost_z, found_z = rates(seen_zt, slot_hours=slot_hours)
+    seen_zt = np.tile(seen_zt, (1, times))
     draws_zt = np.random.default_rng(_SEED).random(seen_zt.shape)
     # A draw ends a spell of either kind, or leaves it.
     is_up_zt = draws_zt >= 1.0 - found_z[:, None]

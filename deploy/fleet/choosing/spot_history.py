@@ -25,6 +25,8 @@ _HOUR = 3600.0
 # How far back prices and sightings count.
 HISTORY_HOURS = 7 * 24.0
 _MOST_SLOTS = 840
+# Draws of what was not seen; four cost 1 % less than one, on traces of the tuning.
+_DRAWS = 4
 # A zone that had no capacity is taken to have none for so many slots.
 _BELIEVED_SLOTS = 1
 
@@ -57,6 +59,8 @@ def history(
 ) -> MarketHistory:
     """Put what is known into slots, the last of which ends now.
 
+    The week is in it several times, with different draws of what was not seen.
+
     Args:
         offers: Spot machines, one in each zone; a zone without published prices is
             taken to have cost what its offer does.
@@ -80,8 +84,8 @@ def history(
         seen_zt[row] = _seen([s for s in sightings if s.zone == zone], ends_t, slot)
     return MarketHistory(
         names=[offer.name for offer in offers],
-        prices_zt=prices_zt,
-        available_zt=capacity.drawn(seen_zt, slot_hours=slot_hours),
+        prices_zt=np.tile(prices_zt, (1, _DRAWS)),
+        available_zt=capacity.drawn(seen_zt, slot_hours=slot_hours, times=_DRAWS),
     )
 
 

@@ -19,6 +19,15 @@ def test_what_was_seen_stays_as_it_was():
     np.testing.assert_array_equal(found_zt, drawn(seen_zt, slot_hours=0.2))
 
 
+def test_several_draws_are_of_the_same_rates():
+    """They differ where nothing was seen, and there alone."""
+    seen_zt = unseen(1)
+    seen_zt[0, 100:200] = 1
+    first_t, second_t = drawn(seen_zt, slot_hours=0.2, times=2).reshape(2, -1)
+    assert (first_t != second_t).any()
+    assert (first_t & second_t)[100:200].all()
+
+
 def test_a_market_that_nothing_has_seen_has_capacity_as_assumed():
     """For 6 of 9 hours, in spells: far fewer changes than independent slots have."""
     found_zt = drawn(unseen(50), slot_hours=0.2)

@@ -56,7 +56,7 @@ def test_a_machine_has_run_until_it_was_lost_or_given_up():
     ]
     offers = [offer("a"), offer("b"), offer("c")]
     found = history(offers, [], sightings, now=NOW, slot_hours=1.0).available_zt
-    assert found.shape == (3, 7 * 24)
+    assert found.shape == (3, 4 * 7 * 24)
     assert found[0, -31:-11].all()
     assert not found[0, -11]
     assert found[1, -141:-120].all()
