@@ -123,12 +123,14 @@ class Keeper:
 
         A machine that cannot be had is not asked for again: the old one stays, which
         ends only when the new one is launched. If a service fails then, too, the run
-        waits for it, within the budget and the hours.
+        waits for it, within the budget and the hours. So it does for a lower price,
+        because rounds without a site may be lost, and too many of them end a run.
 
         Raises:
             ComputeError: Another command has ended the deployment, or a limit is
                 reached and all machines were ended.
         """
+        self._await_price()
         old, new = self._plan, self._resized
         if new is None:
             self._try_to_resume()  # A command that is gone asked for the pause.
@@ -168,6 +170,7 @@ class Keeper:
     def _try_to_resume(self) -> None:
         """Bring up the machines of the present plan, until that succeeds."""
         while True:
+            self._await_price()
             try:
                 self._bring_up(set())
             except _TakenDown:
@@ -175,9 +178,41 @@ class Keeper:
             except (ComputeError, JobError) as error:
                 self._retry(f"{self._plan.file.name}: not resumed: {error}")
                 self._await_next_try()
+                if isinstance(error, NoCapacity):
+                    self._decide_without_capacity()
             else:
                 self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
                 return
+
+    def _await_price(self) -> None:
+        """Wait until every role shall have a machine again, which prices decide."""
+        while self._waiting:
+            self._clock.sleep(_LIMITS_SECONDS)
+            paused = Deployment(
+                plan=self._plan, pools=self._pools, clock=self._clock, owner=""
+            )
+            _check_wanted(paused)
+            nodes = self._listed()
+            if self._is_within_limits(nodes):
+                self._decide_in_pause(nodes)
+
+    def _decide_without_capacity(self) -> None:
+        """Have the deadline decide again: a spot machine may not come in time."""
+        nodes = self._listed()
+        works = {n.labels.get(ROLE) for n in nodes if n.state is not NodeState.GONE}
+        sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
+        if self._mover is not None:
+            self._mover.note_refused(self._plan, sites - works, self._clock.now())
+            self._decide_in_pause(nodes)
+
+    def _decide_in_pause(self, nodes: Sequence[Node]) -> None:
+        """Take over what the deadline calls for; a change from before is void then."""
+        if self._mover is None:
+            return
+        plan = self._mover.moved(self._plan, nodes, self._clock.now())
+        if plan != self._plan:
+            self._plan, self._resized, self._is_to_move = plan, None, False
+            self._hourly = costs.budget_prices(plan, now=self._priced_at)
 
     def _await_next_try(self) -> None:
         """Wait, but not beyond a limit: the machines cost meanwhile."""
@@ -279,7 +314,11 @@ class Keeper:
     def _move(self, mover: Mover, nodes: Sequence[Node]) -> None:
         """Take over what the deadline calls for, after the round if it may wait."""
         now = self._clock.now()
+        was_waiting = mover.waiting
         plan = mover.moved(self._plan, nodes, now)
+        if mover.waiting - was_waiting:
+            self._tell("the run pauses after its round, until a machine costs less")
+            self._ask_to_pause()
         if plan == self._plan and self._is_to_move:
             plan = self._resized or plan  # It waits, and may not for long.
         if plan == self._plan:

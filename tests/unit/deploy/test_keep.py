@@ -244,18 +244,21 @@ class OnDemand:
     Attributes:
         waits: Whether that may wait for the end of the round.
         decided_again: Whether it was asked to decide again.
-        waiting: Roles that shall have no machine for now.
+        waits_for: Roles that shall have no machine from the next decision on.
+        waiting: Roles that shall have none now.
         refused: Roles whose machines a service had no capacity for.
     """
 
     def __init__(self) -> None:
         self.waits = self.decided_again = False
-        self.waiting: frozenset[str] = frozenset()
+        self.waits_for: frozenset[str] = frozenset()
+        self.waiting = self.waits_for
         self.refused: list[set[str]] = []
 
     def moved(
         self, plan: deployment_file.DeploymentPlan, *_: object
     ) -> deployment_file.DeploymentPlan:
+        self.waiting = self.waits_for
         sites = tuple(
             replace(site, machine=replace(site.machine, market="on-demand"))
             for site in plan.file.sites
@@ -519,13 +522,15 @@ def test_a_move_that_is_refused_is_decided_again(moving: Moving):
 def test_a_role_that_waits_for_a_lower_price_has_no_machine(moving: Moving):
     """Until its mover says otherwise."""
     moving.mover.waits = False
-    moving.mover.waiting = frozenset({"site-aws-us-east-1"})
+    moving.mover.waits_for = frozenset({"site-aws-us-east-1"})
     now = SystemClock().now()
     aggregator = node(launched=now)
     moving.keeper.look([aggregator])  # Moves on demand, which brings it up.
+    # Rounds without the site could be lost, and end the run.
+    assert moving.told.count("asked to pause") == 1
     moving.keeper.look([aggregator])
     assert len(moving.markets) == 1
-    moving.mover.waiting = frozenset()
+    moving.mover.waits_for = frozenset()
     moving.keeper.look([aggregator])
     assert len(moving.markets) == 2
     assert moving.told[-1] == "site-aws-us-east-1: gone, and replaced now"
@@ -558,3 +563,81 @@ def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
     gone = node(state=NodeState.GONE, labels=mine)
     deployment.pools = {"aws": Listing(gone, 9)}
     assert not take_down.still_running(deployment)
+
+
+class Falling(OnDemand):
+    """A mover to which a spot machine costs too much until a time.
+
+    Attributes:
+        until: When the price falls.
+    """
+
+    def __init__(self, clock: VirtualClock, until: float) -> None:
+        super().__init__()
+        self.clock, self.until = clock, until
+        self.waiting = frozenset({"site-aws-us-east-1"})
+
+    def moved(
+        self, plan: deployment_file.DeploymentPlan, *_: object
+    ) -> deployment_file.DeploymentPlan:
+        if self.clock.now() >= self.until:
+            self.waiting = frozenset()
+        return super().moved(plan) if self.refused else plan
+
+
+def falling(
+    plan: deployment_file.DeploymentPlan, restore: Restore, told: list[str]
+) -> tuple[Keeper, Falling, VirtualClock]:
+    clock = VirtualClock(1.7e9)
+    mover = Falling(clock, clock.now() + 7200.0)
+    pools = {"cloud": Listing(node(launched=clock.now()), 10_000)}
+    with opened(plan):
+        pass  # Makes the folder, which records what is spent.
+    kept = Keeper(
+        Deployment(plan=plan, pools=pools, clock=clock, owner=""),
+        restore,
+        hourly={AGGREGATOR: 1.0},
+        random_bytes=os.urandom,
+        tell=told.append,
+        mover=mover,
+    )
+    return kept, mover, clock
+
+
+def test_a_paused_run_is_resumed_when_the_price_has_fallen(
+    tmp_path: Path, told: list[str]
+):
+    """With every machine; if spot machines are refused then, on demand."""
+    plan = written(tmp_path, "max_dollars = 50.0")
+    markets: list[str] = []
+
+    def restore(deployment: Deployment) -> None:
+        assert not deployment.held_back
+        markets.append(deployment.plan.file.sites[0].machine.market)
+        if len(markets) == 1:
+            refuse(deployment)
+
+    spot = replace(plan.file.sites[0].machine, market="spot")
+    sites = (replace(plan.file.sites[0], machine=spot),)
+    plan = replace(plan, file=replace(plan.file, sites=sites))
+    kept, mover, clock = falling(plan, restore, told)
+    kept.resume()
+    assert 7200.0 <= clock.now() - 1.7e9 < 7300.0
+    assert markets == ["spot", "on-demand"]
+    assert mover.refused == [{"site-aws-us-east-1"}]
+
+
+def test_a_wait_for_a_price_ends_with_the_budget_or_the_deployment(
+    tmp_path: Path, told: list[str]
+):
+    plan = written(tmp_path, "max_dollars = 1.0")
+    kept, _, _ = falling(plan, lambda _: None, told)
+    with pytest.raises(ComputeError, match=r"the budget is spent: \$1\."):
+        kept.resume()
+    kept, _, clock = falling(plan, lambda _: None, told)
+    with opened(plan) as deployment:
+        deployment.note_ended()
+    begin = clock.now()
+    with pytest.raises(ComputeError, match="crossfed down has ended kept"):
+        kept.resume()
+    assert clock.now() - begin < 60.0
