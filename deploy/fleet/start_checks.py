@@ -1,5 +1,6 @@
 """What is checked before a deployment is brought up, so that nothing is half done."""
 
+import math
 from collections.abc import Iterator
 
 from cloud_adapters.compute import containers, local_network
@@ -89,19 +90,47 @@ def notices(job: JobSpec) -> Iterator[str]:
 
 
 def check_budget(deployment: Deployment) -> None:
-    """Refuse to start machines of a deployment that has spent its budget.
+    """Refuse to start machines that a budget would end before they work.
 
     Raises:
-        JobError: It has.
+        JobError: It is spent, or what is left of it is; the message says what would do.
+        ComputeError: A service fails.
     """
-    limit = deployment.plan.file.max_dollars
-    spent = spending.read(deployment.plan.folder).dollars
-    if limit is not None and spent >= limit:
+    plan = deployment.plan
+    limit = plan.file.max_dollars
+    if limit is None:
+        return
+    spent = spending.read(plan.folder).dollars
+    if spent >= limit:
         raise JobError(
-            f"{deployment.plan.path}: its machines have cost ${spent:,.2f} so far, and "
+            f"{plan.path}: its machines have cost ${spent:,.2f} so far, and "
             f"may cost {limit:g}: raise it, or use another folder for a new budget",
             key="max_dollars",
         )
+    hourly = sum(spending.budget_prices(plan, now=deployment.clock.now()).values())
+    minutes = plan.file.start.machine_minutes if _has_clouds(plan) else 0.0
+    least = spent + hourly * minutes / 60.0
+    if limit < least and not _runs(deployment):
+        raise JobError(
+            f"{plan.path}: {limit:g} would be spent before the machines work: together "
+            f"they cost ${hourly:,.2f} an hour and take start.machine_minutes = "
+            f"{minutes:g} to start. ${spent:,.2f} are spent so far: give at least "
+            f"{math.ceil(least * 100) / 100:.2f}",
+            key="max_dollars",
+        )
+
+
+def _has_clouds(plan: DeploymentPlan) -> bool:
+    return any(site.provider in CLOUDS for site in plan.file.sites)
+
+
+def _runs(deployment: Deployment) -> bool:
+    """Whether a node of the deployment runs, which has started then."""
+    return any(
+        node.state is not NodeState.GONE
+        for pool in deployment.pools.values()
+        for node in pool.nodes({DEPLOYMENT: deployment.name})
+    )
 
 
 def check_aggregator_kept(deployment: Deployment) -> None:

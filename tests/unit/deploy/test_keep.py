@@ -641,3 +641,27 @@ def test_a_wait_for_a_price_ends_with_the_budget_or_the_deployment(
     with pytest.raises(ComputeError, match="crossfed down has ended kept"):
         kept.resume()
     assert clock.now() - begin < 60.0
+
+
+def test_a_budget_that_ends_before_machines_work_is_refused(tmp_path: Path):
+    """With the least that would do; one whose machines run is spent to its end."""
+    more = (
+        'max_dollars = {}\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
+        "dollars_per_hour = 4.0\n"
+        '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
+    )
+
+    def check(dollars: float, state: NodeState) -> None:
+        deployment = Deployment(
+            plan=written(tmp_path, more.format(dollars)),
+            pools={"aws us-east-1": Listing(node(state=state), 9)},
+            clock=VirtualClock(1.782e9),
+            owner="",
+        )
+        check_budget(deployment)
+
+    with pytest.raises(JobError, match=r"\$4\.00 an hour .* at least 1\.00") as caught:
+        check(0.99, NodeState.GONE)
+    assert caught.value.key == "max_dollars"
+    check(0.99, NodeState.RUNNING)
+    check(1.0, NodeState.GONE)
