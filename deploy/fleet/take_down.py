@@ -82,10 +82,9 @@ def still_running(deployment: Deployment) -> str:
         except ComputeError:
             unknown.append(name)
             continue
-        running = _own(deployment, found)
         alive += [
             f"{node.name} ({node.id})"
-            for node in running
+            for node in _own(deployment, found)
             if node.state is not NodeState.GONE
         ]
     words = []

@@ -303,13 +303,12 @@ class Mover:
 
     def _others_hourly(self, plan: DeploymentPlan, site: SiteMachine) -> float:
         """Dollars of an hour of all machines that wait while one site has none."""
-        parties = (plan.file.aggregator, *plan.file.sites)
-        return sum(
+        return plan.file.aggregator.dollars_per_hour + sum(
             hourly(each, each.machine.market, self._prices)
-            if isinstance(each, SiteMachine) and each.name in self._movable
+            if each.name in self._movable
             else each.dollars_per_hour or 0.0
-            for each in parties
-            if each != site
+            for each in plan.file.sites
+            if each.name != site.name
         )
 
     def _rest(
