@@ -33,6 +33,8 @@ class Answers:
     def __init__(self, frames: Frames) -> None:
         """Fetch the vectors of large ones as they travel."""
         self._frames = frames
+        # Of the run's model: a round may bring only a part or a few bits of it.
+        self._num_floats = 0
 
     def read(self, task: Asked, message: Message) -> tuple[list[SiteMessage], int]:
         """Read what answers a task, and how many bytes it took.
@@ -41,7 +43,7 @@ class Answers:
             One message, or all that a relay has sent for its sites.
         """
         if isinstance(task, RelayedTasks):
-            return _of_relay(task, message)
+            return self._of_relay(task, message)
         packed = PackedFrame(frame=b"")
         try:
             packed = flower_site.unpack_all(message.content)
@@ -74,20 +76,53 @@ class Answers:
         if (head.run_id, head.round_index) != (task.run_id, task.round_index):
             return head  # It will not count, whatever its vectors are.
         try:
-            return self._frames.receive(head, references, Sizes.of_task(task))
+            return self._frames.receive(head, references, self._sizes(task))
         finally:
             self._frames.discard(head, references)
 
+    def _sizes(self, task: RoundTask) -> Sizes:
+        sizes = Sizes.of_task(task).with_floats(self._num_floats)
+        self._num_floats = sizes.num_floats
+        return sizes
 
-def _of_relay(task: RelayedTasks, message: Message) -> tuple[list[SiteMessage], int]:
-    """Read the frames of a relay: its sum, and an answer of each site."""
-    frames = b""
-    try:
-        frames = flower_site.unpack(message.content)
-        found = answers_in(frames, limit=1 + len(task.tasks))
-    except ProtocolError as error:
-        found = [failure(task, FailureKind.INVALID, str(error))]
-    return found, len(frames)
+    def _of_relay(
+        self, task: RelayedTasks, message: Message
+    ) -> tuple[list[SiteMessage], int]:
+        """Read the frames of a relay: its sum, and an answer of each site."""
+        packed = PackedFrame(frame=b"")
+        try:
+            packed = flower_site.unpack_all(message.content)
+            found = answers_in(packed.frame, limit=1 + len(task.tasks))
+            if packed.references:
+                found[0] = self._fetch_sum(task, found[0], packed.references)
+        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
+            found = [failure(task, FailureKind.INVALID, str(error))]
+        except StoreError as error:
+            text = f"sent a sum that cannot be fetched: {error}"
+            found = [failure(task, FailureKind.UNREACHABLE, text)]
+        return found, packed.num_bytes
+
+    def _fetch_sum(
+        self, task: RelayedTasks, total: SiteMessage, references: Sequence[Reference]
+    ) -> SiteMessage:
+        """Fetch the vectors of a relay's sum: nothing else of it is in the store.
+
+        Only the relay's own objects are removed afterwards.
+        """
+        asked = task.tasks[0]
+        said = total.site, total.run_id, total.round_index
+        if said != (task.site, task.run_id, task.round_index):
+            raise ProtocolError(
+                f"relay {task.site!r} refers to vectors of {total.site!r} in the store"
+            )
+        if not isinstance(asked, RoundTask) or any(r.message for r in references):
+            raise ProtocolError(
+                f"relay {task.site!r} refers to vectors that are not those of its sum"
+            )
+        try:
+            return self._frames.receive(total, references, self._sizes(asked))
+        finally:
+            self._frames.discard(total, references)
 
 
 def _of_site(packed: PackedFrame, site: SiteId) -> SiteMessage:

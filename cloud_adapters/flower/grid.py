@@ -342,9 +342,9 @@ class FlowerGrid:
     def _pack(self, task: Asked) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
             return failure(task, FailureKind.UNREACHABLE, "was never connected")
-        if isinstance(task, RelayedTasks):
-            return self._delivery.frames.send_whole(down_frames(task.tasks))
         try:
+            if isinstance(task, RelayedTasks):
+                return self._delivery.frames.send_whole(down_frames(task.tasks))
             frames = INLINE if task.site in self._known else self._delivery.frames
             return frames.send(task)
         except StoreError as error:

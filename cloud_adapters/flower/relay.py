@@ -19,7 +19,7 @@ class Relay(Protocol):
         """Pass a proposal on, and answer for all sites."""
         ...
 
-    def answer(self, frames: bytes, *, seconds: float) -> bytes:
+    def answer(self, packed: PackedFrame, *, seconds: float) -> PackedFrame:
         """Pass tasks on, and answer with the sum within a time."""
         ...
 
@@ -37,9 +37,9 @@ def relay_app(relay: Relay) -> ClientApp:
         return Message(answer, reply_to=message)
 
     def answer(message: Message, context: Context) -> Message:  # noqa: ARG001
-        frames = flower_site.unpack(message.content)
+        asked = flower_site.unpack_all(message.content)
         seconds = flower_site.deadline_of(message)
-        packed = PackedFrame(frame=relay.answer(frames, seconds=seconds))
+        packed = relay.answer(asked, seconds=seconds)
         return Message(flower_site.pack_frame(packed), reply_to=message)
 
     app.query()(introduce)

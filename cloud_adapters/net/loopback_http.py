@@ -74,33 +74,50 @@ class LoopbackHandler(BaseHTTPRequestHandler):
         Returns:
             None if it was refused or broken off; the connection then ends.
         """
-        text = self.headers.get("Content-Length", "0" if self.command == "GET" else "")
-        closes, self.close_connection = self.close_connection, True
-        if not (text.isascii() and text.isdigit()):
-            self.answer(411)
+        size = self.body_size(max_bytes)
+        if size is None:
             return None
-        # Digits are counted first: `int` refuses some thousands of them.
-        if len(text) > len(str(max_bytes)) or int(text) > max_bytes:
-            self.answer(413)
+        body = self.rfile.read(size)
+        if len(body) < size:
+            self.close_connection = True  # It has hung up.
             return None
-        body = self.rfile.read(int(text))
-        if len(body) < int(text):
-            return None  # It has hung up.
-        self.close_connection = closes
         return body
+
+    def body_size(self, max_bytes: int) -> int | None:
+        """How long a request's body is.
+
+        Returns:
+            None if it was refused; the connection then ends.
+        """
+        text = self.headers.get("Content-Length", "0" if self.command == "GET" else "")
+        status = 0
+        if not (text.isascii() and text.isdigit()):
+            status = 411
+        # Digits are counted first: `int` refuses some thousands of them.
+        elif len(text) > len(str(max_bytes)) or int(text) > max_bytes:
+            status = 413
+        if status:
+            self.close_connection = True
+            self.answer(status)
+            return None
+        return int(text)
 
     def answer(
         self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> None:
         """Write a whole answer."""
+        self.write_head(status, len(body), headers or {})
+        self.wfile.write(body)
+
+    def write_head(self, status: int, size: int, headers: Mapping[str, str]) -> None:
+        """Write the head of an answer whose body has so many bytes."""
         self.send_response_only(status)
-        for name, value in (headers or {}).items():
+        for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(size))
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Log nothing: callers report failures."""

@@ -8,13 +8,13 @@ same answer once more.
 
 import hashlib
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from federation.ids import SiteId
-from federation.protocols import Clock
+from federation.protocols import Buffer, Clock
 
 # A site sends word every three seconds.
 SILENT_SECONDS = 12.0
@@ -35,26 +35,43 @@ class RelayQuestion:
     Attributes:
         name: 64 hexadecimal digits.
         kind: What it is about.
-        body: A sealed proposal, or the frame of a task.
+        pieces: A sealed proposal, or the frame of a task, when joined. Sites whose
+            tasks bring the same model share its piece.
         seconds: How long the answer may take.
         max_bytes: How long the answer may be.
     """
 
     name: str
     kind: QuestionKind
-    body: bytes = field(repr=False)
+    pieces: tuple[Buffer, ...] = field(repr=False)
     seconds: float
     max_bytes: int
 
     @classmethod
     def of(
-        cls, kind: QuestionKind, body: bytes, *, seconds: float, max_bytes: int
+        cls,
+        kind: QuestionKind,
+        pieces: Sequence[Buffer],
+        *,
+        seconds: float,
+        max_bytes: int,
     ) -> "RelayQuestion":
         """Name a question."""
-        name = hashlib.sha256(kind.value.encode() + b"\0" + body).hexdigest()
+        name = hashlib.sha256(kind.value.encode() + b"\0")
+        for piece in pieces:
+            name.update(piece)
         return cls(
-            name=name, kind=kind, body=body, seconds=seconds, max_bytes=max_bytes
+            name=name.hexdigest(),
+            kind=kind,
+            pieces=tuple(pieces),
+            seconds=seconds,
+            max_bytes=max_bytes,
         )
+
+    @property
+    def body(self) -> bytes:
+        """The pieces, joined."""
+        return b"".join(self.pieces)
 
 
 class AskSites(Protocol):
@@ -67,7 +84,7 @@ class AskSites(Protocol):
         seconds: float,
         patience: float = 0.0,
         stopped: threading.Event,
-    ) -> Mapping[SiteId, bytes | None]:
+    ) -> Mapping[SiteId, Buffer | None]:
         """Return each site's answer; None if it gives none."""
         ...
 
@@ -86,7 +103,7 @@ class RelayDesk:
         self._clock = clock
         self._change = threading.Condition()
         self._open: dict[SiteId, RelayQuestion] = {}
-        self._answers: dict[SiteId, bytes] = {}
+        self._answers: dict[SiteId, Buffer] = {}
         # As if all had been there at the start: they may be about to connect.
         self._heard = dict.fromkeys(self.sites, clock.monotonic())
 
@@ -97,7 +114,7 @@ class RelayDesk:
         seconds: float,
         patience: float = 0.0,
         stopped: threading.Event,
-    ) -> dict[SiteId, bytes | None]:
+    ) -> dict[SiteId, Buffer | None]:
         """Ask sites, and wait until all have answered, are gone or time is over.
 
         Args:
@@ -154,7 +171,7 @@ class RelayDesk:
         with self._change:
             self._heard[site] = self._clock.monotonic()
 
-    def answer(self, site: SiteId, name: str, body: bytes) -> bool:
+    def answer(self, site: SiteId, name: str, body: Buffer) -> bool:
         """Take an answer; return whether its question was open."""
         with self._change:
             question = self._open.get(site)

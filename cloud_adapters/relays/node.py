@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cloud_adapters.net.bodies import cut, take_body
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays.desk import QuestionKind
 from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
@@ -25,6 +26,7 @@ from federation.errors import (
     SiteError,
     outside_of,
 )
+from federation.protocols import Buffer
 
 ALIVE_SECONDS = 3.0
 # More than the relay waits before it reports that there is no question.
@@ -69,10 +71,11 @@ class RelayedNode:
         listener: Called with a word about every change of the connection.
         is_replaced: Whether another process may have this site's place.
         uniform: Draws the waits between attempts.
+        scratch: Folder for a question that is long; None to hold it in memory.
     """
 
     introduce: Callable[[bytes], bytes]
-    answer: Callable[[bytes, float], GivenAnswer]
+    answer: Callable[[Buffer, float], GivenAnswer]
     address: str
     authority: bytes
     certificate: Path | None
@@ -81,6 +84,7 @@ class RelayedNode:
     listener: Callable[[str], None] = _LOG.info
     is_replaced: Callable[[], bool] = lambda: False
     uniform: Uniform = random.SystemRandom().uniform
+    scratch: Path | None = None
     _given: tuple[str, bytes] = field(default=("", b""), init=False, repr=False)
 
     def run(self) -> None:
@@ -122,17 +126,18 @@ class RelayedNode:
 
     def _serve(self, line: http.client.HTTPSConnection) -> None:
         while not self._ends():
-            status, about, body = _request(line, NEXT)
+            status, about, body = _request(line, NEXT, scratch=self.scratch)
             if status == _NOTHING:
                 continue
             if status != _OK:
                 raise ProtocolError(f"HTTP {status}")
             name, answer = self._work(about, body)
+            del body  # A model, which is no longer needed.
             status, _, _ = _request(line, ANSWER + name, answer)
             if status not in {_NOTHING, _CLOSED}:
                 raise ProtocolError(f"HTTP {status} for an answer")
 
-    def _work(self, about: Mapping[str, str], body: bytes) -> tuple[str, bytes]:
+    def _work(self, about: Mapping[str, str], body: Buffer) -> tuple[str, bytes]:
         """Answer a question; with nothing if it is malformed, forged or fails."""
         name = about.get(NAME, "")
         if name == self._given[0]:
@@ -152,10 +157,10 @@ class RelayedNode:
             self._given = name, answer.body
         return name, answer.body
 
-    def _answer(self, about: Mapping[str, str], body: bytes) -> GivenAnswer:
+    def _answer(self, about: Mapping[str, str], body: Buffer) -> GivenAnswer:
         kind = about.get(KIND)
         if kind == QuestionKind.INTRODUCE:
-            return GivenAnswer(body=self.introduce(body), lasts=False)
+            return GivenAnswer(body=self.introduce(bytes(body)), lasts=False)
         if kind != QuestionKind.TASK:
             raise ProtocolError(f"it is about {kind!r:.40}")
         return self.answer(body, _seconds(about.get(SECONDS, "")))
@@ -223,13 +228,21 @@ def _stranger(address: str, error: ssl.SSLCertVerificationError) -> SiteError:
 
 
 def _request(
-    line: http.client.HTTPSConnection, path: str, body: bytes = b""
-) -> tuple[int, Mapping[str, str], bytes]:
-    line.request("POST", path, body)
+    line: http.client.HTTPSConnection,
+    path: str,
+    body: bytes = b"",
+    *,
+    scratch: Path | None = None,
+) -> tuple[int, Mapping[str, str], Buffer]:
+    length = {"Content-Length": str(len(body))}
+    line.request("POST", path, cut([body]) if body else b"", length if body else {})
     answer = line.getresponse()
     if (answer.length or 0) > MAX_QUESTION_BYTES:
         raise ProtocolError(f"an answer of {answer.length} bytes")
-    content = answer.read()
+    content = take_body(answer.read1, answer.length or 0, scratch)
+    answer.close()  # It is not by itself when the last piece has been read.
+    if content is None:
+        raise ProtocolError("an answer that is not whole")
     if answer.status == _FORBIDDEN:
         raise SiteError(
             "the relay does not serve this site: add its name to serve.sites in the "

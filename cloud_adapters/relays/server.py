@@ -8,23 +8,57 @@ A site shows the certificate that its enrolment gave it, and is who that names::
 """
 
 import contextlib
+import io
+import logging
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cloud_adapters.net import loopback_http
+from cloud_adapters.net.bodies import cut, take_body
+from cloud_adapters.net.timed_socket import TimedSocket
 from cloud_adapters.relays.desk import RelayDesk, RelayQuestion
 from federation.errors import JobError
 from federation.ids import SiteId
+from federation.protocols import Clock
 
 NEXT, ALIVE, ANSWER = "/next", "/alive", "/answer/"
 KIND, SECONDS, NAME = "Crossfed-Kind", "Crossfed-Seconds", "Crossfed-Question"
 # How long a request for a question waits: a site that is to end waits for it, too.
 WAIT_SECONDS = 2.0
-_CALL_SECONDS = 60.0
-_HANDSHAKE_SECONDS = 10.0
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one connection may take, and how many there may be.
+
+    Attributes:
+        wait_seconds: How long a request for a question waits.
+        handshake_seconds: How long a connection may take to show its certificate.
+        max_strangers: Connections that have shown none yet.
+        max_connections: Those of one site; it needs two.
+        idle_seconds: How long nothing may come, within a request and between two.
+        head_seconds: How long the head of a request may take.
+        slowest_bytes: How many bytes of a body must pass in a second.
+    """
+
+    wait_seconds: float = WAIT_SECONDS
+    handshake_seconds: float = 10.0
+    max_strangers: int = 64
+    max_connections: int = 6
+    idle_seconds: float = 60.0
+    head_seconds: float = 10.0
+    slowest_bytes: int = 1 << 16
+
+    def body_seconds(self, size: int) -> float:
+        """How long a body of so many bytes may take."""
+        return self.idle_seconds + size / self.slowest_bytes
 
 
 def server_context(authority: bytes) -> ssl.SSLContext:
@@ -48,7 +82,12 @@ def server_context(authority: bytes) -> ssl.SSLContext:
 
 
 class CloudServer(loopback_http.Server):
-    """Serves the sites of a desk."""
+    """Serves the sites of a desk.
+
+    Connections are bounded: those that have shown no certificate yet by their number
+    and time, those of a site by their number, where a new one ends the oldest. A site,
+    or a stranger, can so take no place from another site.
+    """
 
     def __init__(
         self,
@@ -57,7 +96,9 @@ class CloudServer(loopback_http.Server):
         *,
         host: str,
         port: int,
-        wait_seconds: float = WAIT_SECONDS,
+        clock: Clock,
+        scratch: Path | None = None,
+        limits: Limits = Limits(),
     ) -> None:
         """Take the port; see ``loopback_http.Server``.
 
@@ -66,9 +107,15 @@ class CloudServer(loopback_http.Server):
             context: Of TLS, with a certificate.
             host: Address of this machine to listen at.
             port: Where to listen; 0 for any that is free.
-            wait_seconds: How long a site's request waits for a question.
+            clock: Measures how long requests take.
+            scratch: Folder for long answers, on a disk with room for those of all
+                sites; None to hold them in memory.
+            limits: Of time and connections.
         """
-        self.desk, self._context, self.wait_seconds = desk, context, wait_seconds
+        self.desk, self.limits, self.clock = desk, limits, clock
+        self.scratch, self._context = scratch, context
+        self._strangers = threading.BoundedSemaphore(limits.max_strangers)
+        self._open: dict[SiteId, list[socket.socket]] = {}
         self._reading: dict[SiteId, socket.socket] = {}
         self._lock = threading.Lock()
         if ":" in host:
@@ -83,9 +130,7 @@ class CloudServer(loopback_http.Server):
             earlier = self._reading.get(site)
             self._reading[site] = connection
         if earlier is not None:
-            with contextlib.suppress(OSError):
-                # Not that of the TLS layer, which another thread is using.
-                socket.socket.shutdown(earlier, socket.SHUT_RDWR)
+            _end(earlier)
         try:
             yield
         finally:
@@ -93,12 +138,47 @@ class CloudServer(loopback_http.Server):
                 if self._reading.get(site) is connection:
                     del self._reading[site]
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a new connection a thread, unless too many are without a certificate."""
+        if not self._strangers.acquire(blocking=False):
+            _LOG.warning("a connection from %s is refused: too many", client_address)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # There is no thread for it.
+            self._strangers.release()
+            raise
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in the connection's thread, so nothing else waits."""
-        request.settimeout(_HANDSHAKE_SECONDS)
-        with self._context.wrap_socket(request, server_side=True) as secured:
-            secured.settimeout(_CALL_SECONDS)
+        try:
+            request.settimeout(self.limits.handshake_seconds)
+            secured = self._context.wrap_socket(request, server_side=True)
+        finally:
+            self._strangers.release()
+        with secured, self._counted(_name_in(secured.getpeercert()), secured):
             super().finish_request(secured, client_address)
+
+    @contextlib.contextmanager
+    def _counted(self, site: SiteId, connection: socket.socket) -> Iterator[None]:
+        """Count a site's connection; end its oldest if there are too many.
+
+        All that have a certificate but are not served count together.
+        """
+        whose = site if site in self.desk.sites else SiteId("")
+        with self._lock:
+            mine = self._open.setdefault(whose, [])
+            mine.append(connection)
+            oldest = mine.pop(0) if len(mine) > self.limits.max_connections else None
+        if oldest is not None:
+            _end(oldest)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if connection in mine:
+                    mine.remove(connection)
 
 
 class _CloudRequests(loopback_http.LoopbackHandler):
@@ -107,7 +187,24 @@ class _CloudRequests(loopback_http.LoopbackHandler):
     server: CloudServer
     connection: ssl.SSLSocket
     protocol_version = "HTTP/1.1"
-    timeout = _CALL_SECONDS
+
+    def setup(self) -> None:
+        """Read and write within the time of a request."""
+        super().setup()
+        self.rfile.close()
+        limits = self.server.limits
+        self._timed = TimedSocket(
+            self.connection,
+            self.server.clock,
+            idle_seconds=limits.idle_seconds,
+            head_seconds=limits.head_seconds,
+        )
+        self.rfile = io.BufferedReader(self._timed)
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, and answer it."""
+        self._timed.idle()
+        super().handle_one_request()
 
     def do_POST(self) -> None:  # noqa: N802 -- the library's name
         """Answer one request."""
@@ -120,9 +217,8 @@ class _CloudRequests(loopback_http.LoopbackHandler):
         elif self.read_body(0) is None:
             return
         elif self.path == NEXT:
-            self._give(
-                self.server.desk.next(site, wait_seconds=self.server.wait_seconds)
-            )
+            seconds = self.server.limits.wait_seconds
+            self._give(self.server.desk.next(site, wait_seconds=seconds))
         elif self.path == ALIVE:
             self.server.desk.hear(site)
             self.answer(204)
@@ -138,7 +234,11 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             KIND: question.kind.value,
             SECONDS: repr(question.seconds),
         }
-        self.answer(200, question.body, about)
+        size = sum(memoryview(piece).nbytes for piece in question.pieces)
+        self._timed.allow(self.server.limits.body_seconds(size))
+        self.write_head(200, size, about)
+        for piece in cut(question.pieces):
+            self._timed.send(piece)
 
     def _take(self, site: SiteId, name: str) -> None:
         limit = self.server.desk.limit(site, name)
@@ -147,9 +247,22 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             self.answer(409)
             return
         with self.server.reading(site, self.connection):
-            body = self.read_body(limit)
-        if body is not None:
-            self.answer(204 if self.server.desk.answer(site, name, body) else 409)
+            size = self.body_size(limit)
+            if size is None:
+                return
+            self._timed.allow(self.server.limits.body_seconds(size))
+            body = take_body(self.rfile.read1, size, self.server.scratch)
+        if body is None:
+            self.close_connection = True  # It has hung up.
+            return
+        self.answer(204 if self.server.desk.answer(site, name, body) else 409)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that another thread is using."""
+    with contextlib.suppress(OSError):
+        # Not that of the TLS layer.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _name_in(certificate: Any) -> SiteId:

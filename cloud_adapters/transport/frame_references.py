@@ -6,9 +6,10 @@ See ``frames``.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from federation import typed_json
@@ -22,7 +23,8 @@ MAX_REFERENCES_CHARS = 4096
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# A masked word has at most the bits of a float, and words may be padded.
+# A codec's value and a masked word have at most the bits of a float, but are padded.
+_FLOAT_BYTES = 4
 _SPARE_BYTES = 64
 
 _FIELDS: Mapping[type[Any], Sequence[str]] = {
@@ -41,12 +43,14 @@ class Reference:
         name: Last part of the object's key, 32 hexadecimal digits.
         size: Bytes.
         sha256: Of the content, 64 hexadecimal digits.
+        message: Which of the messages in one frame has the field; 0 if there is one.
     """
 
     field: str
     name: str
     size: int
     sha256: str
+    message: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class PackedFrame:
 
     Attributes:
         frame: Of ``federation.wire.frame``; vectors that are in the store are empty.
+            That of a relay is several, one after another.
         references: To those vectors.
     """
 
@@ -86,8 +91,17 @@ class Sizes:
 
     @classmethod
     def of_task(cls, task: RoundTask) -> "Sizes":
-        """Those of the model that a task brings."""
-        return cls(num_floats=task.weights_d.size, num_integers=task.integers_m.size)
+        """Those of the model that a task brings, at most.
+
+        Values of a codec or words of a sum are fewer than the model's floats.
+        """
+        values = task.weights_d
+        most = max(values.size, -(-values.nbytes // _FLOAT_BYTES))
+        return cls(num_floats=most, num_integers=task.integers_m.size)
+
+    def with_floats(self, num_floats: int) -> "Sizes":
+        """The same with at least so many floats."""
+        return replace(self, num_floats=max(num_floats, self.num_floats))
 
 
 def inline(message: WireMessage) -> PackedFrame:
@@ -150,14 +164,15 @@ def check(head: WireMessage, reference: Reference, sizes: Sizes) -> int:
     for text, form in ((reference.sha256, _SHA256), (reference.name, _NAME)):
         if form.fullmatch(text) is None:
             raise ProtocolError(f"{text!r:.80} is not {form.pattern}")
-    if name == "words":
-        most = 4 * sizes.num_floats
-    else:
-        num = sizes.num_integers if name == "integers_m" else sizes.num_floats
-        most = vectors[name].dtype.itemsize * num
-    least = 1 if name == "words" else max(1, most)
-    most += _SPARE_BYTES if name == "words" else 0
-    if not least <= reference.size <= most:
+    if name == "integers_m":
+        most = vectors[name].dtype.itemsize * sizes.num_integers
+        least = max(1, most)
+    else:  # Fewer are a fragment's, or a codec's: what reads them checks their number.
+        is_plain = vectors[name].dtype == np.float32
+        most = _FLOAT_BYTES * sizes.num_floats + (0 if is_plain else _SPARE_BYTES)
+        least = 1
+    is_whole = reference.size % vectors[name].dtype.itemsize == 0
+    if not (least <= reference.size <= most and is_whole):
         raise ProtocolError(
             f"{name} has {reference.size} bytes, but this run's model needs {most}"
         )

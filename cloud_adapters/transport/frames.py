@@ -119,47 +119,31 @@ class Frames:
         size = wire.encoded_size(message)
         if size <= self.threshold_bytes:
             return inline(message)
-        if self.store is None:
-            raise JobError(
-                f"a message of {size >> 20} MiB is too large to send without a store, "
-                f"which is needed above {self.threshold_bytes >> 20} MiB: set "
-                "[exchange] in aggregator.toml and in every site.toml to a store that "
-                "all of them can reach",
-                key="exchange.url",
-            )
-        self._is_used = True
-        folder = folder_of(message)
-        least = min(LEAST_BYTES, self.threshold_bytes)
-        large = {
-            name: vector
-            for name, vector in vectors_of(message).items()
-            if vector.nbytes > least
-        }
-        references = tuple(
-            self._put(self.store, folder, name, vector)
-            for name, vector in large.items()
-        )
-        empty: dict[str, Any] = {name: vector[:0] for name, vector in large.items()}
-        frame = wire.encode_bytes(replace(message, **empty))
-        return PackedFrame(frame=frame, references=references)
+        head, references = self._detached(self._needed(size), message)
+        return PackedFrame(frame=wire.encode_bytes(head), references=references)
 
     def send_whole(self, messages: Sequence[WireMessage]) -> PackedFrame:
-        """Pack messages one after another, without the store.
+        """Pack messages one after another, as they travel to a relay and from it.
+
+        Integers of the model stay in the frame: a relay does not know how many there
+        are, so it could not check a reference to them.
 
         Raises:
-            JobError: Together they are too large for that.
+            JobError: Together they are too large to go without a store, and there is
+                none.
+            StoreError: The store does not take a vector.
             WireError: See ``wire.encode``.
         """
         size = sum(wire.encoded_sizes(messages))
+        heads, references = messages, list[Reference]()
         if size > self.threshold_bytes:
-            raise JobError(
-                f"a message of {size >> 20} MiB is too large for a relay, whose "
-                f"messages have at most {self.threshold_bytes >> 20} MiB and do not "
-                "use [exchange]: remove the relays from the job",
-                key="relays",
-            )
-        frames = (piece for each in messages for piece in wire.encode(each))
-        return PackedFrame(frame=b"".join(frames))
+            store, heads = self._needed(size), []
+            for index, message in enumerate(messages):
+                head, found = self._detached(store, message, but=("integers_m",))
+                heads.append(head)
+                references.extend(replace(each, message=index) for each in found)
+        frames = (piece for each in heads for piece in wire.encode(each))
+        return PackedFrame(frame=b"".join(frames), references=tuple(references))
 
     def receive(
         self, head: _Message, references: Sequence[Reference], sizes: Sizes
@@ -197,6 +181,22 @@ class Frames:
         }
         return replace(head, **vectors)
 
+    def receive_whole(
+        self, heads: Sequence[_Message], references: Sequence[Reference], sizes: Sizes
+    ) -> list[_Message]:
+        """Fetch the vectors of messages that came one after another; see ``receive``.
+
+        Raises:
+            ProtocolError: A reference is to none of these messages.
+        """
+        places = range(len(heads))
+        if not all(each.message in places for each in references):
+            raise ProtocolError(f"a reference to none of {len(heads)} messages")
+        return [
+            self.receive(head, [r for r in references if r.message == index], sizes)
+            for index, head in enumerate(heads)
+        ]
+
     def discard(self, head: WireMessage, references: Sequence[Reference]) -> None:
         """Remove from the store what a message refers to: it has been received."""
         for each in references:
@@ -219,6 +219,40 @@ class Frames:
     @property
     def _url(self) -> str:
         return "" if self.store is None else self.store.url
+
+    def _needed(self, size: int) -> ObjectStore:
+        """The store, for a message of so many bytes.
+
+        Raises:
+            JobError: There is none.
+        """
+        if self.store is None:
+            raise JobError(
+                f"a message of {size >> 20} MiB is too large to send without a store, "
+                f"which is needed above {self.threshold_bytes >> 20} MiB: set "
+                "[exchange] in aggregator.toml and in every site.toml to a store that "
+                "all of them can reach",
+                key="exchange.url",
+            )
+        self._is_used = True
+        return self.store
+
+    def _detached(
+        self, store: ObjectStore, message: _Message, but: Sequence[str] = ()
+    ) -> tuple[_Message, tuple[Reference, ...]]:
+        """Write large vectors of a message to the store; return it without them."""
+        folder = folder_of(message)
+        least = min(LEAST_BYTES, self.threshold_bytes)
+        large = {
+            name: vector
+            for name, vector in vectors_of(message).items()
+            if vector.nbytes > least and name not in but
+        }
+        references = tuple(
+            self._put(store, folder, name, vector) for name, vector in large.items()
+        )
+        empty: dict[str, Any] = {name: vector[:0] for name, vector in large.items()}
+        return replace(message, **empty), references
 
     def _put(
         self, store: ObjectStore, folder: str, name: str, vector: NDArray[Any]

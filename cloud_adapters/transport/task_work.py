@@ -24,6 +24,7 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
+from federation.protocols import Buffer
 from federation.rounds.failures import failure
 from federation.vectors import Layout
 from federation.wire import frame as wire
@@ -63,7 +64,7 @@ def stays() -> None:
 
 def answer_frame(
     agent: Agent,
-    frame: bytes,
+    frame: Buffer,
     seconds: float,
     *,
     leaves: Leaves = stays,

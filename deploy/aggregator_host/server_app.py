@@ -130,8 +130,8 @@ def _run(
 def _tidy(run: RunFolder, frames: Frames) -> None:
     run_id = run.run_id()
     if run_id is not None:
-        sites = job_file.loads(run.read_job()).sites
-        frames.end_run(run_id, [SiteId(site.name) for site in sites])
+        job = job_file.loads(run.read_job())
+        frames.end_run(run_id, [SiteId(n.name) for n in (*job.sites, *job.relays)])
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,9 @@ from aggregator.relay import PlainRelay, SecureRelay
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from cloud_adapters.relays.desk import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.site_host import enrolment_roster
+from cloud_adapters.transport.frame_references import PackedFrame, Sizes
+from cloud_adapters.transport.frames import INLINE, Frames
+from deploy.site_host import enrolment_roster, relay_tasks
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import runs_folder
 from federation.durable_files import replace_file
@@ -25,16 +27,14 @@ from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
-    FailureKind,
     RoundTask,
     SecureStep,
     SecureTask,
     SiteMessage,
     Task,
 )
-from federation.rounds.failures import failure
 from federation.wire import frame as wire
-from federation.wire.relayed import tasks_in, up_frames
+from federation.wire.relayed import down_frames_in, up_frames, with_models
 from privacy.membership import introduction, releases
 from privacy.membership.introduction import Introduction, Proposal
 from privacy.secagg.agreement.code_hash import code_hash
@@ -84,6 +84,7 @@ class RelayAgent:
         roster: Pins the aggregator and the sites.
         ask: Reaches the sites.
         served: Sites that may connect.
+        frames: How large messages travel from and to the aggregator.
         stopped: Ends waits for sites.
         listener: Called with a word about every refusal.
     """
@@ -93,6 +94,7 @@ class RelayAgent:
     roster: Roster
     ask: AskSites
     served: Collection[SiteId]
+    frames: Frames = INLINE
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = _LOG.info
     _run: _RelayedRun | None = field(default=None, init=False)
@@ -118,7 +120,7 @@ class RelayAgent:
             return introduction.bundle(self._introduction(sealed, error.outside), [])
         question = RelayQuestion.of(
             QuestionKind.INTRODUCE,
-            sealed,
+            [sealed],
             seconds=INTRODUCE_SECONDS,
             max_bytes=MAX_INTRODUCTION_BYTES,
         )
@@ -129,9 +131,9 @@ class RelayAgent:
             stopped=self.stopped,
         )
         found = [
-            answer
+            bytes(answer)
             for site, answer in answers.items()
-            if answer is not None and self._is_own(site, answer, sealed)
+            if answer is not None and self._is_own(site, bytes(answer), sealed)
         ]
         bundle = introduction.bundle(self._introduction(sealed), found)
         run = self._run
@@ -162,26 +164,30 @@ class RelayAgent:
         found = map(introduction.kept_introduction, sealed)
         return {SiteId(each.site): _counts(each) for each in found}
 
-    def answer(self, frames: bytes, *, seconds: float) -> bytes:
+    def answer(self, packed: PackedFrame, *, seconds: float) -> PackedFrame:
         """Pass tasks on, and answer with the sum of what comes back.
 
         Args:
-            frames: Of the tasks; see ``federation.wire.relayed``.
+            packed: The tasks; see ``federation.wire.relayed``.
             seconds: How long the answer may take.
 
         Raises:
             ProtocolError: They are not tasks of a run that was proposed, for sites of
                 this relay.
+            JobError: They, or the sum, are too large to go without a store, and there
+                is none.
+            StoreError: The store does not give or take a vector.
         """
-        tasks = tasks_in(frames, limit=MAX_MEMBERS)
-        run = self._current(tasks[0].run_id)
-        _check_tasks(tasks, run)
+        heads = down_frames_in(packed.frame, limit=MAX_MEMBERS)
+        run = self._current(heads[0].run_id)
+        relay_tasks.check(heads, run.sites)
+        sizes = Sizes(num_floats=run.num_values, num_integers=0)
+        tasks = with_models(self.frames.receive_whole(heads, packed.references, sizes))
         self._note_offer(tasks, run)
         answers = self._asked(tasks, seconds * SITES_SHARE, run)
         combine = self._combiner(tasks[0], run)
         through, found = (None, answers) if combine is None else combine(tasks, answers)
-        pieces = (each for m in up_frames(through, found) for each in wire.encode(m))
-        return b"".join(pieces)
+        return self.frames.send_whole(up_frames(through, found))
 
     def _asked(
         self, tasks: Sequence[Task], seconds: float, run: _RelayedRun
@@ -191,7 +197,7 @@ class RelayAgent:
         questions = {
             task.site: RelayQuestion.of(
                 QuestionKind.TASK,
-                wire.encode_bytes(task),
+                wire.encode(task),
                 seconds=seconds,
                 max_bytes=largest
                 + (task.integers_m.nbytes if isinstance(task, RoundTask) else 0),
@@ -200,7 +206,7 @@ class RelayAgent:
             if task.site in self.served
         }
         answers = self.ask(questions, seconds=seconds, stopped=self.stopped)
-        return [_read(task, answers.get(task.site)) for task in tasks]
+        return [relay_tasks.read_answer(task, answers.get(task.site)) for task in tasks]
 
     def _combiner(
         self, task: Task, run: _RelayedRun
@@ -365,35 +371,3 @@ class RelayAgent:
 
 def _counts(said: Introduction) -> SignedCounts:
     return SignedCounts(examples=said.num_examples, held_out=said.num_held_out)
-
-
-def _check_tasks(tasks: Sequence[Task], run: _RelayedRun) -> None:
-    """Check that tasks are of one round of a run, each for another of its sites.
-
-    Raises:
-        ProtocolError: They are not.
-    """
-    sites = [task.site for task in tasks]
-    rounds = {(task.run_id, task.round_index, type(task)) for task in tasks}
-    if len(rounds) != 1 or len({*sites}) != len(sites) or not {*sites} <= {*run.sites}:
-        raise ProtocolError(
-            f"tasks of {len(rounds)} rounds for {', '.join(sites)}, but this relay's "
-            f"sites are {', '.join(run.sites)}"
-        )
-
-
-def _read(task: Task, data: bytes | None) -> SiteMessage:
-    """Read a site's answer; what is none becomes its failure."""
-    if data is None:
-        text = "is not connected to its relay, or gave it no answer in time"
-        return failure(task, FailureKind.UNREACHABLE, text)
-    try:
-        answer = wire.decode(data)
-    except ProtocolError as error:
-        return failure(task, FailureKind.INVALID, str(error))
-    asked = task.run_id, task.round_index, task.site
-    said = answer.run_id, answer.round_index, answer.site
-    if isinstance(answer, RoundTask | SecureTask) or said != asked:
-        text = "answered its relay for another site, run or round"
-        return failure(task, FailureKind.INVALID, text)
-    return answer

@@ -14,6 +14,7 @@ from deploy.site_host import folder as site_folder, relay_certificate
 from deploy.site_host.config import ServeSpec, SiteConfig
 from deploy.site_host.departure import Departure
 from deploy.site_host.relay_agent import RelayAgent
+from deploy.wiring import exchange
 from federation.addresses import parse_address
 from federation.ids import SiteId
 from federation.protocols import Clock
@@ -46,7 +47,8 @@ def serve_sites(
         JobError: A file holds no certificate.
         KeyFileRefused: A key file is open to others or damaged.
         SiteError: The aggregator is not the pinned one, or does not know this relay.
-        FederationError: Another process has the port, or the folder cannot be written.
+        FederationError: Another process has the port, the folder cannot be written, or
+            the store of ``[exchange]`` cannot be opened.
     """
     authority = site_folder.authority(config)
     own = config.folder.resolve() / "relay"
@@ -54,28 +56,41 @@ def serve_sites(
     relay_certificate.prepare(own, serve.hosts, context, clock)
     desk = RelayDesk([SiteId(name) for name in serve.sites], clock)
     identity, roster = keys
-    agent = RelayAgent(
-        config=config,
-        identity=identity,
-        roster=roster,
-        ask=desk.ask,
-        served=desk.sites,
-        stopped=departure.stopped,
-        listener=listener,
-    )
-    node = FlowerNode(
-        app=relay_app(agent),
-        address=config.file.aggregator.address,
-        root_certificates=authority,
-        key=site_folder.node_key(config.node_key),
-        certificate=config.certificate,
-        clock=clock,
-        stopped=departure.stopped,
-        last=departure.last,
-        listener=listener,
-    )
     host, port = parse_address(serve.listen, key="serve.listen")
-    with CloudServer(desk, context, host=host, port=port).listening():
+    scratch = config.folder / "scratch"
+    server = CloudServer(
+        desk,
+        context,
+        host=host,
+        port=port,
+        clock=clock,
+        scratch=config.folder / "scratch-answers",
+    )
+    with (
+        exchange.opened(config.file.exchange, scratch) as frames,
+        server.listening(),
+    ):
+        agent = RelayAgent(
+            config=config,
+            identity=identity,
+            roster=roster,
+            ask=desk.ask,
+            served=desk.sites,
+            frames=frames,
+            stopped=departure.stopped,
+            listener=listener,
+        )
+        node = FlowerNode(
+            app=relay_app(agent),
+            address=config.file.aggregator.address,
+            root_certificates=authority,
+            key=site_folder.node_key(config.node_key),
+            certificate=config.certificate,
+            clock=clock,
+            stopped=departure.stopped,
+            last=departure.last,
+            listener=listener,
+        )
         listener(
             f"serves {', '.join(serve.sites)} at {serve.listen}; they pin "
             f"{own / 'ca.crt'}"

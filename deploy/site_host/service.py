@@ -27,7 +27,7 @@ from deploy.site_host.relay_service import serve_sites
 from deploy.wiring import exchange
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.protocols import Clock
+from federation.protocols import Buffer, Clock
 from privacy import own_folder
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
@@ -188,6 +188,7 @@ def _node(
             last=departure.last,
             listener=listener,
             is_replaced=departure.is_replaced,
+            scratch=config.folder / "scratch",
         )
     return FlowerNode(
         app=agent_app(agent, frames, departure.at_once, departure.after_this),
@@ -204,7 +205,7 @@ def _node(
 
 
 def _answer(
-    agent: SiteAgent, departure: Departure, frame: bytes, seconds: float
+    agent: SiteAgent, departure: Departure, frame: Buffer, seconds: float
 ) -> GivenAnswer:
     """Answer a task that a relay has passed on."""
     body, lasts = answer_frame(

@@ -42,8 +42,8 @@ def down_frames(tasks: Sequence[Task]) -> list[Task]:
     return frames
 
 
-def tasks_in(data: Buffer, *, limit: int) -> list[Task]:
-    """Read tasks of a relay's sites from their frames, each with its model.
+def down_frames_in(data: Buffer, *, limit: int) -> list[Task]:
+    """Read tasks of a relay's sites from their frames; see ``with_models``.
 
     Raises:
         ProtocolError: There are none, too many, or something else.
@@ -55,7 +55,7 @@ def tasks_in(data: Buffer, *, limit: int) -> list[Task]:
         found.append(each)
     if not found:
         raise ProtocolError("a message without a task")
-    return with_models(found)
+    return found
 
 
 def answers_in(data: Buffer, *, limit: int) -> list[SiteMessage]:

@@ -11,6 +11,7 @@ from support import agents
 from support.agents import Consortium, consortium
 
 from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.transport.frames import INLINE
 from cloud_adapters.transport.relay_lines import RelayLines, nodes_of
 from cloud_adapters.transport.task_work import answer_frame
 from deploy.aggregator_host.roll_call import SignedRollCall
@@ -174,17 +175,17 @@ class _Lines:
             frame = wire.encode_bytes(task)
             answer, _ = answer_frame(clouds.sites[task.site], frame, seconds)
             return answers_in(answer, limit=1), len(frame), len(answer)
-        frames = b"".join(map(wire.encode_bytes, down_frames(task.tasks)))
+        packed = INLINE.send_whole(down_frames(task.tasks))
         if (task.site, task.round_index) in clouds.lost:
             silent = failure(task, FailureKind.DISCONNECTED, "is not connected")
-            return [silent], len(frames), 0
+            return [silent], packed.num_bytes, 0
         try:
-            found = clouds.relays[task.site].answer(frames, seconds=seconds)
+            answer = clouds.relays[task.site].answer(packed, seconds=seconds)
         except FederationError as error:  # As FlowerNode and FlowerGrid.
-            return [failure(task, FailureKind.CRASHED, str(error))], len(frames), 0
-        found = clouds.spoil(task.site, task, found)
-        clouds.sent.append((len(frames), len(found)))
-        return answers_in(found, limit=100), len(frames), len(found)
+            return [failure(task, FailureKind.CRASHED, str(error))], packed.num_bytes, 0
+        found = clouds.spoil(task.site, task, answer.frame)
+        clouds.sent.append((packed.num_bytes, len(found)))
+        return answers_in(found, limit=100), packed.num_bytes, len(found)
 
 
 @contextmanager

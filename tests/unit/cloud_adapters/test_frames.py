@@ -198,6 +198,28 @@ def test_large_message_without_a_store_says_what_to_set(scratch: Path):
         lone.receive(task(weights_d=WEIGHTS_D[:0]), [reference], SIZES)
 
 
+def test_messages_of_a_relay_share_one_copy_of_the_model(
+    frames: Frames, store: LocalStore
+):
+    """With other relays and sites; integers, which a relay cannot check, stay."""
+    other = task("c", weights_d=WEIGHTS_D[:-1], changed_to="11" * 32)
+    packed = frames.send_whole([task("a"), other])
+    again = frames.send_whole([task("b")])
+    assert len(keys(store)) == 2
+    assert [(each.field, each.message) for each in packed.references] == [
+        ("weights_d", 0),
+        ("weights_d", 1),
+    ]
+    assert again.references[0].name == packed.references[0].name
+    heads = wire.decode_all(packed.frame, limit=2)
+    found = frames.receive_whole(heads, packed.references, SIZES)
+    for mine, wanted in zip(found, [task("a"), other], strict=True):
+        assert wire.encode_bytes(mine) == wire.encode_bytes(wanted)
+    stray = replace(packed.references[0], message=2)
+    with pytest.raises(ProtocolError, match="a reference to none of 2 messages"):
+        frames.receive_whole(heads, [stray], SIZES)
+
+
 GOOD = Reference(field="weights_d", name="ab" * 16, size=4 * D, sha256="cd" * 32)
 HEAD = task(weights_d=WEIGHTS_D[:0])
 
@@ -212,7 +234,7 @@ HEAD = task(weights_d=WEIGHTS_D[:0])
         (HEAD, {"name": "ab" * 16 + "\n"}),
         (HEAD, {"name": ""}),
         (HEAD, {"sha256": "CD" * 32}),
-        (HEAD, {"size": 4 * D - 4}),
+        (HEAD, {"size": 4 * D - 2}),
         (HEAD, {"size": 4 * D + 4}),
         (HEAD, {"size": 1 << 50}),
         (HEAD, {"field": "integers_m"}),  # It is in the frame.

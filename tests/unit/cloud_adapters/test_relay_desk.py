@@ -18,7 +18,7 @@ EAST, WEST = SiteId("east"), SiteId("west")
 
 
 def question(body: bytes = b"task") -> RelayQuestion:
-    return RelayQuestion.of(QuestionKind.TASK, body, seconds=5.0, max_bytes=10)
+    return RelayQuestion.of(QuestionKind.TASK, [body], seconds=5.0, max_bytes=10)
 
 
 def answer_next(desk: RelayDesk, site: SiteId, body: bytes) -> None:

@@ -5,9 +5,9 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPSConnection
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays import server
 from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
 from cloud_adapters.relays.node import GivenAnswer, RelayedNode
-from cloud_adapters.relays.server import CloudServer, server_context
+from cloud_adapters.relays.server import CloudServer, Limits, server_context
 from deploy.doctor import relay as doctor_relay
 from deploy.doctor.checks import Check
 from deploy.site_host import relay_certificate
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.ids import SiteId
+from federation.protocols import Buffer
 from privacy.membership.certificates import (
     Authority,
     key_pem,
@@ -95,9 +96,10 @@ class Cloud:
         *,
         kind: QuestionKind = QuestionKind.TASK,
         seconds: float = 5.0,
-    ) -> bytes | None:
+        max_bytes: int = 100,
+    ) -> Buffer | None:
         """Ask one site."""
-        question = RelayQuestion.of(kind, body, seconds=5.0, max_bytes=100)
+        question = RelayQuestion.of(kind, [body], seconds=5.0, max_bytes=max_bytes)
         asked = {site: question}
         return self.desk.ask(asked, seconds=seconds, stopped=self.stopped)[site]
 
@@ -109,7 +111,16 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     context = server_context(authority.pem)
     relay_certificate.prepare(folder / "relay", ("127.0.0.1",), context, CLOCK)
     desk = RelayDesk([EAST], CLOCK)
-    serves = CloudServer(desk, context, host="127.0.0.1", port=0, wait_seconds=0.1)
+    limits = Limits(wait_seconds=0.1, max_connections=2, head_seconds=0.2)
+    serves = CloudServer(
+        desk,
+        context,
+        host="127.0.0.1",
+        port=0,
+        clock=CLOCK,
+        scratch=folder / "scratch",
+        limits=limits,
+    )
     with serves.listening() as port:
         made = Cloud(folder, desk, port, authority, serves)
         made.certificate(EAST)
@@ -124,7 +135,7 @@ def test_a_relay_listens_at_an_address_of_ipv6(cloud: Cloud):
     except OSError:
         pytest.skip("there is no IPv6 here")
     context = server_context(cloud.authority.pem)
-    serves = CloudServer(cloud.desk, context, host="::1", port=0)
+    serves = CloudServer(cloud.desk, context, host="::1", port=0, clock=CLOCK)
     with serves.listening() as port:
         socket.create_connection(("::1", port), timeout=10).close()
 
@@ -179,7 +190,7 @@ def test_relay_holds_one_answer_of_a_site(cloud: Cloud):
     """Or a site could fill its memory over many connections."""
     pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
     context = client_context(pinned, cloud.folder / f"{EAST}.pem")
-    question = RelayQuestion.of(QuestionKind.TASK, b"x", seconds=5.0, max_bytes=100)
+    question = RelayQuestion.of(QuestionKind.TASK, [b"x"], seconds=5.0, max_bytes=100)
     way = server.ANSWER + question.name
     with (
         ThreadPoolExecutor(1) as pool,
@@ -202,6 +213,96 @@ def test_relay_holds_one_answer_of_a_site(cloud: Cloud):
         assert asked.result(5.0) == b"whole"
         with pytest.raises((ConnectionError, ssl.SSLError)):  # It is not late.
             first.getresponse()
+
+
+def test_long_messages_are_views_into_files_without_a_name(cloud: Cloud):
+    """At both ends, so that the memory of a model is not needed."""
+    kinds = []
+
+    def answer(frame: Buffer, _seconds: float) -> GivenAnswer:
+        kinds.append(type(frame))
+        return GivenAnswer(body=bytes(frame[::-1]), lasts=True)
+
+    body = bytes(range(250)) * 5000
+    scratch = cloud.folder / "of-the-site"
+    with cloud.running(cloud.node(EAST, answer=answer, scratch=scratch)):
+        found = cloud.ask(EAST, body, max_bytes=len(body))
+    assert isinstance(found, memoryview)
+    assert (found, kinds) == (body[::-1], [memoryview])
+    assert [*scratch.iterdir()] == [*(cloud.folder / "scratch").iterdir()] == []
+
+
+def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
+    """A site has two: one with a question, and one that reports that it is there."""
+    pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
+    context = client_context(pinned, cloud.folder / f"{EAST}.pem")
+    with ExitStack() as stack:
+        lines = [
+            stack.enter_context(
+                closing(HTTPSConnection("127.0.0.1", cloud.port, context=context))
+            )
+            for _ in range(3)
+        ]
+        for line in lines:
+            line.connect()
+            line.auto_open = 0
+            assert hears(line)
+        assert [hears(line) for line in lines] == [False, True, True]
+
+
+def hears(line: HTTPSConnection) -> bool:
+    """Whether a relay still answers on a connection."""
+    try:
+        line.request("POST", server.ALIVE)
+        return line.getresponse().read() == b""
+    except (HTTPException, OSError):
+        return False
+
+
+def test_a_request_whose_head_comes_slowly_is_ended(cloud: Cloud):
+    """However often a byte comes."""
+    pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
+    context = client_context(pinned, cloud.folder / f"{EAST}.pem")
+    begun, is_open = CLOCK.monotonic(), True
+    with (
+        socket.create_connection(("127.0.0.1", cloud.port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as line,
+    ):
+        line.settimeout(0.05)
+        while is_open and CLOCK.monotonic() - begun < 5.0:
+            try:
+                line.sendall(b"P")
+                is_open = line.recv(1) != b""
+            except TimeoutError:
+                pass
+            except OSError:
+                is_open = False
+    assert not is_open
+
+
+def test_connections_without_a_certificate_are_bounded(cloud: Cloud):
+    """A stranger can take no place of a site that is connected."""
+    limits = Limits(max_strangers=1)
+    context = server_context(cloud.authority.pem)
+    serves = CloudServer(
+        cloud.desk, context, host="127.0.0.1", port=0, clock=CLOCK, limits=limits
+    )
+    with serves.listening() as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            assert is_refused(port)
+        deadline = CLOCK.monotonic() + 5.0
+        while (refused := is_refused(port)) and CLOCK.monotonic() < deadline:
+            CLOCK.sleep(0.01)
+    assert not refused
+
+
+def is_refused(port: int) -> bool:
+    """Whether a relay ends a new connection before it has said anything."""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.2) as line:
+        try:
+            return line.recv(1) == b""
+        except TimeoutError:
+            return False
 
 
 def test_site_that_the_relay_does_not_serve_is_told(cloud: Cloud):

@@ -24,7 +24,13 @@ from federation.messages import (
 )
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
-from federation.wire.relayed import answers_in, down_frames, tasks_in, up_answers
+from federation.wire.relayed import (
+    answers_in,
+    down_frames,
+    down_frames_in,
+    up_answers,
+    with_models,
+)
 
 A, B, C, EAST = SiteId("a"), SiteId("b"), SiteId("c"), SiteId("east")
 MODEL = np.arange(8, dtype=np.float32)
@@ -260,7 +266,7 @@ def test_model_travels_once():
         8,
     ]
     data = b"".join(map(wire.encode_bytes, frames))
-    found = tasks_in(data, limit=3)
+    found = with_models(down_frames_in(data, limit=3))
     for one, wanted in zip(found, tasks, strict=True):
         assert isinstance(one, RoundTask)
         assert one.site == wanted.site
@@ -270,16 +276,16 @@ def test_model_travels_once():
 def test_frames_of_strangers_are_refused():
     data = wire.encode_bytes(task(A))
     with pytest.raises(WireError, match="more than 1 messages"):
-        tasks_in(data * 2, limit=1)
+        down_frames_in(data * 2, limit=1)
     with pytest.raises(WireError, match="declares"):
-        tasks_in(data + data[:-1], limit=2)
+        down_frames_in(data + data[:-1], limit=2)
     with pytest.raises(WireError, match="too few"):
-        tasks_in(data[:10], limit=2)
+        down_frames_in(data[:10], limit=2)
     with pytest.raises(ProtocolError, match="a RoundTask in place of an answer"):
         answers_in(data, limit=1)
     with pytest.raises(ProtocolError, match="a SiteUpdate in place of a task"):
-        tasks_in(wire.encode_bytes(update(A)), limit=1)
-    for read in (tasks_in, answers_in):
+        down_frames_in(wire.encode_bytes(update(A)), limit=1)
+    for read in (down_frames_in, answers_in):
         with pytest.raises(ProtocolError, match="without a"):
             read(b"", limit=1)
 

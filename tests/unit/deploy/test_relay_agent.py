@@ -13,6 +13,8 @@ from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.transport.frames import INLINE, Frames
 from deploy.aggregator_host.config import AggregatorFile
 from deploy.site_host.relay_agent import (
     INTRODUCE_SECONDS,
@@ -20,7 +22,7 @@ from deploy.site_host.relay_agent import (
     SITES_SHARE,
     RelayAgent,
 )
-from federation.errors import ProtocolError
+from federation.errors import JobError, ProtocolError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -37,7 +39,7 @@ from federation.messages import (
 )
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
-from federation.wire.relayed import answers_in
+from federation.wire.relayed import answers_in, down_frames
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction
 from privacy.secagg.agreement import roster
@@ -83,8 +85,9 @@ class Cloud:
 
     def exchange(self, *tasks: Task) -> list[SiteMessage]:
         """Bring tasks, and read the answers."""
-        frames = b"".join(map(wire.encode_bytes, tasks))
-        return answers_in(self.agent.answer(frames, seconds=10.0), limit=10)
+        packed = INLINE.send_whole(tasks)
+        found = self.agent.answer(packed, seconds=10.0)
+        return answers_in(found.frame, limit=10)
 
 
 @pytest.fixture
@@ -385,3 +388,42 @@ def test_no_words_are_added_without_the_contract(cloud: Cloud):
     with pytest.raises(ProtocolError, match="signature"):
         cloud.exchange(offer)
     assert len(cloud.asked) == 2  # For introductions, and for the evaluation.
+
+
+def test_a_large_model_and_its_sum_go_through_the_exchange(
+    cloud: Cloud, tmp_path: Path
+):
+    """Sites get it whole, as they do not need the store."""
+    sides = [
+        Frames(store=LocalStore(tmp_path / "s"), scratch=tmp_path, threshold_bytes=59)
+        for _ in range(2)
+    ]
+    cloud.agent.frames = sides[0]
+    model_d = np.arange(15, dtype=np.float32)
+
+    def answer(site: SiteId, question: RelayQuestion) -> bytes:
+        if question.kind is QuestionKind.INTRODUCE:
+            return introduced(cloud.members, site, question, num_examples=1)
+        asked = wire.decode(question.body)
+        assert isinstance(asked, RoundTask)
+        fields = {"run_id": RUN_ID, "layout_digest": "00" * 32, "based_on": 0}
+        none = np.zeros(0, np.int64)
+        made = toy.update(site, delta_d=asked.weights_d, integers_m=none, **fields)
+        return wire.encode_bytes(replace(made, num_examples=1))
+
+    cloud.answer = answer
+    cloud.propose()
+    tasks = [
+        task(site, kind=TaskKind.TRAIN, weights_d=model_d) for site in reversed(SITES)
+    ]
+    packed = sides[1].send_whole(down_frames(tasks))
+    assert len(packed.references) == 1
+    up = cloud.agent.answer(packed, seconds=10.0)
+    (reference,) = up.references
+    assert (reference.field, reference.size) == ("delta_d", 60)
+    lone = replace(packed.references[0], size=64)
+    with pytest.raises(ProtocolError, match="this run's model needs 60"):
+        cloud.agent.answer(replace(packed, references=(lone,)), seconds=10.0)
+    cloud.agent.frames = INLINE
+    with pytest.raises(JobError, match=r"set the store that the others use"):
+        cloud.agent.answer(packed, seconds=10.0)
