@@ -22,6 +22,8 @@ from federation.messages import (
     MaskedUpdate,
     RelayedSum,
     RoundTask,
+    SecureStep,
+    SecureTask,
     SiteMessage,
     SiteUpdate,
     Task,
@@ -30,11 +32,12 @@ from federation.messages import (
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.rounds.failures import failure
 from federation.wire.relayed import with_words
-from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.contract import Contract, Member
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
 from privacy.secagg.arithmetic.relayed import sum_words, word_bits
 from privacy.secagg.protocol import train
+from privacy.secagg.protocol.masked_answers import read_answer, relayed_round
 from privacy.secagg.protocol.messages import (
     Head,
     MaskedAnswer,
@@ -146,7 +149,7 @@ class PlainRelay:
         return self.weight_of(update)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SecureRelay:
     """Sends the sum of its sites' masked words, and the signed heads of all.
 
@@ -154,16 +157,19 @@ class SecureRelay:
         name: Its name.
         identity: Its own, which the contract pins.
         contract: Between the aggregator and the sites; it has nothing secret.
+        book: Of the setup in force, as it passed through this relay.
     """
 
     name: SiteId
     identity: Identity
     contract: Contract
+    book: bytes = b""
 
     def __call__(
         self, tasks: Sequence[Task], answers: Sequence[SiteMessage]
     ) -> Relayed:
         """Add the masked words that their sites have signed; see ``PlainRelay``."""
+        self.book = book_in(tasks) or self.book
         found = list(answers)
         parts: dict[int, MaskedUpdate] = {}  # By client number.
         for index, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
@@ -214,9 +220,7 @@ class SecureRelay:
             ProtocolError: They are not.
         """
         contract = self.contract
-        head = Head.from_bytes(MaskedAnswer.from_bytes(update.body).head)
-        member = contract.member(head.number)
-        verify(head, member)
+        head, member = self._read(task, update.body)
         digests = sha256(update.words), hashlib.sha256(update.header_h.data).digest()
         if member.site != update.site or digests != (
             head.vector_digest,
@@ -237,6 +241,23 @@ class SecureRelay:
             raise ProtocolError(f"sent its relay {sizes[0]} bytes of masked words")
         return head.number
 
+    def _read(self, task: RoundTask, body: bytes) -> tuple[Head, Member]:
+        """Read what a site has signed, as strictly as the aggregator will."""
+        contract = self.contract
+        current = relayed_round(task, contract=contract, book=self.book)
+        if current is not None:
+            found = read_answer(
+                body,
+                contract=contract,
+                context=current.context,
+                cohort=current.cohort,
+            )
+            return found.head, found.member
+        head = Head.from_bytes(MaskedAnswer.from_bytes(body).head)
+        member = contract.member(head.number)
+        verify(head, member)
+        return head, member
+
     def _num_bytes(self, task: RoundTask) -> int:
         """Bytes of the masked words that a task asks for."""
         contract = self.contract
@@ -248,6 +269,16 @@ class SecureRelay:
         fragment = fragment_of(task.round_index, contract.fragments)
         digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
         return WORD_BYTES * digits.num_words(fragment.size(contract.num_values))
+
+
+def book_in(tasks: Sequence[Task]) -> bytes:
+    """The book of a setup that tasks bring to their sites; empty if it is none."""
+    confirms = (
+        task.body
+        for task in tasks
+        if isinstance(task, SecureTask) and task.step is SecureStep.CONFIRM
+    )
+    return next(confirms, b"")
 
 
 def _refusing(

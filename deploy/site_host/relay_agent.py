@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aggregator.combine import combine_rule
-from aggregator.relay import PlainRelay, SecureRelay
+from aggregator.relay import PlainRelay, SecureRelay, book_in
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from cloud_adapters.relays.desk import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
@@ -52,6 +52,7 @@ INTRODUCE_SECONDS, CONNECT_SECONDS = 540.0, 20.0
 _MORE_BYTES = 1 << 25
 
 _PROPOSAL, _OFFER, _INTRODUCED = "proposal", "offer", "introductions"
+_BOOK = "book"
 # Of a site's introduction: those of all sites must fit into one message, in base64.
 MAX_INTRODUCTION_BYTES = introduction.MAX_BYTES // (2 * MAX_MEMBERS)
 _LOG = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class RelayAgent:
     listener: Callable[[str], None] = _LOG.info
     _run: _RelayedRun | None = field(default=None, init=False)
     _contract: Contract | None = field(default=None, init=False)
+    _book: bytes = field(default=b"", init=False, repr=False)
 
     @property
     def name(self) -> SiteId:
@@ -230,7 +232,10 @@ class RelayAgent:
                 f"relay {self.name!r} has not seen the contract of run {run.run_id!r}"
             )
         return SecureRelay(
-            name=self.name, identity=self.identity, contract=self._contract
+            name=self.name,
+            identity=self.identity,
+            contract=self._contract,
+            book=self._book,
         )
 
     def _sites_of(self, sealed: bytes) -> Sequence[SiteId]:
@@ -252,7 +257,7 @@ class RelayAgent:
         with file_errors("write below", folder):
             folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / _PROPOSAL, [sealed])
-        self._run, self._contract = run, None
+        self._run, self._contract, self._book = run, None, b""
         return run.sites
 
     def _met(self, proposal: Proposal) -> _RelayedRun:
@@ -304,14 +309,23 @@ class RelayAgent:
                 f"run {run_id!r} has not been proposed to relay {self.name!r}"
             ) from None
         run = self._met(introduction.open_proposal(sealed, self.roster))
-        self._run, self._contract = run, None
-        offer = folder / _OFFER
+        self._run, self._contract, self._book = run, None, b""
+        offer, book = folder / _OFFER, folder / _BOOK
         if offer.exists():
             self._contract = self._offered(offer.read_bytes(), run)
+        if book.exists():
+            self._book = book.read_bytes()
         return run
 
     def _note_offer(self, tasks: Sequence[Task], run: _RelayedRun) -> None:
-        """Keep the contract that is offered to sites: it says what to add, and how."""
+        """Keep the contract that is offered to sites: it says what to add, and how.
+
+        And the book of the setup, which says what sites must sign.
+        """
+        book = book_in(tasks)
+        if book and book != self._book:
+            self._book = book
+            replace_file(self._folder(run.run_id) / _BOOK, [book])
         for task in tasks[:1]:
             if isinstance(task, SecureTask) and task.step is SecureStep.ADVERTISE:
                 self._contract = self._offered(task.body, run)

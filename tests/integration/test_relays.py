@@ -16,7 +16,7 @@ from federation.job.spec import JobSpec
 from federation.messages import MaskedUpdate, RelayedSum, SiteMessage, Task
 from privacy.secagg.agreement.identity import generate
 from privacy.secagg.arithmetic.relayed import sum_words
-from privacy.secagg.protocol.messages import RelayedHead
+from privacy.secagg.protocol.messages import MaskedAnswer, RelayedHead
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +159,33 @@ def test_relay_that_leaves_out_words_of_a_listed_site_loses_the_round(
     monkeypatch.setattr(add, without_the_last)
     found = run(secret())
     assert found.statuses() == ["completed", "lost", "completed"]
+
+
+def test_site_that_deals_wrong_shares_is_absent_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its relay checks them before it adds: its neighbour counts."""
+    honest = SecureRelay.__call__
+
+    def combine(
+        self: SecureRelay, tasks: Sequence[Task], answers: Sequence[SiteMessage]
+    ) -> Combined:
+        first, *others = answers
+        is_second = self.name == "relay-1" and tasks[0].round_index == LOST
+        if is_second and isinstance(first, MaskedUpdate):
+            masked = MaskedAnswer.from_bytes(first.body)
+            sealed = {site: each[::-1] for site, each in masked.sealed.items()}
+            spoilt = replace(masked, sealed=sealed)
+            answers = [replace(first, body=spoilt.to_bytes()), *others]
+        return honest(self, tasks, answers)
+
+    monkeypatch.setattr(SecureRelay, "__call__", combine)
+    found = run(secret())
+    assert found.statuses() == ["completed"] * 3
+    assert {*found.answered(LOST)} == {*NAMES} - {"site-2"}
+    ((site, text),) = found.failures(LOST)
+    assert site == "site-2"
+    assert "differ from those that it signed" in text
 
 
 def test_wrong_head_of_a_site_makes_its_relay_absent_alone(

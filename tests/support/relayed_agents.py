@@ -173,8 +173,8 @@ class _Lines:
         clouds = self.clouds
         if not isinstance(task, RelayedTasks):
             frame = wire.encode_bytes(task)
-            answer, _ = answer_frame(clouds.sites[task.site], frame, seconds)
-            return answers_in(answer, limit=1), len(frame), len(answer)
+            frames, _ = answer_frame(clouds.sites[task.site], frame, seconds)
+            return answers_in(frames, limit=1), len(frame), len(frames)
         packed = INLINE.send_whole(down_frames(task.tasks))
         if (task.site, task.round_index) in clouds.lost:
             silent = failure(task, FailureKind.DISCONNECTED, "is not connected")

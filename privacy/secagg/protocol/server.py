@@ -26,7 +26,6 @@ from typing import Literal
 from federation.ids import SiteId
 from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.agreement.contract import Contract, Member, Setting
-from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES, combine, encode_secret
 from privacy.secagg.errors import (
     BadShare,
@@ -39,12 +38,10 @@ from privacy.secagg.errors import (
 from privacy.secagg.protocol.commitments import (
     SECRET,
     commit_one,
-    dealt_digests,
     in_row,
     place_of,
 )
 from privacy.secagg.protocol.key_schedule import (
-    TAG_BYTES,
     RoundFacts,
     RoundMasks,
     masks_of,
@@ -52,11 +49,14 @@ from privacy.secagg.protocol.key_schedule import (
     sign_of,
     wipe,
 )
+from privacy.secagg.protocol.masked_answers import (
+    CheckedAnswer,
+    check_context,
+    read_answer,
+)
 from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
-    Head,
-    MaskedAnswer,
     RelayedHead,
     Reveal,
     Shares,
@@ -147,13 +147,14 @@ class AggregatorRound:
             BadShare: The sealed shares are not those that the round needs.
             ProtocolError: The message is malformed or not signed by its site.
         """
-        masked, head, member = self._checked(data)
+        found = self._checked(data)
+        head, member = found.head, found.member
         if (head.vector_digest, head.header_digest) != (vector_digest, header_digest):
             raise WrongContext(
                 f"the vector or header of {member.site!r} differs from the one that it "
                 "signed"
             )
-        self._take(masked, member)
+        self._take(found)
         return member.site
 
     def on_relayed(
@@ -190,7 +191,7 @@ class AggregatorRound:
         relay = self._contract.relay_named(head.relay)
         head.verify(relay.public_key, who=f"relay {relay.name!r}")
         found = [self._checked(data) for data in answers]
-        signed = hashlib.sha256(b"".join(masked.head for masked, _, _ in found))
+        signed = hashlib.sha256(b"".join(each.masked.head for each in found))
         if (head.heads_digest, head.vector_digest, head.header_digest) != (
             signed.digest(),
             vector_digest,
@@ -199,32 +200,30 @@ class AggregatorRound:
             raise WrongContext(
                 f"relay {relay.name!r} signed another sum, or one of other sites"
             )
-        numbers = [member.number for _, _, member in found]
+        numbers = [each.member.number for each in found]
         if numbers != sorted(set(numbers)) or not {*numbers} <= {*relay.numbers}:
             raise WrongCohort(
                 f"relay {relay.name!r} sent the answers of clients {numbers}, and its "
                 f"sites are {list(relay.numbers)}"
             )
-        for masked, _, member in found:
-            self._take(masked, member)
-        return tuple(member.site for _, _, member in found)
+        for each in found:
+            self._take(each)
+        return tuple(each.member.site for each in found)
 
-    def _checked(self, data: bytes) -> tuple[MaskedAnswer, Head, Member]:
+    def _checked(self, data: bytes) -> CheckedAnswer:
         """Check everything of a masked answer but its vector."""
         self._check_phase(_RoundPhase.MASKED)
-        masked = MaskedAnswer.from_bytes(data)
-        head = Head.from_bytes(masked.head)
-        member = self._contract.member(head.number)
-        verify(head, member)
-        self._check_context(head.context, member)
-        self._check_dealt(head, masked, member)
-        self._check_first(member)
-        return masked, head, member
+        found = read_answer(
+            data, contract=self._contract, context=self._context, cohort=self._cohort
+        )
+        self._check_first(found.member)
+        return found
 
-    def _take(self, masked: MaskedAnswer, member: Member) -> None:
-        self._heads[member.number] = masked.head
-        self._sealed[member.number] = masked.sealed
-        self._rows[member.number] = masked.rows
+    def _take(self, answer: CheckedAnswer) -> None:
+        number, masked = answer.member.number, answer.masked
+        self._heads[number] = masked.head
+        self._sealed[number] = masked.sealed
+        self._rows[number] = masked.rows
 
     def on_decline(self, data: bytes) -> SiteId:
         """R1: take a site's message that no answer will come.
@@ -461,39 +460,13 @@ class AggregatorRound:
             )
 
     def _check_context(self, context: bytes, member: Member) -> None:
-        if context != self._context:
-            raise WrongContext(
-                f"the message of site {member.site!r} is for a different run, setup, "
-                "round or model"
-            )
+        check_context(context, self._context, member)
 
     def _check_first(self, member: Member) -> None:
         if member.number not in self._cohort:
             raise WrongCohort(f"site {member.site!r} has no keys in this setup")
         if member.number in self._heads or member.number in self._declined:
             raise OutOfOrder(f"site {member.site!r} has already answered this round")
-
-    def _check_dealt(self, head: Head, masked: MaskedAnswer, member: Member) -> None:
-        """Check sealed shares and commitments: complete, and as the head says."""
-        single = self._contract.setting is Setting.P1
-        holders = set() if single else {SECRET, *self._cohort}
-        num_sites = len(self._cohort)
-        sealed_bytes = SHARE_BYTES * num_sites + TAG_BYTES
-        if (
-            set(masked.sealed) != holders - {SECRET, member.number}
-            or set(masked.rows) != holders
-            or any(len(data) != sealed_bytes for data in masked.sealed.values())
-            or any(len(row) != DIGEST_BYTES * num_sites for row in masked.rows.values())
-        ):
-            raise BadShare(
-                f"site {member.site!r} did not seal one bundle of shares for each "
-                "other site, or did not commit to all of them"
-            )
-        if dealt_digests(masked.sealed, masked.rows) != head.dealt:
-            raise BadShare(
-                f"the sealed shares or commitments of {member.site!r} differ from "
-                "those that it signed"
-            )
 
     def _check_shares(self, shares: Shares, member: Member) -> None:
         """Check released shares: those that A opens, as their dealers committed."""

@@ -390,6 +390,23 @@ def test_no_words_are_added_without_the_contract(cloud: Cloud):
     assert len(cloud.asked) == 2  # For introductions, and for the evaluation.
 
 
+def test_the_book_of_a_setup_outlives_a_restart(cloud: Cloud):
+    """Or one site that answers wrongly would make all of its cloud absent."""
+    cloud.propose()
+    confirm = SecureTask(
+        run_id=RUN_ID,
+        round_index=0,
+        site=SiteId("site-0"),
+        step=SecureStep.CONFIRM,
+        body=b"the book",
+    )
+    cloud.exchange(confirm)
+    again = replace(cloud.agent)
+    assert again._book == b""
+    again._current(RUN_ID)
+    assert again._book == b"the book"
+
+
 def test_a_large_model_and_its_sum_go_through_the_exchange(
     cloud: Cloud, tmp_path: Path
 ):
