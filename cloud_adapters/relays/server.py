@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class LineLimits:
     """What one connection may take, and how many there may be.
 
     Attributes:
@@ -98,7 +98,7 @@ class CloudServer(loopback_http.Server):
         port: int,
         clock: Clock,
         scratch: Path | None = None,
-        limits: Limits = Limits(),
+        limits: LineLimits = LineLimits(),
     ) -> None:
         """Take the port; see ``loopback_http.Server``.
 

@@ -131,7 +131,8 @@ def _tidy(run: RunFolder, frames: Frames) -> None:
     run_id = run.run_id()
     if run_id is not None:
         job = job_file.loads(run.read_job())
-        frames.end_run(run_id, [SiteId(n.name) for n in (*job.sites, *job.relays)])
+        names = [*(s.name for s in job.sites), *(r.name for r in job.relays)]
+        frames.end_run(run_id, [SiteId(name) for name in names])
 
 
 @dataclass(kw_only=True)

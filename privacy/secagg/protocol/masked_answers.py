@@ -47,7 +47,7 @@ def read_answer(
         cohort: U_r, increasing.
 
     Raises:
-        WrongContext: It is of another round.
+        WrongContext: It belongs to another round.
         WrongCohort: The site is not in this round.
         BadShare: The sealed shares are not those that the round needs.
         ProtocolError: It is malformed, or not signed by its site.

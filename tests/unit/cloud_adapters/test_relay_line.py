@@ -18,7 +18,7 @@ from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays import server
 from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
 from cloud_adapters.relays.node import GivenAnswer, RelayedNode
-from cloud_adapters.relays.server import CloudServer, Limits, server_context
+from cloud_adapters.relays.server import CloudServer, LineLimits, server_context
 from deploy.doctor import relay as doctor_relay
 from deploy.doctor.checks import Check
 from deploy.site_host import relay_certificate
@@ -111,7 +111,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     context = server_context(authority.pem)
     relay_certificate.prepare(folder / "relay", ("127.0.0.1",), context, CLOCK)
     desk = RelayDesk([EAST], CLOCK)
-    limits = Limits(wait_seconds=0.1, max_connections=2, head_seconds=0.2)
+    limits = LineLimits(wait_seconds=0.1, max_connections=2, head_seconds=0.2)
     serves = CloudServer(
         desk,
         context,
@@ -282,7 +282,7 @@ def test_a_request_whose_head_comes_slowly_is_ended(cloud: Cloud):
 
 def test_connections_without_a_certificate_are_bounded(cloud: Cloud):
     """A stranger can take no place of a site that is connected."""
-    limits = Limits(max_strangers=1)
+    limits = LineLimits(max_strangers=1)
     context = server_context(cloud.authority.pem)
     serves = CloudServer(
         cloud.desk, context, host="127.0.0.1", port=0, clock=CLOCK, limits=limits
