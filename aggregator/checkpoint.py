@@ -51,7 +51,7 @@ from federation.protocols import (
     ObjectStore,
     RunState,
 )
-from federation.vectors import Layout, Vector
+from federation.vectors import Allocate, Layout, Vector, in_memory
 
 CHUNK_BYTES = 8 << 20
 
@@ -79,6 +79,7 @@ class RunCheckpoints:
         clock: Dates the events.
         chunk_bytes: A larger blob is stored in chunks of this size.
         rounds_before: Numbers of rounds that the job had before it was extended.
+        allocate: Makes the vectors of a state that is loaded.
 
     Raises:
         ValueError: ``keep``, ``prefix`` or ``chunk_bytes`` is out of range.
@@ -94,6 +95,7 @@ class RunCheckpoints:
     clock: Clock
     chunk_bytes: int = CHUNK_BYTES
     rounds_before: Collection[int] = ()
+    allocate: Allocate = in_memory
 
     def __post_init__(self) -> None:
         """Check the values; nothing is read or written yet."""
@@ -268,7 +270,7 @@ class RunCheckpoints:
         model = self._read_model(manifest.weights)
         weights_d = model.weights_d
         optimizer: dict[str, Vector] = {
-            name: np.empty_like(weights_d) for name in manifest.optimizer_names
+            name: self.allocate(weights_d.size) for name in manifest.optimizer_names
         }
         if manifest.optimizer is not None:
             self._objects.read(manifest.optimizer, list(optimizer.values()))
@@ -281,7 +283,7 @@ class RunCheckpoints:
         )
 
     def _read_model(self, blob: Blob) -> KeptModel:
-        weights_d = np.empty(self.layout.size, dtype=np.float32)
+        weights_d = self.allocate(self.layout.size)
         integers_m = np.empty(self.layout.num_integers, dtype=np.int64)
         self._objects.read(blob, [integers_m, weights_d])
         return KeptModel(weights_d=weights_d, integers_m=integers_m)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from aggregator import manifest as manifests
 from aggregator.manifest import Blob, Chunk, Manifest, cut
 from federation.errors import CorruptObject, ObjectNotFound
+from federation.mapped import give_back
 from federation.protocols import Buffer, ObjectInfo, ObjectStore
 
 READ_BYTES = 8 << 20  # Of an object at a time.
@@ -114,7 +115,10 @@ class CheckpointObjects:
 
         def put(key: str) -> int:
             chunk = missing[key]
-            self._store.put(key, list(cut(pieces, chunk.start, chunk.size)))
+            views = list(cut(pieces, chunk.start, chunk.size))
+            self._store.put(key, views)
+            for view in views:
+                give_back(np.frombuffer(view, np.uint8))
             with self._lock:
                 self._known_whole.add(key)
             return chunk.size

@@ -194,6 +194,7 @@ def _fold_into_mean(delta_d: Values, mean_d: Vector, share: float) -> None:
         else:
             mean_c.lerp_(delta_c, share)
         give_back(part_c)
+        give_back(mean_d[piece])
 
 
 def _fold_into_update(delta_d: Vector, mean_d: Vector, share: float) -> bool:

@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
+from federation.mapped import give_back
 from federation.members import Members, RunMember, Standing
 from federation.messages import LedgerAnchor
 from federation.protocols import (
@@ -103,6 +106,7 @@ class Blob:
                 whole.update(view)
                 if size > chunk_bytes:
                     part.update(view)
+                give_back(np.frombuffer(view, np.uint8))
             chunks.append(part.hexdigest())
         if size <= chunk_bytes:
             return Blob(sha256=whole.hexdigest(), size=size)

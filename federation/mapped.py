@@ -1,4 +1,4 @@
-"""Vectors in a file, which pass through memory piece by piece.
+"""Vectors in files, which pass through memory piece by piece.
 
 What came through an object store is a read-only view of a mapped file (see
 ``cloud_adapters.transport.frames``). The kernel reads a page of it when someone looks
@@ -6,6 +6,9 @@ there, and counts it as this process's memory until the whole file is let go. Wh
 reads such a vector from its begin to its end gives back each piece when it has been
 read: a model of any size then takes a piece's memory. To look there again is allowed,
 and costs what reading from the kernel's cache does.
+
+The same holds for vectors that are written to, if their file is a ``ScratchMap``: the
+kernel keeps what was written in the file (``cloud_adapters.storage.disk.scratch``).
 """
 
 import hashlib
@@ -16,6 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PIECE_BYTES = 4 << 20
+
+
+class ScratchMap(mmap.mmap):
+    """A file that is mapped for reading and writing, shared: it holds what is written.
+
+    A private map would lose what was written to a page that is given back.
+    """
 
 
 def sha256(vector: NDArray[Any]) -> bytes:
@@ -30,7 +40,7 @@ def sha256(vector: NDArray[Any]) -> bytes:
 
 
 def give_back(part: NDArray[Any]) -> None:
-    """Release the memory of a part that only maps a file.
+    """Release the memory of a part that only maps a file; its values stay.
 
     Nothing happens to arrays in memory, nor where the operating system cannot do it.
 
@@ -46,14 +56,19 @@ def give_back(part: NDArray[Any]) -> None:
 
 
 def _file_of(part: NDArray[Any]) -> mmap.mmap | None:
-    """The mapped file that an array is a view of, if it cannot be written to."""
-    # A page that was written to may be nowhere else: only a map that was never open
-    # for writing shows what the file holds.
-    if part.flags.writeable or not hasattr(mmap, "MADV_DONTNEED"):
+    """The mapped file that an array is a view of, if that holds all its values."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
         return None
     owner: Any = part
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    if isinstance(owner, memoryview) and owner.readonly:
-        owner = owner.obj
-    return owner if isinstance(owner, mmap.mmap) else None
+    is_read_only = not part.flags.writeable
+    while isinstance(owner, np.ndarray | memoryview):
+        if isinstance(owner, memoryview):
+            is_read_only &= owner.readonly
+            owner = owner.obj
+        else:
+            owner = owner.base
+    if isinstance(owner, ScratchMap):
+        return owner
+    # A page that was written to may be nowhere else: only a map that was never open
+    # for writing shows what the file holds.
+    return owner if is_read_only and isinstance(owner, mmap.mmap) else None

@@ -12,7 +12,7 @@ values of the model.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -26,6 +26,8 @@ from federation.errors import LayoutMismatch
 from federation.mapped import give_back
 
 Vector = NDArray[np.float32]
+# Makes a vector of zeros of a size, shape (d,).
+Allocate = Callable[[int], Vector]
 Words = NDArray[
     Any
 ]  # Float values as a codec of ``federation.compression`` sends them.
@@ -267,12 +269,29 @@ def chunks(size: int, chunk: int = CHUNK_VALUES) -> Iterator[slice]:
         yield slice(start, min(start + chunk, size))
 
 
+def in_memory(size: int) -> Vector:
+    """Allocate a vector of zeros; memory that is not touched takes none."""
+    return np.zeros(size, np.float32)
+
+
+def place(values_d: Vector, allocate: Allocate) -> Vector:
+    """Put a vector where an allocator says: itself, if that is in memory."""
+    if allocate is in_memory:
+        return values_d
+    found_d = allocate(values_d.size)
+    for piece in chunks(values_d.size):
+        found_d[piece] = values_d[piece]
+        give_back(found_d[piece])
+    return found_d
+
+
 def squared_norm(vector_d: Vector) -> float:
     """Sum of squares, accumulated chunk by chunk in float64."""
     total = 0.0
     for piece in chunks(vector_d.size, _SERIAL_VALUES):
         part = vector_d[piece].astype(np.float64)
         total += float(part @ part)
+        give_back(vector_d[piece])
     return total
 
 

@@ -56,6 +56,7 @@ from federation.errors import (
     StoreError,
 )
 from federation.ids import RunId, SiteId
+from federation.mapped import give_back
 from federation.protocols import ObjectInfo, ObjectStore
 from federation.wire import frame as wire
 from federation.wire.frame import WireMessage
@@ -352,7 +353,9 @@ class _Pieces:
 
     def __iter__(self) -> Iterator[memoryview]:
         for start in range(0, len(self._view), PIECE_BYTES):
-            yield self._view[start : start + PIECE_BYTES]
+            piece = self._view[start : start + PIECE_BYTES]
+            yield piece
+            give_back(np.frombuffer(piece, np.uint8))
 
     def sha256(self) -> str:
         """Digest of all of them, 64 hexadecimal digits."""

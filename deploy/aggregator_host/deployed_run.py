@@ -29,7 +29,7 @@ from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
 from federation.resources import PROCESS
-from federation.vectors import Layout
+from federation.vectors import Allocate, Layout, in_memory
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 from monitoring.views.run_view import DEPLOYED
@@ -75,6 +75,7 @@ class DeployedRun:
         stop_requested: Callable[[], bool] = lambda: False,
         goes_on: Callable[[BaseException], bool] = lambda _error: False,
         report: bool = True,
+        allocate: Allocate = in_memory,
     ) -> None:
         """Read a run's job and build its model.
 
@@ -86,6 +87,7 @@ class DeployedRun:
             stop_requested: Asked after every round.
             goes_on: Whether another coordinator continues the run after an error.
             report: Whether to write ``report.html`` at the end.
+            allocate: Makes the vectors of the model and of the server optimiser.
 
         Raises:
             JobError: The job cannot be run.
@@ -135,6 +137,7 @@ class DeployedRun:
             goes_on=goes_on,
             meter=PROCESS,
             extensions=run.extensions(),
+            allocate=allocate,
         )
 
     @property

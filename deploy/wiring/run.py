@@ -35,6 +35,7 @@ from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
 from federation.rounds.server_optimizer import server_optimizer
+from federation.vectors import Allocate, in_memory, place
 from monitoring.views.round_view import named_metric
 from monitoring.views.run_view import DEPLOYED
 from privacy.secagg.agreement.contract import Contract
@@ -144,6 +145,7 @@ class Run:
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.
         extensions: How its job was extended, in their order.
+        allocate: Makes the vectors of the model and of the server optimiser.
     """
 
     federation: Federation
@@ -157,6 +159,7 @@ class Run:
     seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
     meter: UsageMeter = CLOCK
     extensions: Sequence[RunExtended] = ()
+    allocate: Allocate = in_memory
 
     def checkpoints(self) -> RunCheckpoints:
         """Find the run's checkpoints in its store; nothing is read yet."""
@@ -171,6 +174,7 @@ class Run:
             emit=self.emit,
             clock=self.clock,
             rounds_before=[one.rounds_before for one in self.extensions],
+            allocate=self.allocate,
         )
 
     def drive(
@@ -224,15 +228,18 @@ class Run:
 
         def initial_state() -> RunState:
             weights_d, integers_m = initial_weights(self.federation.job, pool)
+            links = self.federation.job.communication.links
+            moments = {
+                **optimizer.init(pool.layout.size),
+                **first_residual(links, pool.layout.size),
+            }
             return RunState(
                 round_index=0,
-                weights_d=weights_d,
+                weights_d=place(weights_d, self.allocate),
                 integers_m=integers_m,
                 optimizer={
-                    **optimizer.init(pool.layout.size),
-                    **first_residual(
-                        self.federation.job.communication.links, pool.layout.size
-                    ),
+                    name: place(values_d, self.allocate)
+                    for name, values_d in moments.items()
                 },
                 rounds_completed=0,
                 lost_in_a_row=0,
@@ -253,6 +260,7 @@ class Run:
             goes_on=self.goes_on,
             anchors=anchors,
             meter=self.meter,
+            allocate=self.allocate,
             score=partial(named_metric, name=_metric(self.federation.job)),
             first_round=max((one.first_round for one in self.extensions), default=1),
         )

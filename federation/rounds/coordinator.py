@@ -52,7 +52,7 @@ from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
 from federation.rounds.server_optimizer import keep_zeros_, take_step
-from federation.vectors import Layout, Vector, is_finite, norm
+from federation.vectors import Allocate, Layout, Vector, in_memory, is_finite, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class ServerParts:
         returned: Which of some sites are there again before a round: ``Grid.returned``.
         first_round: Earlier numbers are used up, even without a checkpoint.
         score: The metric of a pooled result that the job's models are compared by.
+        allocate: Makes the vector that updates are combined in.
     """
 
     run_id: RunId
@@ -98,6 +99,7 @@ class ServerParts:
     )
     first_round: int = 1
     score: Callable[[MetricSums], float | None] = lambda _sums: None
+    allocate: Allocate = in_memory
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -128,7 +130,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         round_index=max(state.round_index, parts.first_round - 1),
     )
     _emit_started(job, parts, state)
-    spare_d = np.empty(parts.layout.size, dtype=np.float32)
+    spare_d = parts.allocate(parts.layout.size)
     exhausted, complaints = "", list[str]()
     try:
         if saved is None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from federation.compression.fragments import WHOLE, Fragment
 from federation.job.spec import ServerOptimizerSpec
+from federation.mapped import give_back
 from federation.protocols import OptimizerState, ServerOptimizer
 from federation.vectors import Layout, Role, Vector, chunks
 
@@ -85,6 +86,8 @@ def take_step(
         step_c = delta_d[piece]
         optimizer.step(state, step_c)  # Delta becomes the step.
         step_c += weights_d[piece]
+        for part_c in (*state.values(), weights_d[piece], step_c):
+            give_back(part_c)
     for start, values in averaged:
         delta_d[start : start + values.size] = values
     return delta_d
