@@ -55,6 +55,15 @@ def give_back(part: NDArray[Any]) -> None:
     file.madvise(mmap.MADV_DONTNEED, begin, first + part.nbytes - begin)
 
 
+def own(vector: NDArray[Any]) -> NDArray[Any]:
+    """Return a vector that may be written to: a copy, unless it is in scratch.
+
+    What is in a ``ScratchMap`` was made for one user, and may be too large for memory.
+    """
+    is_scratch = isinstance(_file_of(vector), ScratchMap)
+    return vector if is_scratch else np.array(vector)
+
+
 def _file_of(part: NDArray[Any]) -> mmap.mmap | None:
     """The mapped file that an array is a view of, if that holds all its values."""
     if not hasattr(mmap, "MADV_DONTNEED"):

@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.training.site_state import KeptState
+from clients.training.site_state import RESIDUAL, KeptState
 from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
 from federation.errors import CorruptObject
-from federation.vectors import Arrays, Vector
+from federation.mapped import own
+from federation.vectors import Arrays, Vector, is_finite
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.digits import Digits, Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, return_
 
-_LEFT, _WORDS, _STEPS = "residual/left", "residual/words", "residual/steps"
-_DRIFT = "residual/drift"
+_LEFT, _WORDS, _STEPS = (f"{RESIDUAL}/{name}" for name in ("left", "words", "steps"))
+_DRIFT = f"{RESIDUAL}/drift"
 _ROUND, _LEVELS = "residual_round", "residual_levels"
 
 
@@ -97,7 +98,7 @@ def stored(kept: KeptState, contract: Contract) -> Residual | None:
             and left_d.shape == (padded(contract.num_values),)
             and words_w.dtype == np.uint64
             and words_w.shape == (digits.num_words(size),)
-            and np.isfinite(left_d).all()
+            and is_finite(left_d)
             and (drift_d is None) == (contract.fragments == 1)
             and (drift_d is None or drift_d.shape == (contract.num_values,))
         )
@@ -106,7 +107,7 @@ def stored(kept: KeptState, contract: Contract) -> Residual | None:
     if not is_whole:
         raise _damaged("it has another size")
     return Residual(
-        left_d=np.array(left_d),
+        left_d=own(left_d),
         words_w=words_w,
         plan=plan,
         round_index=round_index,

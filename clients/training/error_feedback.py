@@ -19,14 +19,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from clients.training import update
-from clients.training.site_state import Fact, KeptState
+from clients.training.site_state import RESIDUAL, Fact, KeptState
 from federation.compression.codec import Links
 from federation.errors import CorruptObject
+from federation.mapped import give_back, own
 from federation.messages import RoundTask
 from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import NO_ARRAYS, Arrays, Vector, Words, chunks, is_finite
 
-_RESIDUAL, _SENT, _SENT_ROUND = "residual", "sent", "sent_round"
+_RESIDUAL, _SENT, _SENT_ROUND = RESIDUAL, "sent", "sent_round"
 
 
 class ErrorFeedback:
@@ -55,7 +56,10 @@ class ErrorFeedback:
         self._residual_d = settled(
             kept, self._links, size=size, counted=self._task.counted
         )
-        self._residual_d *= np.float32(beta)
+        for piece in chunks(size):
+            residual_c = self._residual_d[piece]
+            residual_c *= np.float32(beta)
+            give_back(residual_c)
 
     def encode(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> Words:
         """Turn trained weights into the words of the update, in the same memory.
@@ -87,7 +91,7 @@ def settled(kept: KeptState, links: Links, *, size: int, counted: int) -> Vector
     """Return a site's residual, given which of its updates were counted.
 
     Args:
-        kept: The state that its newest round has left.
+        kept: The state that its newest round has left; its residual is used up.
         links: The job's codecs.
         size: Values of the model.
         counted: The newest round whose update of the site is a part of the model.
@@ -111,11 +115,12 @@ def settled(kept: KeptState, links: Links, *, size: int, counted: int) -> Vector
         raise _corrupt(f"has a residual without the words of {codec.name} beside it")
     if fault := codec.fault(words, size):
         raise _corrupt(f"has a residual beside {fault}")
-    residual_d = np.array(kept_d)  # What was read may not be written to.
+    residual_d = own(kept_d)  # What was read may not be written to otherwise.
     if sent_round > counted:
         values = codec.values(words, size=size, seed=sent_round)
         for piece in chunks(size):
             residual_d[piece] += values[piece]
+            give_back(residual_d[piece])
     return residual_d
 
 

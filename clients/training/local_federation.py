@@ -22,13 +22,17 @@ from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.local_work import check_task, is_auto
 from federation.rounds.server_optimizer import server_optimizer
-from federation.vectors import Layout
+from federation.vectors import Allocate, Layout, in_memory
 
 SiteData = tuple[Dataset, Dataset]
 
 
 def state_of(
-    job: JobSpec, layout: Layout, site: SiteId, store: ObjectStore
+    job: JobSpec,
+    layout: Layout,
+    site: SiteId,
+    store: ObjectStore,
+    allocate: Allocate = in_memory,
 ) -> SiteState:
     """Make what a site keeps of a run between rounds."""
     optimizer, links = job.training.optimizer, fitted(job.communication.links, layout)
@@ -37,6 +41,7 @@ def state_of(
         layout,
         store,
         rounds=job.storage.keep_checkpoints + 1,
+        allocate=allocate,
         carries=optimizer.name if optimizer.state == "keep" else "",
         leaves_out=job.privacy.secure_aggregation.levels is not None
         or job.training.overlap_steps > 0
@@ -59,6 +64,7 @@ class Federation:
         ends_early: Whether a site takes no more steps of its round; see
             ``TorchTrainer``.
         kept_steps: Keeps the steps of a round that a site cannot end; see there.
+        allocate: Makes vectors of what a site's updates have left out.
     """
 
     job: JobSpec
@@ -67,6 +73,7 @@ class Federation:
     order_seed: int | None = field(default=None, repr=False)
     ends_early: Callable[[], bool] = never
     kept_steps: KeptSteps | None = None
+    allocate: Allocate = in_memory
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
@@ -115,7 +122,7 @@ class Federation:
         return Site(
             name,
             make_trainer=make_trainer,
-            state=state_of(self.job, self.pool.layout, name, store),
+            state=state_of(self.job, self.pool.layout, name, store, self.allocate),
             clock=clock,
             meter=meter,
             withheld=withheld(self.job),

@@ -18,22 +18,32 @@ Shape suffixes: m integer values of the model.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
+from clients.training import state_object
 from federation.errors import CorruptObject
 from federation.ids import RunId, SiteId
 from federation.protocols import ObjectStore
-from federation.vectors import Arrays, IntegerVector, Layout, Role
+from federation.vectors import (
+    Allocate,
+    Arrays,
+    IntegerVector,
+    Layout,
+    Role,
+    Vector,
+    in_memory,
+)
 
 VERSION = 2
+# Of the lines before the arrays.
+MAX_HEAD_BYTES = 1 << 20
+RESIDUAL = "residual"  # Name, or its first part, of what updates have left out.
 Fact = str | int | float | bool
 
 _LOG = logging.getLogger(__name__)
@@ -72,6 +82,7 @@ class SiteState:
         leaves_out: Whether encoding leaves something out of an update, which the next
             one makes up for.
         counts_steps: Whether it keeps how many steps of the run it has taken.
+        allocate: Makes vectors of what updates have left out, when they are read.
         codec: The codec whose residual does, likewise.
     """
 
@@ -80,6 +91,7 @@ class SiteState:
     store: ObjectStore
     _: KW_ONLY
     rounds: int = 4
+    allocate: Allocate = in_memory
     carries: InitVar[str] = ""
     codec: InitVar[str] = ""
     leaves_out: InitVar[bool] = False
@@ -156,9 +168,12 @@ class SiteState:
             "facts": dict(facts),
         }
         line = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
-        body = save(dict(arrays))
-        digest = f"{_digest(line, body)}\n".encode()
-        self.store.put(self._key(round_index), [line, digest, body])
+        digest = hashlib.sha256(line)
+        for piece in state_object.pieces(arrays):
+            digest.update(piece)
+        head_lines = [line, f"{digest.hexdigest()}\n".encode()]
+        content = _Content(head_lines, arrays)
+        self.store.put(self._key(round_index), content)
         # A site that is seldom asked still needs its last state: what counts is how
         # many there are, not how old they are.
         for key in self._before(round_index + 1)[: -self.rounds]:
@@ -189,10 +204,16 @@ class SiteState:
 
     def _read(self, key: str, run_id: RunId) -> KeptState:
         try:
-            line, digest, body = self.store.read(key).split(b"\n", 2)
+            info = self.store.stat(key)
+            ranges = _Ranges(self.store, key, info.version)
+            begin = self.store.read(key, length=MAX_HEAD_BYTES, if_version=info.version)
+            line, digest, _ = begin.split(b"\n", 2)
+            ranges.digest.update(line + b"\n")
             head = json.loads(line)
             fault = self._fault(head, key)
-            if digest.decode("ascii") != _digest(line + b"\n", body):
+            start = len(line) + len(digest) + 2
+            arrays = {} if fault else ranges.arrays(start, info.size, self._allocated)
+            if not fault and digest.decode("ascii") != ranges.digest.hexdigest():
                 fault = "its content does not match its digest"
             if not fault:
                 of = {"run": run_id, **self._of}
@@ -200,7 +221,7 @@ class SiteState:
                     name for name, its in of.items() if head["of"].get(name) != its
                 ]
                 if not others:
-                    return KeptState(arrays=load(body), facts=head["facts"])
+                    return KeptState(arrays=arrays, facts=head["facts"])
                 _LOG.warning(
                     "site %s does not use %s, which belongs to another %s: it starts "
                     "afresh; restore the state of this run to continue from it",
@@ -209,12 +230,16 @@ class SiteState:
                     " and ".join(others),
                 )
                 return NOTHING
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             fault = f"it cannot be read: {error}"
         raise CorruptObject(
             f"{key} is not a state that this site can use: {fault}. Delete every "
             f"{self._prefix}* to start afresh"
         )
+
+    def _allocated(self, name: str, size: int) -> Vector:
+        is_residual = name.partition("/")[0] == RESIDUAL
+        return (self.allocate if is_residual else in_memory)(size)
 
     def _fault(self, head: Mapping[str, Any], key: str) -> str:
         """Say what is wrong with an object; empty if nothing is."""
@@ -226,7 +251,40 @@ class SiteState:
         return ""
 
 
-def _digest(line: bytes, body: bytes) -> str:
-    found = hashlib.sha256(line)
-    found.update(body)
-    return found.hexdigest()
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """An object as often as a store asks for it, in pieces."""
+
+    lines: Sequence[bytes]
+    arrays: Arrays
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield from self.lines
+        yield from state_object.pieces(self.arrays)
+
+
+class _Ranges:
+    """Reads an object's arrays in order, and their digest on the way."""
+
+    def __init__(self, store: ObjectStore, key: str, version: str) -> None:
+        self._store, self._key, self._version = store, key, version
+        self.digest = hashlib.sha256()
+
+    def arrays(
+        self, start: int, size: int, allocate: state_object.AllocateNamed
+    ) -> Arrays:
+        """Read the safetensors file that begins at a place of the object.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return state_object.read(
+            self._range, start=start, size=size - start, allocate=allocate
+        )
+
+    def _range(self, start: int, length: int) -> bytes:
+        data = self._store.read(
+            self._key, start=start, length=length, if_version=self._version
+        )
+        self.digest.update(data)
+        return data

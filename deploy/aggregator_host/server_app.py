@@ -13,12 +13,12 @@ from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
 from cloud_adapters.flower.roll_call import Attendance
 from cloud_adapters.flower_apps.apps import FlowerApps
-from cloud_adapters.storage.disk.scratch import ScratchVectors
+from cloud_adapters.storage.disk.scratch import allocator
 from cloud_adapters.transport.frames import Frames
 from cloud_adapters.transport.relay_lines import RelayLines, fewest_nodes, nodes_of
 from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
-from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
+from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.deployed_run import Connect, DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.parties import Parties
@@ -36,7 +36,6 @@ from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, Grid
-from federation.vectors import Allocate, in_memory
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 
@@ -71,7 +70,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             clock=clock,
             stop_requested=(run.path / STOP).exists,
             goes_on=goes_on,
-            allocate=allocator(config.file, run.path / "scratch"),
+            allocate=allocator(config.file.disk_mib, run.path / "scratch"),
         )
         with exchange.opened(
             config.file.exchange, run.path / "scratch", watch=deployed.watch
@@ -86,13 +85,6 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         raise
     code = exit_codes.BY_STATUS[result.status]
     leave_outcome(run, Outcome(code=code, message=result.status))
-
-
-def allocator(file: AggregatorFile, scratch: Path) -> Allocate:
-    """What makes large vectors of a run: files, if the operator wants that."""
-    if not file.disk_mib:
-        return in_memory
-    return ScratchVectors(folder=scratch, least_bytes=file.disk_mib << 20)
 
 
 class ReplacedMeanwhile(Exception):

@@ -19,6 +19,7 @@ from clients.privacy.site_policy import check_job
 from clients.training.kept_steps import KeptSteps
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
+from cloud_adapters.storage.disk import scratch
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import (
@@ -345,6 +346,9 @@ class SiteAgent:
             order_seed=order_seed(self.config, job, sealed),
             ends_early=self.departure.hurry.is_set,
             kept_steps=self._kept_steps(run_id, job),
+            allocate=scratch.allocator(
+                self.config.file.disk_mib, self.config.folder / "scratch"
+            ),
         )
         return ProposedRun(
             run_id=run_id,

@@ -166,6 +166,8 @@ class SiteFile:
         relay: The relay through which this site takes part in runs; by default it
             connects to the aggregator.
         serve: Only for a relay: whom it serves.
+        disk_mib: From this size of a model in MiB on, what its updates have left out is
+            in a file of `folder`, and passes through memory in pieces; 0 for never.
     """
 
     name: str
@@ -183,6 +185,7 @@ class SiteFile:
     home: HomeSpec = HomeSpec()
     relay: RelayLinkSpec | None = None
     serve: ServeSpec | None = None
+    disk_mib: int = key(default=0, low=0)
 
 
 def _no_home() -> None:

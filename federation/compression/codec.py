@@ -216,6 +216,7 @@ class Cast:
             narrowed_c = self.narrow(part_c)
             if residual_d is not None:
                 np.subtract(part_c, self.widen(narrowed_c), out=residual_d[piece])
+                give_back(residual_d[piece])
             words[piece] = narrowed_c
         return words
 

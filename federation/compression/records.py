@@ -112,6 +112,7 @@ class RecordCodec:
             records_nr, stands_nw = self.kind.pack(part_c.reshape(-1, width))
             if residual_d is not None:
                 np.subtract(part_c, stands_nw.reshape(-1), out=residual_d[piece])
+                give_back(residual_d[piece])
             words[place] = records_nr.reshape(-1)
         return words
 

@@ -55,7 +55,7 @@ SHORT = {
     "secure_aggregation": "--values 100000 --sites 2 --bits 32 --repetitions 1"
     " --memory-values 100000",
     "spot_policy": "--traces 5 --processes 1",
-    "server_memory": "--smoke",
+    "model_memory": "--smoke",
     "storage": "--megabytes 1 --turns 1",
     "storage_cloud": "--store s3 --large ours --gigabytes 0",
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",

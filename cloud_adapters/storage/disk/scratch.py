@@ -14,9 +14,16 @@ import numpy as np
 
 from cloud_adapters.storage.disk.part_file import file_errors
 from federation.mapped import ScratchMap
-from federation.vectors import Vector, in_memory
+from federation.vectors import Allocate, Vector, in_memory
 
 _FLOAT_BYTES = 4
+
+
+def allocator(disk_mib: int, folder: Path) -> Allocate:
+    """What makes large vectors: files, if they have so many MiB; 0 for none."""
+    if not disk_mib:
+        return in_memory
+    return ScratchVectors(folder=folder, least_bytes=disk_mib << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

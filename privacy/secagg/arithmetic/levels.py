@@ -42,6 +42,7 @@ from federation.compression.rotation import (
     num_blocks,
     padded,
 )
+from federation.mapped import give_back
 from federation.vectors import Vector, chunks
 from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import Digits, Lanes, finest_levels
@@ -228,6 +229,7 @@ class LevelSite:
                     group.begin // BLOCK_VALUES,
                 )
                 self.digits.pack(digits_v, words_w[group.first : group.last])
+                give_back(residual_d[group.begin : group.end])
         masked_w = words_w.copy()
         apply_masks_(masked_w, masks)
         return SealedLevels(
@@ -281,13 +283,19 @@ class _Rounder:
 def _limit_(residual_d: Vector, most: float) -> None:
     """Scale a residual down to a norm."""
     with np.errstate(over="ignore", under="ignore"):
-        squares = (
-            float(np.einsum("c,c", residual_d[piece], residual_d[piece]))
-            for piece in chunks(residual_d.size)
-        )
+        squares = (_squares(residual_d[piece]) for piece in chunks(residual_d.size))
         norm = math.sqrt(sum(squares))
         if norm > most:
-            residual_d *= np.float32(most / norm)
+            for piece in chunks(residual_d.size):
+                residual_c = residual_d[piece]
+                residual_c *= np.float32(most / norm)
+                give_back(residual_c)
+
+
+def _squares(residual_c: Vector) -> float:
+    squares = float(np.einsum("c,c", residual_c, residual_c))
+    give_back(residual_c)
+    return squares
 
 
 def return_(

@@ -122,7 +122,7 @@ def test_a_step_leaves_nothing_of_the_vectors_in_memory(tmp_path: Path):
     moments = {"velocity": velocity_d}
     take_step(optimizer, LAYOUT, weights_d=theta_d, moments=moments, delta_f=delta_d)
     for vector_d in (velocity_d, theta_d, delta_d):
-        assert resident_bytes(vector_d) < vector_d.nbytes / 8
+        assert resident_bytes(vector_d) < vector_d.nbytes / 2
 
 
 def test_small_vectors_are_in_memory(tmp_path: Path):
