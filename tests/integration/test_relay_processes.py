@@ -11,6 +11,7 @@ from support import proxy_server
 from support.deployment import Deployment, deployed, free_port, wait_for
 from support.small_jobs import small_job
 
+from cloud_adapters.storage.disk.store import LocalStore
 from deploy.wiring.simulation import simulate
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
@@ -41,7 +42,12 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     """As the how-to says: the relay first, then a copy of its certificate."""
     folder = tmp_path_factory.mktemp("relays")
     sites = [RELAY, *BEHIND, *ALONE, THIRD]
+    table = f'\n[exchange]\nurl = "file://{folder}/exchange"\nthreshold_mb = 1\n'
     with deployed(folder, POLICY, sites=sites, started=False) as made:
+        # Sites behind the relay do not need the store.
+        for name in ("aggregator/aggregator.toml", RELAY, *ALONE, THIRD):
+            file = folder / (name if "/" in name else f"{name}/site.toml")
+            file.write_text("disk_mib = 1\n" + file.read_text() + table)
         address = f"127.0.0.1:{free_port()}"
         with (folder / RELAY / "site.toml").open("a") as file:
             serve = f'listen = "{address}"\nhosts = ["127.0.0.1"]'
@@ -94,6 +100,28 @@ def test_model_and_bytes_are_those_of_a_simulation(
         assert told["bytes_down"] == row.bytes_down
         # Measured times have more digits or fewer, and headers are padded.
         assert abs(told["bytes_up"] - row.bytes_up) <= 64 * 4
+
+
+def test_large_model_goes_through_the_exchange(federation: Deployment, tmp_path: Path):
+    """To the relay and from it; to its sites in pieces. The model is the same."""
+    model = {
+        "factory": "clients.models:mlp",
+        "options": {"inputs": 64, "classes": 10, "hidden": [5000]},
+    }
+    momentum = {"server_optimizer": {"name": "nesterov", "lr": 0.7}}
+    path, spec = job(
+        tmp_path, name="large", model=model, rounds=2, aggregation=momentum
+    )
+    result = finish(federation.run(path))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 2)
+    run = max((federation.folder / "aggregator" / "runs" / "large").iterdir())
+    expected = simulate(spec, folder=None)
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    place = federation.folder / "exchange"
+    assert (place / "model").is_dir()
+    assert [*LocalStore(place).list()] == []
 
 
 def test_relay_that_is_killed_costs_a_round_at_most(
