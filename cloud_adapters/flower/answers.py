@@ -12,7 +12,13 @@ from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.questions import Asked, QuestionNote
 from cloud_adapters.transport.frame_references import PackedFrame, Reference, Sizes
 from cloud_adapters.transport.frames import Frames
-from federation.errors import CorruptObject, ObjectNotFound, ProtocolError, StoreError
+from federation.errors import (
+    CorruptObject,
+    JobError,
+    ObjectNotFound,
+    ProtocolError,
+    StoreError,
+)
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -25,6 +31,10 @@ from federation.messages import (
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
 from federation.wire.relayed import answers_in
+
+# What a site or relay can cause alone: it must not end the run. A JobError is that it
+# refers to a store where the aggregator has none.
+_REFUSED = (ProtocolError, CorruptObject, ObjectNotFound, JobError)
 
 
 class Answers:
@@ -50,7 +60,7 @@ class Answers:
             answer = _of_site(packed, task.site)
             if packed.references:
                 answer = self._fetch(task, answer, packed.references)
-        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
+        except _REFUSED as error:
             answer = failure(task, FailureKind.INVALID, str(error))
         except StoreError as error:
             text = f"cannot fetch its answer: {error}"
@@ -95,7 +105,7 @@ class Answers:
             found = answers_in(packed.frame, limit=1 + len(task.tasks))
             if packed.references:
                 found[0] = self._fetch_sum(task, found[0], packed.references)
-        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
+        except _REFUSED as error:
             found = [failure(task, FailureKind.INVALID, str(error))]
         except StoreError as error:
             text = f"sent a sum that cannot be fetched: {error}"

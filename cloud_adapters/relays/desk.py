@@ -92,13 +92,21 @@ class AskSites(Protocol):
 class RelayDesk:
     """Questions and answers between the threads of a relay."""
 
-    def __init__(self, sites: Collection[SiteId], clock: Clock) -> None:
+    def __init__(
+        self,
+        sites: Collection[SiteId],
+        clock: Clock,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
         """Know no site to be there.
 
         Args:
             sites: Who may ask for questions.
             clock: Tells time.
+            silent_seconds: A site that is silent for longer is not awaited.
         """
+        self._silent = silent_seconds
         self.sites = frozenset(sites)
         self._clock = clock
         self._change = threading.Condition()
@@ -186,5 +194,5 @@ class RelayDesk:
     def _drop_silent(self, now: float, until: float) -> None:
         """Give up sites that are silent, but not before a time."""
         for site in [*self._open]:
-            if now - self._heard[site] > SILENT_SECONDS and now >= until:
+            if now - self._heard[site] > self._silent and now >= until:
                 del self._open[site]

@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +219,14 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             return
         elif self.path == NEXT:
             seconds = self.server.limits.wait_seconds
-            self._give(self.server.desk.next(site, wait_seconds=seconds))
+            self._give(site, self.server.desk.next(site, wait_seconds=seconds))
         elif self.path == ALIVE:
             self.server.desk.hear(site)
             self.answer(204)
         else:
             self.answer(404)
 
-    def _give(self, question: RelayQuestion | None) -> None:
+    def _give(self, site: SiteId, question: RelayQuestion | None) -> None:
         if question is None:
             self.answer(204)
             return
@@ -239,6 +240,7 @@ class _CloudRequests(loopback_http.LoopbackHandler):
         self.write_head(200, size, about)
         for piece in cut(question.pieces):
             self._timed.send(piece)
+            self.server.desk.hear(site)  # It does not send word while it reads.
 
     def _take(self, site: SiteId, name: str) -> None:
         limit = self.server.desk.limit(site, name)
@@ -251,11 +253,17 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             if size is None:
                 return
             self._timed.allow(self.server.limits.body_seconds(size))
-            body = take_body(self.rfile.read1, size, self.server.scratch)
+            body = take_body(partial(self._read, site), size, self.server.scratch)
         if body is None:
             self.close_connection = True  # It has hung up.
             return
         self.answer(204 if self.server.desk.answer(site, name, body) else 409)
+
+    def _read(self, site: SiteId, count: int) -> bytes:
+        """Read what has come of an answer; it shows that the site is there."""
+        found = self.rfile.read1(count)
+        self.server.desk.hear(site)
+        return found
 
 
 def _end(connection: socket.socket) -> None:

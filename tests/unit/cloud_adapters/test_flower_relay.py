@@ -265,3 +265,18 @@ def test_references_that_a_relay_must_not_send(
     assert all(text in reply.message.message for reply in replies)
     kept = [info.key for info in store.list() if not info.key.startswith("model/")]
     assert len(kept) == (0 if "delta_d" in changes else 1)
+
+
+def test_references_to_a_store_that_the_aggregator_has_not_do_not_end_the_run(
+    tmp_path: Path,
+):
+    """A relay, or a site, could otherwise end it with one message."""
+    with_store = Frames(
+        store=LocalStore(tmp_path / "s"), scratch=tmp_path / "x", threshold_bytes=300
+    )
+    api = OneNode(Summing(with_store))
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    lines = RelayLines(grid_of(api, INLINE), SITES, {EAST: SITES})
+    replies = [*exchange(lines, [task(s) for s in SITES], deadline_seconds=5.0)]
+    assert {reply.message.kind for reply in replies} == {FailureKind.INVALID}
+    assert all("has none" in reply.message.message for reply in replies)

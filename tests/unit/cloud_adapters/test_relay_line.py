@@ -251,6 +251,35 @@ def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
         assert [hears(line) for line in lines] == [False, True, True]
 
 
+def test_a_site_that_is_sending_a_long_answer_is_not_silent(cloud: Cloud):
+    """However long its line takes: every piece shows that it is there."""
+    desk = RelayDesk([EAST], CLOCK, silent_seconds=0.4)
+    context = server_context(cloud.authority.pem)
+    relay_certificate.prepare(cloud.folder / "relay", ("127.0.0.1",), context, CLOCK)
+    serves = CloudServer(desk, context, host="127.0.0.1", port=0, clock=CLOCK)
+    pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
+    own = client_context(pinned, cloud.folder / f"{EAST}.pem")
+    question = RelayQuestion.of(QuestionKind.TASK, [b"x"], seconds=5.0, max_bytes=100)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serves.listening() as port,
+        closing(HTTPSConnection("127.0.0.1", port, context=own)) as line,
+    ):
+        asked = pool.submit(
+            desk.ask, {EAST: question}, seconds=5.0, patience=0.4, stopped=cloud.stopped
+        )
+        line.request("POST", server.NEXT)
+        assert line.getresponse().read() == b"x"
+        line.putrequest("POST", server.ANSWER + question.name)
+        line.putheader("Content-Length", "16")
+        line.endheaders()
+        for _ in range(16):
+            CLOCK.sleep(0.05)
+            line.send(b".")
+        assert line.getresponse().status == 204
+        assert asked.result(5.0) == {EAST: 16 * b"."}
+
+
 def hears(line: HTTPSConnection) -> bool:
     """Whether a relay still answers on a connection."""
     try:
