@@ -13,6 +13,7 @@ kernel keeps what was written in the file (``cloud_adapters.storage.disk.scratch
 
 import hashlib
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,22 @@ class ScratchMap(mmap.mmap):
 
 def sha256(vector: NDArray[Any]) -> bytes:
     """Digest of the bytes of a contiguous vector, 32 bytes."""
-    content = vector.view(np.uint8)
     digest = hashlib.sha256()
-    for start in range(0, content.size, _PIECE_BYTES):
-        piece = content[start : start + _PIECE_BYTES]
-        digest.update(piece.data)
-        give_back(piece)
+    for piece in pieces(vector.view(np.uint8).data):
+        digest.update(piece)
     return digest.digest()
+
+
+def pieces(
+    content: bytes | bytearray | memoryview, size: int = _PIECE_BYTES
+) -> Iterator[memoryview]:
+    """Cut bytes into pieces, uncopied; those of a mapped file are given back."""
+    whole = memoryview(content)
+    view = whole.cast("B") if whole.nbytes else whole[:0]
+    for start in range(0, whole.nbytes, size):
+        piece = view[start : start + size]
+        yield piece
+        give_back(np.frombuffer(piece, np.uint8))
 
 
 def give_back(part: NDArray[Any]) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cloud_adapters.storage.disk.files import write_all
+from federation import mapped
 from federation.errors import ProtocolError
 from federation.protocols import Buffer
 
@@ -53,11 +54,9 @@ def take_body(read: Read, size: int, scratch: Path | None) -> Buffer | None:
 
 
 def cut(buffers: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Cut buffers into pieces, uncopied."""
+    """Cut buffers into pieces, uncopied; those of a mapped file are given back."""
     for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        for start in range(0, len(view), PIECE_BYTES):
-            yield view[start : start + PIECE_BYTES]
+        yield from mapped.pieces(buffer, PIECE_BYTES)
 
 
 def _pieces(read: Read, size: int) -> Iterator[bytes]:

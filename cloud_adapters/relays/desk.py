@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from federation import mapped
 from federation.ids import SiteId
 from federation.protocols import Buffer, Clock
 
@@ -59,7 +60,8 @@ class RelayQuestion:
         """Name a question."""
         name = hashlib.sha256(kind.value.encode() + b"\0")
         for piece in pieces:
-            name.update(piece)
+            for part in mapped.pieces(piece):
+                name.update(part)
         return cls(
             name=name.hexdigest(),
             kind=kind,

@@ -46,6 +46,7 @@ from operator import attrgetter, is_
 import numpy as np
 
 from federation.errors import WireError
+from federation.mapped import pieces
 from federation.messages import RoundTask
 from federation.protocols import Buffer
 from federation.wire import wire_fields, wire_values
@@ -125,7 +126,8 @@ def encode(message: WireMessage) -> list[Buffer]:
     digest = hashlib.sha256(lengths)
     digest.update(header)
     for piece in payload:
-        digest.update(piece)
+        for part in pieces(piece):
+            digest.update(part)
     prefix = _LEAD.pack(MAGIC, VERSION, digest.digest()) + lengths
     return [prefix + header, *(p for p in payload if p.nbytes)]
 
@@ -218,7 +220,10 @@ def decode(data: Buffer) -> WireMessage:
     if len(frame) != expected:
         raise WireError(f"the message has {len(frame)} bytes, but declares {expected}")
     # 3. Digest before use.
-    if hashlib.sha256(frame[_LEAD.size :]).digest() != digest:
+    found = hashlib.sha256()
+    for part in pieces(frame[_LEAD.size :]):
+        found.update(part)
+    if found.digest() != digest:
         raise WireError("the message was damaged in transit: its digest is wrong")
     # 4. Meaning.
     kind = _kind(number)

@@ -46,8 +46,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with deployed(folder, POLICY, sites=sites, started=False) as made:
         # Sites behind the relay do not need the store.
         for name in ("aggregator/aggregator.toml", RELAY, *ALONE, THIRD):
-            file = folder / (name if "/" in name else f"{name}/site.toml")
-            file.write_text("disk_mib = 1\n" + file.read_text() + table)
+            own = folder / (name if "/" in name else f"{name}/site.toml")
+            own.write_text("disk_mib = 1\n" + own.read_text() + table)
         address = f"127.0.0.1:{free_port()}"
         with (folder / RELAY / "site.toml").open("a") as file:
             serve = f'listen = "{address}"\nhosts = ["127.0.0.1"]'

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.resident import resident_bytes
 
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
@@ -93,15 +94,6 @@ def test_rounds_have_the_same_bits(tmp_path: Path, name: str):
     for key, values_d in wanted.optimizer.items():
         assert found.optimizer[key].tobytes() == values_d.tobytes()
     assert [*tmp_path.iterdir()] == []
-
-
-def resident_bytes(mapped_d: np.ndarray) -> int:
-    """Memory that this process has of a vector's file."""
-    at = f"{mapped_d.ctypes.data:x}-"
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    next(line for line in lines if line.startswith(at))
-    (rss,) = (line for line in [next(lines) for _ in range(5)] if "Rss:" in line)
-    return int(rss.split()[1]) << 10
 
 
 def test_what_is_given_back_takes_no_memory_and_keeps_its_values(tmp_path: Path):

@@ -4,12 +4,17 @@ import io
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support import toy
+from support.resident import resident_bytes
 
 from cloud_adapters.net.bodies import PIECE_BYTES, SMALL_BYTES, cut, take_body
 from cloud_adapters.net.timed_socket import TimedSocket
 from federation.clock import VirtualClock
 from federation.errors import ProtocolError
+from federation.messages import SiteUpdate
+from federation.wire import frame as wire
 
 LONG = bytes(range(256)) * (SMALL_BYTES // 256 + 1)
 
@@ -88,3 +93,21 @@ def test_a_body_has_its_own_time_for_reading_and_writing():
         with pytest.raises(TimeoutError):
             line.send(memoryview(b"more"))
         assert there.recv(100) == b"answer"
+
+
+def test_a_long_frame_that_maps_a_file_is_read_without_its_memory(tmp_path: Path):
+    """Or a relay would hold the updates of all its sites."""
+    values_d = np.ones(3 << 20, np.float32)
+    sent = wire.encode_bytes(toy.update(delta_d=values_d))
+    found = take_body(io.BytesIO(sent).read, len(sent), tmp_path)
+    assert isinstance(found, memoryview)
+    answer = wire.decode(found)
+    assert isinstance(answer, SiteUpdate)
+    assert resident_bytes(answer.delta_d) < values_d.nbytes / 3
+    again = bytearray()
+    for piece in cut(wire.encode(answer)):
+        again += piece
+    assert again == sent
+    assert resident_bytes(answer.delta_d) < values_d.nbytes / 3
+    assert answer.delta_d.tobytes() == values_d.tobytes()
+    assert resident_bytes(answer.delta_d) > values_d.nbytes / 2
