@@ -16,7 +16,9 @@ A row that is there is not run again. Columns: `loss` in nats per byte; `bytes_u
 `bytes_down` of all sites in all rounds, as the product counts them, messages included
 (but not the last model, which is sent once more to be evaluated); `x_up`, `x_down` and
 `x_both`: how many times more float32 gradients at every step are; `seconds` on this
-machine, at whose cores the sites take turns.
+machine, at whose cores the sites take turns; `course_losses`, the mean training loss of
+each round, or of every `course_steps` synchronous steps, and `course_up` and
+`course_down`, each round's bytes.
 `--table` prints what FILE holds, and runs nothing. `--smoke` is too short for its
 figures to count.
 """
@@ -43,6 +45,9 @@ import crossfed  # noqa: E402
 from crossfed import load_job  # noqa: E402
 
 Result = dict[str, Any]
+
+# Synchronous rows tell their training loss as a mean over so many steps.
+_WINDOW_STEPS = 30
 
 
 def main() -> None:
@@ -101,13 +106,17 @@ def run(study: Study, row: Row, *, lr: float, seed: int, folder: Path) -> Result
     job = load_job(document, {"model.weights": str(warm)})
     start = time.perf_counter()
     if row.synchronous:
-        federation, weights_d, integers_m = synchronous.train(job)
+        trained = synchronous.train(job)
         seconds = time.perf_counter() - start
         loss: float | None = synchronous.held_out_loss(
-            federation, weights_d, integers_m
+            trained.federation, trained.weights_d, trained.integers_m
         )
-        num_values = federation.pool.layout.size
+        num_values = trained.federation.pool.layout.size
         up = down = synchronous.gradient_bytes(num_values, len(job.sites), size.steps)
+        course: Result = {
+            "course_steps": _WINDOW_STEPS,
+            "course_losses": trained.window_losses(_WINDOW_STEPS),
+        }
     else:
         with TemporaryDirectory() as store:
             done = crossfed.simulate(
@@ -118,6 +127,12 @@ def run(study: Study, row: Row, *, lr: float, seed: int, folder: Path) -> Result
         up = sum(one["bytes_up"] for one in rounds)
         down = sum(one["bytes_down"] for one in rounds)
         num_values = sum(array.size for array in done.weights.values())
+        course = {
+            "course_steps": row.local_steps,
+            "course_losses": [one["training_loss"] for one in rounds],
+            "course_up": [one["bytes_up"] for one in rounds],
+            "course_down": [one["bytes_down"] for one in rounds],
+        }
     dense = synchronous.gradient_bytes(num_values, len(job.sites), size.steps)
     return {
         "key": study.key(row, lr=lr, seed=seed),
@@ -137,6 +152,7 @@ def run(study: Study, row: Row, *, lr: float, seed: int, folder: Path) -> Result
         "x_both": 2 * dense / (up + down),
         "seconds": seconds,
         "bytes_from": "formula" if row.synchronous else "run",
+        **course,
     }
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the study: loss by bytes, and the share of training by bandwidth.
+"""Pictures of the study: loss by bytes and minutes, share of training by bandwidth.
 
 The same rows give the same bytes: identifiers have a fixed salt, and no date is
 written.
@@ -46,6 +46,27 @@ def loss_by_bytes(points: Series) -> str:
         axes.set_xlabel("megabytes that all sites send and receive")
         axes.set_ylabel("held-out loss, nats per byte")
 
+    return _one(draw)
+
+
+def loss_by_minutes(panels: Mapping[str, Series]) -> str:
+    """Draw each row's training loss against minutes, one panel for each width."""
+
+    def draw(figure: Figure) -> None:
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            for (name, row), colour, mark in _styles(lines):
+                x, y = zip(*row, strict=True)
+                dashes = "-" if mark == _MARKS[0] else "--"
+                axes.plot(x, y, dashes, color=colour, label=name, lw=1.2)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel("minutes")
+        all_axes[0].set_ylabel("training loss, nats per byte")
+        handles, labels = all_axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+
     return _svg(draw)
 
 
@@ -68,7 +89,7 @@ def share_by_bandwidth(lines: Series, measured: Series) -> str:
         axes.set_xlabel("Mbit/s of each site's line, in each direction")
         axes.set_ylabel("share of time that sites train, %")
 
-    return _svg(draw)
+    return _one(draw)
 
 
 def _styles(
@@ -81,12 +102,21 @@ def _styles(
     ]
 
 
-def _svg(draw: Callable[[Axes], None]) -> str:
-    with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+def _one(draw: Callable[[Axes], None]) -> str:
+    """Draw a picture of one panel, with its legend beside it."""
+
+    def draw_all(figure: Figure) -> None:
         axes = figure.add_subplot()
         draw(axes)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7.5)
+
+    return _svg(draw_all)
+
+
+def _svg(draw: Callable[[Figure], None]) -> str:
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+        draw(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     # Lines end without blanks, as elsewhere in the repository.

@@ -1,11 +1,12 @@
 """Write the study's page and pictures from the rows that were measured.
 
-    python studies/thin_lines/report.py [--loss FILE ...] [--baselines FILE ...]
-        [--utilisation FILE ...] [--to FOLDER] [--measure]
+    python studies/thin_lines/report.py [--loss FILE ...] [--warm FILE ...]
+        [--baselines FILE ...] [--utilisation FILE ...] [--to FOLDER] [--measure]
 
 `--measure` first runs `measure.py`, `baselines.py` and `utilisation.py`, which add to
 the files under `runs` what they lack. Without it nothing is run: rows come from the
-files that are given, or else from `studies/thin_lines/measured`. The page is
+files that are given, or else from `studies/thin_lines/measured`. Rows of a warm model,
+which take hours, are never run here and always come from files. The page is
 `docs/explanation/thin-lines.md`, the pictures are `docs/images/thin-lines-*.svg`;
 `--to` writes both to another folder, in which they have the same places.
 
@@ -23,11 +24,13 @@ REPOSITORY = HERE.parents[1]
 
 import pictures  # noqa: E402 -- beside this script
 import results  # noqa: E402
+import warm_model  # noqa: E402
 from claims import best_rows, claims, timed  # noqa: E402
-from results import Result  # noqa: E402
+from results import Result, table_line  # noqa: E402
 
 PAGE = Path("docs/explanation/thin-lines.md")
 IMAGES = Path("docs/images")
+_CLOCK = "../images/thin-lines-wall-clock.svg"
 SCRIPTS = {
     "loss": "measure.py",
     "baselines": "baselines.py",
@@ -38,6 +41,8 @@ _RUNS = {
     "baselines": "runs/thin-lines-baselines.jsonl",
     "utilisation": "runs/thin-lines-utilisation.jsonl",
 }
+_WARM = "warm"
+_PARTS = (*SCRIPTS, _WARM)
 _MEGA, _KILO = 1e6, 1e3
 # Widths of lines, in Mbit/s, that tables of computed rows have; pictures have all.
 _TABLED = (10.0, 100.0, 1000.0)
@@ -62,9 +67,9 @@ def main() -> None:
     if options.measure:
         for script in SCRIPTS.values():
             subprocess.run([sys.executable, str(HERE / script)], check=True)  # noqa: S603 -- ours
-    files = {name: getattr(options, name) or _default(name) for name in SCRIPTS}
+    files = {name: getattr(options, name) or _default(name) for name in _PARTS}
     if options.measure:
-        files = {name: [Path(path)] for name, path in _RUNS.items()}
+        files |= {name: [Path(path)] for name, path in _RUNS.items()}
     rows = {name: _rows(paths) for name, paths in files.items()}
     (options.to / PAGE).parent.mkdir(parents=True, exist_ok=True)
     (options.to / IMAGES).mkdir(parents=True, exist_ok=True)
@@ -75,7 +80,8 @@ def main() -> None:
 
 
 def _default(name: str) -> list[Path]:
-    return [HERE / "measured" / f"{name}.jsonl"]
+    names = ("warm", "warm-large") if name == _WARM else (name,)
+    return [HERE / "measured" / f"{each}.jsonl" for each in names]
 
 
 def _rows(paths: Iterable[Path]) -> list[Result]:
@@ -92,6 +98,8 @@ def drawings(rows: Mapping[str, Sequence[Result]]) -> Mapping[str, str]:
                 for name, row in best_rows(rows["loss"]).items()
             }
         )
+    if by_width := warm_model.panels(rows[_WARM]):
+        found["wall-clock"] = pictures.loss_by_minutes(by_width)
     if rows["utilisation"]:
         for part in ("virtual", "billion"):
             computed = _by_way(_shown(rows["utilisation"], part))
@@ -134,6 +142,7 @@ def page(rows: Mapping[str, Sequence[Result]]) -> str:
     parts = [
         _INTRODUCTION,
         "\n".join(_loss(rows["loss"])),
+        "\n".join(warm_model.text(rows[_WARM], _CLOCK)),
         "\n".join(_baselines(rows["baselines"])),
         "\n".join(_utilisation(all_rows["utilisation"])),
         "\n".join(_claims(all_rows)),
@@ -186,13 +195,13 @@ def _loss(rows: Sequence[Result]) -> Iterator[str]:
         'seed. "Fewer" compares bytes in\nboth directions with float32 gradients at '
         "every step.\n"
     )
-    yield _line("row", "loss", "MB up", "MB down", "fewer", "rate", "rates tried")
-    yield _line(*["---"] * 7)
+    yield table_line("row", "loss", "MB up", "MB down", "fewer", "rate", "rates tried")
+    yield table_line(*["---"] * 7)
     tries = [row["row"] for row in rows if row["seed"] == 0]
     best = best_rows(rows)
     for name in sorted(best, key=lambda each: best[each]["loss"]):
         row = best[name]
-        yield _line(
+        yield table_line(
             name,
             f"{row['loss']:.3f}",
             f"{row['bytes_up'] / _MEGA:,.1f}",
@@ -229,13 +238,13 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
         "kB down",
         "load",
     )
-    yield _line(*heads)
-    yield _line(*["---"] * len(heads))
+    yield table_line(*heads)
+    yield table_line(*["---"] * len(heads))
     for row in rows:
         if row["interface_up"] is None:
             continue
         sent = (row["formula_each_way"], row["interface_up"], row["interface_down"])
-        yield _line(
+        yield table_line(
             row["method"],
             f"{row['parameters']:,}",
             f"{row['mbit']:g}",
@@ -248,10 +257,10 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
     yield ""
     whole = [row for row in rows if row["loss"] is not None]
     if whole:
-        yield _line("method", "parameters", "steps", "rate", "loss")
-        yield _line(*["---"] * 5)
+        yield table_line("method", "parameters", "steps", "rate", "loss")
+        yield table_line(*["---"] * 5)
         for row in whole:
-            yield _line(
+            yield table_line(
                 row["method"],
                 f"{row['parameters']:,}",
                 str(row["steps"]),
@@ -289,10 +298,10 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
             picture = f"../images/thin-lines-utilisation-{part}.svg"
             yield f"![Share of training by bandwidth, {name}]({picture})\n"
     mbits = _TABLED
-    yield _line(
+    yield table_line(
         "parameters", "exchange", "step, s", *(f"{each:g} Mbit/s" for each in mbits)
     )
-    yield _line(*["---"] * (3 + len(mbits)))
+    yield table_line(*["---"] * (3 + len(mbits)))
     table: dict[tuple[str, str, float], dict[float, float]] = {}
     for row in rows:
         if row["part"] != "measured":
@@ -300,7 +309,7 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
             table.setdefault(place, {})[row["mbit"]] = row["utilisation"]
     for (values, way, seconds), shares in table.items():
         cells = [f"{shares[each]:.1%}" if each in shares else "-" for each in mbits]
-        yield _line(values, way, f"{seconds:g}", *cells)
+        yield table_line(values, way, f"{seconds:g}", *cells)
     yield ""
     yield from _measured([row for row in rows if row["part"] == "measured"])
 
@@ -328,14 +337,14 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         "error",
         "load",
     )
-    yield _line(*heads)
-    yield _line(*["---"] * len(heads))
+    yield table_line(*heads)
+    yield table_line(*["---"] * len(heads))
     errors = []
     for row in rows:
         predicted, error = row.get("predicted"), row.get("error")
         if error is not None:
             errors.append(abs(error))
-        yield _line(
+        yield table_line(
             _way(row),
             f"{row['step_seconds']:g}",
             f"{row['mbit']:g}",
@@ -363,21 +372,17 @@ def _claims(rows: Mapping[str, Sequence[Result]]) -> Iterator[str]:
         "or bandwidth (Wang and He, INCOFT 2025; Huang,\nITPHSS 2025). Verdicts follow "
         "from the rows above: within 10 % of a claim counts as reproduced.\n"
     )
-    yield _line("source", "claim", "here", "verdict")
-    yield _line(*["---"] * 4)
+    yield table_line("source", "claim", "here", "verdict")
+    yield table_line(*["---"] * 4)
     found = claims(rows["loss"], rows["baselines"], rows["utilisation"])
     for one in found:
-        yield _line(one.source, one.claim, one.found, one.verdict)
+        yield table_line(one.source, one.claim, one.found, one.verdict)
     yield ""
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in SCRIPTS:
+    for name in _PARTS:
         parser.add_argument(f"--{name}", nargs="*", type=Path)
     parser.add_argument("--to", type=Path, default=REPOSITORY)
     parser.add_argument("--measure", action="store_true")

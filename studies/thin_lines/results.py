@@ -43,6 +43,11 @@ def add(out: Path, row: Mapping[str, Any]) -> None:
     print(line, flush=True)
 
 
+def table_line(*cells: str) -> str:
+    """Write one line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
 def load() -> float:
     """Processes that want a core now, as a mean over a minute."""
     return round(os.getloadavg()[0], 1)

@@ -7,6 +7,8 @@ the product's sites would take, with the same schedule, clipping and optimiser. 
 bytes are those of float32 gradients: four for each value, site and step, each way.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +28,30 @@ from federation.vectors import IntegerVector, Vector
 VALUE_BYTES = 4
 
 
-def train(job: JobSpec) -> tuple[Federation, Vector, IntegerVector]:
-    """Take ``rounds * local_steps`` synchronous steps from the job's first model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynchronousRun:
+    """What synchronous training gave.
 
-    Returns:
-        Model and data, and the weights: shapes ``(d,)`` and ``(m,)``.
+    Attributes:
+        federation: Model and data.
+        weights_d: Shape ``(d,)``.
+        integers_m: Shape ``(m,)``.
+        losses: Of each step, before it was taken: mean over the sites, nats per byte.
     """
+
+    federation: Federation
+    weights_d: Vector
+    integers_m: IntegerVector
+    losses: Sequence[float]
+
+    def window_losses(self, steps: int) -> list[float]:
+        """Mean loss of every so many steps, as a round of so many would report it."""
+        starts = range(0, len(self.losses), steps)
+        return [float(np.mean(self.losses[i : i + steps])) for i in starts]
+
+
+def train(job: JobSpec) -> SynchronousRun:
+    """Take ``rounds * local_steps`` synchronous steps from the job's first model."""
     torch.set_num_threads(job.training.threads)
     federation = build_federation(job)
     pool, training = federation.pool, job.training
@@ -52,15 +72,22 @@ def train(job: JobSpec) -> tuple[Federation, Vector, IntegerVector]:
         model = instance.module
         model.train()
         optimizer = LocalOptimizer(model, job)
+        losses = [0.0] * steps
         for step in range(steps):
             for site, walk in walks.items():
                 inputs, targets = federation.site_data[site][0].batch(next(walk))
                 loss = pool.objective(model, inputs, targets)
                 mean = loss.total / (loss.count * len(walks))
                 mean.backward()  # type: ignore[no-untyped-call]
+                losses[step] += mean.item()
             optimizer.step(step)
         weights_d, integers_m = read(model, pool.layout)
-    return federation, weights_d, integers_m
+    return SynchronousRun(
+        federation=federation,
+        weights_d=weights_d,
+        integers_m=integers_m,
+        losses=losses,
+    )
 
 
 def held_out_loss(
@@ -112,6 +139,6 @@ def warm_model(document: dict[str, object], steps: int, path: Path) -> None:
         "privacy": None,
         "communication": None,
     }
-    federation, weights_d, _ = train(load_job(document, overrides))
+    done = train(load_job(document, overrides))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_model(path, federation, weights_d)
+    write_model(path, done.federation, done.weights_d)

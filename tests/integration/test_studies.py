@@ -43,6 +43,11 @@ def test_every_row_runs_in_a_form_too_short_to_count(server: ForkServer):
         dense = 4 * row["parameters"] * 4 * row["steps"]
         assert row["x_up"] == pytest.approx(dense / row["bytes_up"])
         assert 0 < row["loss"] < 6
+        assert all(0 < loss < 6 for loss in row["course_losses"])
+        assert len(row["course_losses"]) * row["course_steps"] == row["steps"]
+        if row["bytes_from"] == "run":
+            assert sum(row["course_up"]) == row["bytes_up"]
+            assert sum(row["course_down"]) == row["bytes_down"]
         if "secure" in row["row"]:
             least = _packed_bytes(row)
             # A set-up and headers count for more beside so few values.

@@ -82,11 +82,12 @@ def test_page_without_rows_says_how_to_get_them(tmp_path: Path):
     """No figure stands where nothing was measured."""
     nothing = str(tmp_path / "none.jsonl")
     command = [sys.executable, str(THIN_LINES / "report.py"), "--to", str(tmp_path)]
-    for name in ("loss", "baselines", "utilisation"):
+    for name in ("loss", "warm", "baselines", "utilisation"):
         command += [f"--{name}", nothing]
     subprocess.run(command, check=True, cwd=tmp_path)
     text = (tmp_path / PAGE).read_text()
     for script in ("measure", "baselines", "utilisation"):
         assert f"`python studies/thin_lines/{script}.py` measures them" in text
+    assert "`python studies/thin_lines/measure.py --size warm-large` measures" in text
     assert text.count("no rows yet") == 7
     assert list((tmp_path / "docs/images").iterdir()) == []

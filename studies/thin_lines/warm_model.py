@@ -1,0 +1,137 @@
+"""Parts of the page about rows that start from a model that is already good.
+
+Steady state: from such a model, local steps and few levels cost least. One table and
+one part about time for each size that was measured.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import wall_clock
+from claims import best_rows
+from results import Result, table_line
+
+# Seconds of a site's step, as in the page's tables of the share of training.
+STEP_SECONDS = 0.25
+MBITS = (10.0, 100.0, 1000.0)
+_MINUTE = 60
+
+
+def by_size(rows: Sequence[Result]) -> Mapping[str, list[Result]]:
+    """Rows of each size, the largest model first."""
+    found: dict[str, list[Result]] = {}
+    for row in sorted(rows, key=lambda each: -each["parameters"]):
+        found.setdefault(row["size"], []).append(row)
+    return found
+
+
+def panels(rows: Sequence[Result]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Minutes and training loss of the largest model's rows, by width of line."""
+    best = best_rows(next(iter(by_size(rows).values()), []))
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for mbit in MBITS:
+        for name, row in best.items():
+            course = wall_clock.course(row, mbit=mbit, step_seconds=STEP_SECONDS)
+            if course:
+                points = [(seconds / _MINUTE, loss) for seconds, loss in course]
+                found.setdefault(f"{mbit:g} Mbit/s", {})[name] = points
+    return found
+
+
+def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
+    """Write both parts.
+
+    Args:
+        rows: Of ``measure.py``, all of sizes that start from a warm model.
+        picture: Where ``panels`` are drawn.
+    """
+    yield "## From a warm model\n"
+    if not rows:
+        command = "python studies/thin_lines/measure.py --size warm-large"
+        yield f"No rows yet: `{command}` measures them.\n"
+        return
+    yield (
+        "All rows of a size start from one model that synchronous training with AdamW "
+        'has made good. "Later rounds" leaves out\nthe first, which sends 16 bits a '
+        "value up and the whole model down. One seed: differences of about 0.01 say "
+        "nothing.\n"
+    )
+    for own in by_size(rows).values():
+        yield from _losses(own)
+    yield "## Loss by wall-clock\n"
+    yield (
+        f"Computed, not measured: from the rows above and their bytes, with steps of "
+        f"{STEP_SECONDS:g} s at every site. A synchronous\nrun exchanges by a ring at "
+        "each step; in rounds a site receives, trains and sends, one after another. "
+        "Latency, encoding\nand masking are left out, and nothing overlaps.\n"
+    )
+    if panels(rows):
+        yield (
+            f"![Training loss against minutes]({picture})\n\nEach point is the mean "
+            "training loss of a round at the sites' own models, or of as many "
+            "synchronous steps.\n"
+        )
+    for own in by_size(rows).values():
+        yield from _minutes(own)
+
+
+def _heading(rows: Sequence[Result]) -> str:
+    row = rows[0]
+    return (
+        f"{row['parameters']:,} parameters, {row['steps']} steps at each site "
+        f"(`--size {row['size']}`):\n"
+    )
+
+
+def _losses(rows: Sequence[Result]) -> Iterator[str]:
+    heads = (
+        "row",
+        "loss",
+        "above the best synchronous",
+        "fewer up",
+        "in later rounds",
+        "fewer both",
+        "rate",
+        "rates tried",
+    )
+    yield _heading(rows)
+    yield table_line(*heads)
+    yield table_line(*["---"] * len(heads))
+    tries = [row["row"] for row in rows if row["seed"] == 0]
+    best = sorted(best_rows(rows).values(), key=lambda each: each["loss"])
+    dense = [row["loss"] for row in best if row["bytes_from"] == "formula"]
+    for row in best:
+        yield table_line(
+            row["row"],
+            f"{row['loss']:.3f}",
+            f"{row['loss'] / min(dense) - 1:+.1%}" if dense else "-",
+            f"{row['x_up']:.0f}",
+            later_rounds(row),
+            f"{row['x_both']:.0f}",
+            f"{row['learning_rate']:g}",
+            str(tries.count(row["row"])),
+        )
+    yield ""
+
+
+def later_rounds(row: Result) -> str:
+    """How many times fewer bytes go up in the last round; ``-`` where none is told."""
+    up: Sequence[int] = row.get("course_up", ())
+    if not up:
+        return "-"
+    dense = 4 * row["parameters"] * wall_clock.NUM_SITES * row["local_steps"]
+    return f"{dense / up[-1]:.0f}"
+
+
+def _minutes(rows: Sequence[Result]) -> Iterator[str]:
+    yield _heading(rows)
+    yield table_line("row", "loss", *(f"min at {each:g} Mbit/s" for each in MBITS))
+    yield table_line(*["---"] * (2 + len(MBITS)))
+    for row in sorted(best_rows(rows).values(), key=lambda each: each["loss"]):
+        minutes = (
+            wall_clock.seconds(row, mbit=mbit, step_seconds=STEP_SECONDS) / _MINUTE
+            for mbit in MBITS
+        )
+        yield table_line(
+            row["row"], f"{row['loss']:.3f}", *(f"{m:.1f}" for m in minutes)
+        )
+    yield ""

@@ -1,0 +1,121 @@
+"""The study of thin lines computes time from bytes, and tells of rows without it."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+THIN_LINES = Path(__file__).parents[2] / "studies" / "thin_lines"
+VALUES = 1_000_000
+
+SYNCHRONOUS: dict[str, Any] = {
+    "row": "synchronous",
+    "size": "large",
+    "seed": 0,
+    "learning_rate": 0.01,
+    "steps": 70,
+    "local_steps": 1,
+    "parameters": VALUES,
+    "loss": 1.5,
+    "x_up": 1.0,
+    "x_both": 1.0,
+    "bytes_from": "formula",
+    "course_steps": 30,
+    "course_losses": [3.0, 2.0, 1.0],
+}
+ROUNDS: dict[str, Any] = {
+    **SYNCHRONOUS,
+    "row": "rounds",
+    "local_steps": 35,
+    "loss": 1.53,
+    "bytes_from": "run",
+    "bytes_up": 6 * VALUES,
+    "bytes_down": 18 * VALUES,
+    "x_up": 186.7,
+    "x_both": 93.3,
+    "course_steps": 35,
+    "course_losses": [2.5, 1.5],
+    "course_up": [4 * VALUES, 2 * VALUES],
+    "course_down": [16 * VALUES, 2 * VALUES],
+}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its modules import each other by their own names."""
+    monkeypatch.syspath_prepend(str(THIN_LINES))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(THIN_LINES)):
+            del sys.modules[name]
+
+
+def test_a_synchronous_step_takes_part_in_a_ring():
+    """Three quarters of the gradients twice: 6 MB a step, 0.48 s at 100 Mbit/s."""
+    clock = importlib.import_module("wall_clock")
+    found = clock.seconds(SYNCHRONOUS, mbit=100, step_seconds=0.5)
+    assert found == pytest.approx(70 * (0.5 + 0.48))
+
+
+def test_a_round_sends_down_and_then_up():
+    """Six megabytes at each of four sites: 0.48 s."""
+    clock = importlib.import_module("wall_clock")
+    found = clock.seconds(ROUNDS, mbit=100, step_seconds=0.5)
+    assert found == pytest.approx(35 + 0.48)
+
+
+@pytest.mark.parametrize("row", [SYNCHRONOUS, ROUNDS])
+def test_a_course_ends_with_the_run(row: dict[str, Any]):
+    """A last window of fewer steps takes as much less time."""
+    clock = importlib.import_module("wall_clock")
+    setting = {"mbit": 100, "step_seconds": 0.5}
+    seconds, losses = zip(*clock.course(row, **setting), strict=True)
+    assert list(losses) == row["course_losses"]
+    assert seconds[-1] == pytest.approx(clock.seconds(row, **setting))
+    first = 30 * 0.98 if row is SYNCHRONOUS else 17.5 + 0.4
+    assert seconds[0] == pytest.approx(first)
+
+
+def test_a_row_without_a_course_has_no_curve():
+    """Those of earlier measurements are in the table alone."""
+    clock = importlib.import_module("wall_clock")
+    for whole in (SYNCHRONOUS, ROUNDS):
+        row = {k: v for k, v in whole.items() if not k.startswith("course")}
+        assert clock.course(row, mbit=100, step_seconds=0.5) == []
+        assert clock.seconds(row, mbit=100, step_seconds=0.5) > 35
+    warm = importlib.import_module("warm_model")
+    assert warm.panels([row]) == {}
+
+
+def test_page_tells_how_far_rows_are_above_the_best_synchronous_one():
+    """And how many times fewer bytes go up after the first round."""
+    warm = importlib.import_module("warm_model")
+    slow = {**SYNCHRONOUS, "row": "synchronous too", "loss": 1.6}
+    text = "\n".join(warm.text([slow, ROUNDS, SYNCHRONOUS], "picture.svg"))
+    # 4 bytes a value, 4 sites, 35 steps, over 2 bytes a value.
+    assert "| rounds | 1.530 | +2.0% | 187 | 280 | 93 | 0.01 | 1 |" in text
+    assert "| synchronous | 1.500 | +0.0% | 1 | - | 1 | 0.01 | 1 |" in text
+    assert "![Training loss against minutes](picture.svg)" in text
+    assert list(warm.panels([ROUNDS])) == ["10 Mbit/s", "100 Mbit/s", "1000 Mbit/s"]
+
+
+def test_curves_are_of_the_largest_model():
+    """A smaller one has tables of its own."""
+    warm = importlib.import_module("warm_model")
+    small = {**ROUNDS, "row": "small", "size": "tiny", "parameters": 10}
+    panels = warm.panels([small, ROUNDS])
+    assert {name for lines in panels.values() for name in lines} == {"rounds"}
+    assert list(warm.by_size([small, ROUNDS])) == ["large", "tiny"]
+
+
+def test_losses_of_steps_become_those_of_windows():
+    """As a round of so many steps would report them."""
+    synchronous = importlib.import_module("synchronous")
+    run = synchronous.SynchronousRun(
+        federation=None, weights_d=None, integers_m=None, losses=[4.0, 2.0, 1.0]
+    )
+    assert run.window_losses(2) == [3.0, 1.0]
