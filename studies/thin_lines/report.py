@@ -5,8 +5,8 @@
 
 `--measure` first runs `measure.py`, `baselines.py` and `utilisation.py`, which add to
 the files under `runs` what they lack. Without it nothing is run: rows come from the
-files that are given, or else from `studies/thin_lines/measured`. Rows of a warm model,
-which take hours, are never run here and always come from files. The page is
+files that are given, or else from `studies/thin_lines/measured`. Rows of longer runs
+(`--warm`) take hours: they are never run here and always come from files. The page is
 `docs/explanation/thin-lines.md`, the pictures are `docs/images/thin-lines-*.svg`;
 `--to` writes both to another folder, in which they have the same places.
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _default(name: str) -> list[Path]:
-    names = ("warm", "warm-large") if name == _WARM else (name,)
+    names = ("warm", "large") if name == _WARM else (name,)
     return [HERE / "measured" / f"{each}.jsonl" for each in names]
 
 

@@ -1,10 +1,12 @@
-"""Parts of the page about rows that start from a model that is already good.
+"""Parts of the page about rows of longer runs, from models that are past their start.
 
-Steady state: from such a model, local steps and few levels cost least. One table and
-one part about time for each size that was measured.
+The later the start, the less local steps and few levels cost. One table of losses and
+one of minutes for each size that was measured.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import wall_clock
 from claims import best_rows
@@ -14,6 +16,7 @@ from results import Result, table_line
 STEP_SECONDS = 0.25
 MBITS = (10.0, 100.0, 1000.0)
 _MINUTE = 60
+_ROWS = Path(__file__).resolve().parent / "rows.toml"
 
 
 def by_size(rows: Sequence[Result]) -> Mapping[str, list[Result]]:
@@ -41,17 +44,17 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
     """Write both parts.
 
     Args:
-        rows: Of ``measure.py``, all of sizes that start from a warm model.
+        rows: Of ``measure.py``, of sizes with long runs.
         picture: Where ``panels`` are drawn.
     """
-    yield "## From a warm model\n"
+    yield "## From a model that is past its start\n"
     if not rows:
-        command = "python studies/thin_lines/measure.py --size warm-large"
+        command = "python studies/thin_lines/measure.py --size warm"
         yield f"No rows yet: `{command}` measures them.\n"
         return
     yield (
-        "All rows of a size start from one model that synchronous training with AdamW "
-        'has made good. "Later rounds" leaves out\nthe first, which sends 16 bits a '
+        "All rows of a size start from one model, which synchronous training with "
+        'AdamW has made. "Later rounds" leaves out the first,\nwhich sends 16 bits a '
         "value up and the whole model down. One seed: differences of about 0.01 say "
         "nothing.\n"
     )
@@ -76,9 +79,11 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
 
 def _heading(rows: Sequence[Result]) -> str:
     row = rows[0]
+    size = tomllib.loads(_ROWS.read_text())["sizes"].get(row["size"], {})
+    before = size.get("warm_up_steps", "some")
     return (
-        f"{row['parameters']:,} parameters, {row['steps']} steps at each site "
-        f"(`--size {row['size']}`):\n"
+        f"{row['parameters']:,} parameters, {row['steps']} steps at each site after "
+        f"{before} synchronous ones (`--size {row['size']}`):\n"
     )
 
 

@@ -88,6 +88,6 @@ def test_page_without_rows_says_how_to_get_them(tmp_path: Path):
     text = (tmp_path / PAGE).read_text()
     for script in ("measure", "baselines", "utilisation"):
         assert f"`python studies/thin_lines/{script}.py` measures them" in text
-    assert "`python studies/thin_lines/measure.py --size warm-large` measures" in text
+    assert "`python studies/thin_lines/measure.py --size warm` measures them" in text
     assert text.count("no rows yet") == 7
     assert list((tmp_path / "docs/images").iterdir()) == []
