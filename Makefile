@@ -14,8 +14,8 @@ PYTEST := $(BIN)/python -I -m pytest
 
 # What `make check` runs, in parts that take about as long: a process that imports only
 # what a part needs starts sooner than a worker, which imports it all.
-FAST_LEARNING := $(addprefix tests/unit/,aggregator clients privacy)
-FAST_SITES := $(addprefix tests/unit/,deploy federation monitoring)
+FAST_LEARNING := $(addprefix tests/unit/,clients privacy)
+FAST_SITES := $(addprefix tests/unit/,aggregator deploy federation monitoring)
 FAST_OUTSIDE := tests/contract tests/unit/cloud_adapters $(wildcard tests/unit/test_*.py)
 FAST_PARTS := fast-learning fast-sites fast-outside
 # They make tens of thousands of small files: in memory, where there is room for them.
