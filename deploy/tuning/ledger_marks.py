@@ -8,6 +8,7 @@ each ledger's last line in its study, after every round.
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deploy.tools import ledger_reader
@@ -43,20 +44,24 @@ class LedgerMark:
         return ""
 
 
-def marks_below(folder: Path) -> Mapping[str, LedgerMark]:
-    """Mark the ledgers of a trial by site; none of one that cannot be read.
+def marks_below(
+    folder: Path, before: Mapping[str, LedgerMark] = MappingProxyType({})
+) -> Mapping[str, LedgerMark]:
+    """Mark the ledgers of a trial by site.
 
-    ``spending.spent`` says what is wrong with such a ledger, and ends the search.
+    A mark never goes back: that of a ledger which is lost, damaged or an older copy
+    stays, so that ``spending.spent`` finds it and ends the search.
 
     Args:
         folder: Of the trial's run.
+        before: Earlier marks.
     """
-    found = {}
+    found = dict(before)
     for path in ledger_reader.below(folder):
-        contents = ledger_reader.examine(path).contents
-        if contents is not None:
-            mark = LedgerMark(contents.seq, contents.hashes[-1])
-            found[path.parent.name] = mark
+        site, contents = path.parent.name, ledger_reader.examine(path).contents
+        if contents is None or (site in before and before[site].fault(contents)):
+            continue
+        found[site] = LedgerMark(contents.seq, contents.hashes[-1])
     return found
 
 

@@ -87,6 +87,7 @@ class _TrialWatch:
 
     def __init__(self, trial: "optuna.Trial", metric: str, folder: Path) -> None:
         self._trial, self._metric, self._folder = trial, metric, folder
+        self._marks = ledger_marks.parse(trial.user_attrs)
         self._fold, self._told = RunFold(), 0
         self.is_pruned = False
 
@@ -111,9 +112,10 @@ class _TrialWatch:
             self._mark_ledgers()
 
     def _mark_ledgers(self) -> None:
-        marks = ledger_marks.document(ledger_marks.marks_below(self._folder))
-        if marks:
-            self._trial.set_user_attr(ledger_marks.ATTRIBUTE, marks)
+        self._marks = ledger_marks.marks_below(self._folder, self._marks)
+        if self._marks:
+            document = ledger_marks.document(self._marks)
+            self._trial.set_user_attr(ledger_marks.ATTRIBUTE, document)
 
     def ends_early(self) -> bool:
         if not self.is_pruned and self._told:

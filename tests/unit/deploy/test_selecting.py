@@ -247,6 +247,7 @@ def test_an_older_ledger_with_its_head_is_no_ledger_of_the_trial(tmp_path: Path)
         CorruptObject, match="it has 1 entries, and the search has seen 2"
     ):
         spent({older: marks})
+    assert marks_below(older, marks) == marks  # Nor is it marked in its place.
     other = ledger_of(tmp_path / "continued otherwise", 3)
     with pytest.raises(CorruptObject, match="entry 2 is not the one"):
         spent({other: marks})
