@@ -4,7 +4,9 @@ They are read and written in pieces, so that a timeout is one of a piece, and no
 body that takes minutes over a thin line.
 """
 
+import errno
 import mmap
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from federation.protocols import Buffer
 PIECE_BYTES = 1 << 20
 # A longer body goes to a file.
 SMALL_BYTES = 1 << 20
+# So much of the disk stays free, for ledgers and keys in the same folder.
+RESERVE_BYTES = 256 << 20
 
 Read = Callable[[int], bytes]
 
@@ -35,13 +39,17 @@ def take_body(read: Read, size: int, scratch: Path | None) -> Buffer | None:
         too early.
 
     Raises:
-        ProtocolError: The folder does not take it.
+        ProtocolError: The folder does not take it, or the disk would be full.
     """
     if scratch is None or size <= SMALL_BYTES:
         content = b"".join(_pieces(read, size))
         return content if len(content) == size else None
     with _writing(size, scratch):
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(scratch).free
+        if size + RESERVE_BYTES > free:
+            text = f"{free >> 20} MiB are free, of which {RESERVE_BYTES >> 20} stay so"
+            raise OSError(errno.ENOSPC, text)
         # Without a name from the start: a killed process leaves nothing.
         file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
     with file:

@@ -4,7 +4,7 @@ A site shows the certificate that its enrolment gave it, and is who that names::
 
     POST /next          200 and a question, or 204 if there is none for a while
     POST /alive         204: the site is at work on its question
-    POST /answer/NAME   204, or 409 if the question NAME is not open
+    POST /answer/NAME   204, 409 if the question NAME is not open, 507 without room
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from cloud_adapters.net import loopback_http
 from cloud_adapters.net.bodies import cut, take_body
 from cloud_adapters.net.timed_socket import TimedSocket
 from cloud_adapters.relays.desk import RelayDesk, RelayQuestion
-from federation.errors import JobError
+from federation.errors import JobError, ProtocolError
 from federation.ids import SiteId
 from federation.protocols import Clock
 
@@ -253,7 +253,13 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             if size is None:
                 return
             self._timed.allow(self.server.limits.body_seconds(size))
-            body = take_body(partial(self._read, site), size, self.server.scratch)
+            try:
+                body = take_body(partial(self._read, site), size, self.server.scratch)
+            except ProtocolError as error:  # There is no room for it.
+                _LOG.warning("an answer of site %s is refused: %s", site, error)
+                self.close_connection = True
+                self.answer(507)
+                return
         if body is None:
             self.close_connection = True  # It has hung up.
             return

@@ -47,6 +47,14 @@ def test_a_folder_that_takes_nothing_is_named(tmp_path: Path):
         take_body(io.BytesIO(LONG).read, len(LONG), tmp_path / "file")
 
 
+def test_a_body_that_would_fill_the_disk_is_not_read(tmp_path: Path):
+    """Whoever announces it: ledgers need the disk."""
+    line = io.BytesIO(LONG)
+    with pytest.raises(ProtocolError, match=r"MiB are free, of which 256 stay so"):
+        take_body(line.read, 1 << 50, tmp_path)
+    assert line.tell() == 0
+
+
 def test_buffers_are_cut_without_a_copy():
     long = bytearray(PIECE_BYTES + 1)
     first, second, third = cut([long, b"", b"end"])

@@ -233,6 +233,22 @@ def test_long_messages_are_views_into_files_without_a_name(cloud: Cloud):
     assert [*scratch.iterdir()] == [*(cloud.folder / "scratch").iterdir()] == []
 
 
+def test_a_relay_without_room_says_so(
+    cloud: Cloud, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The site tries again: there may be room by then."""
+    said: list[str] = []
+    full = cloud.folder / "relay" / "ca.crt"  # No folder.
+    body = bytes(700_000)
+    with cloud.running(cloud.node(EAST, listener=said.append)):
+        with monkeypatch.context() as patched:
+            patched.setattr(cloud.server, "scratch", full)
+            assert cloud.ask(EAST, body, seconds=0.3, max_bytes=2 * len(body)) is None
+        assert cloud.ask(EAST, body, max_bytes=2 * len(body)) == 2 * body
+    assert any("HTTP 507 for an answer" in line for line in said)
+    assert "an answer of site east is refused" in caplog.text
+
+
 def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
     """A site has two: one with a question, and one that reports that it is there."""
     pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
