@@ -105,7 +105,7 @@ def test_a_body_has_its_own_time_for_reading_and_writing():
 
 def test_a_long_frame_that_maps_a_file_is_read_without_its_memory(tmp_path: Path):
     """Or a relay would hold the updates of all its sites."""
-    values_d = np.ones(3 << 20, np.float32)
+    values_d = np.ones(3 << 19, np.float32)
     sent = wire.encode_bytes(toy.update(delta_d=values_d))
     found = take_body(io.BytesIO(sent).read, len(sent), tmp_path)
     assert isinstance(found, memoryview)

@@ -267,6 +267,7 @@ def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
         assert [hears(line) for line in lines] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_a_site_that_is_sending_a_long_answer_is_not_silent(cloud: Cloud):
     """However long its line takes: every piece shows that it is there."""
     desk = RelayDesk([EAST], CLOCK, silent_seconds=0.4)
