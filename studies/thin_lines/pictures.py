@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -60,12 +60,15 @@ def loss_by_minutes(panels: Mapping[str, Series]) -> str:
                 dashes = "-" if mark == _MARKS[0] else "--"
                 axes.plot(x, y, dashes, color=colour, label=name, lw=1.2)
             axes.set_xscale("log")
+            # Three panels have no room for more, nor for powers of ten.
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
             axes.set_title(title, fontsize=9)
             axes.set_xlabel("minutes")
         all_axes[0].set_ylabel("training loss, nats per byte")
         handles, labels = all_axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+        figure.legend(handles, labels, loc="outside lower center", fontsize=7.5)
 
     return _svg(draw)
 

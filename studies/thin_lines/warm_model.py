@@ -71,7 +71,8 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
         yield (
             f"![Training loss against minutes]({picture})\n\nEach point is the mean "
             "training loss of a round at the sites' own models, or of as many "
-            "synchronous steps.\n"
+            "synchronous steps.\nRows of the first measurement kept only their last "
+            "loss, so the picture lacks them.\n"
         )
     for own in by_size(rows).values():
         yield from _minutes(own)
