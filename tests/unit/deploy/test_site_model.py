@@ -64,7 +64,7 @@ def test_a_site_joins_the_shared_model_with_its_own_part(
         assert main([*words, "--config", str(config)]) == 0
         assert json.loads(capsys.readouterr().out) == {"run_id": RUN, "path": str(out)}
         found = load_file(out)
-        assert [*found] == ["1.weight", "1.bias", "3.weight", "3.bias"]
+        assert {*found} == {"1.weight", "1.bias", "3.weight", "3.bias"}
         np.testing.assert_array_equal(found["1.weight"], SHARED["1.weight"])
         assert (found["3.weight"] == 2).all()
     with pytest.raises(ObjectExists):
