@@ -109,7 +109,17 @@ def _half_the_rounds(job: JobSpec) -> Mapping[str, Any]:
     steps = job.training.local_steps
     if steps is None or job.rounds % 2:
         return {}
-    return {"rounds": job.rounds // 2, "training.local_steps": 2 * steps}
+    changes: dict[str, Any] = {
+        "rounds": job.rounds // 2,
+        "training.local_steps": 2 * steps,
+    }
+    larger = job.training.accumulate_from
+    if any(not first_round % 2 for first_round, _ in larger):
+        return {}  # Steps would grow within a round.
+    if larger:
+        halved = [[(first_round + 1) // 2, value] for first_round, value in larger]
+        changes["training.accumulate_from"] = halved
+    return changes
 
 
 def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:

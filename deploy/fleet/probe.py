@@ -86,6 +86,8 @@ def _few_rounds(plan: DeploymentPlan, job: JobSpec) -> Mapping[str, Any]:
     if is_auto(job):  # A rehearsal has no lines to choose by.
         names = ("local_work", "max_local_steps", "training_share")
         changes |= {f"schedule.{name}": None for name in names}
+    # Speeds are of examples, and no later round with larger steps is rehearsed.
+    changes["training.accumulate_from"] = None
     steps = job.training.local_steps
     if steps is not None and steps > STEPS:
         changes["training.local_steps"] = STEPS

@@ -26,6 +26,8 @@ from federation.errors import JobError
 from federation.events import Event
 from federation.job.spec import JobSpec
 from federation.rounds import cost
+from federation.rounds.local_work import in_round
+from federation.rounds.traffic import examples_trained
 from monitoring.views.run_fold import fold
 
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
@@ -100,6 +102,29 @@ def test_alternatives_are_predicted_as_jobs_of_their_own():
         "rounds": 2,
         "training.local_steps": 2 * (job.training.local_steps or 0),
     }
+
+
+def test_half_the_rounds_train_on_as_many_examples():
+    """Steps grow after as many of them; not within a round, which no job allows."""
+    growing = {"local_steps": 2, "batch_size": 4, "accumulate_from": [[3, 4]]}
+    job = virtual_job(training=growing)
+    federation = parts.build_federation(job)
+    first, *others = plan.alternatives(federation, None, SIZES)
+    (half,) = (one for one in others if "rounds" in one.changes)
+    assert half.changes["training.accumulate_from"] == [[2, 4]]
+
+    def examples(one: plan.Alternative) -> int:
+        return sum(
+            times * examples_trained(in_round(one.traffic.job, index).training, facts)
+            for index, times in one.traffic.kinds_of_round().items()
+            if index <= one.traffic.job.rounds
+            for facts in one.traffic.facts.values()
+        )
+
+    assert examples(half) == examples(first) == 2 * 2 * 4 * (2 + 2 * 4)
+    within = virtual_job(training={**growing, "accumulate_from": [[2, 4]]})
+    found = plan.alternatives(parts.build_federation(within), None, SIZES)
+    assert not any("rounds" in one.changes for one in found)
 
 
 def test_alternatives_that_a_job_forbids_are_not_offered():
