@@ -8,6 +8,7 @@ import http.client
 import logging
 import math
 import random
+import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cloud_adapters.net.bodies import cut, take_body
+from cloud_adapters.net.bodies import SMALL_BYTES, cut, take_body
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays.desk import QuestionKind
 from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
@@ -38,6 +39,7 @@ MAX_ANSWER_SECONDS = 1e9
 
 _LOG = logging.getLogger(__name__)
 _OK, _NOTHING, _FORBIDDEN, _CLOSED = 200, 204, 403, 409
+_NAME = re.compile(r"[0-9a-f]{64}")
 
 Uniform = Callable[[float, float], float]
 
@@ -126,7 +128,9 @@ class RelayedNode:
 
     def _serve(self, line: http.client.HTTPSConnection) -> None:
         while not self._ends():
-            status, about, body = _request(line, NEXT, scratch=self.scratch)
+            status, about, body = _request(
+                line, NEXT, limit=MAX_QUESTION_BYTES, scratch=self.scratch
+            )
             if status == _NOTHING:
                 continue
             if status != _OK:
@@ -138,8 +142,14 @@ class RelayedNode:
                 raise ProtocolError(f"HTTP {status} for an answer")
 
     def _work(self, about: Mapping[str, str], body: Buffer) -> tuple[str, bytes]:
-        """Answer a question; with nothing if it is malformed, forged or fails."""
+        """Answer a question; with nothing if it is malformed, forged or fails.
+
+        Raises:
+            ProtocolError: It has no name by which it could be answered.
+        """
         name = about.get(NAME, "")
+        if _NAME.fullmatch(name) is None:  # It becomes part of an address.
+            raise ProtocolError(f"a question whose name is {name!a:.80}")
         if name == self._given[0]:
             return self._given
         try:
@@ -232,12 +242,14 @@ def _request(
     path: str,
     body: bytes = b"",
     *,
+    limit: int = SMALL_BYTES,
     scratch: Path | None = None,
 ) -> tuple[int, Mapping[str, str], Buffer]:
+    """Send one request, and read at most so many bytes: only questions are long."""
     length = {"Content-Length": str(len(body))}
     line.request("POST", path, cut([body]) if body else b"", length if body else {})
     answer = line.getresponse()
-    if (answer.length or 0) > MAX_QUESTION_BYTES:
+    if (answer.length or 0) > limit:
         raise ProtocolError(f"an answer of {answer.length} bytes")
     content = take_body(answer.read1, answer.length or 0, scratch)
     answer.close()  # It is not by itself when the last piece has been read.

@@ -17,7 +17,7 @@ from support.agents import site_config
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays import server
 from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
-from cloud_adapters.relays.node import GivenAnswer, RelayedNode
+from cloud_adapters.relays.node import GivenAnswer, RelayedNode, knock
 from cloud_adapters.relays.server import CloudServer, LineLimits, server_context
 from deploy.doctor import relay as doctor_relay
 from deploy.doctor.checks import Check
@@ -174,6 +174,48 @@ def test_question_that_fails_does_not_end_the_site(cloud: Cloud, error: Exceptio
         assert cloud.ask(EAST, b"run", kind=QuestionKind.INTRODUCE) == b""
         assert cloud.ask(EAST, b"task") == b"tasktask"
     assert said[1:] == [f"a question of the relay failed: {type(error).__name__}"]
+
+
+@pytest.mark.parametrize("name", ["\xe9", "", "a b", "../alive"])
+def test_a_question_without_a_proper_name_does_not_end_the_site(
+    cloud: Cloud, name: str
+):
+    """The name comes from the relay, and is part of the next request."""
+    told: list[str] = []
+    question = RelayQuestion(
+        name=name, kind=QuestionKind.TASK, pieces=(b"x",), seconds=5.0, max_bytes=100
+    )
+    with cloud.running(cloud.node(EAST, listener=told.append)):
+        asked = {EAST: question}
+        answers = cloud.desk.ask(asked, seconds=0.2, stopped=cloud.stopped)
+        assert answers == {EAST: None}
+        assert cloud.ask(EAST, b"task") == b"tasktask"
+    assert any("a question whose name is" in line for line in told)
+
+
+def test_a_site_reads_no_long_answer_but_a_question(cloud: Cloud):
+    """Or a relay could fill its memory."""
+    context = server_context(cloud.authority.pem)
+    relay_certificate.prepare(cloud.folder / "relay", ("127.0.0.1",), context, CLOCK)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with context.wrap_socket(connection, server_side=True) as secured:
+            secured.recv(1 << 16)
+            secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n")
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answered = pool.submit(answer)
+        with pytest.raises(SiteError, match="an answer of 9999999 bytes"):
+            knock(
+                f"127.0.0.1:{listener.getsockname()[1]}",
+                (cloud.folder / "relay" / "ca.crt").read_bytes(),
+                cloud.folder / "east.pem",
+            )
+        answered.result(10)
 
 
 def test_answer_larger_than_asked_for_is_not_read(cloud: Cloud):
