@@ -72,7 +72,7 @@ class Mover:
         self._changes: Counter[str] = Counter()
         self._decided: tuple[int, Counter[str]] | None = None
         # Decisions are made again after a slot: prices change.
-        self._due = math.inf
+        self._decided_at, self._due = -math.inf, math.inf
         self.waiting: frozenset[str] = frozenset()
         # What was last reported of each role: the same decision is not news.
         self._told: dict[str, tuple[Action, str]] = {}
@@ -91,13 +91,14 @@ class Mover:
         if progress is None:
             return plan
         state = progress.rounds_left, self._changes.copy()
-        # A deadline also comes nearer when no round ends.
-        is_due = now >= self._due or self._is_late(progress, now)
+        # A deadline also comes nearer when no round ends; clocks are set back, too.
+        is_over = not self._decided_at <= now < self._due
+        is_due = is_over or self._is_late(progress, now)
         if state == self._decided and not is_due:
             return plan
         if self._decided is None or self._decided[1] != state[1]:
             self._told.clear()
-        self._decided, self._due = state, math.inf
+        self._decided, self._decided_at, self._due = state, now, math.inf
         self.waiting = frozenset()
         sites = [
             self._site(site, plan, nodes, progress, now)

@@ -99,7 +99,8 @@ class SpotRecord:
         """
         market = self._markets.get(site.pool)
         at, known = self._prices.get(site.name, (-_READ_SECONDS, ()))
-        if market is None or now - at < _READ_SECONDS:
+        # What was read later than now was read before the clock was set back.
+        if market is None or 0.0 <= now - at < _READ_SECONDS:
             return known
         machine = site.machine
         try:

@@ -435,3 +435,16 @@ def test_a_lost_machine_waits_for_a_price_that_is_likely(zoned: DeploymentPlan):
     mover = mover_of(busy, PRICES, progress(2), told.append, market)
     mover.moved(busy, [], HOUR)
     assert not mover.waiting
+
+
+def test_a_clock_that_is_set_back_does_not_prolong_a_wait(zoned: DeploymentPlan):
+    """The price has fallen meanwhile, and is read again."""
+    market = Changing({"us-east-1a": 0.2, "us-east-1b": 0.2}, HOUR)
+    market.dollars = {"us-east-1a": 0.9, "us-east-1b": 0.9}
+    mover = mover_of(zoned, PRICES, progress(2), print, market)
+    mover.moved(zoned, [], 5 * HOUR)
+    assert mover.waiting == {"site-cloud"}
+    market.dollars = {"us-east-1a": 0.05, "us-east-1b": 0.04}
+    found = mover.moved(zoned, [], 2 * HOUR)
+    assert not mover.waiting
+    assert zones(found) == ("us-east-1b", "us-east-1a")
