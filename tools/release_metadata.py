@@ -8,12 +8,14 @@ one, metadata has no addresses, and links into the repository become plain text.
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _PICTURE = re.compile(r"(!\[[^\]]*\])\((?!https?:)([^)]*)\)\s*")
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)]*)\)")
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]*)\)")
+_WITHIN = re.compile(r"//[^/]*@")  # A name and a token, which no log may hold.
+# A host and a path, without what would end a link: no user, query, space or bracket.
+_REPOSITORY = re.compile(r"https://[\w.:-]+/[\w.~/-]*[\w.~-]/*")
 
 
 class ReleaseMetadata(MetadataHookInterface):
@@ -39,13 +41,12 @@ def repository(given: str) -> str:
     """The repository's address without a slash at its end, or '' if there is none.
 
     Raises:
-        ValueError: If it is not an https address with a path.
+        ValueError: If it is not an https address with a path, or has more, as a token
+            that `git remote` may have and everyone who installs the release would see.
     """
-    parts = urlsplit(given)
-    path = parts.path.strip("/")
-    if given and (parts.scheme != "https" or not path or parts.query or parts.fragment):
+    if given and _REPOSITORY.fullmatch(given) is None:
         raise ValueError(
-            f"URL={given} does not name a repository: "
+            f"URL={_WITHIN.sub('//...@', given)} does not name a repository: "
             "expected https://HOST/OWNER/NAME, as a browser shows it"
         )
     return given.rstrip("/")

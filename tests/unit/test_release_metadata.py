@@ -34,6 +34,12 @@ def test_links_of_the_readme_to_elsewhere_stay():
     assert {*elsewhere.findall(text)} == {*elsewhere.findall(page)}
 
 
+@pytest.mark.parametrize("url", ["", "https://example.org/we/it"])
+def test_links_within_the_page_stay(url: str):
+    page = "See [below](#part).\n"
+    assert release_metadata.description(page, url, "1.2.0") == page
+
+
 def test_links_lead_to_the_files_of_the_release():
     url = release_metadata.repository("https://example.org/we/it/")
     assert release_metadata.description(README, url, "1.2.0") == (
@@ -45,8 +51,24 @@ def test_links_lead_to_the_files_of_the_release():
 
 
 @pytest.mark.parametrize(
-    "given", ["example.org/a/b", "http://example.org/a", "https://example.org", "x"]
+    "given",
+    [
+        "example.org/a/b",
+        "http://example.org/a",
+        "https://example.org",
+        "https:///a/b",
+        "https://example.org/a b",
+        "https://example.org/a?b",
+        "x",
+    ],
 )
 def test_what_names_no_repository_is_refused(given: str):
     with pytest.raises(ValueError, match="expected https://HOST/OWNER/NAME"):
         release_metadata.repository(given)
+
+
+def test_a_token_is_neither_published_nor_shown():
+    """``git remote get-url`` may have one."""
+    with pytest.raises(ValueError, match="expected https://HOST/OWNER/NAME") as caught:
+        release_metadata.repository("https://we:secret@example.org/we/it")
+    assert "secret" not in str(caught.value)
