@@ -14,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
 from sqlalchemy import Engine, create_engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from cloud_adapters.flower.private.migrations import (
     build_alembic_config,
@@ -35,11 +35,13 @@ def migrate(database: Path) -> None:
     tables are current.
 
     Args:
-        database: The file; it is made if it is not there.
+        database: The file, or a link to it; it is made if it is not there.
 
     Raises:
         StoreUnavailable: The file is damaged or of a newer Flower, or the disk is full.
     """
+    # A copy takes the place of the file, and not of a link to another disk.
+    database = database.resolve()
     draft = database.with_name(database.name + _SUFFIX)
     try:
         _remove(draft)
@@ -50,8 +52,10 @@ def migrate(database: Path) -> None:
             run_migrations(engine)
         _replace(database, draft)
     except (sqlite3.Error, SQLAlchemyError, CommandError, OSError) as error:
+        # Without the statement and the advice that SQLAlchemy adds.
+        reason = error.orig if isinstance(error, DBAPIError) else error
         raise StoreUnavailable(
-            f"cannot bring the SuperLink's state {database} up to date: {error}; free "
+            f"cannot bring the SuperLink's state {database} up to date: {reason}; free "
             "some space, start the version of Flower that wrote it, or restore it from "
             "a backup"
         ) from error

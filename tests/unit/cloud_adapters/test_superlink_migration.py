@@ -117,6 +117,16 @@ def test_damage_is_named(tmp_path: Path):
     database = tmp_path / "state.db"
     database.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 16)
     damaged = database.read_bytes()
-    with pytest.raises(StoreUnavailable, match=r"state\.db up to date"):
+    with pytest.raises(StoreUnavailable, match=r"state\.db up to date") as caught:
         migration.migrate(database)
     assert database.read_bytes() == damaged
+    assert "\n" not in str(caught.value)
+
+
+def test_a_link_to_another_disk_stays(tmp_path: Path):
+    database, elsewhere = tmp_path / "state.db", tmp_path / "disk"
+    elsewhere.mkdir()
+    database.symlink_to(elsewhere / "state.db")
+    migration.migrate(database)
+    assert database.is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["state.db"]
