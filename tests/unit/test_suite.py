@@ -90,6 +90,14 @@ def test_the_fast_tests_have_each_folder_once():
     assert len(parts) == 2 * len(places)
 
 
+def test_fast_tests_use_the_folder_that_tmpdir_names(monkeypatch: pytest.MonkeyPatch):
+    """As on a machine whose memory is not for files."""
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    said = make("-n", "fast-sites", "READY=").stdout
+    assert "pytest tests/unit/" in said
+    assert "TMPDIR=" not in said
+
+
 def test_a_profile_limits_or_raises_what_a_property_asks_for():
     """By day none has more than the profile; by night each has more."""
     loaded = settings.get_current_profile_name()
