@@ -7,8 +7,8 @@ in which one had a machine, and of launches that were refused; the rest is drawn
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -119,6 +119,32 @@ def _seen(
         end = last - math.floor((now - until) / slot) if runs else first
         seen_t[first : end + 1] = each.has_capacity
     return seen_t
+
+
+def ended_unseen(
+    sightings: Sequence[Sighting], running: Iterable[tuple[str, float]]
+) -> Sequence[Sighting]:
+    """What to note of machines that ended while no command looked, for any reason.
+
+    Nothing is known of their zones from the last sighting on, where otherwise they
+    would seem to have run until now.
+
+    Args:
+        sightings: So far.
+        running: Zone and time of launch of each machine that there is, in seconds since
+            1970.
+    """
+    launched: dict[str, float] = {}
+    for zone, at in running:
+        launched[zone] = min(at, launched.get(zone, math.inf))
+    newest = {s.zone: s for s in sorted(sightings, key=lambda each: each.at)}
+    return [
+        replace(last, is_given_up=True)
+        for zone, last in newest.items()
+        if last.has_capacity
+        and not last.is_given_up
+        and launched.get(zone, math.inf) > last.at
+    ]
 
 
 def place_of(offer: MachineOffer) -> str:

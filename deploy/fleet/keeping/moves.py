@@ -69,6 +69,7 @@ class Mover:
         self._record = record
         self._movable = {s.name: s for s in plan.file.sites if s.is_movable}
         self._alive: dict[str, Node] = {}
+        self._is_first = True
         self._changes: Counter[str] = Counter()
         self._decided: tuple[int, Counter[str]] | None = None
         # Decisions are made again after a slot: prices change.
@@ -183,6 +184,12 @@ class Mover:
     def _note(self, plan: DeploymentPlan, nodes: Sequence[Node], now: float) -> None:
         """Note spot machines that are there for the first time, or no longer."""
         alive = {node.id: node for node in nodes if node.state in _WORKS}
+        if (
+            self._is_first
+        ):  # An earlier command may have seen machines that ended since.
+            for site in self._movable.values():
+                self._record.note_ended_unseen(site, alive.values())
+        self._is_first = False
         ended = {node.id for node in nodes if node.failed or node.finished}
         new = [node for node in alive.values() if node.id not in self._alive]
         gone = [node for node in self._alive.values() if node.id not in alive]

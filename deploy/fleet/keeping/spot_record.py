@@ -4,12 +4,13 @@
 lost or refused, and where. No cloud publishes that, and the next command needs it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
-from deploy.fleet.choosing.spot_history import HISTORY_HOURS, Sighting
+from cloud_adapters.compute.pool import Market, Node
+from deploy.fleet.choosing.spot_history import HISTORY_HOURS, Sighting, ended_unseen
 from deploy.fleet.deployment_file import SiteMachine
 from federation import durable_json
 from federation.errors import ComputeError
@@ -81,6 +82,23 @@ class SpotRecord:
         new = [SiteSighting(site=site.name, machine=kind, seen=each) for each in seen]
         self._sightings = (*kept, *new)
         durable_json.write(self._path, SightingFile(sightings=self._sightings))
+
+    def note_ended_unseen(self, site: SiteMachine, alive: Iterable[Node]) -> None:
+        """Give up what an earlier command has seen, and that is no longer there.
+
+        Args:
+            site: Of the type of machine.
+            alive: All machines that there are.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        running = [
+            (node.zone or site.machine.region, node.launched)
+            for node in alive
+            if node.market is Market.SPOT
+        ]
+        self.note(site, *ended_unseen(self.sightings(site), running))
 
     def sightings(self, site: SiteMachine) -> Sequence[Sighting]:
         """What was seen of a site's type of machine in its region, by any site."""

@@ -11,6 +11,7 @@ from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.cli import fleet_verbs
 from deploy.fleet import deployment_file, spending
+from deploy.fleet.choosing.spot_history import Sighting
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.run_progress import WorkLeft
@@ -448,3 +449,25 @@ def test_a_clock_that_is_set_back_does_not_prolong_a_wait(zoned: DeploymentPlan)
     found = mover.moved(zoned, [], 2 * HOUR)
     assert not mover.waiting
     assert zones(found) == ("us-east-1b", "us-east-1a")
+
+
+def test_a_machine_that_ended_between_two_commands_did_not_run_on(
+    zoned: DeploymentPlan,
+):
+    """`crossfed down` for a night would look like capacity of that zone."""
+    site, a, b = zoned.file.sites[0], "us-east-1a", "us-east-1b"
+    first = mover_of(zoned, PRICES, progress(2), print)
+    here = [node(zone=a), node(id="i-2", zone=b, labels={"crossfed-role": "other"})]
+    first.moved(zoned, here[:1], HOUR)
+    SpotRecord(zoned.folder, {}, print).note(
+        site, Sighting(zone=b, at=2 * HOUR, has_capacity=False)
+    )
+    again = mover_of(zoned, PRICES, progress(2), print)
+    again.moved(zoned, here, 2 * HOUR)  # It is still there.
+    seen = SpotRecord(zoned.folder, {}, print).sightings(site)
+    assert not any(each.is_given_up for each in seen)
+    later = mover_of(zoned, PRICES, progress(2), print)
+    later.moved(zoned, [node(id="i-3", zone=a, launched=9 * HOUR)], 9.5 * HOUR)
+    *_, ended, new = SpotRecord(zoned.folder, {}, print).sightings(site)
+    assert (ended.zone, ended.at, ended.is_given_up) == (a, 2 * HOUR, True)
+    assert (new.zone, new.at, new.is_given_up) == (a, 9.5 * HOUR, False)
