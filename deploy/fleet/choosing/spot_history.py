@@ -122,7 +122,7 @@ def _seen(
 
 
 def ended_unseen(
-    sightings: Sequence[Sighting], running: Iterable[tuple[str, float]]
+    sightings: Sequence[Sighting], running: Iterable[tuple[str, float]], now: float
 ) -> Sequence[Sighting]:
     """What to note of machines that ended while no command looked, for any reason.
 
@@ -130,14 +130,16 @@ def ended_unseen(
     would seem to have run until now.
 
     Args:
-        sightings: So far.
+        sightings: So far; those of later on do not count.
         running: Zone and time of launch of each machine that there is, in seconds since
             1970.
+        now: Seconds since 1970.
     """
     launched: dict[str, float] = {}
     for zone, at in running:
         launched[zone] = min(at, launched.get(zone, math.inf))
-    newest = {s.zone: s for s in sorted(sightings, key=lambda each: each.at)}
+    past = (each for each in sightings if each.at <= now)
+    newest = {each.zone: each for each in sorted(past, key=lambda each: each.at)}
     return [
         replace(last, is_given_up=True)
         for zone, last in newest.items()

@@ -188,7 +188,7 @@ class Mover:
             self._is_first
         ):  # An earlier command may have seen machines that ended since.
             for site in self._movable.values():
-                self._record.note_ended_unseen(site, alive.values())
+                self._record.note_ended_unseen(site, alive.values(), now)
         self._is_first = False
         ended = {node.id for node in nodes if node.failed or node.finished}
         new = [node for node in alive.values() if node.id not in self._alive]

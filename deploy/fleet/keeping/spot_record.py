@@ -83,12 +83,15 @@ class SpotRecord:
         self._sightings = (*kept, *new)
         durable_json.write(self._path, SightingFile(sightings=self._sightings))
 
-    def note_ended_unseen(self, site: SiteMachine, alive: Iterable[Node]) -> None:
+    def note_ended_unseen(
+        self, site: SiteMachine, alive: Iterable[Node], now: float
+    ) -> None:
         """Give up what an earlier command has seen, and that is no longer there.
 
         Args:
             site: Of the type of machine.
             alive: All machines that there are.
+            now: Seconds since 1970.
 
         Raises:
             StoreUnavailable: The folder cannot be written.
@@ -98,7 +101,7 @@ class SpotRecord:
             for node in alive
             if node.market is Market.SPOT
         ]
-        self.note(site, *ended_unseen(self.sightings(site), running))
+        self.note(site, *ended_unseen(self.sightings(site), running, now))
 
     def sightings(self, site: SiteMachine) -> Sequence[Sighting]:
         """What was seen of a site's type of machine in its region, by any site."""

@@ -7,7 +7,12 @@ import numpy as np
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market
 from deploy.fleet.choosing.choice import MachineOffer
-from deploy.fleet.choosing.spot_history import Sighting, history, is_believed
+from deploy.fleet.choosing.spot_history import (
+    Sighting,
+    ended_unseen,
+    history,
+    is_believed,
+)
 
 HOUR = 3600.0
 NOW = 1.7e9
@@ -93,3 +98,13 @@ def test_a_zone_without_capacity_is_tried_again_after_a_while():
     assert is_believed(offer("b"), sightings, now=NOW, slot_hours=1.0)
     sightings.append(seen("a", 0.1, has_capacity=True))
     assert is_believed(offer("a"), sightings, now=NOW, slot_hours=1.0)
+
+
+def test_sightings_of_later_on_end_nothing():
+    """A clock that was set back has them: their time would make all others old."""
+    here = seen("a", 5.0, has_capacity=True)
+    later = seen("a", -500.0, has_capacity=True)
+    lost = seen("b", 1.0, has_capacity=False)
+    expected = [replace(here, is_given_up=True)]
+    assert ended_unseen([later, here, lost], [("c", NOW)], NOW) == expected
+    assert ended_unseen([here], [("a", NOW), ("a", here.at)], NOW) == []
