@@ -72,6 +72,7 @@ def test_optimum_is_that_of_every_possible_sequence(study: SimpleNamespace, seed
     assert study.traces.optimum(trace) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["calm", "scarce", "outages", "volatile", "daily"])
 def test_no_policy_beats_the_optimum_or_is_late(study: SimpleNamespace, kind: str):
     """It knows the future, and all of them guard the deadline."""

@@ -121,6 +121,7 @@ def test_nothing_is_overwritten_unasked(run: RunFolder, taken: str):
     assert store.read(MODEL) == run.model.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("number", range(NUM_CHANGES))
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -103,6 +103,7 @@ def states(deployment: Deployment) -> set[NodeState]:
     return {node.state for node in found}
 
 
+@pytest.mark.slow  # It starts a node.
 def test_budget_that_is_spent_ends_all_machines(
     plan: deployment_file.DeploymentPlan, told: list[str]
 ):
@@ -119,6 +120,7 @@ def test_budget_that_is_spent_ends_all_machines(
         check_budget(deployment)
 
 
+@pytest.mark.slow  # It starts a node.
 def test_hours_that_are_over_end_all_machines(tmp_path: Path, told: list[str]):
     """A replacement would otherwise run for as long again."""
     plan = written(tmp_path, "max_hours = 1e-9")
@@ -139,6 +141,7 @@ def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
     assert states(deployment) == set()
 
 
+@pytest.mark.slow  # It starts a node.
 def test_nothing_is_done_while_another_command_works(
     plan: deployment_file.DeploymentPlan, told: list[str]
 ):

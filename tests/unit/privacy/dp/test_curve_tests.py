@@ -81,6 +81,7 @@ def test_level_is_kept_where_the_attack_reaches_the_curve(level: float):
     assert below <= binom.ppf(0.999, 100, level)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVENTS)
 def test_half_the_noise_is_found(name: str):
     """Of 20 draws all, by 2,000 independent canaries."""
@@ -208,6 +209,7 @@ SOME = PrivacyEvent(noise_multiplier=0.5, sampling_rate=0.01, steps=60)
 HARDLY = PrivacyEvent(noise_multiplier=0.3, sampling_rate=0.001, steps=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [PRIVATE, RELEASE, SELDOM, OFTEN, SOME, HARDLY])
 @pytest.mark.parametrize("canaries", [100, 1000, 5000])
 def test_what_training_without_noise_would_show_is_not_overstated(
