@@ -16,6 +16,7 @@ from federation.errors import CorruptObject
 from federation.job.spec import JobSpec
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
+from privacy.dp.ledger.ledger_files import is_begun
 from privacy.dp.ledger.ledger_format import PURPOSES, Purpose
 
 # Site and purpose: training and held-out records are different ones.
@@ -61,7 +62,7 @@ def spent(
     found: dict[Spender, list[PrivacyEvent]] = defaultdict(list)
     deltas, each = [], []
     for folder, sites in trials.items():
-        paths = ledger_reader.below(folder)
+        paths = [*filter(is_begun, ledger_reader.below(folder))]
         if lost := set(sites) - {path.parent.name for path in paths}:
             names = ", ".join(sorted(lost))
             raise _unknown(f"{folder}: the ledger of {names} is missing")
@@ -82,6 +83,12 @@ def spent(
     if not deltas:
         return None
     return SearchSpending(events=found, delta=max(deltas), trials=each)
+
+
+def may_have_spent(folder: Path) -> bool:
+    """Whether a ledger of a run holds a charge, or is damaged and may have held one."""
+    findings = map(ledger_reader.examine, filter(is_begun, ledger_reader.below(folder)))
+    return any(one.contents is None or one.contents.seq > 0 for one in findings)
 
 
 def _unknown(what: str) -> CorruptObject:

@@ -1,6 +1,7 @@
 """One trial of a search: a run on this machine, and what the study keeps of it."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,11 @@ from clients.user_code import sentence
 from deploy.tuning import ledger_marks
 from deploy.tuning.selection_checks import check_sound
 from deploy.tuning.space import Choice, Space
+from deploy.tuning.spending import may_have_spent
 from deploy.wiring import simulation
-from federation.errors import FederationError, JobError
+from federation.errors import FederationError, JobError, RunConflict, StoreUnavailable
 from federation.events import Event, ModelEvaluated, RunFinished
+from federation.os_errors import os_errors
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import history
 from monitoring.views.run_fold import RunFold
@@ -43,8 +46,9 @@ def run_trial(
     A trial that was asked to stop stays open, to be resumed.
 
     Raises:
-        JobError: With private selection, if the values do not fit the job. Any other
-            error is a result: it may depend on the records, and ends the trial alone.
+        JobError: With private selection, if the values do not fit the job. An error of
+            the run is a result: it may depend on the records, and ends the trial alone.
+        FederationError: See ``make_ready``.
     """
     import optuna  # noqa: PLC0415 -- an extra
 
@@ -53,6 +57,7 @@ def run_trial(
         folder_of(folder, trial.number),
         optuna.trial.TrialState,
     )
+    make_ready(RunFolder(own))
     watch = _TrialWatch(trial, spec.metric, own)
     if spec.privacy.selection:
         check_sound(space, trial.number, values)
@@ -61,7 +66,7 @@ def run_trial(
             result = simulation.simulate(
                 space.job(values),
                 folder=own,
-                resume=own.is_dir() and RunFolder(own).run_id() is not None,
+                resume=RunFolder(own).exists(),
                 listeners=[watch],
                 stop_requested=lambda: stop_requested() or watch.ends_early(),
                 report=False,
@@ -80,6 +85,25 @@ def run_trial(
         trial.study.tell(trial, state=states.PRUNED)
     else:
         trial.study.tell(trial, value)
+
+
+def make_ready(run: RunFolder) -> None:
+    """Remove what a process has left that was killed before its run started.
+
+    Its ledgers hold no charge, but name that run, so they would refuse another one.
+
+    Raises:
+        RunConflict: A worker of a search that was killed still works on the trial.
+        StoreUnavailable: What is left cannot be removed.
+    """
+    if run.is_locked():
+        raise RunConflict(
+            f"another process works on {run.path}, perhaps a worker of a search that "
+            "was killed: wait until it ends, and start the search again"
+        )
+    if run.path.is_dir() and run.run_id() is None and not may_have_spent(run.path):
+        with os_errors(StoreUnavailable, f"remove {run.path}"):
+            shutil.rmtree(run.path)
 
 
 class _TrialWatch:

@@ -121,6 +121,20 @@ def read_all(path: Path) -> bytes:
     return data
 
 
+def is_begun(path: Path) -> bool:
+    """Whether a ledger's first line was written, without which nothing is charged.
+
+    A process that is killed while it creates a ledger leaves none, and no head. Another
+    one that opens the ledger to write begins it again.
+
+    Raises:
+        LedgerDamaged: See ``read_all``.
+        StoreUnavailable: It cannot be read.
+    """
+    with os_errors(StoreUnavailable, f"read the ledger {path}"):
+        return (path.parent / HEAD_NAME).exists() or b"\n" in read_all(path)
+
+
 def read_head(folder: Path) -> LedgerHead | None:
     """Read a head without checking its signature; None if there is none.
 

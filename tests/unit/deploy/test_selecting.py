@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import event_samples
 
 from deploy.tuning.ledger_marks import ATTRIBUTE, document, marks_below, parse
 from deploy.tuning.selecting import (
@@ -19,8 +20,10 @@ from deploy.tuning.selecting import (
 from deploy.tuning.selection_checks import check_sound
 from deploy.tuning.space import load
 from deploy.tuning.spending import spent
+from deploy.tuning.trial import make_ready
 from federation.clock import VirtualClock
-from federation.errors import CorruptObject, JobError, PrivacyError
+from federation.errors import CorruptObject, JobError, PrivacyError, RunConflict
+from federation.event_log import EventWriter
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
@@ -251,6 +254,43 @@ def test_an_older_ledger_with_its_head_is_no_ledger_of_the_trial(tmp_path: Path)
     other = ledger_of(tmp_path / "continued otherwise", 3)
     with pytest.raises(CorruptObject, match="entry 2 is not the one"):
         spent({other: marks})
+
+
+@pytest.mark.parametrize("written", [b"", b'{"at":1'])
+def test_a_ledger_that_was_being_created_has_spent_nothing(
+    tmp_path: Path, written: bytes
+):
+    """A process was killed then, or another worker is about to write; it can go on."""
+    begun = ledger_of(tmp_path / "begun", 1)
+    killed = tmp_path / "killed"
+    ledger = killed / "sites" / "a" / "ledger.jsonl"
+    ledger.parent.mkdir(parents=True)
+    ledger.write_bytes(written)
+    found = spent({begun: {"a": None}, killed: {}})
+    assert found is not None
+    assert found.trials[1] == {}
+    with pytest.raises(CorruptObject, match="the ledger of a is missing"):
+        spent({killed: {"a": None}})
+    (ledger.parent / "ledger.head").write_text("any")
+    with pytest.raises(CorruptObject, match="is unknown"):
+        spent({killed: {}})
+
+
+def test_a_trial_that_was_killed_before_its_run_started_begins_again(tmp_path: Path):
+    """Its ledger names a run that is not continued; one with a charge stays."""
+    unstarted, charged = ledger_of(tmp_path / "0", 0), ledger_of(tmp_path / "1", 1)
+    started = ledger_of(tmp_path / "2", 0)
+    for folder in (unstarted, charged):
+        (folder / "events.jsonl").touch()
+    event = event_samples.two_sites(1)[0]
+    with EventWriter(started / "events.jsonl") as write:
+        write(event)
+    for folder in (unstarted, charged, started, tmp_path / "never made"):
+        make_ready(RunFolder(folder))
+    assert [each.exists() for each in (unstarted, charged, started)] == [0, 1, 1]
+    run = RunFolder(started)
+    with run.locked(), pytest.raises(RunConflict, match="wait until it ends"):
+        make_ready(run)
 
 
 def test_a_metric_that_no_trial_can_have_is_refused(tmp_path: Path):
