@@ -255,7 +255,7 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     batch = job["training"].get("batch_size", TrainingSpec().batch_size)
     planned = view.privacy
     unit = "person" if planned and planned.unit == "person" else "record"
-    yield "batch", format_count(batch, unit)
+    yield "batch", format_count(batch, unit) + _batches_of_a_step(job["training"])
     server = job["aggregation"]["server_optimizer"]["name"]
     yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
     sums = "the aggregator saw only sums" if view.is_secret else "no"
@@ -275,6 +275,16 @@ def _work(job: Mapping[str, Any]) -> str:
     if "local_steps" in training:
         return format_count(training["local_steps"], "step")
     return format_count(training["local_epochs"], "epoch")
+
+
+def _batches_of_a_step(training: Mapping[str, Any]) -> str:
+    """How many batches a step has, from which rounds on; empty for always one."""
+    later = training.get("accumulate_from", [])
+    first = training.get("accumulate", TrainingSpec().accumulate)
+    if first == 1 and not later:
+        return ""
+    more = (f", {value} from round {first_round}" for first_round, value in later)
+    return "".join([f"; {first} per step", *more])
 
 
 def _evaluation(view: RunView) -> Iterator[str]:

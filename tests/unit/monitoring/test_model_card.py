@@ -165,3 +165,11 @@ def test_the_card_says_which_part_of_a_personal_model_it_is():
     assert warning in own
     assert warning not in shared
     assert "own model" not in card_of(fold(event_samples.two_sites(1)))
+
+
+def test_batches_of_a_step_are_named_where_they_are_not_one():
+    view = fold(event_samples.two_sites(1))
+    growing = {"local_steps": 1, "accumulate": 2, "accumulate_from": [[3, 4], [6, 1]]}
+    found = rows(card_of(view, rounds=8, training=growing))
+    assert found["batch"] == "32 records; 2 per step, 4 from round 3, 1 from round 6"
+    assert rows(card_of(view))["batch"] == "32 records"
