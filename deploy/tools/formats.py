@@ -134,7 +134,7 @@ def records_of(model: torch.nn.Module, data: Dataset, *, task: str) -> Tree:
         # Sequence to sequence: the decoder's inputs are made of the labels.
         given = {"decoder_input_ids": prepare(targets)}
         inputs = {**given, **inputs}
-    if task == "ranking" and isinstance(inputs, tuple):
+    if task == "ranking" and isinstance(inputs, tuple | list):
         inputs = inputs[0]  # The model scores one record of a pair at a time.
     if task == "causal_lm" and isinstance(inputs, torch.Tensor):
         inputs = inputs[:, :-1]  # The last token of a window is only predicted.

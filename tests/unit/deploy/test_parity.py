@@ -79,9 +79,12 @@ def test_a_model_gets_records_as_its_task_gives_them():
     found = formats.records_of(model, tokens, task="causal_lm")
     assert isinstance(found, torch.Tensor)
     assert found.tolist() == windows[:, :-1].tolist()
-    better = formats.records_of(model, pairs, task="ranking")
-    assert isinstance(better, torch.Tensor)
-    assert better.tolist() == [[1, 1]] * 3
+    items = [([np.ones(2), np.zeros(2)], 0)] * 3  # A list, as collate gives it back.
+    listed = as_dataset(items, name="items")
+    for each in (pairs, listed):
+        better = formats.records_of(model, each, task="ranking")
+        assert isinstance(better, torch.Tensor)
+        assert better.tolist() == [[1, 1]] * 3
     plain = formats.records_of(model, tokens, task="masked_lm")
     assert isinstance(plain, torch.Tensor)
     assert plain.shape == (3, 5)
