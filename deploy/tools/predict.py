@@ -23,7 +23,7 @@ from clients.training.predictions import Columns, Predictor
 from cloud_adapters.extras import naming_extras
 from deploy.wiring.job_data import load_data
 from federation.durable_files import replace_file
-from federation.errors import JobError, ObjectExists, RunNotFound
+from federation.errors import JobError, ObjectExists, RunNotFound, SiteError
 from federation.job import job_file
 from federation.job.code_files import unpinned
 from federation.job.spec import JobSpec
@@ -157,9 +157,18 @@ def numbered(part: str, batches: Iterator[Columns]) -> Iterator[Columns]:
     Args:
         part: Name of the part.
         batches: Columns of predictions, in the order of the part.
+
+    Raises:
+        SiteError: An output of the model has the name of one of these columns.
     """
     start = 0
     for found in batches:
+        if taken := found.keys() & {"part", "record_of_part"}:
+            raise SiteError(
+                f"the model returns {min(taken)!r}, which is also what names the place "
+                "of a record with --split all: write each part to a file of its own "
+                "(--split train, --split held_out)"
+            )
         size = len(next(iter(found.values())))
         numbers = np.arange(start, start + size)
         yield {"part": np.full(size, part), "record_of_part": numbers, **found}

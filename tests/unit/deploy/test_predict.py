@@ -8,7 +8,7 @@ import pytest
 from support.small_jobs import small_job
 
 from deploy.tools.predict import numbered, source_of
-from federation.errors import JobError
+from federation.errors import JobError, SiteError
 from monitoring.runs.run_folder import RunFolder
 
 
@@ -20,6 +20,8 @@ def test_records_say_which_part_they_are_from_and_their_number_there():
     assert first["record_of_part"].tolist() == [0, 1]
     assert last["record_of_part"].tolist() == [2]
     assert last["output"].shape == (1, 3)
+    with pytest.raises(SiteError, match="the model returns 'part'"):
+        next(numbered("train", iter([{"part": np.zeros(2)}])))
 
 
 def test_a_source_of_a_site_is_named_where_the_job_has_none(tmp_path: Path):
