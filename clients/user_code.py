@@ -115,8 +115,9 @@ class FirstFailure:
             ):
                 return
             self.error = error
-        place = f"site {task.site}, round {task.round_index}"
-        self.show(f"first failure: {place}", error)
+            # Another site that fails waits, so that its failure is reported after.
+            place = f"site {task.site}, round {task.round_index}"
+            self.show(f"first failure: {place}", error)
         cause: BaseException | None = error
         while cause is not None:  # The run continues, and frames hold batches.
             traceback.clear_frames(cause.__traceback__)
