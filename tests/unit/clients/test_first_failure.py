@@ -25,9 +25,11 @@ def test_another_failure_waits_until_the_first_is_shown():
         one = pool.submit(first, left, ValueError("of the user"))
         assert begun.wait(60)
         other = pool.submit(first, right, ValueError("the same"))
-        with pytest.raises(TimeoutError):
-            other.result(0.05)
-        may_end.set()
+        try:
+            with pytest.raises(TimeoutError):
+                other.result(0.05)
+        finally:
+            may_end.set()
         one.result(60)
         other.result(60)
     assert shown == ["first failure: site a, round 1: of the user"]
