@@ -24,6 +24,7 @@ from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import (
     LOCK,
     LOG,
+    NODE,
     PROGRAM,
     STOP,
     LocalNode,
@@ -136,7 +137,11 @@ def _keep_running(
     seconds: float,
     reports: Reports,
 ) -> str:
-    """Have the program run; return why no longer, empty if someone has asked."""
+    """Have the program run; return why no longer, empty if someone has asked.
+
+    Raises:
+        FederationError: The node's file was deleted, so that nothing finds it.
+    """
     # Not by the time of day, which may be set forward or back meanwhile.
     deadline = child.clock.monotonic() + seconds
     while not (folder / STOP).exists():
@@ -144,6 +149,8 @@ def _keep_running(
             return f"its {seconds:g} s were over"
         if stopped.is_set():
             return "a signal ended it"
+        if not (folder / NODE).exists():
+            raise FederationError(f"{folder} was deleted: the node ends")
         child.watch()
         if reports.is_ready():
             write(folder, NodeReady(at=child.clock.now()))

@@ -64,6 +64,20 @@ def test_a_killed_node_takes_its_program_with_it(pool: LocalPool):
     assert launch(pool).state is NodeState.GONE
 
 
+def test_a_node_whose_folder_is_deleted_ends(pool: LocalPool):
+    """No command would find it again, nor could it read there that it is to end.
+
+    The folder itself may stay, if the node writes while another removes it.
+    """
+    node = launch(pool)
+    pid = process_of(pool, node)
+    wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
+    family = [pid, *descendants(pid)]
+    for file in (pool.folder / node.id).iterdir():
+        file.unlink()
+    wait_for(lambda: not any(map(is_alive, family)), "node and program end", 60)
+
+
 def test_a_program_that_ends_is_started_again_and_told_of(pool: LocalPool):
     """As a service manager would; the node itself continues."""
     node = launch(pool, "import sys; print('once more', flush=True); sys.exit(3)")
