@@ -16,12 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from cloud_adapters.compute.pool import Market, Node, NodeState
+from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet.choosing import decision_log
 from deploy.fleet.choosing.choice import Action, Choice, MachineOffer, decide
 from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.spot_history import (
-    RestOfWork,
     Sighting,
     history,
     is_believed,
@@ -30,15 +29,19 @@ from deploy.fleet.choosing.spot_history import (
 )
 from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
 from deploy.fleet.keeping.run_progress import WorkLeft
-from deploy.fleet.keeping.site_prices import hourly
+from deploy.fleet.keeping.site_machines import (
+    WORKS,
+    own_machine,
+    rest_of_work,
+    role_of,
+    tried_first,
+)
+from deploy.fleet.keeping.site_offers import SiteOffers
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import Prices
-from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import ROLE
 
 _HOUR = 3600.0
-_MOST_SLOTS = 200
-# A round may take longer than the median one, of which this is a share.
-_MARGIN = 0.25
 
 Tell = Callable[[str], None]
 
@@ -65,9 +68,9 @@ class Mover:
         """
         self._folder, self._hours = plan.folder, plan.file.deadline_hours or math.inf
         self._boot_hours = plan.file.start.machine_minutes / 60.0
-        self._prices, self._progress, self._tell = prices, progress, tell
-        self._record = record
+        self._progress, self._tell, self._record = progress, tell, record
         self._movable = {s.name: s for s in plan.file.sites if s.is_movable}
+        self._offers = SiteOffers(movable=self._movable, prices=prices, record=record)
         self._alive: dict[str, Node] = {}
         self._is_first = True
         self._changes: Counter[str] = Counter()
@@ -116,8 +119,8 @@ class Mover:
             for site in plan.file.sites
             if site.machine.market == Market.SPOT.value
             for node in nodes
-            if node.labels.get(ROLE) == _role(site)
-            and node.state in _WORKS
+            if node.labels.get(ROLE) == role_of(site)
+            and node.state in WORKS
             and node.market is Market.SPOT
             and self._is_left(site, node)
         )
@@ -147,7 +150,7 @@ class Mover:
             for before, after in zip(old.file.sites, new.file.sites, strict=True)
             if before != after
         ]
-        if progress is None or any(_own(site, nodes) is None for site in moving):
+        if progress is None or any(own_machine(site, nodes) is None for site in moving):
             return False
         round_hours, done = progress.round_seconds / _HOUR, progress.done_hours(now)
         spare = self._left_hours(progress, now) - self._boot_hours
@@ -164,11 +167,11 @@ class Mover:
     ) -> None:
         """Note that spot machines of some roles were refused in all their zones."""
         for site in plan.file.sites:
-            role, is_spot = _role(site), site.machine.market == Market.SPOT.value
+            role, is_spot = role_of(site), site.machine.market == Market.SPOT.value
             if role in roles and site.name in self._movable and is_spot:
                 seen = [
                     Sighting(zone=place_of(offer), at=now, has_capacity=False)
-                    for offer in self._spots(site, now)
+                    for offer in self._offers.spots(site, now)
                 ]
                 self._record.note(site, *seen)
                 self._changes[role] += 1
@@ -183,7 +186,7 @@ class Mover:
 
     def _note(self, plan: DeploymentPlan, nodes: Sequence[Node], now: float) -> None:
         """Note spot machines that are there for the first time, or no longer."""
-        alive = {node.id: node for node in nodes if node.state in _WORKS}
+        alive = {node.id: node for node in nodes if node.state in WORKS}
         if (
             self._is_first
         ):  # An earlier command may have seen machines that ended since.
@@ -194,7 +197,7 @@ class Mover:
         new = [node for node in alive.values() if node.id not in self._alive]
         gone = [node for node in self._alive.values() if node.id not in alive]
         for site in plan.file.sites:
-            role = _role(site)
+            role = role_of(site)
             seen = [
                 Sighting(
                     zone=node.zone or site.machine.region,
@@ -230,15 +233,23 @@ class Mover:
         progress: WorkLeft,
         now: float,
     ) -> SiteMachine:
-        own = _own(site, nodes)
-        spots = self._spots(self._in_file(site), now)
+        own = own_machine(site, nodes)
+        spots = self._offers.spots(self._in_file(site), now)
         if own is not None and own.market is Market.SPOT:
             is_known = any(o.zone in {own.zone, ""} for o in spots)
             # From a zone that the file does not name, it only moves to on demand.
             spots = spots if is_known else [replace(spots[0], zone=own.zone)]
-        reserve = self._offer(site, Market.ON_DEMAND)
-        rest = self._rest(own, [*spots, reserve], progress, now)
-        rest = replace(rest, stall_dollars_per_hour=self._others_hourly(plan, site))
+        reserve = self._offers.reserve(site)
+        rest = rest_of_work(
+            progress,
+            own,
+            [*spots, reserve],
+            left_hours=self._left_hours(progress, now),
+            boot_hours=self._boot_hours,
+            now=now,
+        )
+        stall = self._offers.others_hourly(plan, site)
+        rest = replace(rest, stall_dollars_per_hour=stall)
         self._due = min(self._due, now + rest.slot_hours * _HOUR)
         sightings = self._record.sightings(site)
         spots = [
@@ -272,15 +283,15 @@ class Mover:
         """The site without a machine: which to launch now, or to launch none."""
         # If none seems to be available, to wait is to go on asking for one.
         if choice.offer is None and any(offer.is_available for offer in spots):
-            self.waiting |= {_role(site)}
-            self._log(_role(site), choice, now)
+            self.waiting |= {role_of(site)}
+            self._log(role_of(site), choice, now)
             return site
         market = Market.SPOT if choice.offer is None else choice.offer.market
         if market.value != site.machine.market:
-            self._log(_role(site), choice, now)
+            self._log(role_of(site), choice, now)
             site = self._movable[site.name].in_market(market.value)
         zone = "" if choice.offer is None else choice.offer.zone
-        return _tried_first(self._in_file(site), zone)
+        return tried_first(self._in_file(site), zone)
 
     def _changed(
         self,
@@ -295,84 +306,19 @@ class Mover:
             return site
         in_file = self._movable[site.name]
         if offer.market.value != site.machine.market:
-            self._log(_role(site), choice, now)
-            return _tried_first(in_file.in_market(offer.market.value), offer.zone)
+            self._log(role_of(site), choice, now)
+            return tried_first(in_file.in_market(offer.market.value), offer.zone)
         is_between_zones = choice.action is Action.MOVE and own.market is Market.SPOT
         # A loss of the round can be made up for: else it would stay, or be on demand.
         if not is_between_zones or offer.zone not in in_file.machine.zones:
             return site
-        self._log(_role(site), choice, now)
+        self._log(role_of(site), choice, now)
         return replace(site, machine=replace(site.machine, zones=(offer.zone,)))
 
     def _in_file(self, site: SiteMachine) -> SiteMachine:
         """The site with all zones of the deployment file."""
         zones = self._movable[site.name].machine.zones
         return replace(site, machine=replace(site.machine, zones=zones))
-
-    def _others_hourly(self, plan: DeploymentPlan, site: SiteMachine) -> float:
-        """Dollars of an hour of all machines that wait while one site has none."""
-        return plan.file.aggregator.dollars_per_hour + sum(
-            hourly(each, each.machine.market, self._prices)
-            if each.name in self._movable
-            else each.dollars_per_hour or 0.0
-            for each in plan.file.sites
-            if each.name != site.name
-        )
-
-    def _rest(
-        self,
-        own: Node | None,
-        offers: Sequence[MachineOffer],
-        progress: WorkLeft,
-        now: float,
-    ) -> RestOfWork:
-        left_hours = self._left_hours(progress, now)
-        round_hours = lost_hours = progress.round_seconds / _HOUR
-        work_hours = progress.rounds_left * round_hours
-        slots = max(left_hours, work_hours) / _MOST_SLOTS
-        current = [] if own is None else [o for o in offers if _is_of(o, own)]
-        age = math.inf if own is None else (now - own.launched) / _HOUR
-        if own is not None and own.market is Market.SPOT:
-            work_hours -= progress.done_hours(now)
-            # So that it is known a round before it has to leave.
-            lost_hours += _MARGIN * round_hours
-        return RestOfWork(
-            work_hours=work_hours,
-            left_hours=left_hours,
-            boot_hours=self._boot_hours,
-            lost_hours=lost_hours,
-            slot_hours=max(self._boot_hours, slots),
-            current=current[0].name if current else "",
-            boot_left_hours=max(0.0, self._boot_hours - age),
-        )
-
-    def _spots(self, site: SiteMachine, now: float) -> Sequence[MachineOffer]:
-        """A spot machine in each zone, at the price that is published there."""
-        newest = {
-            each.zone: each.dollars_per_hour for each in self._record.prices(site, now)
-        }
-        zones = site.machine.zones or sorted(newest) or ("",)
-        offer = self._offer(site, Market.SPOT)
-        return [
-            replace(
-                offer,
-                zone=zone,
-                dollars_per_hour=newest.get(zone, offer.dollars_per_hour),
-            )
-            for zone in zones
-        ]
-
-    def _offer(self, site: SiteMachine, market: Market) -> MachineOffer:
-        machine = site.machine
-        return MachineOffer(
-            provider=site.provider,
-            region=machine.region,
-            machine=machine.type,
-            market=market,
-            dollars_per_hour=hourly(
-                self._movable[site.name], market.value, self._prices
-            ),
-        )
 
     def _log(self, role: str, choice: Choice, now: float) -> None:
         news = choice.action, "" if choice.offer is None else choice.offer.name
@@ -388,30 +334,3 @@ class Mover:
             reason=choice.reason,
         )
         decision_log.append(self._folder, row)
-
-
-_WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
-
-
-def _role(site: SiteMachine) -> str:
-    return f"{SITE_PREFIX}{site.name}"
-
-
-def _own(site: SiteMachine, nodes: Sequence[Node]) -> Node | None:
-    """The newest machine of a site that works."""
-    own = [n for n in nodes if n.labels.get(ROLE) == _role(site) and n.state in _WORKS]
-    return own[-1] if own else None
-
-
-def _is_of(offer: MachineOffer, own: Node) -> bool:
-    """Whether a machine is of this offer, as far as its zone is known."""
-    return offer.market is own.market and offer.zone in {own.zone, ""}
-
-
-def _tried_first(site: SiteMachine, zone: str) -> SiteMachine:
-    """The site with a zone before its others, as a launch tries them."""
-    zones = site.machine.zones
-    if zone not in zones:
-        return site
-    others = (each for each in zones if each != zone)
-    return replace(site, machine=replace(site.machine, zones=(zone, *others)))
