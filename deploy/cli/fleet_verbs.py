@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from deploy.fleet.keeping.keep import Keeper
     from deploy.fleet.keeping.moves import Mover
     from deploy.fleet.keeping.sizes import Sizer
+    from deploy.fleet.keeping.spot_record import SpotRecord
     from deploy.fleet.remains import Remains
     from deploy.fleet.starting.starts import Starts
     from federation.job.spec import JobSpec
@@ -45,6 +46,7 @@ def _up(options: argparse.Namespace) -> int:
     )
     from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import zone_prices  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
@@ -81,16 +83,18 @@ def _up(options: argparse.Namespace) -> int:
     if options.detach:
         return _say_started(options, run)
     if options.keep:
+        record = _spot_record(deployment)
         watch.keeper = Keeper(
             deployment,
             start,
             hourly=hourly,
             random_bytes=os.urandom,
             tell=tell,
-            mover=_mover(deployment, run, job.rounds),
+            mover=_mover(deployment, run, job.rounds, record),
             sizer=_sizer(deployment, run, job.rounds),
             pause=partial(run_queue.ask_to_pause, run),
             starts=watch.starts,
+            paid=partial(zone_prices.paid_prices, plan, record),
         )
     code = _watched(options, run, watch)
     if watch.keeper is not None:
@@ -171,13 +175,26 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     return plan, job
 
 
-def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | None":
+def _spot_record(deployment: "Deployment") -> "SpotRecord":
+    """What the clouds of a deployment publish, and what it has seen of them."""
+    from deploy.fleet.keeping import spot_record  # noqa: PLC0415 -- --help
+
+    markets = {
+        name: pool
+        for name, pool in deployment.pools.items()
+        if isinstance(pool, SpotMarket)
+    }
+    return spot_record.SpotRecord(deployment.plan.folder, markets, tell)
+
+
+def _mover(
+    deployment: "Deployment", run: "RunFolder", rounds: int, record: "SpotRecord"
+) -> "Mover | None":
     """Who moves sites of clouds before a deadline; None if there is none."""
     from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping import (  # noqa: PLC0415 -- keeps `--help` fast
         moves,
         run_progress,
-        spot_record,
     )
 
     plan = deployment.plan
@@ -185,12 +202,6 @@ def _mover(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Mover | 
         return None
     today = prices.day_of(deployment.clock.now())
     table = prices.load(plan.prices, today=today, warn=lambda _: None)
-    markets = {
-        name: pool
-        for name, pool in deployment.pools.items()
-        if isinstance(pool, SpotMarket)
-    }
-    record = spot_record.SpotRecord(plan.folder, markets, tell)
     progress = run_progress.ReadProgress(run, rounds)
     return moves.Mover(plan, table, progress, record, tell)
 
@@ -214,9 +225,9 @@ def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping import site_prices, spot_record  # noqa: PLC0415 -- --help
 
+    spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     if plan.file.deadline_hours is None:
         return
-    spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     table = prices.load(plan.prices, today=prices.day_of(clock.now()), warn=tell)
     site_prices.check_prices(plan, table)
     for market in MARKETS:  # A budget counts either.

@@ -53,7 +53,12 @@ class Spending:
 
 
 def observed(
-    spending: Spending, nodes: Sequence[Node], hourly: Mapping[str, float], now: float
+    spending: Spending,
+    nodes: Sequence[Node],
+    hourly: Mapping[str, float],
+    now: float,
+    *,
+    paid: Mapping[str, float] | None = None,
 ) -> Spending:
     """Add what is seen now; a machine that is no longer listed keeps its last cost.
 
@@ -62,7 +67,10 @@ def observed(
         nodes: All nodes of the deployment that their services list.
         hourly: Dollars per hour, by role.
         now: Seconds since 1970.
+        paid: Dollars per hour of single machines by their IDs, which count instead of
+            those of their roles.
     """
+    own_prices = {} if paid is None else paid
     known = {each.id: each for each in spending.machines}
     for node in nodes:
         role = node.labels.get(ROLE, "")
@@ -71,13 +79,15 @@ def observed(
             known[node.id] = MachineCost(
                 id=node.id,
                 role=role,
-                dollars_per_hour=hourly.get(role, 0.0),
+                dollars_per_hour=own_prices.get(node.id, hourly.get(role, 0.0)),
                 seconds=seconds,
             )
         # The end of a machine that is gone may not be known.
         elif node.ended is not None or not _is_gone(node):
             # One that was first seen without a budget has no price yet.
-            price = before.dollars_per_hour or hourly.get(role, 0.0)
+            price = own_prices.get(
+                node.id, before.dollars_per_hour or hourly.get(role, 0.0)
+            )
             known[node.id] = replace(before, seconds=seconds, dollars_per_hour=price)
     return Spending(machines=tuple(known.values()))
 
@@ -154,7 +164,25 @@ def seconds_left(
         return None
     spent = observed(read(plan.folder), nodes, hourly, now)
     write(plan.folder, spent)
-    return max(0.0, limit - spent.dollars) / sum(hourly.values()) * _HOUR
+    rates = _rates(spent, nodes, hourly)
+    return max(0.0, limit - spent.dollars) / sum(rates.values()) * _HOUR
+
+
+def _rates(
+    spending: Spending, nodes: Sequence[Node], hourly: Mapping[str, float]
+) -> Mapping[str, float]:
+    """Dollars of an hour of each role from now on.
+
+    That of its price, or of the machine that it has if this one costs more: the next
+    one may cost either.
+    """
+    alive = {node.id for node in nodes if not _is_gone(node)}
+    found = dict(hourly)
+    for each in spending.machines:
+        if each.id in alive:
+            known = found.get(each.role, 0.0)
+            found[each.role] = max(known, each.dollars_per_hour)
+    return found
 
 
 def _refuse(message: str) -> None:

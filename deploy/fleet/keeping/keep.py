@@ -29,6 +29,8 @@ _WRITE_SECONDS = 60.0
 _LIMITS_SECONDS = 10.0
 
 Tell = Callable[[str], None]
+# Given all nodes and the time, prices of single ones by their IDs.
+Paid = Callable[[Sequence[Node], float], Mapping[str, float]]
 # Starts what a deployment lacks, as ``bring_up`` does.
 Restore = Callable[[Deployment], object]
 
@@ -48,6 +50,7 @@ class Keeper:
         sizer: Sizer | None = None,
         pause: Callable[[], None] = lambda: None,
         starts: Starts | None = None,
+        paid: Paid | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
 
@@ -61,6 +64,8 @@ class Keeper:
             sizer: Decides on sizes of machines, if any site states several.
             pause: Asks the run to pause after its round, so that machines can change.
             starts: What is known of starts of machines; None for nothing yet.
+            paid: Finds prices of machines that differ from those in ``hourly``; None
+                if none does.
         """
         self._starts = starts or starts_of(deployment, tell)
         self._mover = mover
@@ -70,7 +75,7 @@ class Keeper:
         self._plan, self._clock = deployment.plan, deployment.clock
         self._pools = deployment.pools
         self._seen: Sequence[Node] = ()
-        self._restore, self._hourly = restore, hourly
+        self._restore, self._hourly, self._paid = restore, hourly, paid
         # A table that becomes too old in the middle of a run must not end it.
         self._priced_at = deployment.clock.now()
         self._random_bytes, self._tell = random_bytes, tell
@@ -263,7 +268,10 @@ class Keeper:
 
     def _count(self, nodes: Sequence[Node], now: float) -> None:
         before = len(self._spending.machines)
-        self._spending = costs.observed(self._spending, nodes, self._hourly, now)
+        paid = self._paid(nodes, now) if self._paid and self._hourly else {}
+        self._spending = costs.observed(
+            self._spending, nodes, self._hourly, now, paid=paid
+        )
         is_due = self._clock.monotonic() - self._written >= _WRITE_SECONDS
         if is_due or len(self._spending.machines) != before:
             costs.write(self._plan.folder, self._spending)
