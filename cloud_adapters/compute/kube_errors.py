@@ -40,6 +40,11 @@ PERMISSIONS = (
     "pods/log: get",
     "events: list",
 )
+# For an aggregator in the namespace, in addition.
+HEAD_PERMISSIONS = (
+    "services: create, delete",
+    "persistentvolumeclaims: create, list",
+)
 
 _QUOTA = Refusal(
     QuotaReached,
@@ -57,7 +62,8 @@ _POLICY = Refusal(
 _FORBIDDEN = Refusal(
     ComputeForbidden,
     "these credentials may not do this: grant a Role in the namespace, as in "
-    f"deploy/kubernetes/overlays/jobs ({'; '.join(PERMISSIONS)})",
+    f"deploy/kubernetes/overlays/jobs ({'; '.join(PERMISSIONS)}; for an aggregator in "
+    f"the cluster also {'; '.join(HEAD_PERMISSIONS)})",
 )
 _NO_PLACE = Refusal(
     MachineRefused, "there is no such namespace: make it, or correct namespace"

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 from kubernetes import client, config
 from kubernetes.client import ApiException
 
-from cloud_adapters.compute import kube_errors, kube_manifest, kube_nodes
+from cloud_adapters.compute import kube_errors, kube_head, kube_manifest, kube_nodes
 from cloud_adapters.compute.kube_manifest import TOKEN_LABEL
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, Volume
 from federation.errors import ComputeError, ComputeForbidden
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class KubePool:
         page_size: How many jobs to ask for at once.
         schedule_seconds: How long the cluster may take to find or add a machine.
         pull_seconds: How long to look whether the image is refused, after that.
+        has_head: Whether the namespace has the head of a deployment, with a Service and
+            a volume: others need no rights to look at these.
     """
 
     namespace: str
@@ -60,6 +62,7 @@ class KubePool:
     page_size: int = 200
     schedule_seconds: float = 300.0
     pull_seconds: float = 30.0
+    has_head: bool = False
 
     def launch(self, spec: NodeSpec, token: str) -> Node:
         """See ``ComputePool``; it waits until there is a machine for the node.
@@ -71,6 +74,7 @@ class KubePool:
         digest = hashlib.sha256(token.encode()).hexdigest()
         digest = digest[: kube_manifest.TOKEN_DIGITS]
         doing = f"launch {spec.name} in {self.place}"
+        self._make_head(spec, doing)
         made = self._call(
             self.clients.batch.create_namespaced_job,
             doing,
@@ -79,16 +83,15 @@ class KubePool:
             instead={_CONFLICT: None},
         )
         name = kube_manifest.job_name(spec.name, digest)
-        return self._settled(spec, name, doing, is_new=made is not None)
+        node = self._settled(spec, name, doing, is_new=made is not None)
+        # Again: a command that ended the node before may have removed the Service.
+        self._make_head(spec, doing)
+        return node
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``; those that are gone are listed for a day."""
         # Without the first one, no label would mean every job of the namespace.
-        asked = [
-            TOKEN_LABEL,
-            *(f"{n}={kube_manifest.label(v)}" for n, v in labels.items()),
-        ]
-        selector = ",".join(asked)
+        selector = kube_manifest.selector(TOKEN_LABEL, labels)
         jobs = self._all(self.clients.batch.list_namespaced_job, "jobs", selector)
         pods = self._all(self.clients.core.list_namespaced_pod, "pods", selector)
         found = [kube_nodes.node(job, pods) for job in jobs]
@@ -126,7 +129,52 @@ class KubePool:
         return str(text or "")[-_LOG_CHARS:]
 
     def clean_up(self) -> None:
-        """See ``ComputePool``: the cluster does it, a day later."""
+        """See ``ComputePool``: Services of heads; the rest the cluster removes."""
+        if not self.has_head:
+            return
+        # One that has no job yet is being launched by another command.
+        for name in sorted(kube_head.services_of_gone(self.nodes({}))):
+            self._call(
+                self.clients.core.delete_namespaced_service,
+                f"remove the service {name} in {self.place}",
+                name=name,
+                namespace=self.namespace,
+                instead={_NOT_FOUND: None},
+            )
+
+    def volumes(self, labels: Mapping[str, str]) -> Sequence[Volume]:
+        """See ``VolumeKeeper``: claims of heads."""
+        if not self.has_head:
+            return ()
+        listed = self.clients.core.list_namespaced_persistent_volume_claim
+        asked = kube_manifest.selector(kube_head.SERVICE_LABEL, labels)
+        return [
+            Volume(
+                name=f"{self.place} {each.metadata.name}",
+                gigabytes=kube_nodes.gigabytes(each),
+            )
+            for each in self._all(listed, "persistent volume claims", asked)
+        ]
+
+    def _make_head(self, spec: NodeSpec, doing: str) -> None:
+        """Have the volume and the Service of a head, if they are not there."""
+        if spec.head is None:
+            return
+        labels, core = kube_manifest.labels_of(spec), self.clients.core
+        for method, body in (
+            (
+                core.create_namespaced_persistent_volume_claim,
+                kube_head.claim(spec.head, labels),
+            ),
+            (core.create_namespaced_service, kube_head.service(spec.head, labels)),
+        ):
+            self._call(
+                method,
+                doing,
+                namespace=self.namespace,
+                body=body,
+                instead={_CONFLICT: None},
+            )
 
     def _end(self, name: str) -> None:
         self._call(
@@ -284,9 +332,12 @@ class KubeClients:
             settings.host = self._endpoint
             return client.ApiClient(settings)
         try:
-            config.load_kube_config(
-                context=self._context, client_configuration=settings
-            )
+            if self._context == kube_head.IN_CLUSTER:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                config.load_kube_config(
+                    context=self._context, client_configuration=settings
+                )
         except kube_errors.FAILURES as error:
             doing = f"open the cluster of context {self._context}"
             raise kube_errors.translate(error, doing) from error
@@ -295,22 +346,30 @@ class KubeClients:
 
 
 def connect(
-    context: str, namespace: str, *, clock: "Clock", endpoint: str = ""
+    context: str,
+    namespace: str,
+    *,
+    clock: "Clock",
+    endpoint: str = "",
+    has_head: bool = False,
 ) -> KubePool:
     """Open a cluster with the credentials of a context.
 
     Args:
-        context: Of the files that ``KUBECONFIG`` names, or of ``~/.kube/config``.
+        context: Of the files that ``KUBECONFIG`` names, or of ``~/.kube/config``; or
+            ``kube_head.IN_CLUSTER`` for the service account of this pod.
         namespace: Where the jobs are.
         clock: Tells time.
         endpoint: URL of the API server, instead of the context's own. To one without
             TLS go no credentials, and the context is not read.
+        has_head: Whether the head of a deployment is there.
     """
     return KubePool(
         namespace=namespace,
         place=f"{context}/{namespace}",
         clients=KubeClients(context, endpoint),
         clock=clock,
+        has_head=has_head,
     )
 
 

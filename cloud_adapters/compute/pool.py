@@ -10,7 +10,7 @@ this module. The contract suite is ``tests/contract/test_compute_pool.py``.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from federation.errors import ComputeError
 
@@ -66,6 +66,40 @@ class NodeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterHead:
+    """What a node of a cluster has that launches others there, and serves them.
+
+    Attributes:
+        service: Name of the Service that leads to it.
+        host: Name of its host by which the other nodes reach it through the Service,
+            and it itself without; empty if they reach it in another way.
+        port: Port of the Service, and of the node.
+        volume: Name of the volume with its state, which stays when the node ends. No
+            other node can mount it meanwhile.
+        volume_gb: Size of the volume, in GiB.
+    """
+
+    service: str
+    host: str
+    port: int
+    volume: str
+    volume_gb: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """A disk that stays, and costs, when its node has ended.
+
+    Attributes:
+        name: How its service knows it.
+        gigabytes: Its size, in GiB; None if that is not known.
+    """
+
+    name: str
+    gigabytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """A machine to launch.
 
@@ -102,6 +136,8 @@ class NodeSpec:
         served: The address on the network of nodes of this host at which it serves
             the others; empty for a node that none of them reaches.
         limits: What a node of a cluster may use; None for all of its machine.
+        head: Makes a node of a cluster its deployment's head, which may use the
+            cluster's API; None for any other node.
     """
 
     name: str
@@ -125,6 +161,7 @@ class NodeSpec:
     inside: str = ""
     served: str = ""
     limits: NodeLimits | None = None
+    head: ClusterHead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +254,19 @@ class ComputePool(Protocol):
         """Remove what nodes that are gone have left, other than their logs.
 
         Of a service that removes it by itself there is nothing to do.
+        """
+        ...
+
+
+@runtime_checkable
+class VolumeKeeper(Protocol):
+    """A compute service that keeps volumes of nodes that have ended: a cluster."""
+
+    def volumes(self, labels: Mapping[str, str]) -> Sequence[Volume]:
+        """Find volumes that carry all these labels.
+
+        Raises:
+            ComputeError: The service failed.
         """
         ...
 

@@ -14,7 +14,7 @@ from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import Node, NodeState, all_gone
 from deploy.cli import plan_verb
 from deploy.cli.run_verbs import follow, is_over
-from deploy.cli.terminal import say, say_json, say_table, tell
+from deploy.cli.terminal import say, say_json, say_table, show, tell
 from deploy.exit_codes import DONE, FAILED, STOPPED
 from federation.errors import ComputeError
 
@@ -51,6 +51,8 @@ def _up(options: argparse.Namespace) -> int:
     from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
     plan, job = _checked(options)
+    if plan.has_head:
+        return _up_in_cluster(options, plan)
     hourly = spending.budget_prices(plan, now=options.clock.now())
     start_allowed = start_wait.allowed_start(
         plan,
@@ -103,6 +105,27 @@ def _up(options: argparse.Namespace) -> int:
         else:
             tell("its machines are no longer kept: give the command again to keep them")
     return code
+
+
+def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
+    """Have a pod do what this command does on a host, and show what it writes."""
+    from deploy.fleet import deployment as fleet, take_down  # noqa: PLC0415 -- --help
+    from deploy.fleet.in_cluster import start  # noqa: PLC0415 -- --help
+
+    with (
+        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        take_down.naming_what_runs(deployment, tell),
+    ):
+        deployment.note_wanted()
+        head = start.up(deployment, accept=options.accept, tell=tell)
+    if options.detach:
+        if options.json:
+            say_json({"node": head.id})
+        else:
+            say(head.id)
+        return DONE
+    tell(f"what {head.id} writes follows; it continues if this command ends")
+    return start.follow(deployment, head, tell, show)
 
 
 def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:

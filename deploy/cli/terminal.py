@@ -44,6 +44,13 @@ def tell(text: str) -> None:
         print(f"crossfed: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
+def show(line: str) -> None:
+    """Write a line of another program's log, without what would control a terminal."""
+    plain = "".join(each if each.isprintable() else " " for each in line)
+    with contextlib.suppress(OSError):
+        print(plain, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def console() -> Any:
     """Standard output for tables: wide in a pipe, so that no line is broken."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast

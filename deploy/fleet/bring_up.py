@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.compute.pool import Line, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Line, NodeSpec
 from cloud_adapters.net.ports import free_port
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.storage.disk.part_file import file_errors
@@ -115,22 +115,15 @@ def bring_up(
 
 def _end_unwanted(deployment: Deployment, tell: Tell) -> None:
     """End nodes of sites that the deployment file no longer has."""
-    sites = (f"{SITE_PREFIX}{site.name}" for site in deployment.plan.file.sites)
-    wanted = {AGGREGATOR, *sites}
+    plan = deployment.plan
+    sites = [site.name for site in plan.file.sites]
     for pool in deployment.pools.values():
         ours = {DEPLOYMENT: deployment.name, reconcile.OWNER: deployment.owner}
-        found = pool.nodes(ours)
-        ids = {
-            node.id
-            for node in found
-            if node.state is not NodeState.GONE
-            and node.labels.get(reconcile.ROLE) not in wanted
-        }
+        found = reconcile.unwanted(pool.nodes(ours), sites, is_head=plan.is_head)
         for node in found:
-            if node.id in ids:
-                tell(f"{node.name}: no longer in the file; {node.id} is ended")
-        if ids:
-            pool.terminate(ids)
+            tell(f"{node.name}: no longer in the file; {node.id} is ended")
+        if found:
+            pool.terminate({node.id for node in found})
 
 
 def _aggregator(

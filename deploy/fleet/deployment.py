@@ -10,7 +10,7 @@ processes of this host. ``lock``: held by the command that changes any of it.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cloud_adapters.compute import local_network
@@ -63,6 +63,7 @@ class _PoolPlace:
     endpoint: str
     context: str = ""
     namespace: str = ""
+    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +271,7 @@ def _places(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
 
 
 def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
-    return {
+    found = {
         site.pool: _PoolPlace(
             pool=site.pool,
             provider=site.provider,
@@ -283,6 +284,19 @@ def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
         for site in plan.file.sites
         if site.pool not in {LOCAL, CONTAINERS}
     }
+    machine = plan.file.aggregator
+    if plan.has_head:
+        found[machine.pool] = _PoolPlace(
+            pool=machine.pool,
+            provider=machine.provider,
+            region="",
+            project="",
+            endpoint=machine.endpoint,
+            context=machine.cluster.context,
+            namespace=machine.cluster.namespace,
+            has_head=True,
+        )
+    return found
 
 
 def _nodes(plan: DeploymentPlan) -> Path:
@@ -295,7 +309,11 @@ def _cloud(place: _PoolPlace, clock: Clock) -> ComputePool:
             from cloud_adapters.compute import kube_jobs  # noqa: PLC0415 -- the extra
 
             return kube_jobs.connect(
-                place.context, place.namespace, clock=clock, endpoint=place.endpoint
+                place.context,
+                place.namespace,
+                clock=clock,
+                endpoint=place.endpoint,
+                has_head=place.has_head,
             )
         if place.provider == AWS:
             from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
@@ -304,6 +322,33 @@ def _cloud(place: _PoolPlace, clock: Clock) -> ComputePool:
         from cloud_adapters.compute import gce  # noqa: PLC0415 -- the extra gcp
 
         return gce.connect(place.project, place.endpoint)
+
+
+def adopt(folder: Path, name: str, owner: str) -> None:
+    """Have a folder belong to an owner, who has been given it with its numbers.
+
+    For the head in a cluster: its nodes carry the name of the folder that launched it,
+    so that a command there finds them as its own.
+
+    Args:
+        folder: Of the deployment; it is made if there is none.
+        name: Of the deployment.
+        owner: Random name of the other folder.
+
+    Raises:
+        CorruptObject: Its record is damaged, or belongs to another deployment.
+        StoreUnavailable: It cannot be made or written.
+    """
+    with file_errors("make", folder):
+        own_folder.make(folder)
+    record = durable_json.read(folder / _RECORD, _Record, advice=_DAMAGED)
+    if record is None:
+        record = _Record(name=name, owner=owner)
+    if record.name != name:
+        raise CorruptObject(
+            f"{folder} belongs to deployment {record.name!r} and not to {name!r}"
+        )
+    durable_json.write(folder / _RECORD, replace(record, owner=owner))
 
 
 @contextmanager

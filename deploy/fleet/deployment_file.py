@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from clients.privacy.policy_spec import PolicySpec
+from cloud_adapters.compute.kube_head import IN_CLUSTER
 from cloud_adapters.compute.machine_types import RequiresSpec
 from cloud_adapters.compute.pool import Line, Market
 from deploy.aggregator_host.config import PlatformsSpec
 from deploy.fleet.choosing import start_window
-from deploy.fleet.starting import cluster_spec
+from deploy.fleet.starting import cluster_head, cluster_spec
 from deploy.fleet.starting.cluster_spec import ClusterSpec
 from deploy.site_host import config as site_file
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
@@ -50,19 +51,29 @@ class AggregatorMachine:
 
     Attributes:
         provider: Who runs the machine: `local` is this host, where its keys stay, and
-            the only one that `crossfed up` knows. An aggregator in a cluster is
-            started with `kubectl` (docs/howto/kubernetes.md).
+            `kubernetes` a pod of a cluster, where they are on a volume of its own. All
+            sites of the file are then pods of the same namespace. No other provider
+            runs it.
         isolation: What it is there: a `process`, or a `container` of podman, which has
             the aggregator's folder alone and a network in which it reaches its sites
             and this host, and nothing else. A container needs root, and sites that
             are containers or namespaces of this host.
-        image: Of such a container: an image of an aggregator (deploy/containers).
+        image: Of such a container or of the pod: an image of an aggregator
+            (deploy/containers); of a pod with its digest, `NAME@sha256:...`.
         address: `HOST:PORT` where sites reach it; by default a free port of the
-            loopback interface, chosen once.
-        listen: `ADDRESS:PORT` to listen on; by default, `address`.
+            loopback interface, chosen once, or of a pod that of its Service.
+        listen: `ADDRESS:PORT` to listen on; by default, `address`, or port 8443 of a
+            pod.
         connect_seconds: How long a run waits for its sites to connect.
         dollars_per_hour: What its machine costs.
         dollars_per_gigabyte: What traffic costs that leaves it.
+        cluster: The cluster of the pod, and what the pod gets; for provider
+            `kubernetes` alone, as are all further keys.
+        identity: The pod's service account, which may launch jobs in the namespace
+            (deploy/kubernetes/overlays/head).
+        disk_gb: Size of its volume, which stays after `crossfed down`.
+        disk_dollars_per_month: What the volume costs. None if you do not know.
+        endpoint: URL of the API server, if it is not the context's own.
     """
 
     provider: str = LOCAL
@@ -73,10 +84,17 @@ class AggregatorMachine:
     connect_seconds: float = key(default=600.0, above=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    cluster: ClusterSpec = ClusterSpec()
+    identity: str = "crossfed-head"
+    disk_gb: int = key(default=50, low=1, high=16384)
+    disk_dollars_per_month: float | None = key(default=None, low=0.0)
+    endpoint: str = ""
 
     @property
     def pool(self) -> str:
         """Name of the compute service."""
+        if self.provider == KUBERNETES:
+            return f"{KUBERNETES} {self.cluster.place}"
         return CONTAINERS if self.isolation == CONTAINER else self.provider
 
 
@@ -399,6 +417,18 @@ class DeploymentPlan:
     platforms: Mapping[str, Any] = field(default_factory=dict)
     prices: Path | None = None
 
+    @property
+    def has_head(self) -> bool:
+        """Whether its aggregator is a pod, which starts its sites."""
+        return self.file.aggregator.provider == KUBERNETES
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is what that pod reads, in the cluster of its sites."""
+        return any(
+            site.machine.cluster.context == IN_CLUSTER for site in self.file.sites
+        )
+
 
 def load(path: Path) -> DeploymentPlan:
     """Read a deployment file.
@@ -407,7 +437,7 @@ def load(path: Path) -> DeploymentPlan:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    file = job_file.load_table(path, DeploymentFile, _check)
+    file = _addressed(job_file.load_table(path, DeploymentFile, _check))
     document = job_file.read_toml(path)
     shared = {name: document[name] for name in ("exchange",) if name in document}
     # In one order: a node whose settings read differently is replaced.
@@ -430,6 +460,15 @@ def load(path: Path) -> DeploymentPlan:
         platforms={n: document[n] for n in ("platforms",) if n in document},
         prices=here / file.prices if file.prices else None,
     )
+
+
+def _addressed(file: DeploymentFile) -> DeploymentFile:
+    """The file with the address of an aggregator in a pod, if it states none."""
+    machine = file.aggregator
+    if machine.provider != KUBERNETES or machine.address:
+        return file
+    address = cluster_head.address(file.name, machine.cluster.namespace)
+    return replace(file, aggregator=replace(machine, address=address))
 
 
 def load_job(plan: DeploymentPlan) -> JobSpec:
@@ -528,27 +567,43 @@ def _check_names(file: DeploymentFile) -> None:
 
 
 # What to do about an aggregator that `crossfed up` does not start, by its provider.
-_ELSEWHERE = {
-    KUBERNETES: "apply deploy/kubernetes/overlays/aggregator with kubectl, and have "
-    "sites enrol with its tokens, as docs/howto/kubernetes.md says under 'An "
-    "aggregator in a cluster'",
-    **dict.fromkeys(
-        CLOUDS,
-        "install crossfed on a machine of that cloud and give crossfed up there, with "
-        "its address as aggregator.address",
-    ),
-}
+_ELSEWHERE = dict.fromkeys(
+    CLOUDS,
+    "install crossfed on a machine of that cloud and give crossfed up there, with its "
+    "address as aggregator.address",
+)
 
 
 def _check_aggregator(file: DeploymentFile) -> None:
     machine = file.aggregator
+    if machine.provider == KUBERNETES:
+        _check_head(file)
+        return
     if machine.provider != LOCAL:
-        what = _ELSEWHERE.get(machine.provider, f"name {LOCAL!r} or remove the key")
+        what = _ELSEWHERE.get(
+            machine.provider, f"name {LOCAL!r} or {KUBERNETES!r}, or remove the key"
+        )
         raise JobError(
             f"{machine.provider!r:.80}: crossfed up starts the aggregator on this host "
-            f"only: {what}",
+            f"or in a cluster only: {what}",
             key="aggregator.provider",
         )
+    _check_local_aggregator(file)
+
+
+def _check_local_aggregator(file: DeploymentFile) -> None:
+    machine, local = file.aggregator, AggregatorMachine()
+    for name in ("cluster", "identity", "disk_gb", "disk_dollars_per_month"):
+        if getattr(machine, name) != getattr(local, name):
+            raise JobError(
+                f"is for provider {KUBERNETES!r}: remove it, or name that",
+                key=f"aggregator.{name}",
+            )
+    _check_container(file)
+
+
+def _check_container(file: DeploymentFile) -> None:
+    machine = file.aggregator
     is_container = machine.isolation == CONTAINER
     if is_container is not bool(machine.image):
         raise JobError(
@@ -571,6 +626,36 @@ def _check_aggregator(file: DeploymentFile) -> None:
                 f"{site.name!r} cannot reach an aggregator in a container: name "
                 f"{CONTAINER!r} or {NAMESPACE!r}",
                 key=f"sites[{index}].machine.isolation",
+            )
+
+
+def _check_head(file: DeploymentFile) -> None:
+    """Refuse an aggregator in a pod that could not start the sites of the file."""
+    machine = file.aggregator
+    cluster_spec.check(machine.cluster, identity=machine.identity, table="aggregator")
+    cluster_head.check(
+        machine.image,
+        address=machine.address,
+        listen=machine.listen,
+        gpus=machine.cluster.gpus,
+    )
+    if machine.isolation != PROCESS:
+        raise JobError(
+            f"is for provider {LOCAL}: remove it", key="aggregator.isolation"
+        )
+    if file.prices:
+        raise JobError(
+            "is not read in a cluster, where dollars_per_hour of every site is stated: "
+            "remove it",
+            key="prices",
+        )
+    for index, site in enumerate(file.sites):
+        if site.pool != machine.pool:
+            raise JobError(
+                f"{site.name!r} is in {site.pool!r}: an aggregator in "
+                f"{machine.pool!r} starts sites of its own namespace only; have the "
+                "operator of any other site enrol it with a token",
+                key=f"sites[{index}].provider",
             )
 
 

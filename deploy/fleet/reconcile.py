@@ -17,6 +17,8 @@ NUMBER = "crossfed-number"
 SETTINGS = "crossfed-settings"
 
 AGGREGATOR = "aggregator"
+# The head of a deployment in a cluster: a pod that runs ``crossfed up``.
+HEAD = "head"
 SITE_PREFIX = "site-"
 
 
@@ -92,6 +94,26 @@ def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
 
 def _age(node: Node) -> tuple[float, str, str]:
     return node.launched, node.labels.get(OWNER, ""), node.id
+
+
+def unwanted(
+    nodes: Iterable[Node], sites: Iterable[str], *, is_head: bool
+) -> Sequence[Node]:
+    """Nodes of roles that a deployment file does not have, and that are not gone.
+
+    Args:
+        nodes: Nodes of the deployment.
+        sites: Names of the sites that the file has.
+        is_head: Whether the head in a cluster asks, which the file does not name.
+    """
+    wanted = {AGGREGATOR, *(f"{SITE_PREFIX}{name}" for name in sites)}
+    if is_head:
+        wanted.add(HEAD)
+    return [
+        node
+        for node in nodes
+        if node.state is not NodeState.GONE and node.labels.get(ROLE) not in wanted
+    ]
 
 
 def decide(

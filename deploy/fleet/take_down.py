@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
 from federation.errors import ComputeError, FederationError
 from federation.protocols import Clock
 
@@ -38,10 +38,10 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     # The aggregator's, which is the first, comes last: sites tell it that they leave.
     for pool in reversed([*deployment.pools.values()]):
         try:
+            ended += _end_head(deployment, pool, any_owner=any_owner, tell=tell)
             found = pool.nodes({DEPLOYMENT: deployment.name})
-            ended += _end_all(
-                deployment, pool, found if any_owner else _own(deployment, found), tell
-            )
+            nodes = found if any_owner else _own(deployment, found)
+            ended += _end_all(deployment, pool, nodes, tell)
             if not any_owner:
                 reconcile.check_owner(found, deployment.owner, deployment.name)
         except ComputeError as error:
@@ -121,6 +121,23 @@ def give_way(deployment: Deployment, tell: Tell) -> None:
         raise
 
 
+def _end_head(
+    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
+) -> int:
+    """End the head in a cluster first, which would launch again what ends after it.
+
+    Returns:
+        How many nodes that were.
+    """
+    if deployment.plan.is_head:
+        return 0
+    found = pool.nodes({DEPLOYMENT: deployment.name, ROLE: HEAD})
+    nodes = found if any_owner else _own(deployment, found)
+    alive = [node for node in nodes if node.state is not NodeState.GONE]
+    _end(pool, deployment.name, alive, deployment.clock, tell)
+    return len(alive)
+
+
 def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
     return [node for node in found if node.labels.get(OWNER) == deployment.owner]
 
@@ -128,8 +145,13 @@ def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
 def _end_all(
     deployment: Deployment, pool: ComputePool, found: Sequence[Node], tell: Tell
 ) -> int:
-    """End nodes of one service; how many."""
-    alive = [node for node in found if node.state is not NodeState.GONE]
+    """End nodes of one service; how many. A head does not end itself here."""
+    alive = [
+        node
+        for node in found
+        if node.state is not NodeState.GONE
+        and not (deployment.plan.is_head and node.labels.get(ROLE) == HEAD)
+    ]
     sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
     others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
     for group in (sites, others):

@@ -1,0 +1,123 @@
+"""What the head of a deployment has in a cluster besides its job. Pure: manifests.
+
+The head is the node that launches the others there. Its state is on a volume that one
+pod at a time can mount, wherever it runs, and the other nodes reach it by a Service.
+
+Source: Kubernetes API reference, ``core/v1`` and ``batch/v1``; documentation,
+"Persistent Volumes" (``ReadWriteOncePod``) and "Pod failure policy".
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cloud_adapters.compute.pool import ClusterHead, Node, NodeState
+
+# Of pods that a Service leads to, of the Service, and of the volume: its name.
+SERVICE_LABEL = "crossfed-service"
+# The context of a program that runs in the cluster: its pod's service account.
+IN_CLUSTER = "in-cluster"
+PORT_NAME = "sites"
+
+Manifest = dict[str, Any]
+
+
+def claim(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
+    """Write the claim of a head's volume.
+
+    Args:
+        head: The head.
+        labels: By which it is found.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {
+            "name": head.volume,
+            "labels": {**labels, SERVICE_LABEL: head.service},
+        },
+        "spec": {
+            # Two nodes of a cluster could mount a ReadWriteOnce volume in two pods of
+            # one machine; keys and ledgers have one writer.
+            "accessModes": ["ReadWriteOncePod"],
+            "resources": {"requests": {"storage": f"{head.volume_gb}Gi"}},
+        },
+    }
+
+
+def service(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
+    """Write the Service that leads to a head's pod, inside the cluster alone.
+
+    Args:
+        head: The head.
+        labels: By which it is found.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": head.service,
+            "labels": {**labels, SERVICE_LABEL: head.service},
+        },
+        "spec": {
+            "type": "ClusterIP",
+            "selector": {SERVICE_LABEL: head.service},
+            "ports": [
+                {
+                    "name": PORT_NAME,
+                    "protocol": "TCP",
+                    "port": head.port,
+                    "targetPort": head.port,
+                }
+            ],
+        },
+    }
+
+
+def services_of_gone(nodes: Sequence[Node]) -> Collection[str]:
+    """Names of Services that lead to heads of before and to no other node.
+
+    Args:
+        nodes: All of a namespace.
+    """
+    gone, alive = set[str](), set[str]()
+    for node in nodes:
+        name = node.labels.get(SERVICE_LABEL)
+        if name:
+            (gone if node.state is NodeState.GONE else alive).add(name)
+    return gone - alive
+
+
+def of_job() -> Manifest:
+    """What the job of a head has besides that of any node.
+
+    A pod that the cluster takes away is replaced, and finds its volume; one whose
+    program fails is not, because the next one would fail, too.
+    """
+    return {
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"operator": "NotIn", "values": [0]},
+                },
+            ]
+        }
+    }
+
+
+def of_pod(head: ClusterHead) -> Manifest:
+    """What the pod of a head has besides that of any node."""
+    found: Manifest = {"automountServiceAccountToken": True}
+    if head.host:
+        # Not every network leads a pod back to itself through its own Service.
+        found["hostAliases"] = [{"ip": "127.0.0.1", "hostnames": [head.host]}]
+    return found
+
+
+def volume(head: ClusterHead) -> Manifest:
+    """The volume of a head's state, in its pod."""
+    return {"persistentVolumeClaim": {"claimName": head.volume}}

@@ -1,0 +1,210 @@
+"""``crossfed up`` with an aggregator in a cluster: start its head there, and follow it.
+
+The head does what ``crossfed up --keep`` does on a host, in a pod that outlives this
+command. What is known of it here is what its service lists, and what its log shows.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+from cloud_adapters.compute.kube_manifest import STATE, USER_DATA
+from cloud_adapters.compute.pool import ClusterHead, Node, NodeSpec, NodeState
+from deploy.exit_codes import FAILED
+from deploy.fleet import reconcile, roles
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.in_cluster import bundle
+from deploy.fleet.in_cluster.bundle import HeadBundle
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER
+from deploy.fleet.roles import NodeRequest, Tell
+from deploy.fleet.starting import cluster_head
+from federation.addresses import parse_address
+from federation.errors import ComputeError
+from federation.job import job_file
+
+FOLDER = f"{STATE}/fed"
+_LOOK_SECONDS = 2.0
+# For what programs write beside their volume.
+_SCRATCH_GB = 4
+# A job that was just launched may not be listed yet.
+_UNLISTED_SECONDS = 60.0
+_ENDED = re.compile(r"crossfed head: up ended with ([0-9]{1,3})")
+# A shell that waits for a program ignores SIGTERM. What the program has started ends
+# with the container.
+_SCRIPT = """\
+set -eu
+umask 077
+mkdir -p {folder}
+python -m deploy.fleet.in_cluster.head_files {bundle} {folder}
+trap 'kill "$!"; exit 143' TERM
+code=0
+crossfed up {folder}/{file} --keep{accept} &
+wait "$!" || code=$?
+trap - TERM
+echo "crossfed head: up ended with $code"
+exit "$code"
+"""
+
+
+def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
+    """Have the head of a deployment in its cluster, with the settings of now.
+
+    Args:
+        deployment: The deployment.
+        accept: As ``crossfed up --accept``.
+        tell: Called with a word about every step.
+
+    Raises:
+        ComputeError: It could not be launched, or nodes of another folder run, or the
+            deployment's own on this host.
+        JobError: Deployment file and job are too long.
+    """
+    for pool in deployment.pools.values():
+        nodes = pool.nodes({DEPLOYMENT: deployment.name})
+        reconcile.check_owner(nodes, deployment.owner, deployment.name)
+        _check_moved(nodes)
+    return roles.fill(deployment, request(deployment, accept), tell)
+
+
+def _check_moved(nodes: Sequence[Node]) -> None:
+    """Refuse a second aggregator: sites know the first one's authority."""
+    for node in nodes:
+        role = node.labels.get(reconcile.ROLE)
+        if role == AGGREGATOR and node.state is not NodeState.GONE:
+            raise ComputeError(
+                f"the aggregator of this deployment still runs on this host "
+                f"({node.id}): end it with crossfed down before one in a cluster begins"
+            )
+
+
+def request(deployment: Deployment, accept: str) -> NodeRequest:
+    """The job of a deployment's head.
+
+    Args:
+        deployment: The deployment.
+        accept: As ``crossfed up --accept``.
+
+    Raises:
+        JobError: Deployment file and job are too long, or cannot be read.
+    """
+    plan, machine = deployment.plan, deployment.plan.file.aggregator
+    given = HeadBundle(
+        name=deployment.name,
+        owner=deployment.owner,
+        deployment=bundle.for_pod(job_file.read_toml(plan.path), plan.file),
+        job=plan.job.read_text(encoding="utf-8"),
+    ).text()
+    spec = NodeSpec(
+        name=HEAD,
+        command=command(accept),
+        labels={},
+        max_seconds=deployment.max_seconds,
+        user_data=given,
+        image=machine.image,
+        disk_gb=_SCRATCH_GB,
+        identity=machine.identity,
+        limits=machine.cluster.limits,
+        head=_head(plan),
+    )
+    read = f"{spec.command}\n{given}\n{spec.image}\n{spec.identity}\n{spec.limits}"
+    return NodeRequest(machine.pool, spec, f"{read}\n{spec.head}".encode())
+
+
+def _head(plan: DeploymentPlan) -> ClusterHead:
+    machine = plan.file.aggregator
+    name = cluster_head.service(plan.file.name)
+    own = cluster_head.address(plan.file.name, machine.cluster.namespace)
+    host, port = parse_address(own, key="aggregator.address")
+    return ClusterHead(
+        service=name,
+        host=host if machine.address == own else "",
+        port=port,
+        volume=name,
+        volume_gb=machine.disk_gb,
+    )
+
+
+def command(accept: str) -> Sequence[str]:
+    """The command of a head's pod, whose user data is its bundle.
+
+    Args:
+        accept: As ``crossfed up --accept``; empty for nothing.
+    """
+    text = _SCRIPT.format(
+        folder=FOLDER,
+        bundle=USER_DATA,
+        file=bundle.FILE,
+        accept=f" --accept {shlex.quote(accept)}" if accept else "",
+    )
+    return ("/bin/sh", "-c", text)
+
+
+def follow(
+    deployment: Deployment, launched: Node, tell: Tell, show: Callable[[str], None]
+) -> int:
+    """Show what a head writes until it ends.
+
+    Args:
+        deployment: The deployment.
+        launched: Its head.
+        tell: Called with a word about the head itself.
+        show: Called with each line of its log.
+
+    Returns:
+        The exit code of the ``crossfed up`` in the pod.
+
+    Raises:
+        ComputeError: The service fails, or has lost the head.
+    """
+    pool, clock = (
+        deployment.pools[deployment.plan.file.aggregator.pool],
+        deployment.clock,
+    )
+    labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+    before: Sequence[str] = ()
+    told, begin = "", clock.monotonic()
+    while True:
+        found = [each for each in pool.nodes(labels) if each.id == launched.id]
+        lines = pool.log(launched.id).splitlines()
+        for line in new_lines(before, lines):
+            show(line)
+        before = lines or before
+        node = found[0] if found else None
+        if node is None and clock.monotonic() - begin > _UNLISTED_SECONDS:
+            raise ComputeError(
+                f"{launched.id} is not listed any more: crossfed nodes shows what runs"
+            )
+        if node is not None and node.state is NodeState.GONE:
+            return _code(before, node, tell)
+        if node is not None and node.trouble != told:
+            told = node.trouble
+            if told:
+                tell(f"{node.name}: {told}")
+        clock.sleep(_LOOK_SECONDS)
+
+
+def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:
+    """The exit code that a head has ended with, by the last line of its log."""
+    found = _ENDED.fullmatch(lines[-1]) if lines else None
+    if found is not None:
+        return int(found[1])
+    tell(
+        f"{node.id} has ended ({node.trouble or 'no reason is known'}), and its sites "
+        "wait for it: give crossfed up again, which continues, or crossfed down"
+    )
+    return FAILED
+
+
+def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
+    """Lines of a log that were not there at the last look.
+
+    Args:
+        before: The end of the log then.
+        after: Its end now; early lines may be missing, and all if it is another log.
+    """
+    for start in range(len(before)):
+        known = len(before) - start
+        if after[:known] == before[start:]:
+            return after[known:]
+    return after

@@ -1,0 +1,338 @@
+"""``crossfed up`` with an aggregator in a cluster: its head, and what that reads."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_kube import NAMESPACE, FakeKube, Resource
+
+from cloud_adapters.compute import kube_manifest
+from cloud_adapters.compute.pool import NodeSpec, NodeState
+from deploy.cli.terminal import show
+from deploy.fleet import deployment as fleet, deployment_file, reconcile
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.in_cluster import head_files, start
+from deploy.fleet.in_cluster.bundle import MAX_BYTES, HeadBundle
+from deploy.fleet.prices import Prices
+from deploy.fleet.remains import remains
+from deploy.fleet.take_down import take_down
+from federation import durable_json
+from federation.clock import SystemClock, VirtualClock
+from federation.errors import ComputeError, CorruptObject, JobError
+
+IMAGE = f"registry.example.org/crossfed-aggregator@sha256:{'cd' * 32}"
+NO_PRICES = Prices(as_of="2026-11-01", machines=(), egress=())
+
+
+def text(url: str, **aggregator: str) -> str:
+    table = {
+        "provider": '"kubernetes"',
+        "image": f'"{IMAGE}"',
+        "cluster": f'{{ context = "test", namespace = "{NAMESPACE}" }}',
+        "endpoint": f'"{url}"',
+        "disk_dollars_per_month": "4.0",
+        "connect_seconds": "90.0",
+        **aggregator,
+    }
+    lines = "\n".join(f"{name} = {value}" for name, value in table.items() if value)
+    return f"""
+name = "fed"
+job = "jobs/quick.toml"
+[aggregator]
+{lines}
+[release]
+image = "registry.example.org/crossfed-site@sha256:{"ab" * 32}"
+[[sites]]
+name = "here"
+provider = "kubernetes"
+dollars_per_hour = 1.5
+[sites.machine]
+endpoint = "{url}"
+cluster = {{ context = "test", namespace = "{NAMESPACE}", cpus = 4 }}
+[sites.policy]
+privacy = "none"
+"""
+
+
+Write = Callable[..., DeploymentPlan]
+
+
+@pytest.fixture
+def write(tmp_path: Path, kube_server: FakeKube) -> Write:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "quick.toml").write_text('name = "quick"\n')
+
+    def written(**aggregator: str) -> DeploymentPlan:
+        path = tmp_path / "fed.toml"
+        path.write_text(text(kube_server.url, **aggregator))
+        return deployment_file.load(path)
+
+    return written
+
+
+def opened(plan: DeploymentPlan) -> Any:
+    clock = VirtualClock(SystemClock().now())
+    return fleet.opened(plan, random_bytes=lambda n: b"\x01" * n, clock=clock)
+
+
+def launched(job: Resource) -> Mapping[str, Any]:
+    """What the pod of a job reads."""
+    template = job["spec"]["template"]["metadata"]
+    found: Mapping[str, Any] = json.loads(template["annotations"]["crossfed/user-data"])
+    return found
+
+
+def site_job(deployment: Deployment, kube: FakeKube) -> str:
+    """Launch a site as the head does; its ID.
+
+    Without a request, since the server may be at work on another one.
+    """
+    role = reconcile.NodeRole(name="site-here", settings="x")
+    spec = NodeSpec(
+        name=role.name,
+        labels=reconcile.labels(deployment.name, deployment.owner, role, 1),
+        max_seconds=600.0,
+        image=IMAGE,
+        command=["sh"],
+    )
+    made = kube._create(kube_manifest.job(spec, "ab" * 20))
+    return str(made["metadata"]["name"])
+
+
+def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
+    write: Write, kube_server: FakeKube, tmp_path: Path
+):
+    """With the same sites, in the cluster of the pod, and under the same owner."""
+    plan = write()
+    assert plan.file.aggregator.address == f"crossfed-fed.{NAMESPACE}.svc:8443"
+    assert (plan.has_head, plan.is_head) == (True, False)
+    with opened(plan) as deployment:
+        start.up(deployment, accept="12ab $(x)", tell=print)
+    (job,) = kube_server.created
+    assert job["metadata"]["labels"]["crossfed-role"] == "head"
+    script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert "--accept '12ab $$(x)'" in script
+    given = tmp_path / "bundle"
+    given.write_text(json.dumps(launched(job)))
+    pod = tmp_path / "pod"
+    pod.mkdir()
+    head_files.write(given, pod)
+    found = deployment_file.load(pod / "fed.toml")
+    assert (found.has_head, found.is_head) == (False, True)
+    assert found.folder == pod / "deployment"
+    assert found.job.read_text() == plan.job.read_text()
+    machine = found.file.aggregator
+    assert machine.pool == "local"
+    assert machine.address == plan.file.aggregator.address
+    assert (machine.listen, machine.connect_seconds) == ("0.0.0.0:8443", 90.0)
+    (site,), (before,) = found.file.sites, plan.file.sites
+    assert site.pool == f"kubernetes in-cluster/{NAMESPACE}"
+    cluster = replace(before.machine.cluster, context="in-cluster")
+    machine = replace(before.machine, cluster=cluster)
+    assert site == replace(before, machine=machine)
+    assert found.settings == plan.settings
+    record = json.loads((pod / "deployment" / "deployment.json").read_text())
+    assert record["owner"] == deployment.owner
+
+
+def test_a_volume_keeps_its_numbers_under_a_new_owner(tmp_path: Path):
+    """The folder that launches may be lost; another deployment's is refused."""
+    folder = tmp_path / "deployment"
+    fleet.adopt(folder, "fed", "one")
+    path = folder / "deployment.json"
+    record = json.loads(path.read_text())
+    record["launches"] = [{"role": "aggregator", "number": 7, "max_seconds": 60.0}]
+    path.write_text(json.dumps(record))
+    fleet.adopt(folder, "fed", "two")
+    found = json.loads(path.read_text())
+    assert found["owner"] == "two"
+    assert found["launches"][0]["number"] == 7
+    with pytest.raises(CorruptObject, match="belongs to deployment 'fed'"):
+        fleet.adopt(folder, "other", "two")
+
+
+def test_a_bundle_that_is_damaged_or_missing_is_refused(tmp_path: Path):
+    for content in ("{", '{"name": "fed"}'):
+        (tmp_path / "given").write_text(content)
+        with pytest.raises(CorruptObject, match="give crossfed up again"):
+            head_files.write(tmp_path / "given", tmp_path)
+    with pytest.raises(SystemExit, match="is missing"):
+        head_files.main([str(tmp_path / "none"), str(tmp_path)])
+    whole = HeadBundle(name="fed", owner="o", deployment="d", job="j" * MAX_BYTES)
+    with pytest.raises(JobError, match="shorten one of them"):
+        whole.text()
+    durable_json.write(tmp_path / "given", replace(whole, job="j"))
+    head_files.main([str(tmp_path / "given"), str(tmp_path)])
+
+
+def test_a_head_is_replaced_only_when_something_has_changed(
+    write: Write, kube_server: FakeKube
+):
+    with opened(write()) as deployment:
+        first = start.up(deployment, accept="", tell=print)
+        assert start.up(deployment, accept="", tell=print).id == first.id
+    with opened(write(connect_seconds="91.0")) as deployment:
+        second = start.up(deployment, accept="", tell=print)
+    assert second.id != first.id
+    assert len(kube_server.claims) == 1
+
+
+def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: FakeKube):
+    """And its exit code is that of the command."""
+    shown: list[str] = []
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        lines = ["one\n", "two\n", "crossfed head: up ended with 3\n"]
+
+        def log(_: str) -> str:
+            """A line more at each look; at the last one the pod has ended."""
+            if len(lines) == len(shown) + 1:
+                done = kube_server.pods[head.id]
+                done["status"]["phase"] = "Failed"
+                kube_server._fail(kube_server.jobs[head.id], "Backoff", "it failed")
+            return "".join(lines[: len(shown) + 1])
+
+        kube_server.log_of = log
+        code = start.follow(deployment, head, print, shown.append)
+    assert code == 3
+    assert [f"{line}\n" for line in shown] == lines
+
+
+def test_a_head_that_is_taken_away_says_what_to_do(write: Write, kube_server: FakeKube):
+    told: list[str] = []
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        deployment.pools[deployment.plan.file.aggregator.pool].terminate([head.id])
+        assert start.follow(deployment, head, told.append, print) == 1
+        assert "give crossfed up again, which continues" in told[-1]
+        del kube_server.jobs[head.id]
+        with pytest.raises(ComputeError, match="is not listed any more"):
+            start.follow(deployment, head, told.append, print)
+
+
+def test_only_new_lines_of_a_log_are_shown():
+    a, b, c, d = "abcd"
+    for before, after, expected in (
+        ([], [a, b], [a, b]),
+        ([a, b], [a, b, c], [c]),
+        ([a, b], [a, b], []),
+        # The first lines are cut off.
+        ([a, b, c], [b, c, d], [d]),
+        ([a, b, a], [a, b, a, b], [b]),
+        # Another pod's.
+        ([a, b], [c, d], [c, d]),
+        ([a, b], [], []),
+    ):
+        assert [*start.new_lines(before, after)] == expected, (before, after)
+
+
+def test_a_log_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
+    show("a\x1b[2J\tb")
+    assert capsys.readouterr().err == "a [2J b\n"
+
+
+def test_down_ends_the_head_first_and_keeps_the_volume(
+    write: Write, kube_server: FakeKube
+):
+    """It would launch the sites again. The volume is listed with its price."""
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        site = site_job(deployment, kube_server)
+        ends: list[str] = []
+        kube_server.ends = ends.append
+        assert take_down(deployment, any_owner=False, tell=print) == 2
+        assert ends == [head.id, site]
+        assert not kube_server.services
+        found = [
+            each
+            for each in remains(deployment, None, NO_PRICES)
+            if "cluster" in each.what
+        ]
+    (volume,) = found
+    assert volume.place == f"test/{NAMESPACE} crossfed-fed"
+    assert (volume.num_bytes, volume.dollars) == (50 << 30, 4.0)
+
+
+def test_a_site_that_a_head_launches_while_it_ends_is_ended_too(
+    write: Write, kube_server: FakeKube
+):
+    with opened(write()) as deployment:
+        start.up(deployment, accept="", tell=print)
+
+        def launch(name: str) -> None:
+            if "head" in name:
+                site_job(deployment, kube_server)
+
+        kube_server.ends = launch
+        assert take_down(deployment, any_owner=False, tell=print) == 2
+        assert not kube_server.pods
+
+
+def test_a_head_ends_its_sites_and_not_itself(
+    write: Write, kube_server: FakeKube, tmp_path: Path
+):
+    """Neither as a node that the file does not name."""
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        site = site_job(deployment, kube_server)
+    (given := tmp_path / "bundle").write_text(
+        json.dumps(launched(kube_server.created[0]))
+    )
+    head_files.write(given, tmp_path)
+    with opened(deployment_file.load(tmp_path / "fed.toml")) as inside:
+        assert inside.owner == deployment.owner
+        found = kube_server.pool().nodes({})
+        assert not reconcile.unwanted(found, ["here"], is_head=True)
+        ended = reconcile.unwanted(found, [], is_head=False)
+        assert {node.id for node in ended} == {head.id, site}
+        assert take_down(inside, any_owner=False, tell=print) == 1
+    states = {n.id: n.state for n in kube_server.pool().nodes({})}
+    assert states == {head.id: NodeState.RUNNING, site: NodeState.GONE}
+
+
+def test_a_second_aggregator_is_refused(write: Write):
+    """The one of this host has the authority that sites trust."""
+    with opened(write()) as deployment:
+        role = reconcile.NodeRole(name="aggregator", settings="x")
+        spec = NodeSpec(
+            name=role.name,
+            labels=reconcile.labels("fed", deployment.owner, role, 1),
+            max_seconds=60.0,
+            command=["sleep", "60"],
+        )
+        # In the pool of the cluster, as this host's would be in its own.
+        (pool,) = (v for k, v in deployment.pools.items() if k != "local")
+        pool.launch(replace(spec, image=IMAGE), "x")
+        with pytest.raises(ComputeError, match="end it with crossfed down before"):
+            start.up(deployment, accept="", tell=print)
+
+
+def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
+    other = f'{{ context = "other", namespace = "{NAMESPACE}" }}'
+    gpus = f'{{ context = "test", namespace = "{NAMESPACE}", gpus = 1 }}'
+    for changed, key, reason in (
+        ({"image": ""}, "aggregator.image", "is missing"),
+        ({"image": '"a:1"'}, "aggregator.image", "names no digest"),
+        ({"cluster": ""}, "aggregator.cluster.context", "is missing"),
+        ({"cluster": gpus}, "aggregator.cluster.gpus", "uses no GPU"),
+        ({"cluster": other}, "sites[0].provider", "of its own namespace only"),
+        ({"identity": '"A b"'}, "aggregator.identity", "no service account"),
+        ({"isolation": '"container"'}, "aggregator.isolation", "remove it"),
+        ({"listen": '"0.0.0.0:1"'}, "aggregator.listen", "listen there"),
+        ({"provider": ""}, "aggregator.cluster", "is for provider 'kubernetes'"),
+        ({"provider": '"aws"'}, "aggregator.provider", "on this host or in a cluster"),
+        ({"provider": '"x"'}, "aggregator.provider", "name 'local' or 'kubernetes'"),
+    ):
+        with pytest.raises(JobError, match=reason) as caught:
+            write(**changed)
+        assert f"{key}: " in str(caught.value), changed
+    plan = write(listen='"0.0.0.0:1"', address='"fed.example.org:1"')
+    assert start._head(plan).host == ""
+    path = plan.path
+    path.write_text(f'prices = "mine.toml"\n{path.read_text()}')
+    with pytest.raises(JobError, match="is not read in a cluster"):
+        deployment_file.load(path)
