@@ -113,7 +113,7 @@ def of_pod(head: ClusterHead) -> Manifest:
     """What the pod of a head has besides that of any node."""
     found: Manifest = {"automountServiceAccountToken": True}
     if head.host:
-        # Not every network leads a pod back to itself through its own Service.
+        # Not every network lets a pod reach itself through its own Service.
         found["hostAliases"] = [{"ip": "127.0.0.1", "hostnames": [head.host]}]
     return found
 

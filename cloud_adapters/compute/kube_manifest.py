@@ -83,7 +83,7 @@ def job(spec: NodeSpec, digest: str) -> Manifest:
         spec: The node; ``limits`` is stated.
         digest: Of the launch's token.
     """
-    labels = labels_of(spec) | {TOKEN_LABEL: digest}
+    labels = {**labels_of(spec), TOKEN_LABEL: digest}
     if spec.head is not None:
         labels[kube_head.SERVICE_LABEL] = spec.head.service
     given = {

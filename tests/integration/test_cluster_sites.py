@@ -7,10 +7,7 @@ back and runs the pod's own command on this host.
 import json
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from support import proxy_server
 from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube, KubeError
 from support.forked import Forked, shared
-from support.forked_program import forked_program
+from support.pod_process import PodProcess
 
 from cloud_adapters.identity import platforms
 from deploy.exit_codes import BAD_JOB, FAILED
@@ -32,63 +29,13 @@ POLICY = 'privacy = "none"\nsecure_aggregation = false\n'
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-class Pod:
-    """One that the cluster was asked for, as a process of this host."""
-
-    def __init__(self, folder: Path, job: dict[str, Any]) -> None:
-        self.folder, self.name = folder, job["metadata"]["name"]
-        template = job["spec"]["template"]
-        (container,) = template["spec"]["containers"]
-        folder.mkdir()
-        # As the volume of a pod with fsGroup.
-        self.site.parent.mkdir()
-        self.site.parent.chmod(0o2777)
-        settings = folder / "user-data"
-        settings.write_text(template["metadata"]["annotations"]["crossfed/user-data"])
-        self._stack = ExitStack()
-        self._stack.enter_context(forked_program(folder / "crossfed", folder / "log"))
-        shell, option, script = (
-            # As Kubernetes reads it.
-            word.replace("$$", "$")
-            for word in container["command"]
-        )
-        script = script.replace("/var/lib/crossfed/site", str(self.site))
-        script = script.replace("/etc/crossfed/user-data", str(settings))
-        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        with (folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [shell, option, script],
-                env={**os.environ, "PATH": path},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    @property
-    def site(self) -> Path:
-        return self.folder / "state" / "site"
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-        self._stack.close()
-
-
 class Cluster:
     """A deployment whose sites are pods."""
 
     def __init__(self, folder: Path, kube: FakeKube) -> None:
         self.folder, self.kube = folder, kube
         self.path = folder / "fed.toml"
-        self.pods: dict[str, Pod] = {}
+        self.pods: dict[str, PodProcess] = {}
         self.ups: list[Forked] = []
         kube.log_of = lambda name: self.pods[name].log if name in self.pods else ""
         kube.ends = self.end
@@ -138,14 +85,14 @@ address = "127.0.0.1:{free_port()}"
     def told(self) -> str:
         return (self.folder / f"up-{len(self.ups) - 1}.err").read_text()
 
-    def boot(self, number: int) -> list[Pod]:
+    def boot(self, number: int) -> list[PodProcess]:
         """Boot the pods of all jobs, of which there are so many at the end."""
 
         def booted() -> bool:
             for name, job in [*self.kube.jobs.items()]:
                 if name in self.kube.pods and name not in self.pods:
                     folder = self.folder / f"pod-{len(self.pods)}"
-                    self.pods[name] = Pod(folder, job)
+                    self.pods[name] = PodProcess(folder, job)
             running = len(self.pods) < number and self.ups[-1].poll() is None
             assert running or len(self.pods) >= number, self.told
             return len(self.pods) >= number

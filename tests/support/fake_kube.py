@@ -138,6 +138,20 @@ class FakeKube(GoogleServer):
         made = kube_jobs.connect("test", NAMESPACE, clock=clock, endpoint=self.url)
         return dataclasses.replace(made, **options)
 
+    def finish(self, name: str, code: int) -> None:
+        """Have the program of a job's pod end by itself."""
+        with self._state:
+            job, status = self.jobs[name], self.pods[name]["status"]
+            ended = {"exitCode": code, "reason": "Error" if code else "Completed"}
+            status["containerStatuses"][0]["state"] = {"terminated": ended}
+            status["phase"] = "Failed" if code else "Succeeded"
+            if code:
+                self._fail(job, "BackoffLimitExceeded", "its program failed")
+                return
+            job["status"] = {"startTime": job["status"]["startTime"], "succeeded": 1}
+            job["status"]["completionTime"] = _now()
+            job["status"]["conditions"] = [_condition("Complete", "Completed")]
+
     def let_go(self) -> None:
         """Have every pod end that was asked to."""
         with self._state:

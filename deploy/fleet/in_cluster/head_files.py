@@ -21,8 +21,8 @@ def write(given: Path, folder: Path) -> None:
         folder: Of the head.
 
     Raises:
-        CorruptObject: The bundle or the volume's record is damaged, or the volume is
-            of another deployment.
+        CorruptObject: The bundle or the volume's record is damaged, or the volume
+            belongs to another deployment.
         StoreUnavailable: The volume is full or cannot be written.
     """
     bundle = durable_json.read(given, HeadBundle, advice="give crossfed up again")

@@ -191,9 +191,7 @@ def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: Fa
         def log(_: str) -> str:
             """A line more at each look; at the last one the pod has ended."""
             if len(lines) == len(shown) + 1:
-                done = kube_server.pods[head.id]
-                done["status"]["phase"] = "Failed"
-                kube_server._fail(kube_server.jobs[head.id], "Backoff", "it failed")
+                kube_server.finish(head.id, 3)
             return "".join(lines[: len(shown) + 1])
 
         kube_server.log_of = log
