@@ -317,6 +317,27 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     assert costs["b"] > 2 * costs["a"] > 0
 
 
+def test_a_budget_counts_what_single_machines_are_paid(tmp_path: Path, told: list[str]):
+    """Without one, nothing is asked for."""
+    plan, clock, asked = written(tmp_path), VirtualClock(1.782e9), []
+    with opened(plan):
+        pass  # Makes the folder.
+    site = node(labels={"crossfed-role": "site-a"}, launched=clock.now() - 3600)
+    for hourly, dollars in (({"site-a": 1.0}, 0.25), ({}, 0.0)):
+        kept = Keeper(
+            Deployment(plan=plan, pools={}, clock=clock, owner=""),
+            lambda _: None,
+            hourly=hourly,
+            random_bytes=os.urandom,
+            tell=told.append,
+            paid=lambda nodes, now: asked.append(now) or {nodes[0].id: 0.25},
+        )
+        kept._count([site], clock.now())
+        assert kept._spending.dollars == pytest.approx(dollars)
+        (plan.folder / "spending.json").unlink()
+    assert asked == [clock.now()]
+
+
 def test_a_node_ends_by_itself_when_the_budget_is_spent(tmp_path: Path):
     """Though nobody watches: all nodes together would have spent it then."""
     more = "max_dollars = 6.0\n[aggregator]\ndollars_per_hour = 2.0\n"
