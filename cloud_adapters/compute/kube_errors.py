@@ -42,7 +42,7 @@ PERMISSIONS = (
 )
 # For an aggregator in the namespace, in addition.
 HEAD_PERMISSIONS = (
-    "services: create, delete",
+    "services: create, list, delete",
     "persistentvolumeclaims: create, list",
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cloud_adapters.compute.pool import ClusterHead, Node, NodeState
+from federation.errors import MachineRefused
 
 # Of pods that a Service leads to, of the Service, and of the volume: its name.
 SERVICE_LABEL = "crossfed-service"
@@ -71,6 +72,25 @@ def service(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
             ],
         },
     }
+
+
+def check_own(body: Manifest, found: Sequence[Any], doing: str) -> None:
+    """Refuse a volume or a Service that was not made for this head.
+
+    Args:
+        body: What could not be made, because something has its name.
+        found: All of the kind that were made for the head.
+        doing: What is being done, for the message.
+
+    Raises:
+        MachineRefused: What has the name is not among them.
+    """
+    name = body["metadata"]["name"]
+    if name not in {each.metadata.name for each in found}:
+        raise MachineRefused(
+            f"cannot {doing}: the namespace has another {body['kind']} {name}, which "
+            "is not of this deployment: rename the deployment, or remove that"
+        )
 
 
 def services_of_gone(nodes: Sequence[Node]) -> Collection[str]:

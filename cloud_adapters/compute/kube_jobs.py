@@ -157,24 +157,34 @@ class KubePool:
         ]
 
     def _make_head(self, spec: NodeSpec, doing: str) -> None:
-        """Have the volume and the Service of a head, if they are not there."""
+        """Have the volume and the Service of a head, if they are not there.
+
+        Raises:
+            MachineRefused: Something else has their name.
+        """
         if spec.head is None:
             return
         labels, core = kube_manifest.labels_of(spec), self.clients.core
-        for method, body in (
-            (
-                core.create_namespaced_persistent_volume_claim,
-                kube_head.claim(spec.head, labels),
-            ),
-            (core.create_namespaced_service, kube_head.service(spec.head, labels)),
+        claim, service = (
+            make(spec.head, labels) for make in (kube_head.claim, kube_head.service)
+        )
+        create_claim = core.create_namespaced_persistent_volume_claim
+        listed_claims = core.list_namespaced_persistent_volume_claim
+        for create, listed, body in (
+            (create_claim, listed_claims, claim),
+            (core.create_namespaced_service, core.list_namespaced_service, service),
         ):
-            self._call(
-                method,
+            made = self._call(
+                create,
                 doing,
                 namespace=self.namespace,
                 body=body,
                 instead={_CONFLICT: None},
             )
+            if made is None:
+                own = f"{kube_head.SERVICE_LABEL}={spec.head.service}"
+                found = self._all(listed, f"{body['kind']}s", own)
+                kube_head.check_own(body, found, doing)
 
     def _end(self, name: str) -> None:
         self._call(

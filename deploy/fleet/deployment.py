@@ -266,8 +266,16 @@ def _places(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
     except CorruptObject:  # ``opened`` raises it.
         record = None
     before = {} if record is None else {each.pool: each for each in record.places}
-    found = _named(plan)
+    # A head that an earlier file has named has left a volume, and perhaps a Service.
+    found = {
+        name: replace(place, has_head=place.has_head or _had_head(before.get(name)))
+        for name, place in _named(plan).items()
+    }
     return {**found, **{k: v for k, v in before.items() if k not in found}}
+
+
+def _had_head(place: _PoolPlace | None) -> bool:
+    return place is not None and place.has_head
 
 
 def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:

@@ -189,6 +189,9 @@ class FakeKube(GoogleServer):
             ("POST", _SERVICES): lambda: self._keep(
                 client.V1Service, self.services, request
             ),
+            ("GET", _SERVICES): lambda: self._page(
+                "ServiceList", self.services, request
+            ),
             ("DELETE", f"{_SERVICES}/{name}"): lambda: self._delete_service(name),
             ("GET", f"{_JOBS}/{name}"): lambda: _json(client.V1Job, self._job(name)),
             ("PATCH", f"{_JOBS}/{name}"): lambda: _json(

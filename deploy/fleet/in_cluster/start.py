@@ -16,11 +16,11 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.in_cluster import bundle
 from deploy.fleet.in_cluster.bundle import HeadBundle
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER
+from deploy.fleet.reconcile import DEPLOYMENT, HEAD, OWNER
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import cluster_head
 from federation.addresses import parse_address
-from federation.errors import ComputeError
+from federation.errors import ComputeError, JobError
 from federation.job import job_file
 
 FOLDER = f"{STATE}/fed"
@@ -56,26 +56,21 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
         tell: Called with a word about every step.
 
     Raises:
-        ComputeError: It could not be launched, or nodes of another folder run, or the
-            deployment's own on this host.
-        JobError: Deployment file and job are too long.
+        ComputeError: It could not be launched, or nodes of another folder run.
+        JobError: The folder has an aggregator of this host, or deployment file and job
+            are too long.
     """
     for pool in deployment.pools.values():
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
-        _check_moved(nodes)
+    if deployment.aggregator.exists():
+        raise JobError(
+            f"{deployment.plan.path}: {deployment.aggregator} has the aggregator of "
+            "this deployment, and its sites trust no other one: name another "
+            "deployment, or another folder",
+            key="aggregator.provider",
+        )
     return roles.fill(deployment, request(deployment, accept), tell)
-
-
-def _check_moved(nodes: Sequence[Node]) -> None:
-    """Refuse a second aggregator: sites know the first one's authority."""
-    for node in nodes:
-        role = node.labels.get(reconcile.ROLE)
-        if role == AGGREGATOR and node.state is not NodeState.GONE:
-            raise ComputeError(
-                f"the aggregator of this deployment still runs on this host "
-                f"({node.id}): end it with crossfed down before one in a cluster begins"
-            )
 
 
 def request(deployment: Deployment, accept: str) -> NodeRequest:

@@ -8,7 +8,7 @@ from support.fake_kube import IMAGE, NAMESPACE, FakeKube
 from cloud_adapters.compute import kube_jobs, kube_manifest
 from cloud_adapters.compute.pool import ClusterHead, NodeLimits, NodeSpec, NodeState
 from federation.clock import VirtualClock
-from federation.errors import ComputeUnauthenticated, NoCapacity
+from federation.errors import ComputeUnauthenticated, MachineRefused, NoCapacity
 
 LABELS = {"crossfed-deployment": "fed", "crossfed-role": "head"}
 HEAD = ClusterHead(
@@ -107,6 +107,22 @@ def test_a_service_without_a_job_is_left_to_who_launches(kube_server: FakeKube):
     pool._make_head(spec(), "launch")
     pool.clean_up()
     assert [*kube_server.services] == ["crossfed-fed"]
+
+
+def test_what_others_have_made_is_not_taken_for_that_of_a_head(kube_server: FakeKube):
+    """Sites would be sent elsewhere, or keys be put on a volume of others."""
+    pool = kube_server.pool(has_head=True)
+    pool.launch(spec(), "1")
+    for kept, kind in (
+        (kube_server.services, "Service"),
+        (kube_server.claims, "PersistentVolumeClaim"),
+    ):
+        labels = kept["crossfed-fed"]["metadata"]["labels"]
+        own = labels.pop("crossfed-service")
+        with pytest.raises(MachineRefused, match=f"another {kind} crossfed-fed"):
+            pool.launch(spec(), "2")
+        labels["crossfed-service"] = own
+    assert len(kube_server.created) == 1
 
 
 def test_a_volume_of_unknown_size_is_listed(kube_server: FakeKube):

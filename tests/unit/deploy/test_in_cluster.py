@@ -292,21 +292,41 @@ def test_a_head_ends_its_sites_and_not_itself(
     assert states == {head.id: NodeState.RUNNING, site: NodeState.GONE}
 
 
-def test_a_second_aggregator_is_refused(write: Write):
+def test_a_second_aggregator_is_refused(write: Write, kube_server: FakeKube):
     """The one of this host has the authority that sites trust."""
     with opened(write()) as deployment:
-        role = reconcile.NodeRole(name="aggregator", settings="x")
-        spec = NodeSpec(
-            name=role.name,
-            labels=reconcile.labels("fed", deployment.owner, role, 1),
-            max_seconds=60.0,
-            command=["sleep", "60"],
-        )
-        # In the pool of the cluster, as this host's would be in its own.
-        (pool,) = (v for k, v in deployment.pools.items() if k != "local")
-        pool.launch(replace(spec, image=IMAGE), "x")
-        with pytest.raises(ComputeError, match="end it with crossfed down before"):
+        deployment.aggregator.mkdir()
+        with pytest.raises(JobError, match="its sites trust no other one"):
             start.up(deployment, accept="", tell=print)
+    assert not kube_server.created
+
+
+def test_a_head_that_the_file_no_longer_names_leaves_what_is_known(
+    write: Write, kube_server: FakeKube
+):
+    """Until the deployment is taken down."""
+    with opened(write()) as deployment:
+        start.up(deployment, accept="", tell=print)
+    local = write(
+        provider='"local"',
+        image="",
+        cluster="",
+        endpoint="",
+        disk_dollars_per_month="",
+        address='"fed.example.org:8443"',
+    )
+    with opened(local) as deployment:
+        assert take_down(deployment, any_owner=False, tell=print) == 1
+        (volume,) = (
+            each
+            for each in remains(deployment, None, NO_PRICES)
+            if "cluster" in each.what
+        )
+    assert volume.place.endswith("crossfed-fed")
+    assert not kube_server.services
+    with opened(local) as deployment:
+        (pool,) = (v for k, v in deployment.pools.items() if k != "local")
+        assert not pool.volumes({})
 
 
 def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
