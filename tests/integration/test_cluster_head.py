@@ -6,6 +6,7 @@ back and runs the pod's own command on this host.
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +54,13 @@ class Kubelet:
                     self.pods[name] = PodProcess(place, job, volume)
             for name, pod in self.pods.items():
                 code = pod.process.poll()
-                running = self.kube.pods.get(name, {}).get("status", {}).get("phase")
-                if code is not None and running == "Running":
+                if code is not None and self.runs(name):
                     self.kube.finish(name, code)
+
+    def runs(self, name: str) -> bool:
+        """Whether the cluster has the pod of a job that runs."""
+        status = self.kube.pods.get(name, {}).get("status", {})
+        return bool(status.get("phase") == "Running")
 
     def close(self) -> None:
         self._closed.set()
@@ -122,8 +127,20 @@ def nodes(file: Path) -> list[dict[str, Any]]:
     return [each for each in found if each["state"] != "gone"]
 
 
+def lose(kubelet: Kubelet) -> None:
+    """End the head's pod with all that runs in it, as a container ends."""
+    (head,) = (pod for name, pod in kubelet.pods.items() if "head" in name)
+    head.end()
+    assert head.process.wait(60) == 143, head.log
+    for started in (kubelet.folder / "volume").glob(
+        "fed/deployment/nodes/*/started.json"
+    ):
+        os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: not kubelet.runs(head.name), "the cluster sees that it ended", 60)
+
+
 def test_a_cluster_trains_and_ends_by_itself(kubelet: Kubelet, file: Path):
-    """The command that began it may end before; what stays is the volume."""
+    """Though its head is lost while sites enrol; what stays is the volume."""
     out, err = (file.parent / f"up.{each}" for each in ("out", "err"))
 
     def up(*words: str) -> Forked:
@@ -137,6 +154,7 @@ def test_a_cluster_trains_and_ends_by_itself(kubelet: Kubelet, file: Path):
     wait_for(lambda: len(kubelet.kube.jobs) == 3, "the head has launched sites", 300)
     roles = {each["node"] for each in nodes(file)}
     assert roles == {"head", *(f"site-{site}" for site in SITES)}
+    lose(kubelet)
     second = up()
     second.communicate(300)
     told = err.read_text()
@@ -145,7 +163,8 @@ def test_a_cluster_trains_and_ends_by_itself(kubelet: Kubelet, file: Path):
     assert "roster 3 of 2 sites is signed" in told
     assert "run completed" in logs
     assert nodes(file) == []
-    assert len(kubelet.kube.created) == 3
+    # Of the sites none was launched again.
+    assert len(kubelet.kube.created) == 4
     (runs,) = (file.parent / "volume").glob("fed/deployment/aggregator/runs/*/*")
     assert (runs / "events.jsonl").exists()
     down = json.loads(crossfed("down", str(file), "--json").stdout)
