@@ -65,6 +65,8 @@ class PolicySpec:
         max_rounds: Most rounds of a run.
         max_local_steps: Most local steps of a round: those of a job that fixes them,
             or `schedule.max_local_steps`. No limit by default, and none for epochs.
+        max_accumulate: Most batches of a step in any round: `training.accumulate`, and
+            each value in `training.accumulate_from`.
         functions: Functions that a job may use as model or objective:
             `module:function`; `module:*` for every function that the module itself
             defines; or `./file.py:function` for a file beside this one, which must be
@@ -92,6 +94,7 @@ class PolicySpec:
     accept_two_sites: bool = False
     max_rounds: int = key(default=10_000, low=1)
     max_local_steps: int | None = key(default=None, low=1)
+    max_accumulate: int = key(default=10_000, low=1)
     functions: tuple[str, ...] = (
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

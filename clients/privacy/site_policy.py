@@ -172,6 +172,18 @@ def _other_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if limit is not None and most > limit:
         key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"
         yield key, f"allows {limit} local steps a round (policy.max_local_steps)"
+    yield from _batch_faults(job, policy)
+
+
+def _batch_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+    """How many batches a step takes, in any round."""
+    training, most = job.training, policy.max_accumulate
+    given = {"training.accumulate": training.accumulate}
+    for index, (_, value) in enumerate(training.accumulate_from):
+        given[f"training.accumulate_from[{index}]"] = value
+    for key, value in given.items():
+        if value > most:
+            yield key, f"allows {most} batches a step (policy.max_accumulate)"
 
 
 def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

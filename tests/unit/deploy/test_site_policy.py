@@ -114,6 +114,21 @@ def test_default_policy_accepts_no_job_without_privacy():
             "allows 5 (policy.max_rounds)",
         ),
         (
+            small_job(training={"local_steps": 1, "accumulate": 10_001}),
+            OPEN,
+            "training.accumulate",
+            "allows 10000 batches a step (policy.max_accumulate)",
+        ),
+        (
+            small_job(
+                rounds=5,
+                training={"local_steps": 1, "accumulate_from": [[2, 8], [4, 2**62]]},
+            ),
+            {**OPEN, "max_accumulate": 8},
+            "training.accumulate_from[1]",
+            "allows 8 batches a step (policy.max_accumulate)",
+        ),
+        (
             secure_job(2, threshold=2, clip_norm=20.0),
             OPEN,
             "privacy.secure_aggregation.clip_norm",
