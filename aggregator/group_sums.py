@@ -219,7 +219,10 @@ class GroupGather:
             try:
                 current.protocol.close_masked()
                 sums[group] = current.open(
-                    self.job, evaluation=evaluation, update_clip=self.contract.clip_norm
+                    self.job,
+                    evaluation=evaluation,
+                    update_clip=self.contract.clip_norm,
+                    steps=record.steps,
                 )
             except TooFewSites as error:
                 group.remark = str(error)

@@ -46,6 +46,8 @@ class SumTerms:
         job: The job.
         contract: What they agreed to.
         num_updates: n, the sites in the sum.
+        round_index: The round, from 1.
+        steps: The local steps that were chosen for it; None for the job's number.
         training: Whether they trained.
         evaluation: Whether they evaluated the model that they were sent.
     """
@@ -53,8 +55,10 @@ class SumTerms:
     job: JobSpec
     contract: Contract
     num_updates: int
+    round_index: int
     training: bool
     evaluation: bool
+    steps: range | None = None
 
 
 def check_totals(totals: _Totals, asked: SumTerms) -> None:
@@ -105,7 +109,9 @@ def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     yield from _sum_faults(train.TRAINING, totals, asked, is_asked=is_asked)
     uniform = asked.contract.weight_rule == "uniform"
     largest = None if uniform else asked.contract.max_examples
-    most = most_trained_on(asked.job, largest)
+    most = most_trained_on(
+        asked.job, largest, round_index=asked.round_index, steps=asked.steps
+    )
     most = MAX_PREDICTIONS if most is None else most
     if train.counts_coarsely(asked.contract):
         most = coarse(most)

@@ -141,13 +141,21 @@ class MaskedRound:
         elif self._total is not None:
             self._total.fold_(update.words.view(self._ring.wire_dtype), count=count)
 
-    def open(self, job: JobSpec, *, evaluation: bool, update_clip: float) -> OpenedSum:
+    def open(
+        self,
+        job: JobSpec,
+        *,
+        evaluation: bool,
+        update_clip: float,
+        steps: range | None = None,
+    ) -> OpenedSum:
         """Remove the remaining masks and read the sum.
 
         Args:
             job: Says what honest sites may have reported.
             evaluation: Whether the sites evaluated the model.
             update_clip: What each update was clipped to.
+            steps: Local steps that were chosen for the round.
 
         Raises:
             TooFewSites: Too few sites have answered.
@@ -171,8 +179,10 @@ class MaskedRound:
             job=job,
             contract=self._contract,
             num_updates=num_updates,
+            round_index=opened.round_index,
             training=total is not None,
             evaluation=evaluation,
+            steps=steps,
         )
         check_totals(totals, asked)
         mean_d = None

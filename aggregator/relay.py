@@ -66,7 +66,7 @@ class PlainRelay:
     layout_digest: str
     weight_of: Callable[[SiteUpdate], float]
     combine: CombineRule
-    fault_of: Callable[[SiteUpdate], str] = lambda _update: ""
+    fault_of: Callable[[SiteUpdate, range | None], str] = lambda _update, _steps: ""
 
     def __call__(
         self, tasks: Sequence[Task], answers: Sequence[SiteMessage]
@@ -143,7 +143,7 @@ class PlainRelay:
             fault = "trained a model with a different layout than this run's"
         elif (update.based_on, update.fragment) != (task.based_on, task.fragment):
             fault = f"sent its relay what is based on round {update.based_on}"
-        fault = fault or self.fault_of(update)
+        fault = fault or self.fault_of(update, task.steps)
         if fault:
             raise InvalidUpdate(fault)
         return self.weight_of(update)

@@ -162,7 +162,12 @@ class SecureGather:
             if setup.contract.setting is Setting.P2:
                 self._agree_and_reveal(record, current.protocol, survivors)
             evaluation = not trains or evaluates(self.job, state)
-            return current.open(self.job, evaluation=evaluation, update_clip=clip)
+            return current.open(
+                self.job,
+                evaluation=evaluation,
+                update_clip=clip,
+                steps=record.steps,
+            )
         finally:
             for said in blame.note(current.protocol):
                 record.events.warned(f"round {record.round_index}: {said}")

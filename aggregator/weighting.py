@@ -21,7 +21,7 @@ from federation.job.metrics import (
 )
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
-from federation.rounds.local_work import bounds, most_accumulated
+from federation.rounds.local_work import accumulate_in, bounds
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9
@@ -82,24 +82,36 @@ def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weigh
     return weigh_held
 
 
-def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
-    """Most predictions that one site makes while it trains; None if that is unknown.
+def most_trained_on(
+    job: JobSpec,
+    examples: int | None,
+    *,
+    round_index: int,
+    steps: range | None = None,
+) -> int | None:
+    """Most predictions that one site makes in a round's training; None if unknown.
 
     Args:
         job: The job.
         examples: That the site holds at most; None if that is unknown.
+        round_index: The round, from 1: steps of later rounds may be larger.
+        steps: Those that were chosen for the round; None for the most that the job
+            allows.
     """
     training, each = job.training, most_of_a_record(job.training)
     if training.local_steps is not None:
-        most = bounds(job)[1]
-        return most * most_accumulated(training) * training.batch_size * each
+        most = bounds(job)[1] if steps is None else len(steps)
+        batches = most * accumulate_in(training, round_index)
+        return batches * training.batch_size * each
     return None if examples is None else training.num_epochs * examples * each
 
 
 def sums_fault(
     job: JobSpec, introduced: Mapping[SiteId, SignedCounts] = _UNKNOWN
-) -> Callable[[SiteUpdate | SiteEvaluation], str]:
+) -> Callable[[SiteUpdate | SiteEvaluation, range | None], str]:
     """Return a check for counts in an answer that its site cannot have reached.
+
+    It takes the answer, and the local steps that were chosen for its round, if any.
 
     Args:
         job: The job.
@@ -108,11 +120,15 @@ def sums_fault(
     training, each = metrics_of(job.training), most_of_a_record(job.training)
     held_out = evaluated_of(job.training)
 
-    def fault(answer: SiteUpdate | SiteEvaluation) -> str:
+    def fault(answer: SiteUpdate | SiteEvaluation, steps: range | None) -> str:
         said = introduced.get(answer.site)
         examples = said.held_out if said else 0
         evaluated = examples * each if examples else MAX_PREDICTIONS
-        most = most_trained_on(job, said.examples or None) if said else None
+        most = None
+        if said:
+            most = most_trained_on(
+                job, said.examples or None, round_index=answer.round_index, steps=steps
+            )
         trained = MAX_PREDICTIONS if most is None else most
         bounds = {"evaluation": evaluated, "evaluation_after": evaluated}
         for name, bound in {**bounds, "training": trained}.items():

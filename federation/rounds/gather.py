@@ -105,7 +105,8 @@ class PlainGather:
         weight_of: How much an update counts.
         combine: Combines the updates.
         schedule: When to ask whom.
-        fault_of: What is wrong with an answer, which then does not count.
+        fault_of: What is wrong with an answer, which then does not count. It takes the
+            local steps that were chosen for the answer's round, if any.
         rule_of: From the global weights of a round to the rule that combines its
             updates, where that depends on them; in place of ``combine``.
     """
@@ -118,7 +119,9 @@ class PlainGather:
     weight_of: Callable[[SiteUpdate], float]
     combine: CombineRule
     schedule: Schedule = BARRIER
-    fault_of: Callable[[SiteUpdate | SiteEvaluation], str] = lambda _answer: ""
+    fault_of: Callable[[SiteUpdate | SiteEvaluation, range | None], str] = (
+        lambda _answer, _steps: ""
+    )
     rule_of: Callable[[Vector], CombineRule] | None = None
     _desk: Desk = field(init=False)
     # Of each site the round of the newest model that it is known to have.
@@ -153,14 +156,19 @@ class PlainGather:
             tasks,
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
-        record.collect_evaluations(self._faultless(replies))
+        record.collect_evaluations(self._faultless(replies, record))
 
-    def _faultless(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+    def _faultless(
+        self, replies: Iterable[Reply], record: RoundRecord
+    ) -> Iterator[Reply]:
         """Replace every faulty answer by a failure."""
         for reply in replies:
             message = reply.message
+            # Another round may have had other steps: up to the most of the job.
+            is_current = message.round_index == record.round_index
+            steps = record.steps if is_current else None
             if isinstance(message, SiteUpdate | SiteEvaluation) and (
-                fault := self.fault_of(message)
+                fault := self.fault_of(message, steps)
             ):
                 refused = failure(message, FailureKind.INVALID, fault)
                 yield replace(reply, message=refused)
@@ -208,7 +216,7 @@ class PlainGather:
             num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
         )
-        sound = record.sound(self._faultless(replies), SiteUpdate)
+        sound = record.sound(self._faultless(replies, record), SiteUpdate)
         for parts in whole_sums(sound, record):
             try:
                 weights = [

@@ -140,11 +140,6 @@ def batches_before(training: TrainingSpec, round_index: int, first_step: int) ->
     )
 
 
-def most_accumulated(training: TrainingSpec) -> int:
-    """Most batches of a step in any round."""
-    return max(training.accumulate, *(n for _, n in training.accumulate_from), 1)
-
-
 def fewest_rounds(job: JobSpec) -> int:
     """The number of rounds if each takes as many steps as it may."""
     if not is_auto(job):

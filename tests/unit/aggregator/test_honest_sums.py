@@ -38,6 +38,7 @@ def asked(**changes: Any) -> SumTerms:
         "job": job,
         "contract": Parties(4).contract(header_slots=train.HEADER_SLOTS, threshold=4),
         "num_updates": 4,
+        "round_index": 1,
         "training": True,
         "evaluation": True,
     }
@@ -215,6 +216,21 @@ def test_most_predictions_of_epochs_follow_from_the_most_examples():
     epochs = asked(job=job)
     check_totals({**HONEST, "training_count": 80_000}, epochs)
     refused({**HONEST, "training_count": 80_001}, "20000 at most each", epochs)
+
+
+def test_counts_of_a_sum_are_bounded_by_their_round():
+    """By the batches of its steps, and by the steps that were chosen for it."""
+    training = {"local_steps": 3, "batch_size": 8, "accumulate_from": [[2, 4]]}
+    job = small_job(num_sites=4, rounds=2, training=training)
+    for changes, most in (
+        ({"round_index": 1}, 4 * 24),
+        ({"round_index": 2}, 4 * 96),
+        ({"round_index": 2, "steps": range(3, 5)}, 4 * 64),
+    ):
+        terms = asked(job=job, **changes)
+        check_totals({**HONEST, "training_count": most}, terms)
+        beyond = {**HONEST, "training_count": most + 1}
+        refused(beyond, f"{most // 4} at most each", terms)
 
 
 LANGUAGE = {"task": "causal_lm", "max_tokens": 128}

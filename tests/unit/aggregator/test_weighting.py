@@ -150,9 +150,21 @@ def test_site_counts_no_more_predictions_than_it_has_data_for(
     within, beyond = (
         replace(_update(100), **{kind: _sums(1.0, n)}) for n in (most, most + 1)
     )
-    assert fault(within) == ""
-    assert f"counts {most + 1} predictions in {kind.partition('_')[0]}" in fault(beyond)
-    assert f"at most {most}" in fault(beyond)
+    assert fault(within, None) == ""
+    assert f"counts {most + 1} predictions in {kind.partition('_')[0]}" in fault(
+        beyond, None
+    )
+    assert f"at most {most}" in fault(beyond, None)
+
+
+@pytest.mark.parametrize(("index", "most"), [(1, 16), (2, 64)])
+def test_site_counts_no_more_predictions_than_its_round_takes(index: int, most: int):
+    """The larger steps of later rounds are no excuse in an earlier one."""
+    training = {"local_steps": 2, "batch_size": 8, "accumulate_from": [[2, 4]]}
+    fault = sums_fault(small_job(rounds=2, training=training), SAID)
+    for count in (most, most + 1):
+        answer = replace(_update(100), round_index=index, training=_sums(1.0, count))
+        assert bool(fault(answer, None)) == (count > most)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +175,7 @@ def test_site_that_tells_nothing_counts_no_more_than_anybody_could(said: Any):
     fault = sums_fault(IN_EPOCHS, said)
     for count in (MAX_PREDICTIONS, MAX_PREDICTIONS + 1):
         answer = replace(_update(100), evaluation=_sums(1.0, count))
-        assert bool(fault(answer)) == (count > MAX_PREDICTIONS)
+        assert bool(fault(answer, None)) == (count > MAX_PREDICTIONS)
 
 
 BOUNDED = small_job(
@@ -178,7 +190,7 @@ BOUNDED = small_job(
 def judged(job: JobSpec, metrics: dict[str, float]) -> str:
     """What is said of ten predictions."""
     sums = MetricSums(count=10, loss_sum=1.0, metrics=metrics)
-    return sums_fault(job)(replace(_update(100), training=sums))
+    return sums_fault(job)(replace(_update(100), training=sums), None)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +230,5 @@ def test_impossible_metrics(job: JobSpec, metrics: dict[str, float]):
 def test_count_below_zero_is_none():
     """Not even of no predictions."""
     sums = MetricSums(count=-1, loss_sum=1.0, metrics={"correct": -1})
-    fault = sums_fault(IN_STEPS)(replace(_update(100), training=sums))
+    fault = sums_fault(IN_STEPS)(replace(_update(100), training=sums), None)
     assert fault == "reported an impossible number of predictions"

@@ -23,7 +23,6 @@ from federation.rounds.local_work import (
     check_task,
     choose,
     in_round,
-    most_accumulated,
     pace_of,
 )
 from federation.wire import frame as wire
@@ -237,9 +236,18 @@ def test_steps_are_in_every_mask_key():
     assert len({task_digest(task, 1.0) for task in tasks}) == len(tasks)
 
 
-def test_bounds_of_sums_are_for_the_longest_round():
+def test_bounds_of_sums_follow_the_steps_of_their_round():
+    """A short round allows no more than it asked for; a late answer, the most."""
     job = auto(low=2, high=100, batch_size=8)
-    assert most_trained_on(job, None) == 100 * 8
+    for steps, most in ((range(40, 47), 7), (None, 100)):
+        assert most_trained_on(job, None, round_index=3, steps=steps) == most * 8
+
+
+def test_bounds_of_sums_follow_the_batches_of_their_round():
+    """A site of the first rounds cannot claim the large steps of the last ones."""
+    job = toy.job({"rounds": 8, "training": {**GROWING, "batch_size": 3}})
+    found = [most_trained_on(job, None, round_index=r) for r in (1, 2, 3, 5, 6, 8)]
+    assert found == [5 * 3 * batches for batches in (2, 2, 4, 4, 1, 1)]
 
 
 # What a checkpoint keeps.
@@ -345,7 +353,6 @@ def test_a_step_has_the_batches_of_its_round():
         assert before == 5 * sum(each[: index - 1])
         alike = in_round(job, index).training
         assert (alike.accumulate, alike.accumulate_from) == (each[index - 1], ())
-    assert most_accumulated(job.training) == 4
     plain = toy.job({"training": {"local_steps": 5, "accumulate": 3}})
     assert batches_before(plain.training, 4, 17) == 51
     assert in_round(plain, 4) is plain
