@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from federation.compression.fragments import fragment_of
-from federation.errors import InvalidUpdate, ProtocolError
+from federation.errors import AggregatorAtFault, InvalidUpdate, ProtocolError
 from federation.ids import SiteId
 from federation.mapped import sha256
 from federation.messages import (
@@ -36,9 +36,11 @@ from privacy.secagg.agreement.contract import Contract, Member
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
 from privacy.secagg.arithmetic.relayed import sum_words, word_bits
+from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.masked_answers import read_answer, relayed_round
 from privacy.secagg.protocol.messages import (
+    Book,
     Head,
     MaskedAnswer,
     RelayedHead,
@@ -165,6 +167,17 @@ class SecureRelay:
     contract: Contract
     book: bytes = b""
 
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check what the aggregator asks of sites in a round, before they work.
+
+        Raises:
+            AggregatorAtFault: It is no task of a round, or the book is none: whatever
+                sites answered, it could not be checked.
+        """
+        for task in tasks:
+            if isinstance(task, RoundTask):
+                relayed_round(task, contract=self.contract, book=self.book)
+
     def __call__(
         self, tasks: Sequence[Task], answers: Sequence[SiteMessage]
     ) -> Relayed:
@@ -177,6 +190,8 @@ class SecureRelay:
                 continue
             try:
                 number = self._checked(task, answer)
+            except AggregatorAtFault as error:
+                found[index] = failure(answer, FailureKind.AGGREGATOR, str(error))
             except ProtocolError as error:
                 found[index] = failure(answer, FailureKind.INVALID, str(error))
             else:
@@ -272,13 +287,33 @@ class SecureRelay:
 
 
 def book_in(tasks: Sequence[Task]) -> bytes:
-    """The book of a setup that tasks bring to their sites; empty if it is none."""
-    confirms = (
+    """The book of a setup that tasks bring to their sites; empty if they bring none.
+
+    Raises:
+        AggregatorAtFault: What they bring is no book.
+    """
+    confirms = [
         task.body
         for task in tasks
         if isinstance(task, SecureTask) and task.step is SecureStep.CONFIRM
-    )
-    return next(confirms, b"")
+    ]
+    for book in confirms:
+        check_book(book)
+    return confirms[0] if confirms else b""
+
+
+def check_book(book: bytes) -> None:
+    """Check that an encoded book is one.
+
+    Raises:
+        AggregatorAtFault: It is not.
+    """
+    try:
+        Book.from_bytes(book)
+    except MalformedMessage as error:
+        raise AggregatorAtFault(
+            f"the aggregator sent something else than a book of keys: {error}"
+        ) from error
 
 
 def _refusing(

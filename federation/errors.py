@@ -5,6 +5,7 @@ FederationError
 |-- ProtocolError             a message that breaks the protocol
 |   |-- WireError             bytes that are not a crossfed message
 |   |-- LayoutMismatch        a model whose layout differs from the run's
+|   |-- AggregatorAtFault     a message that no honest aggregator sends
 |   `-- InvalidUpdate         a site's answer that cannot be counted
 |-- SiteError                 work that failed at a site
 |   `-- UserCodeError         a function of the job or of site.toml raised something
@@ -120,6 +121,10 @@ class WireError(ProtocolError):
 
 class LayoutMismatch(ProtocolError):
     """Two parties hold models of different names, shapes, types or roles."""
+
+
+class AggregatorAtFault(ProtocolError):
+    """The aggregator sent what no honest one does: no site is to blame for it."""
 
 
 class InvalidUpdate(ProtocolError):

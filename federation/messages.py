@@ -50,6 +50,7 @@ class FailureKind(StrEnum):
     BUDGET = "budget"  # the site's privacy budget does not allow the work
     NOT_FINITE = "not_finite"  # the update holds NaN or infinity
     INVALID = "invalid"  # wrong length, wrong model, wrong round
+    AGGREGATOR = "aggregator"  # what the aggregator sent is wrong, not the site
     DUPLICATE = "duplicate"  # a second answer to the same task
     LATE = "late"  # an answer after its round had ended
     UNKNOWN = "unknown"  # an answer from a site that had no task

@@ -27,7 +27,7 @@ from clients.privacy.residual import stored
 from clients.training.site import Work
 from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
-from federation.errors import ProtocolError, SiteError
+from federation.errors import AggregatorAtFault, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.job.metrics import MAX_PREDICTIONS
 from federation.messages import (
@@ -49,7 +49,14 @@ from privacy.secagg.arithmetic.digits import Digits
 from privacy.secagg.arithmetic.level_sum import rotation_of, sum_digest
 from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
-from privacy.secagg.errors import NotSetUp
+from privacy.secagg.errors import (
+    BadSignature,
+    BookRefused,
+    MalformedMessage,
+    NotSetUp,
+    UnknownSite,
+    WrongContext,
+)
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.client import SiteSession
 from privacy.secagg.protocol.key_schedule import RoundFacts
@@ -58,6 +65,9 @@ from privacy.secagg.protocol.round_memory import RoundMemory
 from privacy.secagg.protocol.setup import SiteSetup
 
 _LOG = logging.getLogger(__name__)
+
+# Not a weak key: an honest aggregator does not look for it.
+_WRONG_BOOK = (BadSignature, BookRefused, MalformedMessage, UnknownSite, WrongContext)
 
 _RESTARTED = "has no keys for this run, because it was restarted, and needs a new setup"
 
@@ -122,7 +132,7 @@ class RingSeal:
         elif task.step is SecureStep.ADVERTISE:
             body = self._advertise(task.body, layout)
         elif task.step is SecureStep.CONFIRM:
-            body = self._current_setup().on_book(task.body)
+            body = self._confirm(task.body)
         elif task.step is SecureStep.SURVIVORS:
             body = self._consent(task.body)
         elif task.step is SecureStep.REVEAL:
@@ -155,6 +165,21 @@ class RingSeal:
             setup.close()
             raise
         return advert
+
+    def _confirm(self, body: bytes) -> bytes:
+        """Check the book of keys, and sign that this site has seen it.
+
+        Raises:
+            AggregatorAtFault: It is none, or shows what an honest aggregator would
+                have refused.
+        """
+        setup = self._current_setup()
+        try:
+            return setup.on_book(body)
+        except _WRONG_BOOK as error:
+            raise AggregatorAtFault(
+                f"refuses the aggregator's book of keys: {error}"
+            ) from error
 
     def _consent(self, body: bytes) -> bytes:
         """Sign a list of survivors, unless their sum reveals too much about others.

@@ -19,6 +19,7 @@ from clients.training.site_state import NOTHING, Fact, KeptState, SiteState
 from clients.user_code import sentence
 from federation.compression.codec import BeyondCodec, Links
 from federation.errors import (
+    AggregatorAtFault,
     BudgetExceeded,
     FederationError,
     ProtocolError,
@@ -556,6 +557,7 @@ def _untrained(
 def _kind_of(error: Exception) -> FailureKind:
     kinds = {
         NotSetUp: FailureKind.NOT_SET_UP,
+        AggregatorAtFault: FailureKind.AGGREGATOR,
         ProtocolError: FailureKind.INVALID,
         BudgetExceeded: FailureKind.BUDGET,
         update.NotFinite: FailureKind.NOT_FINITE,

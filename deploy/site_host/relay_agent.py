@@ -22,7 +22,13 @@ from deploy.site_host import enrolment_roster, relay_tasks
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import runs_folder
 from federation.durable_files import replace_file
-from federation.errors import FederationError, JobError, ProtocolError, SiteError
+from federation.errors import (
+    AggregatorAtFault,
+    FederationError,
+    JobError,
+    ProtocolError,
+    SiteError,
+)
 from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
@@ -185,9 +191,16 @@ class RelayAgent:
         relay_tasks.check(heads, run.sites)
         sizes = Sizes(num_floats=run.num_values, num_integers=0)
         tasks = with_models(self.frames.receive_whole(heads, packed.references, sizes))
-        self._note_offer(tasks, run)
+        try:
+            self._note_offer(tasks, run)
+            combine = self._combiner(tasks[0], run)
+            if isinstance(combine, SecureRelay):
+                combine.check(tasks)
+        except AggregatorAtFault as error:
+            self.listener(f"round {tasks[0].round_index} is refused: {error}")
+            refused = relay_tasks.refused(tasks, error, relay=self.name)
+            return self.frames.send_whole(up_frames(None, refused))
         answers = self._asked(tasks, seconds * SITES_SHARE, run)
-        combine = self._combiner(tasks[0], run)
         through, found = (None, answers) if combine is None else combine(tasks, answers)
         return self.frames.send_whole(up_frames(through, found))
 
@@ -313,8 +326,7 @@ class RelayAgent:
         offer, book = folder / _OFFER, folder / _BOOK
         if offer.exists():
             self._contract = self._offered(offer.read_bytes(), run)
-        if book.exists():
-            self._book = book.read_bytes()
+        self._book = relay_tasks.kept_book(book, self.listener)
         return run
 
     def _note_offer(self, tasks: Sequence[Task], run: _RelayedRun) -> None:

@@ -8,12 +8,18 @@ of the relay their round.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from federation.errors import AggregatorAtFault
 from federation.messages import RoundTask
 from privacy.secagg.agreement.certificate import Certificate
 from privacy.secagg.agreement.contract import Contract, Member, Setting
 from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
-from privacy.secagg.errors import BadShare, WrongCohort, WrongContext
+from privacy.secagg.errors import (
+    BadShare,
+    MalformedMessage,
+    WrongCohort,
+    WrongContext,
+)
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.commitments import SECRET, dealt_digests
 from privacy.secagg.protocol.key_schedule import TAG_BYTES, RoundFacts, round_context
@@ -107,13 +113,18 @@ def relayed_round(
         The round; None if its setup is not that of the book, which a relay has missed.
 
     Raises:
-        MalformedMessage: The aggregator sent something else.
+        AggregatorAtFault: The aggregator sent something else.
     """
-    body = train.read_train(task.secure)
-    adverts = Book.from_bytes(book) if book else None
-    if adverts is None or adverts.setup_hash != body.setup_hash:
-        return None
-    certificate = Certificate.from_bytes(body.certificate)
+    try:
+        body = train.read_train(task.secure)
+        adverts = Book.from_bytes(book) if book else None
+        if adverts is None or adverts.setup_hash != body.setup_hash:
+            return None
+        certificate = Certificate.from_bytes(body.certificate)
+    except MalformedMessage as error:
+        raise AggregatorAtFault(
+            f"the aggregator sent no task of a secure round: {error}"
+        ) from error
     cohort = tuple(sorted(adverts.adverts))
     facts = RoundFacts(
         round_index=task.round_index,

@@ -154,6 +154,23 @@ def test_new_setup_that_is_not_complete_leaves_the_old_one(after_a_run: Recordin
     assert not any(secret.erased for secret in secrets)
 
 
+def test_a_wrong_book_is_the_fault_of_the_aggregator(after_a_run: Recording):
+    """One that is none, and one of an earlier setup: the site says whose."""
+    site, offer = after_a_run.site, after_a_run.tasks[0]
+    book = next(
+        task
+        for task in after_a_run.tasks
+        if isinstance(task, SecureTask) and task.step is SecureStep.CONFIRM
+    )
+    for body, said in ((b"none", ""), (book.body, "different advert for this site")):
+        site.handle(offer)
+        answer = site.handle(replace(book, body=body))
+        assert isinstance(answer, SiteFailure)
+        assert answer.kind is FailureKind.AGGREGATOR
+        assert answer.message.startswith("refuses the aggregator's book of keys")
+        assert said in answer.message
+
+
 def test_closed_site_has_no_key(after_a_run: Recording):
     """Neither of the session nor of a setup that had begun."""
     site, offer = after_a_run.site, after_a_run.tasks[0]

@@ -45,7 +45,7 @@ from privacy.membership.introduction import Introduction
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.contract import MAX_MEMBERS
 from privacy.secagg.agreement.identity import Label, generate
-from privacy.secagg.protocol.messages import Offer
+from privacy.secagg.protocol.messages import Book, Offer
 
 EAST, SITES = SiteId("east"), ("site-0", "site-1")
 RELAYS = [{"name": EAST, "sites": [*SITES]}]
@@ -387,24 +387,58 @@ def test_no_words_are_added_without_the_contract(cloud: Cloud):
     )
     with pytest.raises(ProtocolError, match="signature"):
         cloud.exchange(offer)
-    assert len(cloud.asked) == 2  # For introductions, and for the evaluation.
+    assert len(cloud.asked) == 1  # For introductions: no site works in vain.
+
+
+BOOK = Book(adverts={1: b"an advert"}).to_bytes()
+
+
+def confirm(body: bytes, site: str = "site-0") -> SecureTask:
+    """The aggregator shows a book of keys."""
+    return SecureTask(
+        run_id=RUN_ID,
+        round_index=0,
+        site=SiteId(site),
+        step=SecureStep.CONFIRM,
+        body=body,
+    )
 
 
 def test_the_book_of_a_setup_outlives_a_restart(cloud: Cloud):
     """Or one site that answers wrongly would make all of its cloud absent."""
     cloud.propose()
-    confirm = SecureTask(
-        run_id=RUN_ID,
-        round_index=0,
-        site=SiteId("site-0"),
-        step=SecureStep.CONFIRM,
-        body=b"the book",
-    )
-    cloud.exchange(confirm)
+    cloud.exchange(confirm(BOOK))
     again = replace(cloud.agent)
     assert again._book == b""
     again._current(RUN_ID)
-    assert again._book == b"the book"
+    assert again._book == BOOK
+
+
+def test_a_book_that_is_none_is_the_fault_of_the_aggregator(cloud: Cloud):
+    """No site is asked for anything; each failure says whose fault it is."""
+    cloud.propose()
+    cloud.exchange(confirm(BOOK))
+    num_asked = len(cloud.asked)
+    tasks = [confirm(body, f"site-{i}") for i, body in enumerate((BOOK, b"no book"))]
+    found = cloud.exchange(*tasks)
+    assert len(cloud.asked) == num_asked
+    for answer in found:
+        assert isinstance(answer, SiteFailure)
+        assert answer.kind is FailureKind.AGGREGATOR
+        assert "the aggregator sent something else than a book" in answer.message
+    assert cloud.agent._book == BOOK
+
+
+def test_a_damaged_book_of_the_relay_is_not_blamed_on_others(cloud: Cloud):
+    cloud.propose()
+    cloud.exchange(confirm(BOOK))
+    (path,) = cloud.agent.config.folder.rglob("book")
+    path.write_bytes(BOOK[:-1])
+    said: list[str] = []
+    again = replace(cloud.agent, listener=said.append)
+    again._current(RUN_ID)
+    assert again._book == b""
+    assert "book is damaged" in said[-1]
 
 
 def test_a_large_model_and_its_sum_go_through_the_exchange(

@@ -11,8 +11,10 @@ from support import toy
 from support.secagg_parties import MODEL, Run, start
 
 from aggregator.relay import SecureRelay, book_in
+from federation.errors import AggregatorAtFault
 from federation.ids import SiteId
 from federation.messages import (
+    FailureKind,
     MaskedUpdate,
     RoundTask,
     SecureStep,
@@ -134,8 +136,32 @@ def test_one_wrong_site_does_not_cost_its_neighbours_their_round(
     assert text in found[1].message
 
 
-def test_the_book_of_a_setup_is_found_on_its_way():
-    confirm = replace(toy.secure_task(), step=SecureStep.CONFIRM, body=b"book")
-    assert book_in([confirm]) == b"book"
+@pytest.mark.parametrize("wrong", ["book", "task", "certificate"])
+def test_a_task_that_is_wrong_is_the_fault_of_the_aggregator(made: Run, wrong: str):
+    """Before sites work on it; and where they have, they are not blamed."""
+    task, book = task_of(made), made.record.book
+    if wrong == "book":
+        book = book[:-1]
+    elif wrong == "task":
+        task = replace(task, secure=b"no task")
+    else:
+        body = train.read_train(task.secure)
+        secure = train.write_train(replace(body, certificate=b"none"))
+        task = replace(task, secure=secure)
+    relay = SecureRelay(
+        name=EAST, identity=made.parties.sites[4], contract=made.contract, book=book
+    )
+    with pytest.raises(AggregatorAtFault, match="the aggregator sent no task"):
+        relay.check([task])
+    through, (found,) = relay([task], [answer(made, 1)])
+    assert through is None
+    assert isinstance(found, SiteFailure)
+    assert found.kind is FailureKind.AGGREGATOR
+
+
+def test_the_book_of_a_setup_is_found_on_its_way(made: Run):
+    book = made.record.book
+    confirm = replace(toy.secure_task(), step=SecureStep.CONFIRM, body=book)
+    assert book_in([confirm]) == book
     assert book_in([replace(confirm, step=SecureStep.ADVERTISE)]) == b""
     assert book_in([]) == b""
