@@ -18,6 +18,7 @@ from clients.training.privacy_units import note_on_persons
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import extension, parts as wiring, run_store, virtual_engine
+from deploy.wiring.begun_run import begun_id
 from deploy.wiring.rehearsal import (
     Rehearsal,
     dropout_notice,
@@ -284,7 +285,7 @@ class _Simulation:
         if run is None:
             self._run_id = new_run_id(now, os.urandom(3))
         else:
-            self._run_id = run.run_id() or run.new_run_id(now)
+            self._run_id = run.run_id() or begun_id(run) or run.new_run_id(now)
         self._private: PrivateSites | None = None
         if self._job.privacy.differential_privacy.enabled:
             self._private = PrivateSites(

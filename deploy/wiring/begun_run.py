@@ -1,0 +1,25 @@
+"""Which run a folder belongs to, where a process was killed before its first event."""
+
+from federation.ids import RunId
+from monitoring.runs.run_folder import RunFolder
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, is_begun, read_file
+
+
+def begun_id(run: RunFolder) -> RunId | None:
+    """The run whose ledgers are in a folder that lacks its first event.
+
+    Sites open their ledgers before it, so that is what a process leaves that is killed
+    in between. Their run goes on: another one could not use them.
+
+    Returns:
+        None without an event log, or if there are no ledgers, or those of several runs.
+
+    Raises:
+        LedgerDamaged: A ledger is damaged.
+        StoreUnavailable: One cannot be read.
+    """
+    if not run.exists():
+        return None
+    paths = run.path.glob(f"sites/*/{LEDGER_NAME}")
+    ids = {read_file(path).terms.run_id for path in paths if is_begun(path)}
+    return RunId(*ids) if len(ids) == 1 else None
