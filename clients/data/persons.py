@@ -1,4 +1,8 @@
-"""Whose record each example is: what a data source may say, and its checks."""
+"""Whose record each example is: what a data source may say, and its checks.
+
+Names are compared exactly. Bytes are the text that they spell in UTF-8; bytes that
+spell none keep their values (PEP 383), so that no two of them become one name.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +13,8 @@ from numpy.typing import NDArray
 from federation.errors import SiteError
 
 ATTRIBUTE, COLUMN = "persons", "person_id"
+
+_NUL = "\U0010ffff"  # In place of NUL: Unicode has no such character, and never will.
 
 
 def check_persons(persons: object, size: int) -> None:
@@ -46,9 +52,20 @@ def numbered_alike(*parts: NDArray[Any]) -> list[NDArray[np.int64]]:
         # NumPy joins signed and unsigned integers of 64 bits in float64, where two
         # persons above 2**53 may be equal. Their digits are exact.
         parts = tuple(part.astype(np.str_) for part in parts)
+    if len({part.dtype.kind for part in parts}) > 1:
+        # NumPy would read bytes as ASCII, and fail with any other name.
+        parts = tuple(_decoded(part) for part in parts)
     _, numbers = np.unique(np.concatenate(parts), return_inverse=True)
     ends = np.cumsum([len(part) for part in parts])
     return np.split(numbers, ends[:-1])
+
+
+def _decoded(part: NDArray[Any]) -> NDArray[Any]:
+    """Bytes as texts; anything else as it is."""
+    if part.dtype.kind != "S":
+        return part
+    found: NDArray[Any] = np.char.decode(part, "utf-8", "surrogateescape")
+    return found
 
 
 def as_persons(persons: object) -> NDArray[Any]:
@@ -59,15 +76,24 @@ def as_persons(persons: object) -> NDArray[Any]:
     Raises:
         ValueError: It does not hold one integer or text for each record.
     """
+    if isinstance(persons, np.ndarray) and persons.dtype == object:
+        persons = persons.tolist()  # A column, as pandas gives it.
+    if isinstance(persons, list):
+        persons = [_name(value) for value in persons]
     values = np.asarray(persons)
     if isinstance(persons, list) and values.dtype.kind == "f":
         values = np.array(persons, dtype=object)  # -1 and 2**63 together, say.
     if values.dtype == object and all(type(value) is int for value in values.flat):
         values = values.astype(np.str_)
-    if values.dtype == object and all(isinstance(value, str) for value in values.flat):
-        values = values.astype(np.str_)  # A column of texts, as pandas gives it.
     check_persons(values, values.size)
     return values
+
+
+def _name(value: object) -> object:
+    """A name in a form that NumPy keeps: it reads bytes as ASCII, and drops NULs."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    return value.replace("\0", _NUL) if isinstance(value, str) else value
 
 
 def of_columns(columns: Mapping[str, Any], *, name: str) -> NDArray[Any] | None:

@@ -9,6 +9,7 @@ from support.small_jobs import small_job
 
 from clients.data.datasets import Examples, as_dataset
 from clients.data.partition import partition
+from clients.data.persons import as_persons, numbered_alike
 from clients.training.privacy_units import (
     held_out_units,
     note_on_persons,
@@ -193,3 +194,45 @@ def test_large_numbers_of_two_types_are_different_persons():
     train = as_dataset(Examples(inputs=INPUTS, persons=trained), name="train")
     held_out = as_dataset(Examples(inputs=INPUTS[:3], persons=held), name="held")
     assert len(held_out_units(person_job(), train, held_out)) == 1
+
+
+LATIN, CUT = b"caf\xe9", b"caf\xc3"  # Neither is UTF-8.
+SPELT = b"caf\xc3\xa9"
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "numbers"),
+    [
+        ([SPELT, b"x"], ["x", "caf\u00e9", "cafe"], [[0, 2], [2, 0, 1]]),
+        ([LATIN, CUT], [SPELT, LATIN], [[2, 1], [0, 2]]),
+        ([LATIN, "x"], ["x", CUT], [[1, 2], [2, 0]]),
+        ([b"a", b"a\0"], ["a\0", "a"], [[0, 1], [1, 0]]),
+        ([1, 2], [b"2", "\u0662"], [[0, 1], [1, 2]]),
+    ],
+)
+def test_names_that_are_no_ascii_are_compared_exactly(
+    train: list[Any], held_out: list[Any], numbers: list[list[int]]
+):
+    """As lists and columns of objects: equal names have one number, and no others."""
+    for kind in (list, lambda names: np.array(names, dtype=object)):
+        parts = [as_persons(kind(names)) for names in (train, held_out)]
+        found = [each.tolist() for each in numbered_alike(*parts)]
+        assert _alike(found) == _alike(numbers)
+
+
+def _alike(parts: list[list[int]]) -> list[bool]:
+    """Which pairs of all numbers are equal."""
+    numbers = [number for part in parts for number in part]
+    return [one == other for one in numbers for other in numbers]
+
+
+def test_bytes_of_one_part_are_the_texts_of_another():
+    """A person who is trained on is not held out, however the parts are stored."""
+    names = np.array([LATIN, SPELT, b"x"]), np.array(["caf\u00e9", "y", "x"])
+    train, held_out = (
+        as_dataset(Examples(inputs=INPUTS[:3], persons=each), name="x")
+        for each in names
+    )
+    kept = held_out_units(person_job(), train, held_out)
+    assert kept.persons is not None
+    assert kept.persons.tolist() == ["y"]
