@@ -33,6 +33,7 @@ from federation.ids import SiteId
 from federation.job.adapter_ranks import ranks_of
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec, LearningRateSpec
+from federation.rounds.local_work import in_round
 from federation.tree import map_tree
 
 _SMOOTHING = 0.9  # Of the running mean of losses.
@@ -75,7 +76,10 @@ class FoundSettings:
         noise_scale: Of gradients at the weights that a run begins with, in records;
             infinite where they are noise alone.
         batch_size: Of the job, which the noise scale is compared with: all records of
-            an optimiser step.
+            an optimiser step. Where later rounds take larger steps, that of round 1,
+            whose steps the range test takes.
+        later: First round and batch size of each later value
+            (``training.accumulate_from``).
     """
 
     site: SiteId
@@ -83,6 +87,7 @@ class FoundSettings:
     rate: float | None
     noise_scale: float
     batch_size: int
+    later: Sequence[tuple[int, int]] = ()
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -190,7 +195,9 @@ def find_settings(
         raise JobError(
             f"use 0 < low < high and at least {_FEWEST_LOSSES} steps", key="--low"
         )
-    trial = _RangeTest(federation, site)
+    size, later = job.training.batch_size, job.training.accumulate_from
+    job = in_round(job, 1)
+    trial = _RangeTest(replace(federation, job=job), site)
     with seeded_globally(torch_seed(job.seed, "settings", site), trial.device):
         noise = trial.noise_scale()
         rates = trial.range_test(low, high, steps)
@@ -200,7 +207,8 @@ def find_settings(
         rates=rates,
         rate=steepest(rates.rates[:last], rates.smoothed[:last]),
         noise_scale=noise,
-        batch_size=job.training.batch_size * job.training.accumulate,
+        batch_size=size * job.training.accumulate,
+        later=[(first_round, size * batches) for first_round, batches in later],
     )
 
 

@@ -52,6 +52,7 @@ def _document(found: "FoundSettings") -> dict[str, Any]:
         "rate": found.rate,
         "noise_scale": number(found.noise_scale),
         "batch_size": found.batch_size,
+        "later_batch_sizes": [[*pair] for pair in found.later],
         "diverged": found.rates.diverged,
         "skipped_steps": found.rates.skipped,
         "rates": found.rates.rates,
@@ -91,6 +92,14 @@ def _print(found: "FoundSettings") -> None:
         f"{scale:,.0f} records" if math.isfinite(scale) else "beyond what was measured"
     )
     say(f"gradient noise scale {text}; a step of the job has {found.batch_size:,}")
+    for first_round, size in found.later:
+        say(f"from round {first_round} on a step has {size:,}")
+    if found.later:
+        say(
+            "the learning rate is that of round 1's steps, and larger steps bear a "
+            "larger one: repeat the search with training.accumulate set to a later "
+            "value, without training.accumulate_from"
+        )
 
 
 VERBS = {"find-rate": _find_rate}
