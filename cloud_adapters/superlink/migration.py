@@ -20,6 +20,7 @@ from cloud_adapters.flower.private.migrations import (
     build_alembic_config,
     run_migrations,
 )
+from cloud_adapters.storage.disk.sqlite_url import sqlite_url
 from federation.durable_files import flush
 from federation.errors import StoreUnavailable
 
@@ -63,7 +64,7 @@ def migrate(database: Path) -> None:
 
 @contextmanager
 def _engine(file: Path) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{file}")
+    engine = create_engine(sqlite_url(file))
     try:
         yield engine
     finally:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cloud_adapters.nginx.config import FLEET_CALLS
+from cloud_adapters.storage.disk.sqlite_url import sqlite_url
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 from deploy.aggregator_host import host_secrets
 from federation.errors import StoreUnavailable
@@ -49,7 +50,7 @@ def command(
             "deploy.aggregator_host.superlink_process",
             json.dumps(facts),
         ),
-        *("--database", str(database)),
+        *("--database", sqlite_url(database)),
         *("--superexec-auth-secret-file", str(secrets / host_secrets.RUNTIME)),
         *arguments,
     ]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from cloud_adapters.storage.disk.sqlite_url import sqlite_url
 from deploy.tuning import ledger_marks
 from deploy.tuning.selecting import SelectionDraw, SelectionRelease, cost, release
 from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
@@ -314,7 +315,7 @@ def _in_process(
 def _storage(folder: Path) -> "optuna.storages.RDBStorage":
     import optuna  # noqa: PLC0415 -- an extra
 
-    return optuna.storages.RDBStorage(f"sqlite:///{(folder / DATABASE).absolute()}")
+    return optuna.storages.RDBStorage(sqlite_url((folder / DATABASE).absolute()))
 
 
 def _numbers(folder: Path) -> set[int]:

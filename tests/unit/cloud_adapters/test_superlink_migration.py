@@ -76,13 +76,17 @@ def outdated(database: Path) -> None:
 
 @pytest.mark.parametrize("statement", [30, 90])
 def test_a_new_state_is_complete_or_not_there(tmp_path: Path, statement: int):
-    database = tmp_path / "state.db"
+    """Also in a folder whose name means something else in a URL."""
+    folder = tmp_path / "a?b#%3F"
+    folder.mkdir()
+    database = folder / "state.db"
     with killed_at(statement):
         migration.migrate(database)
     assert not database.exists()
     migration.migrate(database)
     assert migration._is_current(database)
-    assert [path.name for path in tmp_path.iterdir()] == ["state.db"]
+    assert [path.name for path in folder.iterdir()] == ["state.db"]
+    assert [*tmp_path.iterdir()] == [folder]
     assert database.stat().st_mode & 0o777 == 0o600
 
 
