@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from cloud_adapters.storage.disk.space import reserve
+
 NAME = "reserve"
 # A book of sites of 16 MiB, its copy, and the list of revoked certificates.
 RESERVE_BYTES = 64 << 20
@@ -27,7 +29,7 @@ def fill(folder: Path) -> bool:
     try:
         handle = os.open(path, flags, 0o600)
         try:
-            os.posix_fallocate(handle, 0, RESERVE_BYTES)
+            reserve(handle, RESERVE_BYTES)
         finally:
             os.close(handle)
     except OSError:  # The disk is full: part of a reserve would be none.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cloud_adapters.storage.disk.errors import ADVICE
 from cloud_adapters.storage.disk.files import FOLDER_FLAGS, Flushes, read_range
+from cloud_adapters.storage.disk.space import allocate
 from cloud_adapters.storage.parts import Part
 from federation.errors import StoreUnavailable
 
@@ -64,7 +65,8 @@ class PartFile:
             opened.callback(os.close, self._parts)
             if size and os.fstat(self._file).st_size != size:
                 os.ftruncate(self._parts, 0)
-                _allocate(self._file, size)
+                allocate(self._file, size)  # To fail early.
+                os.ftruncate(self._file, size)
             self._opened = opened.pop_all()
 
     def has(self, part: Part) -> bool:
@@ -129,13 +131,6 @@ def _lock(file: int, target: Path) -> None:
         raise StoreUnavailable(
             f"another process has just written {str(target)!r}: check it first"
         )
-
-
-def _allocate(file: int, size: int) -> None:
-    """Reserve the space, if the system can, to fail early."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    os.ftruncate(file, size)
 
 
 def _sweep(target: Path, *, keep: str) -> None:

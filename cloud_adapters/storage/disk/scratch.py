@@ -5,7 +5,6 @@ longer counts as this process's memory; the kernel keeps it in its cache while t
 room, and on the disk otherwise. Values and arithmetic are those of vectors in memory.
 """
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cloud_adapters.storage.disk.part_file import file_errors
+from cloud_adapters.storage.disk.space import allocate
 from federation.mapped import ScratchMap
 from federation.vectors import Allocate, Vector, in_memory
 
@@ -51,6 +51,6 @@ class ScratchVectors:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
                 # Now: a map of a file without room kills the process that writes to it.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                allocate(file.fileno(), num_bytes)
                 mapped = ScratchMap(file.fileno(), num_bytes)
         return np.frombuffer(mapped, np.float32)
