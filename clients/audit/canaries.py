@@ -10,6 +10,11 @@ model are wrapped, as a data source and a factory of a user's could do it.
 A canary that is out stays in its place as a record without a gradient, so that the
 number of records, and with it the sampling rate, does not tell who is in.
 
+Where the unit of privacy is a person, a canary is a person with several records: all of
+them carry its code, or none does. Their mean gradient is that of one of them, so what
+clipping leaves is the largest trace of one person. Clipped record by record, the trace
+would be several times as large.
+
 How a record carries its code: in the first token of a window as a negative number, or
 behind the flattened values of an example.
 
@@ -121,6 +126,8 @@ class CanariedData:
         *,
         task: str,
         first: int = 0,
+        records_each: int = 1,
+        num_empty: int = 0,
     ) -> None:
         """Put canaries behind the records.
 
@@ -130,6 +137,9 @@ class CanariedData:
                 sites that are not audited, and for held-out data.
             task: ``classification`` or ``causal_lm``.
             first: Number of the first canary's coordinate among the model's.
+            records_each: Records of a canary: several where it is a person.
+            num_empty: Records without a gradient behind the canaries, each of a
+                person of its own.
 
         Raises:
             SiteError: The data has tokens below 0, or no targets to classify.
@@ -137,8 +147,11 @@ class CanariedData:
         self._data = data
         self._is_language = task == "causal_lm"
         places = np.arange(len(is_in_m)) + _FIRST + first
-        extra = np.where(is_in_m, places, _EMPTY)
-        self._codes = np.concatenate((np.zeros(len(data), np.int64), extra))
+        extra = np.repeat(np.where(is_in_m, places, _EMPTY), records_each)
+        empty = np.full(num_empty, _EMPTY)
+        self._codes = np.concatenate((np.zeros(len(data), np.int64), extra, empty))
+        behind = np.repeat(np.arange(len(is_in_m)), records_each)
+        self._behind = np.append(behind, len(is_in_m) + np.arange(num_empty))
         one, targets = data.batch(np.array([0]))
         if self._is_language and (one.ndim != 2 or one.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
             raise SiteError("canaries for causal_lm need windows of integer tokens")
@@ -182,9 +195,13 @@ class CanariedData:
         return ()
 
     @property
-    def persons(self) -> None:
-        """None, as with labels: an audit of persons is refused."""
-        return
+    def persons(self) -> Indices | None:
+        """Number of the person of each record, of canaries too; None without names."""
+        ids = self._data.persons
+        if ids is None:
+            return None
+        names, numbers = np.unique(ids, return_inverse=True)
+        return np.append(numbers, len(names) + self._behind).astype(np.int64)
 
     def subset(self, indices: Indices) -> Dataset:
         """Refuse: canaries belong to all of a site's records."""

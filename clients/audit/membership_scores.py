@@ -2,10 +2,13 @@
 
 A model that has learned single records by heart has a smaller loss on them (Yeom et
 al. 2018, arXiv:1709.01604, section 3). Held-out records of the same site stand for
-those that were not trained on.
+those that were not trained on; and where persons are protected, held-out persons for
+persons who were not trained on.
 
-Shape suffixes: B records, T tokens, V vocabulary, n records of one kind.
+Shape suffixes: B records, T tokens, V vocabulary, n records of one kind, p persons.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +67,26 @@ def membership_scores(
         losses_n, nan=largest, posinf=largest
     )
     return scores_n
+
+
+def scores_of_persons(
+    scores_n: NDArray[np.float64], persons_n: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Score persons by the mean score of their records.
+
+    As attacks on all texts of one user do: Kandpal et al. 2023, arXiv:2310.09266,
+    section 3.
+
+    Args:
+        scores_n: Scores of records, shape ``(n,)``.
+        persons_n: Person of each record, shape ``(n,)``; integers or texts.
+
+    Returns:
+        Shape ``(p,)``, in the order of the persons' names.
+    """
+    _, numbers = np.unique(persons_n, return_inverse=True)
+    sums_p = np.bincount(numbers, weights=scores_n)
+    return sums_p / np.bincount(numbers)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@
 2. A run without: how well the loss tells training records from held-out ones.
 
 Both are runs of their own, in memory: no ledger, run folder or model of the job is
-touched. The attacker sees what the promise holds against: under ``record`` every update
-of a site, so secure aggregation is off; under ``joint`` the sums that it opens, with
-the noise of as few sites as the accounting counts on.
+touched. The attacker sees what the promise holds against: under ``record`` and
+``person`` every update of a site, so secure aggregation is off; under ``joint`` the
+sums that it opens, with the noise of as few sites as the accounting counts on.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ from clients.privacy import standardise
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from deploy.audit.jobs import as_attacked, is_summed
+from deploy.audit.plain_run import PlainRun
 from deploy.audit.rounds import throwaway_id
-from deploy.audit.runs import Attack, CanaryRun, PlainRun, PlanSites
+from deploy.audit.runs import Attack, CanaryRun
+from deploy.audit.site_parts import PlanSites
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
 from federation.errors import JobError
@@ -64,7 +66,8 @@ def audit(
     """Audit a job.
 
     Args:
-        job: The job; its unit of privacy is ``record``, ``joint`` or ``none``.
+        job: The job; its unit of privacy is ``record``, ``person``, ``joint`` or
+            ``none``.
         attack: How.
         listeners: Called with the events of both runs.
         plan_sites: What sites do to keep their promise, and what their ledgers are
@@ -146,12 +149,6 @@ def _check_steps(job: JobSpec, attack: Attack) -> None:
     if job.privacy.differential_privacy.unit == "site":
         raise JobError(
             _why_not_sites(job, attack.confidence),
-            key="privacy.differential_privacy.unit",
-        )
-    if job.privacy.differential_privacy.of_persons:
-        raise JobError(
-            "an audit plants single records, each of nobody else, and would test one "
-            'record per person at most: audit the job with unit = "record"',
             key="privacy.differential_privacy.unit",
         )
     if job.training.accumulate_from:

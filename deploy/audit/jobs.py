@@ -23,6 +23,8 @@ MAX_DRAWN = 100_000
 # What the sampling rate of an audited site may fall short of the job's, at most.
 _RATE_ROUNDING = Fraction(1, 100)
 
+_MOST_OF_A_PERSON = 4  # Records of a canary that is a person.
+
 _UNCLIPPED_NORM = 1.0  # Of a canary's gradient where nothing is clipped.
 _WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the norm.
 
@@ -30,6 +32,18 @@ _WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the nor
 def is_summed(job: JobSpec) -> bool:
     """Whether the promise is about opened sums, and not about each update."""
     return job.privacy.differential_privacy.unit == "joint"
+
+
+def records_of_canary(job: JobSpec) -> int:
+    """Records of one canary: of a whole person several, where persons are the unit.
+
+    One more than a step takes of a person, so that which ones is drawn; but no more
+    than show what clipping does with several.
+    """
+    private = job.privacy.differential_privacy
+    if not private.of_persons:
+        return 1
+    return min(private.records_per_person + 1, _MOST_OF_A_PERSON)
 
 
 def as_attacked(job: JobSpec) -> JobSpec:
@@ -108,6 +122,8 @@ def with_more_records(
     job: JobSpec, num_records: int, num_canaries: int
 ) -> tuple[JobSpec, int]:
     """Keep a site's sampling rate and steps although it holds more records.
+
+    Where persons are protected, read "person" for "record".
 
     Args:
         job: The job.

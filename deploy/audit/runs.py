@@ -1,29 +1,27 @@
-"""The two runs of an audit: one with canaries, one without.
+"""The run of an audit with canaries, and the attack on them.
 
-Both are the job's own rounds over the job's own trainers, in memory, as
+It is the job's own rounds over the job's own trainers, in memory, as
 ``deploy.audit.rounds`` runs them. What wraps them is in ``clients.audit.canaries`` and
-``clients.audit.observed``.
+``clients.audit.observed``. The run without canaries is in ``deploy.audit.plain_run``.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clients import randomness
 from clients.audit.canaries import CanariedData, CanaryScores, draw_canaries
-from clients.audit.membership_scores import membership_scores
 from clients.audit.observed import ObservedTrainer
-from clients.data.datasets import Dataset
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites, SitePlan
 from clients.training.local_federation import Federation, SiteData
-from clients.training.trainer import TorchTrainer
+from clients.training.privacy_units import num_units
+from clients.training.private_steps import units_at_once
 from deploy.audit.jobs import (
     is_summed,
+    records_of_canary,
     with_canaried_model,
     with_more_records,
     with_room_in_sums,
@@ -32,15 +30,20 @@ from deploy.audit.rounds import (
     OpenStage,
     SecretStage,
     Stage,
-    absent,
     run_rounds,
-    throwaway_id,
+)
+from deploy.audit.site_parts import (
+    PlanSites,
+    ledger_of,
+    meaning_of,
+    plans_of,
+    trainer_of,
 )
 from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.protocols import Clock, LocalWeights, RunState, Trainer
+from federation.protocols import Clock, LocalWeights, Trainer
 from federation.vectors import Vector
 from monitoring.audit_findings import (
     CurveFindings,
@@ -52,7 +55,6 @@ from privacy.dp import accountant, auditing, curve_tests
 from privacy.dp.auditing import Guesses
 from privacy.dp.curve_tests import PValues
 from privacy.dp.ledger.ledger import InMemoryLedger
-from privacy.dp.ledger.ledger_format import Terms
 from privacy.dp_sgd.clipping import choose
 
 DEFAULT_CANARIES = 5_000
@@ -67,13 +69,7 @@ _GUESSED_SHARE, _MOST_GUESSED_SHARE, _FEW_GUESSES = 0.05, 0.1, 500
 # for half the noise, and more than this number hardly change it.
 _CURVE_SHARE, _MOST_CURVE_GUESSES = 1 / 3, 5_000
 
-# Records of each kind that membership inference looks at, at most.
-MAX_RECORDS = 20_000
-
 _FREE_DELTA = 1e-5  # Where nothing is promised.
-
-PlanSites = Callable[[Federation, Clock], PrivateSites | None]
-_Plans = Mapping[SiteId, SitePlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +161,9 @@ class CanaryRun:
             federation = replace(self._federation, job=job)
             plan = self._plan(name)
             if plan is not None:
-                self._ledgers[name] = _ledger(federation, name, plan, self._clock)
+                self._ledgers[name] = ledger_of(federation, name, plan, self._clock)
             ledger = self._ledgers.get(name)
-            trainer = _trainer(federation, name, data, plan, ledger)
+            trainer = trainer_of(federation, name, data, plan, ledger)
             scores = self._scores.get(name)
             if scores is not None and self.noise_shares is None:
                 trainer = ObservedTrainer(trainer, _see_update(scores))
@@ -193,27 +189,32 @@ class CanaryRun:
 
     def _canaried(self, name: SiteId) -> tuple[JobSpec, SiteData]:
         """A site's job and data: with canaries, or only with codes."""
-        job, is_in_m, num_empty = self._federation.job, np.zeros(0, np.bool_), 0
+        job, none, num_empty = self._federation.job, np.zeros(0, np.bool_), 0
         train, held_out = self._federation.site_data[name]
+        is_in_m = self._is_in.get(name, none)
         if name in self._is_in:
-            is_in_m = self._is_in[name]
-            job, num_empty = with_more_records(job, len(train), len(is_in_m))
-        # What is out has no gradient, and so has what fills up.
-        is_in_m = np.append(is_in_m, np.zeros(num_empty, np.bool_))
-        task, none = job.training.task, np.zeros(0, np.bool_)
-        return job, (
-            CanariedData(train, is_in_m, task=task, first=self._first.get(name, 0)),
-            CanariedData(held_out, none, task=task),
+            job, num_empty = with_more_records(job, num_units(job, train), len(is_in_m))
+        canaried = CanariedData(
+            train,
+            is_in_m,
+            task=job.training.task,
+            first=self._first.get(name, 0),
+            records_each=records_of_canary(job),
+            num_empty=num_empty,
         )
+        return job, (canaried, CanariedData(held_out, none, task=job.training.task))
 
     def _plan(self, name: SiteId) -> SitePlan | None:
         """A site's plan, with the clipping that is chosen for the model as it is."""
-        plan = _plans(self._private).get(name)
+        plan = plans_of(self._private).get(name)
         if plan is None or plan.training is None:
             return None
         clipping = plan.training.clipping
         if clipping == "auto":
-            batch_size = self._federation.job.training.batch_size
+            job = self._federation.job
+            private, batch_size = job.privacy.differential_privacy, units_at_once(job)
+            if private.of_persons:
+                batch_size *= private.records_per_person
             clipping = choose(self._num_trained, batch_size=batch_size)
         return replace(plan, training=replace(plan.training, clipping=clipping))
 
@@ -267,98 +268,13 @@ class CanaryRun:
         spent = self._trainers[name].spent()
         if spent is None:
             return Promise(epsilon=float("inf"), delta=_FREE_DELTA, terms="none")
-        unit = self._federation.job.privacy.differential_privacy.unit
-        terms = f"unit {unit}, neighbours: {accountant.NEIGHBOURING_RELATION}; "
-        terms += f"accountant pld; {accountant.SAMPLING_ASSUMPTION}"
+        private = self._federation.job.privacy.differential_privacy
+        relation, sampling = meaning_of(private)
+        terms = f"unit {private.unit}, neighbours: {relation}; "
+        terms += f"accountant pld; {sampling}"
         if self.noise_shares is not None:
             terms += f"; noise of {self.noise_shares} sites in each sum"
         return Promise(epsilon=spent.epsilon, delta=spent.delta, terms=terms)
-
-
-class PlainRun:
-    """A run of the job as it is, and attacks on its models."""
-
-    def __init__(
-        self,
-        federation: Federation,
-        plan_sites: PlanSites,
-        names: Sequence[SiteId],
-        clock: Clock,
-    ) -> None:
-        """Bring together what is attacked, and at which sites.
-
-        Raises:
-            JobError: The promise cannot be kept.
-        """
-        self._federation = federation
-        self._clock = clock
-        self._private = plan_sites(federation, clock)
-        self._last: dict[SiteId, tuple[Vector, Any]] = {}
-        # What no attacker sees is not attacked.
-        self._seen = () if is_summed(federation.job) else names
-        self._state: RunState | None = None
-
-    def run(self, listeners: Sequence[Emit]) -> None:
-        """Train, and keep the last model of each audited site, if it is seen."""
-        trainers: dict[SiteId, Trainer] = {}
-        plans = _plans(self._private)
-        for name, data in self._federation.site_data.items():
-            plan = plans.get(name)
-            ledger = (
-                _ledger(self._federation, name, plan, self._clock) if plan else None
-            )
-            trainer = _trainer(self._federation, name, data, plan, ledger)
-            if name in self._seen:
-                trainer = ObservedTrainer(trainer, self._keep(name))
-            trainers[name] = trainer
-        self._state = run_rounds(self._stage(), trainers, listeners, self._clock)
-
-    def _stage(self) -> Stage:
-        if self._private is None or self._private.in_sum is None:
-            return OpenStage(self._federation)
-        return SecretStage(self._federation, self._private)
-
-    def membership(self, name: SiteId) -> Membership:
-        """Attack a site's records through the models that are seen."""
-        state = self._state
-        if state is None:
-            raise ValueError("there is no model before the run")
-        if name in self._seen and name not in self._last:
-            raise absent(name, "")
-        last = self._last.get(name)
-        return Membership(
-            final=self._roc((state.weights_d, state.integers_m), name),
-            local=None if last is None else self._roc(last, name),
-        )
-
-    def _roc(self, model: tuple[Vector, Any], name: SiteId) -> auditing.Roc:
-        train, held_out = self._federation.site_data[name]
-        return auditing.roc(self._score(model, train), self._score(model, held_out))
-
-    def _keep(self, name: SiteId) -> Callable[[Vector, LocalWeights], None]:
-        def see(_: Vector, result: LocalWeights) -> None:
-            self._last[name] = result.weights_d.copy(), result.integers_m.copy()
-
-        return see
-
-    def _score(self, model: tuple[Vector, Any], data: Dataset) -> NDArray[np.float64]:
-        job = self._federation.job
-        chosen = np.arange(len(data))
-        if len(data) > MAX_RECORDS:
-            rng = randomness.stream(job.seed, "audit")
-            chosen = np.sort(rng.choice(len(data), MAX_RECORDS, replace=False))
-        return membership_scores(
-            self._federation.pool,
-            *model,
-            data,
-            chosen=chosen,
-            task=job.training.task,
-            batch_size=job.evaluation.batch_size,
-        )
-
-
-def _plans(private: PrivateSites | None) -> _Plans:
-    return {} if private is None else private.plans
 
 
 def _planned(
@@ -377,43 +293,6 @@ def _planned(
             f"enough): {error.reason}",
             key=error.key,
         ) from error
-
-
-def _trainer(
-    federation: Federation,
-    name: SiteId,
-    data: SiteData,
-    plan: SitePlan | None,
-    ledger: InMemoryLedger | None,
-) -> Trainer:
-    """Make a site's trainer as a run does."""
-    train, held_out = data
-    trainer = TorchTrainer(
-        federation.job,
-        name,
-        pool=federation.pool,
-        train=train,
-        held_out=held_out,
-        private=None if plan is None else plan.training,
-    )
-    if plan is None or ledger is None:
-        return trainer
-    return plan.budgeted(trainer, ledger)
-
-
-def _ledger(
-    federation: Federation, name: SiteId, plan: SitePlan, clock: Clock
-) -> InMemoryLedger:
-    """Make a ledger that is not stored."""
-    terms = Terms(
-        run_id=throwaway_id(),
-        site=name,
-        job_digest="0" * 64,
-        delta=plan.delta,
-        epsilon_cap=plan.epsilon_cap,
-        unit=federation.job.privacy.differential_privacy.unit,
-    )
-    return InMemoryLedger(terms, clock=clock)
 
 
 def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalWeights], None]:

@@ -133,6 +133,33 @@ def test_right_pipelines_stay_below_their_epsilon(training: Any, clipping: str):
     assert all(site.canaries.auc > 0.55 for site in found.sites)
 
 
+def person_job(noise: float) -> JobSpec:
+    """One release of two records of each person."""
+    job = private_job(noise)
+    table = job_file.document(job)
+    table["data"] = {
+        "source": "support.small_jobs:visits",
+        "options": {"num_persons": RECORDS},
+        "partition": {"kind": "by_person"},
+    }
+    private = table["privacy"]["differential_privacy"]
+    private |= {"unit": "person", "records_per_person": 2}
+    return job_file.parse(table)
+
+
+def test_audit_of_persons_separates_right_noise_from_half():
+    """A canary is a person with three records, of which a step takes two."""
+    kept = audited(person_job(2.0), canaries=4000)
+    broken = audited(person_job(2.0), canaries=4000, noise_times=0.5)
+    assert kept.broken == []
+    assert broken.broken == broken.sites
+    (site,) = kept.sites
+    assert site.promise == broken.sites[0].promise
+    assert "all records of one person" in site.promise.terms
+    assert site.membership.final.num_in == RECORDS
+    assert site.membership.final.num_out == 20
+
+
 def test_too_little_noise_is_found():
     """A quarter of what the ledger is told; and the page and the files say so."""
     found = audited(private_job(3.0), canaries=20_000, noise_times=0.25)

@@ -74,15 +74,15 @@ def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Exampl
 
 
 @preprocessing("none")
-def visits() -> tuple[Examples, Examples]:
-    """Four records of each of 60 persons, and three of each of 20 held-out ones."""
+def visits(num_persons: int = 60) -> tuple[Examples, Examples]:
+    """Four records of each of some persons, and three of each of 20 held-out ones."""
 
     def part(first: int, persons: int, each: int) -> Examples:
         found, _ = blobs(persons * each)
         ids = np.repeat(np.arange(first, first + persons), each)
         return Examples(inputs=found.inputs, targets=found.targets, persons=ids)
 
-    return part(0, 60, 4), part(60, 20, 3)
+    return part(0, num_persons, 4), part(num_persons, 20, 3)
 
 
 @preprocessing("none")

@@ -23,6 +23,7 @@ from clients.models.weights import layout_of
 from federation.errors import JobError, SiteError
 from privacy.dp_sgd.clipping import ClippedSum
 from privacy.dp_sgd.fit import fit_for_privacy
+from privacy.dp_sgd.person_batch import PersonBatch
 
 MakeData = Callable[[], Dataset]
 MakeModel = Callable[[], nn.Module]
@@ -74,7 +75,13 @@ both = pytest.mark.parametrize(
 
 
 def clipped_sum(
-    model: nn.Module, data: CanariedData, chosen: NDArray[np.int64], task: str, how: str
+    model: nn.Module,
+    data: CanariedData,
+    chosen: NDArray[np.int64],
+    task: str,
+    how: str,
+    *,
+    persons: PersonBatch | None = None,
 ) -> dict[str, torch.Tensor]:
     """Clipped sum over records as a private step takes it, by parameter."""
     total = ClippedSum(model, clip_norm=CLIP, clipping=how, batch_size=64)
@@ -84,7 +91,7 @@ def clipped_sum(
         found = OBJECTIVES[task](model, inputs, targets)
         return found.total / (found.count / len(chosen))
 
-    total.add_(loss, len(chosen))
+    total.add_(loss, len(chosen), persons)
     sizes = [p.numel() for p in total.parameters.values()]
     return dict(zip(total.parameters, torch.split(total.sum_d, sizes), strict=True))
 
@@ -107,6 +114,39 @@ def test_canary_that_is_in_adds_the_clip_norm_to_its_coordinate(
     moved = found.pop("canaries.weight")
     assert moved.tolist() == pytest.approx([0, -CLIP, 0, -CLIP, -CLIP], rel=1e-3)
     assert not any(part.any() for part in found.values())
+
+
+@both
+@pytest.mark.parametrize("how", ["hooks", "ghost"])
+def test_canary_that_is_a_person_adds_the_clip_norm_once(
+    task: str, data: MakeData, make: MakeModel, how: str
+):
+    """However many of its records are drawn; one of another person adds nothing."""
+    model, _ = fit_for_privacy(make())
+    base = data()
+    canaried = CanariedData(base, IS_IN, task=task, records_each=3, num_empty=2)
+    drawn = len(base) + np.array([0, 1, 2, 4, 6, 7, 9, 12])
+    sizes = PersonBatch(sizes=np.array([3, 1, 2, 1, 1]), most=3)
+    found = clipped_sum(model, canaried, drawn, task, how, persons=sizes)
+    moved = found.pop("canaries.weight")
+    assert moved.tolist() == pytest.approx([0, -CLIP, 0, -CLIP, -CLIP], rel=1e-3)
+    assert not any(part.any() for part in found.values())
+
+
+def test_canaries_are_persons_of_their_own():
+    """And so is each record that fills up; the site's own persons stay."""
+    ids = np.array(["b", "a", "b"])
+    named = Examples(inputs=np.zeros((3, 4)), targets=np.zeros(3, int), persons=ids)
+    data = as_dataset(named, name="train")
+    canaried = CanariedData(
+        data, IS_IN[:2], task="classification", records_each=2, num_empty=2
+    )
+    assert canaried.persons is not None
+    assert canaried.persons.tolist() == [1, 0, 1, 2, 2, 3, 3, 4, 5]
+    codes = canaried.batch(np.arange(9))[0][:, -1]
+    assert codes.tolist() == [0, 0, 0, 2, 2, 1, 1, 1, 1]
+    plain = CanariedData(points(), IS_IN, task="classification")
+    assert plain.persons is None
 
 
 @both

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from clients.audit.membership_scores import membership_scores
+from clients.audit.membership_scores import membership_scores, scores_of_persons
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import OBJECTIVES
 from deploy.wiring.parts import deal_data
@@ -51,6 +51,12 @@ def test_scores_are_losses_of_single_records(
         losses = [OBJECTIVES[task](model.module.eval(), *batch) for batch in batches]
     expected = [-float(loss.total.detach()) / loss.count for loss in losses]
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_score_of_a_person_is_the_mean_of_its_records():
+    """In the order of the names, wherever the records are."""
+    found = scores_of_persons(np.array([1.0, 5, 2, 0]), np.array(["b", "a", "b", "b"]))
+    assert found.tolist() == [5.0, 1.0]
 
 
 def test_loss_that_is_no_number_is_the_largest():
