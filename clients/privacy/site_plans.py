@@ -8,6 +8,7 @@ come from the same functions of ``clients.training.private_steps``.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,7 @@ from clients.training.local_federation import Federation
 from clients.training.privacy_units import held_out_units, num_units
 from clients.training.private_steps import (
     PrivateTraining,
-    event_of,
+    events_by_round,
     num_private_steps,
     sampling_rate,
 )
@@ -50,6 +51,7 @@ from federation.job.metrics import (
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
+from federation.rounds.local_work import in_round
 from privacy.counts import coarse
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
@@ -124,8 +126,11 @@ class SitePlan:
         delta: The probability that goes with it.
         training: Noise and clipping of a step; None where whole sites are the unit.
         round_event: The steps of a round, for the accountant.
+        later: Where later rounds take larger or smaller steps: the first round of each
+            kind, from 2 on and increasing, and its event.
         held_out: Noise of held-out results; None if these are public.
         num_rounds: Rounds that may be trained, with those held in reserve.
+        reserve: Those held in reserve.
         num_evaluations: Evaluations that may be charged, likewise.
         once: What is released before the first round: noised statistics.
     """
@@ -138,12 +143,34 @@ class SitePlan:
     num_rounds: int
     num_evaluations: int
     once: tuple[PrivacyEvent, ...] = ()
+    later: tuple[tuple[int, PrivacyEvent], ...] = ()
+    reserve: int = 0
+
+    @property
+    def largest_event(self) -> PrivacyEvent:
+        """The steps of a round that costs most: any may be repeated."""
+        events = (self.round_event, *(event for _, event in self.later))
+        return max(events, key=lambda event: event.sampling_rate)
+
+    @property
+    def training_events(self) -> tuple[PrivacyEvent, ...]:
+        """All training of the run; a round in reserve may be one that costs most."""
+        events = [self.round_event, *(event for _, event in self.later)]
+        firsts = [1, *(first for first, _ in self.later)]
+        firsts.append(self.num_rounds - self.reserve + 1)
+        counts = [last - first for first, last in pairwise(firsts)]
+        if self.reserve:
+            events.append(self.largest_event)
+            counts.append(self.reserve)
+        return tuple(
+            replace(event, steps=event.steps * count)
+            for event, count in zip(events, counts, strict=True)
+        )
 
     @property
     def planned(self) -> tuple[PrivacyEvent, ...]:
         """All releases of the run, including those held in reserve."""
-        event = self.round_event
-        found = [*self.once, replace(event, steps=event.steps * self.num_rounds)]
+        found = [*self.once, *self.training_events]
         if self.held_out is not None:
             event = self.held_out.event()
             found.append(replace(event, steps=event.steps * self.num_evaluations))
@@ -156,6 +183,7 @@ class SitePlan:
             held_out=self.held_out,
             evaluates=self.num_evaluations > 0,
             max_loss=MAX_LOSS,
+            later=self.later,
         )
         return BudgetedTrainer(trainer, ledger, releases)
 
@@ -226,7 +254,7 @@ class PrivateSites:
         keeping = self.keeping(name)
         if folder is None:
             raise ValueError("a run that stores nothing has nothing to recover")
-        events: dict[Purpose, PrivacyEvent] = {"train": plan.round_event}
+        events: dict[Purpose, PrivacyEvent] = {"train": plan.largest_event}
         if plan.held_out is not None:
             events["evaluate"] = plan.held_out.event()
         anchor = anchor.joined(self._remembered(keeping))
@@ -486,15 +514,9 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
     delta = sum_privacy.delta_of_records(job, train, held_out)
-    rounds = job.rounds + private.reserve_rounds
     once = standardise.events(job, train)
-    multiplier = private.noise_multiplier or noise_multiplier(
-        cap,
-        delta,
-        sampling_rate(job, num_records),
-        rounds * num_private_steps(job, num_records),
-        slack=SLACK,
-        beside=once,
+    multiplier = private.noise_multiplier or _multiplier(
+        job, num_records, cap, delta, once
     )
     training = PrivateTraining(
         clip_norm=private.clip_norm,
@@ -505,15 +527,46 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         mechanism = training.mechanism(federation.pool.num_trained)
     except ValueError as error:  # Beyond what the grid of the noise represents.
         raise JobError(str(error), key="privacy.differential_privacy") from None
+    (_, first), *later = events_by_round(job, num_records, mechanism)
     return SitePlan(
         epsilon_cap=cap,
         delta=delta,
         training=training,
-        round_event=event_of(job, num_records, mechanism),
+        round_event=first,
+        later=tuple(later),
         held_out=_held_out(job, held_out_units(job, train, held_out), delta),
-        num_rounds=rounds,
+        num_rounds=job.rounds + private.reserve_rounds,
+        reserve=private.reserve_rounds,
         num_evaluations=_num_evaluations(job),
         once=once,
+    )
+
+
+def _multiplier(
+    job: JobSpec,
+    num_records: int,
+    cap: float,
+    delta: float,
+    once: Sequence[PrivacyEvent],
+) -> float:
+    """The noise with which all planned steps stay within the target."""
+    spec = job.training.accumulate_from
+    firsts = [1, *(first for first, _ in spec), job.rounds + 1]
+    jobs = [in_round(job, first) for first in firsts[:-1]]
+    kinds = [
+        (
+            sampling_rate(one, num_records),
+            (last - first) * num_private_steps(one, num_records),
+        )
+        for one, (first, last) in zip(jobs, pairwise(firsts), strict=True)
+    ]
+    # The kind that costs most comes first, and with it what is held in reserve.
+    kinds.sort(reverse=True)
+    (rate, steps), *more = kinds
+    reserve = job.privacy.differential_privacy.reserve_rounds
+    steps += reserve * num_private_steps(job, num_records)
+    return noise_multiplier(
+        cap, delta, rate, steps, slack=SLACK, beside=once, more=more
     )
 
 
@@ -624,7 +677,7 @@ def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:
         epsilon_cap=plan.epsilon_cap,
         delta=plan.delta,
         noise_multiplier=plan.round_event.noise_multiplier,
-        sampling_rate=plan.round_event.sampling_rate,
+        sampling_rate=plan.largest_event.sampling_rate,
         steps_per_round=plan.round_event.steps,
         held_out_noise=None if held_out is None else held_out.standard_deviation(),
     )

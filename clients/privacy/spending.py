@@ -7,7 +7,7 @@ and how many examples the site holds.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Unpack
 
@@ -47,6 +47,7 @@ class Releases:
 
     Attributes:
         round_event: The private steps of one round.
+        later: Those of later rounds, where they differ: first round and event.
         held_out: Noise for held-out results; None if these are public.
         evaluates: Whether the job has evaluations; if not, held-out results stay.
         max_loss: What a held-out prediction's loss is clipped to, in nats.
@@ -58,6 +59,15 @@ class Releases:
     evaluates: bool
     max_loss: float
     random_bytes: Callable[[int], bytes] = os.urandom
+    later: Sequence[tuple[int, PrivacyEvent]] = ()
+
+    def event_in(self, round_index: int) -> PrivacyEvent:
+        """The private steps of a round."""
+        found = self.round_event
+        for first, event in self.later:
+            if first <= round_index:
+                found = event
+        return found
 
 
 class BudgetedTrainer:
@@ -69,7 +79,7 @@ class BudgetedTrainer:
         """Charge what ``trainer`` does to ``ledger``.
 
         Args:
-            trainer: Takes private steps, as ``releases.round_event`` says.
+            trainer: Takes private steps, as ``releases.event_in`` says.
             ledger: The site's own, of this run.
             releases: What each piece of work costs.
         """
@@ -110,7 +120,7 @@ class BudgetedTrainer:
             raise ProtocolError("was asked to evaluate, but the job has no evaluations")
         releases: list[Release] = []
         if trains:
-            releases.append((self._releases.round_event, "train"))
+            releases.append((self._releases.event_in(round_index), "train"))
         if held_out is not None:
             releases += [(held_out.event(), "evaluate")] * evaluations
         self._ledger.charge_all(releases, round_index=round_index)

@@ -20,7 +20,7 @@ from clients.training.privacy_units import (
     plural_of_units,
 )
 from clients.training.private_steps import (
-    expected_batch,
+    largest_batch,
     sampling_rate,
     sensitivity_of_sum,
 )
@@ -188,7 +188,7 @@ def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
         JobError: The site has too few records, or the delta is too large for them.
     """
     what = plural_of_units(job)
-    check_records(coarse(num_units(job, train)), expected_batch(job), what=what)
+    check_records(coarse(num_units(job, train)), largest_batch(job), what=what)
     given = job.privacy.differential_privacy.delta
     count = coarse(num_protected(job, train, held_out))
     return _delta(given, count, f"{what} (a number rounded up)")

@@ -37,6 +37,7 @@ from clients.ranks.peers import NO_PEERS, Peers
 from clients.training.privacy_units import plural_of_units
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
+from federation.rounds.local_work import in_round
 from federation.vectors import Layout, Vector
 from privacy.counts import coarse
 from privacy.dp.events import PrivacyEvent
@@ -107,6 +108,13 @@ def expected_batch(job: JobSpec) -> int:
     return job.training.batch_size * job.training.accumulate
 
 
+def largest_batch(job: JobSpec) -> int:
+    """Records, or persons, that a step of any round samples on average, at most."""
+    training = job.training
+    most = max(training.accumulate, *(n for _, n in training.accumulate_from), 1)
+    return training.batch_size * most
+
+
 def units_at_once(job: JobSpec) -> int:
     """Records, or persons, of which a step computes the gradients at the same time.
 
@@ -125,7 +133,7 @@ def sampling_rate(job: JobSpec, num_records: int) -> float:
     fewer.
 
     Args:
-        job: The job.
+        job: The job; of one round (``in_round``) where steps grow, here and below.
         num_records: Training records that the site holds; persons where these are the
             unit, here and below: see ``privacy_units.num_units``.
 
@@ -168,6 +176,30 @@ def event_of(
         sampling_rate=sampling_rate(job, num_records),
         steps=num_private_steps(job, num_records),
         slack=mechanism.slack,
+    )
+
+
+def events_by_round(
+    job: JobSpec, num_records: int, mechanism: GaussianMechanism
+) -> tuple[tuple[int, PrivacyEvent], ...]:
+    """Describe what a site releases by each round of training.
+
+    Args:
+        job: The job; larger steps of later rounds (``training.accumulate_from``) have
+            a larger sampling rate. The schedule is in the job, so no data decides it.
+        num_records: Training records that the site holds.
+        mechanism: Of ``PrivateTraining.mechanism``.
+
+    Returns:
+        First round of each kind, increasing from 1, and the event of one such round.
+
+    Raises:
+        SiteError: The site holds too few records for the largest step.
+    """
+    firsts = (1, *(first for first, _ in job.training.accumulate_from))
+    return tuple(
+        (first, event_of(in_round(job, first), num_records, mechanism))
+        for first in firsts
     )
 
 

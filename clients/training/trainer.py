@@ -62,6 +62,7 @@ from federation.rounds.local_work import (
     accumulate_in,
     batches_before,
     bounds,
+    in_round,
     is_auto,
     total_steps,
 )
@@ -150,7 +151,8 @@ class TorchTrainer:
         if private is not None:
             if self.peers.count > 1 and private.in_sum:
                 raise ValueError("with noise in the sum one rank takes the step")
-            sampling_rate(job, num_units(job, self.train))
+            for first, _ in ((1, 0), *job.training.accumulate_from):
+                sampling_rate(in_round(job, first), num_units(job, self.train))
         self._persons = persons_of(job, self.train)
         check_shares(job, self.site, self.train, self.peers.count)
         self._is_protected = job.privacy.differential_privacy.enabled
@@ -544,18 +546,17 @@ class TorchTrainer:
         Nothing is counted on the way: sums over the samples would have no noise.
         """
         size, persons = len(self.train), self._persons
+        job = in_round(self.job, round_index)  # As it is charged for.
         model.train()
         gradient = PrivateGradient(
             model,
-            self.job,
+            job,
             private,
             num_records=size,
             persons=persons,
             peers=self.peers,
         )
-        num_steps = num_private_steps(
-            self.job, size if persons is None else persons.count
-        )
+        num_steps = num_private_steps(job, size if persons is None else persons.count)
         first_step = (round_index - 1) * num_steps
         step = first_step
         while step < first_step + num_steps:

@@ -91,11 +91,11 @@ def _reasons_for_equal_steps(job: JobSpec) -> Iterator[str]:
     training, private = job.training, job.privacy.differential_privacy
     if training.local_steps is None:
         yield "counts batches of steps: use training.local_steps, not local_epochs"
-    if private.clips_gradients:
+    if private.clips_gradients and private.in_sum:
         yield (
-            f'with unit = "{private.unit}" the noise of all steps is planned for one '
-            "sampling rate, which a larger step would raise: remove this key, and "
-            "lower the learning rate instead (training.learning_rate)"
+            f'with unit = "{private.unit}" all sites plan the noise of their sum for '
+            "one sampling rate each, which a larger step would raise: remove this key, "
+            "and lower the learning rate instead (training.learning_rate)"
         )
     if job.schedule.local_work != "fixed":
         yield (

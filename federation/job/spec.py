@@ -214,7 +214,7 @@ class TrainingSpec:
         accumulate: Batches whose gradients are averaged into one optimiser step.
         accumulate_from: Later values of `accumulate`, each with its first round:
             `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on, and 8 from
-            round 81 on. With `local_steps`; not with clipped gradients of records.
+            round 81 on. With `local_steps`; not with `unit = "joint"`.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
         overlap_steps: Local steps of a round that a site takes while updates and model

@@ -32,6 +32,7 @@ def noise_multiplier(
     *,
     slack: float = 0.0,
     beside: Sequence[PrivacyEvent] = (),
+    more: Sequence[tuple[float, int]] = (),
 ) -> float:
     """Smallest noise multiplier with which all steps stay within the target.
 
@@ -42,6 +43,7 @@ def noise_multiplier(
         steps: Steps of the whole run, those held in reserve included.
         slack: Of each step; see ``events.Event``.
         beside: What else is released of the same records.
+        more: Further steps with the same noise: sampling rate and number of each kind.
 
     Returns:
         Noise standard deviation over L2 sensitivity, from 0.05 to 100.
@@ -58,12 +60,13 @@ def noise_multiplier(
     """
     if not (math.isfinite(epsilon_cap) and epsilon_cap > 0):
         raise ValueError(f"epsilon_cap is {epsilon_cap}, not above 0")
-    spent = _SpentEpsilon(delta, sampling_rate, steps, slack, beside)
-    if steps * slack >= delta / 2:
+    spent = _SpentEpsilon(delta, sampling_rate, steps, slack, beside, more)
+    in_all = steps + sum(count for _, count in more)
+    if in_all * slack >= delta / 2:
         raise PrivacyUnreachable(
-            f"delta {delta:g} is used up by the slack of {steps} steps, {slack:g} "
+            f"delta {delta:g} is used up by the slack of {in_all} steps, {slack:g} "
             f"each, so no noise is enough; use at most {int(delta / 2 / slack)} steps, "
-            f"or a delta of at least {2 * steps * slack:.2g}",
+            f"or a delta of at least {2 * in_all * slack:.2g}",
             key=_KEY,
         )
     goal = epsilon_cap * (1 - _HEADROOM)
@@ -95,6 +98,7 @@ class _SpentEpsilon:
     steps: int
     slack: float
     beside: Sequence[PrivacyEvent]
+    more: Sequence[tuple[float, int]] = ()
 
     def __call__(
         self,
@@ -103,13 +107,17 @@ class _SpentEpsilon:
         sampling_rate: float | None = None,
         steps: int | None = None,
     ) -> float:
-        event = PrivacyEvent(
-            noise_multiplier=multiplier,
-            sampling_rate=sampling_rate or self.sampling_rate,
-            steps=steps or self.steps,
-            slack=self.slack,
-        )
-        return accountant.epsilon([event, *self.beside], self.delta)
+        kinds = [(sampling_rate or self.sampling_rate, steps or self.steps), *self.more]
+        events = [
+            PrivacyEvent(
+                noise_multiplier=multiplier,
+                sampling_rate=rate,
+                steps=count,
+                slack=self.slack,
+            )
+            for rate, count in kinds
+        ]
+        return accountant.epsilon([*events, *self.beside], self.delta)
 
 
 def _search(spent: Callable[[float], float], goal: float, least: float) -> float:

@@ -371,19 +371,10 @@ def test_a_step_has_the_batches_of_its_round():
             {"schedule": {"local_work": "auto", "max_local_steps": 10}},
             "use 'fixed'",
         ),
-        (
-            {
-                "aggregation": {"weights": "uniform"},
-                "privacy": {
-                    "differential_privacy": {"unit": "record", "target_epsilon": 3.0}
-                },
-            },
-            "one sampling rate",
-        ),
     ],
 )
 def test_steps_that_must_be_alike_do_not_grow(tables: dict[str, Any], said: str):
-    """No data decides the size of a step, and no private step changes its rate."""
+    """No data decides the size of a step."""
     training = {**GROWING, **tables.get("training", {})}
     with pytest.raises(JobError, match=said) as caught:
         toy.job({"rounds": 8, **tables, "training": training})

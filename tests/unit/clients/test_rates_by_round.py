@@ -1,0 +1,164 @@
+"""Private steps that grow by a schedule: each round is charged for its own rate."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.training.private_steps import largest_batch, sampling_rate
+from deploy.wiring.parts import build_federation
+from federation.clock import VirtualClock
+from federation.errors import BudgetExceeded, JobError
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from privacy.dp import accountant
+from privacy.dp.events import PrivacyEvent
+
+SITE, RECORDS, TARGET = SiteId("site-0"), 448, 3.0  # On the grid of numbers.
+ROUNDS, RESERVE, STEPS = 4, 1, 5
+
+
+def growing_job(unit: str = "record", **tables: Any) -> JobSpec:
+    """Steps of 8 records, from round 3 on of 32, and in round 4 of 16."""
+    private = {
+        "unit": unit,
+        "target_epsilon": TARGET,
+        "delta": 1e-5,
+        "reserve_rounds": RESERVE,
+        **tables.pop("private", {}),
+    }
+    training = {"local_steps": STEPS, "batch_size": 8}
+    training |= {"accumulate_from": [[3, 4], [4, 2]]} | tables.pop("training", {})
+    return small_job(
+        rounds=ROUNDS,
+        num_sites=1,
+        data={
+            "source": "support.small_jobs:blobs",
+            "options": {"num_train": RECORDS},
+            "partition": {"kind": "iid"},
+        },
+        training=training,
+        aggregation={"weights": "uniform"},
+        evaluation={"every": 0},
+        privacy={"differential_privacy": private},
+        **tables,
+    )
+
+
+def sites_of(job: JobSpec) -> PrivateSites:
+    return PrivateSites(
+        build_federation(job),
+        run_id=RunId("run"),
+        folder=None,
+        clock=VirtualClock(1.8e9),
+    )
+
+
+def by_hand(plan: SitePlan, records: list[int]) -> list[PrivacyEvent]:
+    """One event for each round, from the records of its steps."""
+    return [
+        replace(plan.round_event, sampling_rate=size / RECORDS, steps=STEPS)
+        for size in records
+    ]
+
+
+def renyi(events: list[PrivacyEvent], order: int) -> float:
+    """Renyi divergence of all steps: arXiv:1908.10530, equation 30, summed up."""
+    found = 0.0
+    for event in events:
+        rate, noise = event.sampling_rate, event.noise_multiplier
+        moment = math.fsum(
+            math.comb(order, k)
+            * (1 - rate) ** (order - k)
+            * rate**k
+            * math.exp(k * (k - 1) / (2 * noise**2))
+            for k in range(order + 1)
+        )
+        found += event.steps * math.log(moment) / (order - 1)
+    return found
+
+
+def test_noise_is_planned_for_the_rates_of_all_rounds():
+    """And for the largest one again, in reserve; checked by another method, by hand."""
+    plan = sites_of(growing_job()).plans[SITE]
+    events = by_hand(plan, [8, 8, 32, 16, 32])
+    found = accountant.epsilon(plan.training_events, 1e-5)
+    assert found == pytest.approx(accountant.epsilon(events, 1e-5), rel=1e-9)
+    assert 0.998 * TARGET <= found <= TARGET
+    # Renyi divergences bound epsilon from above, and not by much.
+    bound = min(
+        renyi(events, a) + math.log1p(-1 / a) - math.log(1e-5 * a) / (a - 1)
+        for a in range(2, 20)
+    )
+    assert found < bound < 1.3 * found
+    assert plan.planned == plan.training_events
+
+
+def test_each_round_is_charged_for_its_own_rate():
+    """In any order; the round in reserve may be the largest, and then it is over."""
+    with sites_of(growing_job()) as sites:
+        trainer = sites.trainer(SITE)
+        for index, sizes in ((1, [8]), (3, [8, 32]), (4, [8, 32, 16])):
+            trainer.pay(round_index=index, trains=True, evaluations=0)
+            spent = trainer.spent()
+            assert spent is not None
+            wanted = accountant.epsilon(by_hand(sites.plans[SITE], sizes), 1e-5)
+            assert spent.epsilon == pytest.approx(wanted, rel=1e-9)
+        for index in (2, 3):
+            trainer.pay(round_index=index, trains=True, evaluations=0)
+        with pytest.raises(BudgetExceeded):
+            trainer.pay(round_index=3, trains=True, evaluations=0)
+    (promise,) = sites.promises()
+    assert promise.sampling_rate == 32 / RECORDS  # The largest.
+
+
+def test_equal_steps_are_planned_as_before():
+    """A schedule that repeats the same number changes nothing."""
+    alike, plain = (
+        sites_of(growing_job(training={"accumulate_from": schedule})).plans[SITE]
+        for schedule in ([[3, 1]], [])
+    )
+    assert alike.round_event == plain.round_event
+    assert (plain.later, plain.num_rounds) == ((), ROUNDS + RESERVE)
+
+
+def test_a_site_with_too_few_records_for_the_largest_step_is_refused():
+    job = growing_job(training={"accumulate_from": [[4, 64]]})
+    assert largest_batch(job) == 512
+    with pytest.raises(JobError, match="fewer than a batch of 512"):
+        sites_of(job)
+
+
+def test_joint_noise_has_one_rate():
+    """All sites plan it together."""
+    with pytest.raises(JobError, match="one sampling rate each"):
+        growing_job("joint", training={"local_steps": 1})
+
+
+@pytest.mark.slow
+def test_training_takes_the_rate_that_is_charged():
+    """As a job whose steps are all of that size, bit for bit."""
+    found = []
+    for changes in (
+        {"accumulate_from": [[3, 4]]},
+        {"accumulate_from": [], "accumulate": 4},
+        {"accumulate_from": []},
+    ):
+        job = growing_job(training=changes, private={"noise_multiplier": 1.0})
+        with sites_of(job) as sites:
+            plan = sites.plans[SITE]
+            assert plan.training is not None
+            keys = np.random.default_rng(1).bytes
+            training = replace(plan.training, random_bytes=keys)
+            sites.plans = {SITE: replace(plan, training=training)}
+            trainer = sites.trainer(SITE)
+            trainer.pay(round_index=3, trains=True, evaluations=0)
+            start = sites.federation.pool.initial_weights()
+            found.append(trainer.fit(*start, round_index=3).weights_d)
+    assert np.array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
+    assert sampling_rate(job, RECORDS) == 8 / RECORDS
