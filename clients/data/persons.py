@@ -14,6 +14,7 @@ from federation.errors import SiteError
 
 ATTRIBUTE, COLUMN = "persons", "person_id"
 
+_NAMES = (int, np.integer, str, bytes)
 _NUL = "\U0010ffff"  # In place of NUL: Unicode has no such character, and never will.
 
 
@@ -33,10 +34,14 @@ def check_persons(persons: object, size: int) -> None:
         )
     if persons.dtype.kind not in "iuUS":
         # Of floats NaN is unequal to itself, and would be a person for each record.
-        raise ValueError(
-            f"persons must be integers or texts, not {persons.dtype}: drop records "
-            "whose person is unknown"
-        )
+        raise ValueError(_refusal(persons.dtype))
+
+
+def _refusal(found: object) -> str:
+    return (
+        f"persons must be integers or texts, not {found}: drop records whose person is "
+        "unknown"
+    )
 
 
 def numbered_alike(*parts: NDArray[Any]) -> list[NDArray[np.int64]]:
@@ -79,6 +84,14 @@ def as_persons(persons: object) -> NDArray[Any]:
     if isinstance(persons, np.ndarray) and persons.dtype == object:
         persons = persons.tolist()  # A column, as pandas gives it.
     if isinstance(persons, list):
+        # NumPy would write NaN, as pandas marks what is missing, as a text.
+        odd = {
+            type(value).__name__
+            for value in persons
+            if isinstance(value, bool) or not isinstance(value, _NAMES)
+        }
+        if odd:
+            raise ValueError(_refusal(", ".join(sorted(odd))))
         persons = [_name(value) for value in persons]
     values = np.asarray(persons)
     if isinstance(persons, list) and values.dtype.kind == "f":

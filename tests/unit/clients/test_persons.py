@@ -115,7 +115,7 @@ def test_an_attribute_of_another_meaning_names_no_persons(other: Any):
     ("persons", "said"),
     [
         (np.array([1.0, np.nan, 1.0]), "not float64"),
-        (np.array(["a", None, "b"], dtype=object), "not object"),
+        (np.array(["a", None, "b"], dtype=object), "not NoneType"),
         ([["a"], ["b"], ["c"]], "one integer or text for each record"),
     ],
 )
@@ -236,3 +236,11 @@ def test_bytes_of_one_part_are_the_texts_of_another():
     kept = held_out_units(person_job(), train, held_out)
     assert kept.persons is not None
     assert kept.persons.tolist() == ["y"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.5, None, True])
+def test_a_missing_name_among_texts_is_no_person(value: Any):
+    """All records without one would be those of one person, called nan."""
+    for names in (["a", value], np.array(["a", value], dtype=object)):
+        with pytest.raises(ValueError, match="drop records whose person is unknown"):
+            as_persons(names)
