@@ -52,9 +52,25 @@ def check_job(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
     """
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
-    for rule in (_privacy_faults, _other_faults, _sum_faults, _function_faults):
+    for rule in (
+        _privacy_faults,
+        _secrecy_faults,
+        _work_faults,
+        _sum_faults,
+        _function_faults,
+    ):
         for key, fault in rule(job, policy):
             raise JobError(f"site {site!r} {fault}", key=key)
+
+
+def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
+    """Check how much work a job asks of a site: the part that needs no code of theirs.
+
+    Raises:
+        JobError: The site does not take part; ``key`` is the key of the job.
+    """
+    for key, fault in _work_faults(job, policy):
+        raise JobError(f"site {site!r} {fault}", key=key)
 
 
 def contract_policy(
@@ -163,9 +179,13 @@ def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield _DELTA, f"allows {policy.max_delta:g} (policy.max_delta)"
 
 
-def _other_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+def _secrecy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if policy.secure_aggregation and not job.privacy.secure_aggregation.enabled:
         yield _SECURE, "requires secure aggregation (policy.secure_aggregation)"
+
+
+def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+    """Rounds, steps of a round, and batches of a step."""
     if job.rounds > policy.max_rounds:
         yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
     limit, most = policy.max_local_steps, bounds(job)[1]

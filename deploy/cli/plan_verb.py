@@ -83,6 +83,10 @@ def _tell_notices(
     for notice in start_checks.notices(job):
         tell(notice)
     try:
+        start_checks.check_work_allowed(wanted, job)
+    except JobError as error:
+        tell(f"crossfed up would be refused: {error}")
+    try:
         sizes.check_sizes(wanted, options.clock)
     except JobError as error:
         tell(f"crossfed up --keep would be refused: {error}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from clients.privacy.site_policy import check_work
 from cloud_adapters.compute import containers, local_network
 from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
@@ -11,6 +12,7 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import CLOUDS, CONTAINERS, LOCAL, DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from federation.errors import ComputeError, CorruptObject, JobError
+from federation.ids import SiteId
 from federation.job.spec import JobSpec
 
 _CONFIG = "aggregator.toml"
@@ -45,8 +47,19 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
         )
     try:
         check_job(job)
+        check_work_allowed(plan, job)
     except JobError as error:
         raise JobError(f"{plan.job}: {error}") from None
+
+
+def check_work_allowed(plan: DeploymentPlan, job: JobSpec) -> None:
+    """Refuse more work than a site's policy allows: its machine would do nothing.
+
+    Raises:
+        JobError: The job asks for more; the key is that of the job.
+    """
+    for site in plan.file.sites:
+        check_work(job, site.policy, SiteId(site.name))
 
 
 def _check_here(plan: DeploymentPlan) -> None:

@@ -338,6 +338,26 @@ def test_what_a_machine_lacks_is_named(tmp_path: Path, old: str, new: str, key: 
     assert key in str(caught.value)
 
 
+def test_more_work_than_a_site_allows_is_refused_before_its_machine_starts(
+    tmp_path: Path,
+):
+    """By the policy in the deployment file, and by the default."""
+    training = {"local_steps": 1, "accumulate_from": [[2, 2**62]]}
+    job = small_job(num_sites=2, rounds=2, training=training)
+    RunFolder(tmp_path).write_job(job)
+    site = {"name": "site-1", "provider": "local"}
+    path = tmp_path / "fed.toml"
+    for limit, is_allowed in (({}, False), ({"max_accumulate": 2**62}, True)):
+        table = {"name": "fed", "job": "job.toml", "sites": [site | {"policy": limit}]}
+        path.write_text(tomli_w.dumps(table))
+        plan = deployment_file.load(path)
+        if is_allowed:
+            start_checks.check_before(plan, deployment_file.load_job(plan))
+            continue
+        with pytest.raises(JobError, match=r"policy\.max_accumulate"):
+            start_checks.check_before(plan, deployment_file.load_job(plan))
+
+
 def test_relays_are_not_started(tmp_path: Path):
     """Or machines would be paid for, and the job would then lack a party."""
     job = small_job(
