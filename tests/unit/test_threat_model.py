@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.source_code import nodes
+from support.source_code import statements
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "explanation" / "threat-model.md"
@@ -63,7 +63,7 @@ def named(shown: str) -> Iterator[tuple[list[Path], str]]:
 @cache
 def known_in(path: Path) -> dict[str, bool]:
     """Tests of a file, and whether each is among the long ones, whatever its cases."""
-    module, *_ = parts = nodes(path)
+    module, *_ = parts = statements(path)
     assert isinstance(module, ast.Module)
     all_long = any(
         isinstance(node, ast.Assign)
