@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -646,9 +647,10 @@ def test_crash_while_moving_aside():
         assert same(run.open().load_latest(), state_of(2))
 
 
-# Saves rounds of constant vectors as fast as it can, until it is killed.
+# For each line of input, a fork that saves rounds of constant vectors as fast as it can
+# until it is killed; then its exit code. Twelve programs would import for seconds.
 SAVE_FOR_EVER = """
-import itertools, sys
+import itertools, os, sys
 import numpy as np
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.storage.disk.store import LocalStore
@@ -656,6 +658,14 @@ from federation.clock import SystemClock
 from federation.protocols import RunState
 from federation.vectors import Layout, Role
 
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        break
+    _, status = os.waitpid(pid, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+    sys.exit()
 layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
 checkpoints = RunCheckpoints(
     store=LocalStore(sys.argv[1]), prefix="", run_id="run", job={}, layout=layout,
@@ -664,7 +674,7 @@ checkpoints = RunCheckpoints(
 state = checkpoints.load_latest()
 first = 1 if state is None else state.round_index + 1
 assert state is None or (state.weights_d == state.round_index).all()
-print("ready", flush=True)
+print(os.getpid(), flush=True)
 for index in itertools.count(first):
     vector = np.full(layout.size, index, np.float32)
     checkpoints.save(RunState(
@@ -680,29 +690,42 @@ def test_killed_at_random(tmp_path: Path):
     """A process that is killed while saving always leaves a run that continues."""
     rng = np.random.default_rng(7)
     last = 0
-    for kill in range(12):
-        with subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for kill in range(12):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            pid = int(process.stdout.readline())
             if kill % 4 == 3:  # Not too soon, however busy the machine is.
                 assert process.stdout.readline() == "saved\n"
             time.sleep(rng.uniform(0.0, 0.2))
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-        layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
-        run = Run(LocalStore(tmp_path), prefix="", run_id="run", job={}, layout=layout)
-        state = run.open().load_latest()
-        assert run.events == []
-        if state is not None:
-            assert state.round_index >= last
-            assert (state.weights_d == state.round_index).all()
-            assert (state.optimizer["m"] == state.round_index).all()
-            last = state.round_index
+            os.kill(pid, signal.SIGKILL)
+            said = next(s for s in process.stdout if s != "saved\n")
+            assert int(said) == -signal.SIGKILL
+            last = continues(tmp_path, last)
+        process.stdin.close()
+    assert process.returncode == 0
     assert last > 0
+
+
+def continues(folder: Path, last: int) -> int:
+    """Number of the last round of a run that was killed, not below one seen before."""
+    layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
+    run = Run(LocalStore(folder), prefix="", run_id="run", job={}, layout=layout)
+    state = run.open().load_latest()
+    assert run.events == []
+    if state is None:
+        return last
+    assert state.round_index >= last
+    assert (state.weights_d == state.round_index).all()
+    assert (state.optimizer["m"] == state.round_index).all()
+    return state.round_index
 
 
 def test_what_rounds_have_shown_of_sites_is_kept():

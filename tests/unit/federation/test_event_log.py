@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, strategies as st
 from support import event_samples
+from support.examples import few
 
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.event_log import KINDS, EventWriter, from_line, read_events, to_line
@@ -50,6 +51,7 @@ def test_runs_round_trip(tmp_path: Path, events: list[Event]):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@few(15)
 @given(data=st.data())
 def test_any_value_round_trips(kind: type[Event], data: st.DataObject):
     """Every event class survives with whatever its fields may hold."""
