@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from support.dealers import (
     Dealer,
     Played,
@@ -16,6 +16,7 @@ from support.dealers import (
     value_of,
     wrong_share,
 )
+from support.examples import few
 from support.secagg_parties import Run, site_name, start
 
 from aggregator.blame import Blame
@@ -139,8 +140,8 @@ def played(run: Run, liars: list[Liar], blame: Blame, round_index: int) -> Playe
     return found
 
 
+@few(15)  # Ten rounds each.
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
 def test_run_goes_on_whatever_liars_do_to_shares(case: tuple[int, int, list[Liar]]):
     """Lost rounds are few, sums exact, and nobody honest is found at fault."""
     num_sites, threshold, liars = case
@@ -162,8 +163,8 @@ def test_run_goes_on_whatever_liars_do_to_shares(case: tuple[int, int, list[Liar
     assert len(lost) <= 3 * len(liars), lost
 
 
+@few(10)
 @given(case=cases())
-@settings(max_examples=20, deadline=None)
 def test_nobody_is_named_where_nobody_lies(case: tuple[int, int, list[Liar]]):
     """With sites that are silent in one round and there in the next."""
     num_sites, threshold, liars = case
