@@ -5,6 +5,7 @@ wait until a verb needs them.
 """
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -207,6 +208,7 @@ _MODULES = (
 )
 
 
+@functools.cache  # Tests and notebooks run many commands in one process.
 def _parser() -> Parser:
     does = {
         "check-job": _check_job,

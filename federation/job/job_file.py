@@ -6,6 +6,7 @@ Writing TOML is left to ``deploy``: the standard library can only read it.
 
 import dataclasses
 import difflib
+import functools
 import logging
 import math
 import operator
@@ -260,8 +261,7 @@ def _build(cls: type, table: Any, name: str) -> Any:
     """Build the dataclass ``cls`` from a TOML table found under ``name``."""
     if not isinstance(table, Mapping):
         raise JobError(f"must be a table, not {_describe(table)}", key=name or None)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    fields, hints = _fields_of(cls)
     for key in table:
         if key not in fields:
             _refuse_unknown(f"{name}.{key}" if name else key, key, fields, cls)
@@ -276,6 +276,15 @@ def _build(cls: type, table: Any, name: str) -> Any:
             _, said = documented(cls)
             raise JobError(f"is missing: {said.get(key)}", key=full)
     return cls(**values)
+
+
+@functools.cache  # A job has forty tables, and a process reads many jobs.
+def _fields_of(
+    cls: type,
+) -> tuple[Mapping[str, "dataclasses.Field[Any]"], Mapping[str, Any]]:
+    """The fields of a dataclass by name, and the types that they are to have."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    return fields, typing.get_type_hints(cls)
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:
