@@ -2,7 +2,7 @@
 
 import functools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,8 +43,13 @@ def _captions(page: str) -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-def of_run(view: RunView) -> Sequence[Panel]:
-    """All available figures, in reading order."""
+def of_run(view: RunView, names: Collection[str] = ()) -> Sequence[Panel]:
+    """Figures that the run has data for, in reading order.
+
+    Args:
+        view: The run.
+        names: Draw only these; by default all.
+    """
     keys = _keys(view)
     return tuple(
         replace(
@@ -54,7 +59,7 @@ def of_run(view: RunView) -> Sequence[Panel]:
             is_wide=panel.name == "timeline",
             has_training=panel.name == "loss" and bool(plots.training_losses(view)),
         )
-        for panel in from_drawn("run", plots.draw_all(view), _words(view))
+        for panel in from_drawn("run", plots.draw_all(view, names), _words(view))
     )
 
 

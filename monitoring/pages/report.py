@@ -21,6 +21,7 @@ from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
 from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy
+from monitoring.pages.panels import Panel
 from monitoring.views import run_plan, storage_use
 from monitoring.views.round_view import (
     RUNNING,
@@ -129,8 +130,18 @@ def render(
     versions: Mapping[str, str],
     *,
     plan: RunPlan | None = None,
+    figures: Sequence[Panel] | None = None,
 ) -> str:
-    """Return the page as text."""
+    """Return the page as text.
+
+    Args:
+        view: The run; it may still be going on.
+        job_toml: The resolved job file, as text.
+        versions: What ran, for example ``{"torch": "2.8.0"}``.
+        plan: What was predicted before the run; None if nothing was.
+        figures: Figures to show; by default all that the run has data for. Drawing
+            them takes most of the time.
+    """
     sites, ended = _listed_sites(view), [r.finished for r in view.rounds if r.finished]
     return (
         environment()
@@ -139,7 +150,7 @@ def render(
             view=view,
             status_word="not finished" if view.status == RUNNING else view.status,
             tiles=_tiles(view),
-            panels=panels.of_run(view),
+            panels=panels.of_run(view) if figures is None else figures,
             confusion=_confusion(view),
             colours=plots.site_colours(view),
             sites=sites,

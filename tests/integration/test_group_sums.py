@@ -90,7 +90,7 @@ def test_events_show_the_groups_and_which_one_stands_out():
     (at,) = [i for i, group in enumerate(round_1.groups) if LIAR in group]
     assert (round_1.norms[at], round_1.distances[at]) == (None, None)
     assert "missing: site-0" in round_1.remarks[at]
-    page = render(fold(silent.seen), "", {})
+    page = render(fold(silent.seen), "", {}, figures=())
     assert "Distance from the combined update" in page
 
 

@@ -25,6 +25,7 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
+from monitoring.pages import panels
 from monitoring.pages.figures import MAX_READOUTS, POOLED_COLOUR
 from monitoring.pages.plots import (
     MAX_SITES_SHOWN,
@@ -37,8 +38,10 @@ from monitoring.pages.report import FAILURE_MEANINGS, render, write_report
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views.result_json import result
 from monitoring.views.run_fold import fold
+from monitoring.views.run_view import RunView
 
-pytestmark = pytest.mark.slow
+# One worker draws each page once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
 
 JOB = 'name = "two-clouds-quickstart"\nrounds = 10\n'
 VERSIONS = {"crossfed": "0.1.0", "torch": "2.8.0"}
@@ -109,8 +112,14 @@ def _read(page: str) -> _Reader:
 
 @cache
 def page_of(name: str) -> str:
-    """Page of one of the runs above: half a second each."""
+    """Page of one of the runs above: half a second each, for the figures."""
     return render(fold(RUNS[name]), JOB, VERSIONS)
+
+
+def page_with(view: RunView, *names: str) -> str:
+    """A page with some figures alone, as none takes milliseconds."""
+    figures = panels.of_run(view, names) if names else ()
+    return render(view, JOB, VERSIONS, figures=figures)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -164,7 +173,7 @@ def test_confusion_matrix_has_names_counts_and_shares():
     )
     assert view.confusion == counts
     assert result(view)["final"]["confusion"] == counts
-    page = render(view, JOB, VERSIONS)
+    page = page_with(view)
     section = page[page.index('id="confusion"') : page.index('id="sites"')]
     _read(page)
     assert "script" not in _read(page).tags
@@ -252,14 +261,15 @@ def test_noise_on_results_of_an_own_objective_has_no_size():
         else event
         for event in event_samples.private(3)
     ]
-    page = render(fold(log), JOB, VERSIONS)
+    page = page_with(fold(log), "loss", "accuracy")
+    assert 'id="figure-loss"' in page
     assert "Shaded" not in page
     assert "~-" not in page
 
 
 def test_joint_noise_needs_the_sum():
     """Whose records, whose noise, against whom; and what would break it."""
-    text = _section(render(fold(event_samples.joint(2)), JOB, VERSIONS), "privacy")
+    text = _section(page_of("joint"), "privacy")
     for words in (
         "from the sums of the sites&#39; updates",
         f"Holds against: {event_samples.HOLDS_AGAINST['joint']}",
@@ -274,8 +284,7 @@ def test_joint_noise_needs_the_sum():
 
 def test_whole_sites_are_not_taken_for_records():
     """No sampling, no records; how far updates stand out of the noise."""
-    view = fold(event_samples.whole_sites(3))
-    page = render(view, JOB, VERSIONS)
+    page = page_of("whole sites")
     text = _section(page, "privacy")
     for words in (
         "all that any one site holds",
@@ -299,19 +308,19 @@ def test_whole_sites_are_not_taken_for_records():
 
 def test_clip_norm_is_shown_where_it_adapts():
     """Beside the size of the steps, and for each round."""
-    page = render(fold(event_samples.whole_sites(3)), JOB, VERSIONS)
+    page = page_of("whole sites")
     assert ">clip norm</text>" in page
     assert "The clip norm limits each site" in page
     rounds = _section(page, "rounds")
     assert "Clip norm" in rounds
-    assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3))
-    fixed = render(fold(event_samples.joint(2)), JOB, VERSIONS)
+    assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3, 4))
+    fixed = page_of("joint")
     assert "clip norm" not in fixed.lower()
 
 
 def test_public_held_out_results_are_called_so():
     """No mark, no noise, no budget; and the page says what that leaves open."""
-    page = render(fold(event_samples.private(2, public=True)), JOB, VERSIONS)
+    page = page_with(fold(event_samples.private(2, public=True)))
     assert "Held-out epsilon none" in _section(page, "summary")
     assert "~" not in _section(page, "rounds")
     assert "no epsilon covers the held-out records" in _section(page, "privacy")
@@ -333,7 +342,7 @@ def test_spending_beyond_the_cap_stands_out():
         else event
         for event in event_samples.private(1)
     ]
-    page = render(fold(events), JOB, VERSIONS)
+    page = page_with(fold(events))
     assert '<td class="n bad">8.50</td>' in page
     assert '<td class="n bad">7' not in page
 
@@ -344,13 +353,13 @@ def test_run_without_privacy_claims_none():
     assert 'id="privacy"' not in page
     assert ">differential privacy</span>" not in page
     assert "Epsilon" not in page
-    assert "epsilon" not in draw_all(fold(event_samples.two_sites(2)))
+    assert "epsilon" not in draw_all(fold(event_samples.two_sites(2)), {"epsilon"})
 
 
 def test_sizes_that_no_site_told_are_left_open():
     """Under secure aggregation nobody but the partition knows them."""
     events = [e for e in event_samples.secure() if not isinstance(e, DataDistributed)]
-    page = render(fold(events), JOB, VERSIONS)
+    page = page_with(fold(events))
     sites = page.split('<section id="sites">')[1].split("</section>")[0]
     row = sites.split("on-premises")[1].split("</tr>")[0]
     assert '<td class="n">-</td><td class="n">-</td>' in row
@@ -368,7 +377,7 @@ def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
         bytes_down=last.bytes_down[:1],
         bytes_up=last.bytes_up[:1],
     )
-    page = render(fold(events), JOB, VERSIONS)
+    page = page_with(fold(events))
     assert "after round 3, 1 of 2 sites" in page
     assert "among rounds that all sites evaluated" in page
     best = re.search(r"best\">([0-9.]+)", page)
@@ -380,10 +389,14 @@ def test_figures_follow_the_task():
     """A language model has perplexity in place of accuracy."""
     shared = {"loss", "loss-log", "data", "bytes", "participation", "update-norm"}
     shared |= {"timeline"}
-    quiet = draw_all(fold(event_samples.two_sites(2)))
-    language = draw_all(fold(event_samples.language(2)))
-    assert shared | {"accuracy", "accuracy-log"} == set(quiet)
-    assert shared | {"perplexity"} == set(language)
+    quiet, language = map(figures_of, (page_of("quiet"), page_of("language")))
+    assert shared | {"accuracy", "accuracy-log"} == quiet
+    assert shared | {"perplexity"} == language
+
+
+def figures_of(page: str) -> set[str]:
+    """Names of the figures of a page."""
+    return set(re.findall(r'<svg class="plot" role="img" aria-label="([^"]*)"', page))
 
 
 def test_training_loss_is_drawn_where_it_leaves_the_sites():
@@ -463,7 +476,9 @@ def test_labels_of_rounds_do_not_lie_over_each_other():
 def test_figures_are_reproducible_and_leave_no_trace():
     """The same run gives the same bytes, and matplotlib's settings stay."""
     view, before = fold(event_samples.troubled()), dict(mpl.rcParams)
-    assert draw_all(view) == draw_all(view)
+    page = page_of("troubled")
+    for name, svg in draw_all(view, {"loss", "data", "timeline"}).items():
+        assert svg in page, name
     assert before == dict(mpl.rcParams)
 
 
@@ -533,7 +548,7 @@ def test_resources_are_shown_with_their_method():
     ]
     assert ">Busy<" not in page_of("quiet")
     view = fold(events)
-    page = render(view, JOB, VERSIONS)
+    page = page_with(view)
     for shown in (">Busy<", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
         assert shown in page
     (site, _) = result(view)["sites"]
@@ -552,7 +567,8 @@ def test_many_sites_and_labels_are_cut_and_counted():
     assert "100 of 1,000 sites; result.json has all" in page
     assert len(page) < 1_000_000
     labels = tuple(f"class-{number}" for number in range(100))
-    assert ">other<" in draw_all(fold(run(Script(rounds=1, labels=labels))))["data"]
+    view = fold(run(Script(rounds=1, labels=labels)))
+    assert ">other<" in draw_all(view, {"data"})["data"]
 
 
 def test_data_without_labels_is_shown_as_sizes():
@@ -562,12 +578,12 @@ def test_data_without_labels_is_shown_as_sizes():
     script = Script(rounds=1, labels=())
     (bare,) = [e for e in run(script) if isinstance(e, DataDistributed)]
     events[place] = bare
-    assert "training examples" in draw_all(fold(events))["data"]
+    assert "training examples" in draw_all(fold(events), {"data"})["data"]
 
 
 def test_unfinished_run_says_so():
     """A killed coordinator's report does not look like a finished one."""
-    page = render(fold(event_samples.two_sites(2)[:-1]), JOB, VERSIONS)
+    page = page_with(fold(event_samples.two_sites(2)[:-1]))
     assert "not finished" in page
     assert "its coordinator was killed" in page
 
@@ -581,14 +597,14 @@ def test_report_is_written_whole(tmp_path: Path):
     """An older report is replaced and nothing else is left."""
     path = tmp_path / "report.html"
     path.write_text("old")
-    write_report(fold(event_samples.two_sites(1)), JOB, VERSIONS, path)
+    write_report(fold(RUNS["only started"]), JOB, VERSIONS, path)
     assert path.read_text(encoding="utf-8").endswith("</html>")
     assert [path] == list(tmp_path.iterdir())
 
 
 def test_unwritable_report_is_a_store_error(tmp_path: Path):
     """The operating system's error arrives as the store's."""
-    view = fold(event_samples.two_sites(1))
+    view = fold(RUNS["only started"])
     with pytest.raises(StoreUnavailable, match="cannot write the report"):
         write_report(view, JOB, VERSIONS, tmp_path / "missing" / "report.html")
 
@@ -616,6 +632,6 @@ def test_many_stores_are_cut_and_still_counted():
     events = stored()
     used = next(event for event in events if isinstance(event, StoreUsed))
     many = [replace(used, who=f"site-{i}") for i in range(150)]
-    text = _section(render(fold([*events, *many]), JOB, VERSIONS), "storage")
+    text = _section(page_with(fold([*events, *many])), "storage")
     assert "100 of 153 entries" in text
     assert "All stores 309 465 1" in text
