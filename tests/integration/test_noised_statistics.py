@@ -18,6 +18,7 @@ from clients.privacy.ledger_memory import LifetimeBudget, lifetime
 from clients.privacy.site_memory import FileMemory
 from clients.privacy.site_plans import PrivateSites
 from clients.privacy.standardise import Statistics
+from clients.ranks import group
 from clients.training.trainer import TorchTrainer
 from deploy.audit.audit import audit
 from deploy.audit.runs import Attack
@@ -163,6 +164,7 @@ def test_lost_ledger_is_charged_for_statistics_too(tmp_path: Path):
 def test_ranks_standardise_as_one_process_does(monkeypatch: pytest.MonkeyPatch):
     """They read the data themselves, and are given the numbers."""
     monkeypatch.setenv("PYTHONPATH", str(ranked_sites.TESTS))
+    monkeypatch.setattr(group, "subprocess", ranked_sites.ForkedRanks)
     job = small_job()
     pool = ModelPool(job)
     train, held_out = load_data(ranked_sites.BLOBS, {})

@@ -141,7 +141,7 @@ def test_update_that_is_not_finite_counts_for_nothing(
         told = [
             replace(
                 u,
-                delta_d=u.delta_d.copy(),
+                delta_d=u.delta_d.copy(),  # type: ignore[attr-defined]
                 handed_over=handed_over,
                 refuse=partial(refused.append, u.site),
             )

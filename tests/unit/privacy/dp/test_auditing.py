@@ -234,9 +234,9 @@ def test_mechanism_keeps_its_promise_and_too_little_noise_does_not():
 def test_audit_separates_right_from_half_the_noise(
     noise: float, level: float, right: float | None, halved: float
 ):
-    """A hundred thousand canaries, 5 % guessed, twenty seeds."""
-    kept = [dirac_bound(noise, canaries=100_000, seed=s) for s in range(20)]
-    broken = [dirac_bound(noise / 2, canaries=100_000, seed=s) for s in range(20)]
+    """A hundred thousand canaries, 5 % guessed, ten seeds."""
+    kept = [dirac_bound(noise, canaries=100_000, seed=s) for s in range(10)]
+    broken = [dirac_bound(noise / 2, canaries=100_000, seed=s) for s in range(10)]
     assert promised(noise) == pytest.approx(level, abs=0.01)
     assert max(kept) < promised(noise) < min(broken)
     assert np.mean(broken) == pytest.approx(halved, abs=0.1)
