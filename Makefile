@@ -12,12 +12,11 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-# What `make check` runs, in parts that take about as long: a process that imports only
-# what a part needs starts sooner than a worker, which imports it all.
-FAST_LEARNING := $(addprefix tests/unit/,clients privacy)
-FAST_SITES := $(addprefix tests/unit/,aggregator deploy federation monitoring)
-FAST_OUTSIDE := tests/contract tests/unit/cloud_adapters $(wildcard tests/unit/test_*.py)
-FAST_PARTS := fast-learning fast-sites fast-outside
+# What `make check` runs, in two parts that take about as long: each imports torch, which
+# takes two seconds of its core, and neither the libraries that only the other needs.
+FAST_LEARNING := $(addprefix tests/unit/,aggregator clients federation privacy)
+FAST_SITES := $(addprefix tests/unit/,cloud_adapters deploy monitoring) $(wildcard tests/unit/test_*.py) tests/contract
+FAST_PARTS := fast-learning fast-sites
 # They make tens of thousands of small files: in memory, where there is room for them and
 # programs may run, unless TMPDIR says where.
 ROOM := awk '/MemAvailable/ && $$2 > 3e6 { room++ } /shm$$/ && $$4 > 1e6 { room++ } / \/dev\/shm .*noexec/ { room -= 2 } END { exit room < 2 }'
@@ -106,9 +105,6 @@ fast-learning: $(READY)
 
 fast-sites: $(READY)
 	$(IN_MEMORY) $(PYTEST) $(FAST_SITES) $(QUICK)
-
-fast-outside: $(READY)
-	$(IN_MEMORY) $(PYTEST) $(FAST_OUTSIDE) $(QUICK)
 
 test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
 	@mkdir -p runs
