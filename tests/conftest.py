@@ -55,7 +55,7 @@ _SERVERS = {
     "gce_server",
     "kube_server",
 }
-_SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce"}
+_SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce", "kube"}
 
 
 _MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)
@@ -152,7 +152,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(20_000)  # Every 700 objects cost 4 % of the fast tests' time.
         gc.enable()

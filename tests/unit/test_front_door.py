@@ -100,6 +100,7 @@ def test_history_has_a_row_for_each_round():
     assert all(isinstance(t, torch.Tensor) for t in result.state_dict().values())
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_a_result(tmp_path: Path):
     result = crossfed.simulate(JOB, rounds=2)
     shown = result._repr_html_()

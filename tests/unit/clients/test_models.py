@@ -141,6 +141,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_digits_cnn_learns_digits():
     """A few epochs on all the training digits reach 92 % on the held-out ones."""

@@ -204,6 +204,7 @@ def test_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch):
     assert not Path(folder).exists()
 
 
+@pytest.mark.slow
 def test_flower_is_not_imported_before_it_is_used():
     """Neither by this module nor by what it imports."""
     code = (

@@ -80,6 +80,7 @@ def test_a_run_comes_to_the_steps_that_the_model_of_time_says():
     assert predicted < sum(took.values()) < 1.5 * predicted
 
 
+@pytest.mark.slow
 def test_what_a_person_reads():
     """A line whenever the number changes; and each round of the view has it."""
     _, seen = watched(job(schedule={"max_local_steps": 8}))
@@ -116,6 +117,7 @@ def test_a_site_limits_the_steps_of_a_round(is_auto: bool):  # noqa: FBT001
         check_job(asked, check, SiteId("site-0"))
 
 
+@pytest.mark.slow
 def test_the_forecast_says_what_auto_comes_to(tmp_path: Path):
     """By stated speeds; and a finished run shows the same speeds."""
     asked = job(schedule={"training_share": 0.9})

@@ -344,7 +344,7 @@ def invited(tmp_path_factory: pytest.TempPathFactory) -> Federation:
 
 
 @given(data=st.data())
-@few(60)
+@few(15)
 def test_no_request_breaks_the_service(invited: Federation, data: st.DataObject):
     """Whatever stands in a request: an answer with a reason, and nobody is let in."""
     fields = json.loads(_WHOLE)

@@ -312,6 +312,7 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
     assert forecast.storage(here, TABLE) is None
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path: Path):
     """As SVG or PNG; another ending is refused."""
     from monitoring.pages import plan_plot  # noqa: PLC0415 (imports matplotlib)

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from support.examples import few
 
 from federation.ids import SiteId
 from federation.members import EVERYBODY, JOINED, Members, RunMember, Standing
@@ -104,6 +105,7 @@ steps = st.lists(
 )
 
 
+@few(15)
 @given(steps)
 def test_no_site_is_lost_and_none_that_is_gone_is_asked(taken: list[tuple]):
     """Whatever happens, in whatever order."""

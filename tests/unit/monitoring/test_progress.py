@@ -527,6 +527,7 @@ def test_printable_cuts():
     assert printable("a" * 10, limit=6) == "aaa..."
 
 
+@pytest.mark.slow
 def test_start_up_is_quick():
     """Progress must not wait for matplotlib."""
     code = (

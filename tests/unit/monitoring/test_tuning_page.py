@@ -56,6 +56,7 @@ def test_the_best_is_that_of_the_direction(direction: str, best: int) -> None:
     assert len(found.ranked()) == 2
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_trial_and_escapes_what_is_not_ours() -> None:
     page = render(TUNING)
     assert "5 of 9" in page
@@ -66,6 +67,7 @@ def test_the_page_shows_every_trial_and_escapes_what_is_not_ours() -> None:
     assert "epsilon" not in page
 
 
+@pytest.mark.slow
 def test_a_private_search_states_what_all_trials_spent() -> None:
     page = render(replace(TUNING, epsilon=6.5, delta=2e-5))
     assert "All trials together have spent epsilon 6.5" in page

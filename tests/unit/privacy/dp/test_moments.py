@@ -93,7 +93,7 @@ def test_attacks_stay_within_what_is_charged():
 def test_noise_is_what_the_event_says():
     mechanism, random_bytes = moments(4, noise=3.0), repeatable()
     noise = np.array(
-        [mechanism.release(np.zeros(9), random_bytes) for _ in range(2000)]
+        [mechanism.release(np.zeros(9), random_bytes) for _ in range(1000)]
     )
     event = mechanism.event()
     assert event.noise_multiplier == pytest.approx(3.0, rel=1e-3)

@@ -120,6 +120,7 @@ def test_records_of_one_person(records: int, want: str, interval: float):
     assert want in _cells("Ten records of one person")[1]
 
 
+@pytest.mark.slow
 def test_shuffled_batches_are_not_poisson():
     """The largest sum of an epoch alone: others -C, the record C or nothing.
 
@@ -138,6 +139,7 @@ def test_shuffled_batches_are_not_poisson():
     assert row == f"at least {found:.1f}, at most {_epsilon(NOISE, 1, EPOCHS):.1f}"
 
 
+@pytest.mark.slow
 def test_batches_of_a_fixed_size_are_not_poisson():
     """One record replaced by its opposite, in a sample of a fixed share."""
     edges = np.concatenate([[-np.inf], np.linspace(-9, 9, 3001), [np.inf]])
