@@ -64,14 +64,14 @@ def gpt_job(**training: Any) -> JobSpec:
             "options": {
                 "vocabulary": sharded_jobs.VOCABULARY,
                 "context": sharded_jobs.LENGTH - 1,
-                "layers": 3,
+                "layers": 2,
                 "heads": 2,
                 "width": 32,
             },
         },
         training={
             "task": "causal_lm",
-            "local_steps": 5,
+            "local_steps": 3,
             "batch_size": 8,
             "optimizer": {"name": "adamw", "lr": 1e-3},
             **training,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from support import forked
 from support.ranked_sites import pids_of, ranked
 from support.small_jobs import small_job
 
@@ -11,6 +12,7 @@ from clients.models.model_pool import ModelPool
 
 def train(_: Sequence[str]) -> None:
     """Do it, in a process of its own."""
+    forked.fork_ranks()
     job = small_job()
     pool = ModelPool(job)
     with ranked(job, pool) as trainer:

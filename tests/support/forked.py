@@ -109,7 +109,7 @@ class Forks(subprocess.Popen[Any]):
     """
 
     def _execute_child(self, *given: Any) -> None:
-        command, cwd, env = given[0], given[5], given[6]
+        command, passed, cwd, env = given[0], given[4], given[5], given[6]
         stdin, _, _, stdout, _, stderr = pipes = given[10:16]
         words, has_session = program(command), given[21]
         if not words:
@@ -126,7 +126,7 @@ class Forks(subprocess.Popen[Any]):
             for number, file in enumerate((stdin, stdout, stderr)):
                 if file != -1:
                     os.dup2(file, number)
-            _become(words, cwd, env)
+            _become(words, cwd, env, passed)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         os.close(begun)
@@ -151,12 +151,22 @@ def network_of(command: Sequence[object]) -> str:
     return words[words.index("nsenter") + 1].removeprefix(option)
 
 
-def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoReturn:
+def fork_ranks() -> None:
+    """Have this process fork its ranks, too: one that has no threads when it does."""
+    _PROGRAMS["deploy.site_host.rank_process"] = "deploy.site_host.rank_process"
+
+
+def _become(
+    words: list[str], cwd: Any, env: Mapping[str, str] | None, passed: Sequence[int]
+) -> NoReturn:
     """Do in a fork what a new interpreter would."""
     from support import fork_server  # noqa: PLC0415 -- imports torch
 
     atexit._clear()  # What is to be done at the parent's end.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for last, file in itertools.pairwise(
+        [2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
+    ):
+        os.closerange(last + 1, file)
     for number in signal.valid_signals():
         is_int = number == signal.SIGINT
         # Under nohup or in the background, the suite was told to ignore these.
