@@ -345,8 +345,8 @@ def digests(model: str, *threads: int) -> Iterator[str]:
     """Of the weights that a run comes to with each number of threads."""
     for number in threads:
         job = small_job(
-            num_sites=3,
-            rounds=2,
+            num_sites=2,
+            rounds=1,
             model={"factory": model},
             data={"source": "clients.data:digits"},
             training={"local_steps": 3, "threads": number},

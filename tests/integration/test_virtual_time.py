@@ -114,7 +114,8 @@ def test_prediction_is_what_virtual_time_takes(tmp_path: Path):
     """One model predicts a run, and moves the clocks while it runs."""
     for evaluation in ({"every": 0}, {"every": 1}):
         job = virtual_job(evaluation=evaluation)
-        events = events_of(job, folder=tmp_path / str(evaluation["every"]))
+        folder = tmp_path / str(evaluation["every"])
+        events = events_of(job, folder=folder, report=job.evaluation.every == 1)
         (told,) = only(events, CostPredicted)
         view = fold(events)
         assert told.bytes_down[0] <= view.bytes_down <= told.bytes_down[1]
@@ -170,7 +171,8 @@ def test_run_is_resumed_where_its_time_stood(tmp_path: Path):
     """Time continues, and the model is that of a run in one go."""
     once = iter([False, True])
     job = virtual_job()
-    simulate(job, engine="virtual", folder=tmp_path, stop_requested=lambda: next(once))
+    stop: dict[str, Any] = {"stop_requested": lambda: next(once), "report": False}
+    simulate(job, engine="virtual", folder=tmp_path, **stop)
     events: list[Event] = []
     resumed = simulate(
         job, engine="virtual", folder=tmp_path, resume=True, listeners=[events.append]
