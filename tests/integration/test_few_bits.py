@@ -35,6 +35,7 @@ CODECS: dict[str, dict[str, Any]] = {
 # Bytes of a value up, by those of float32; a message has a header beside it.
 SHARES = {"int8": 0.26, "int4": 0.14, "fp4": 0.14, "top_k": 0.04, "subset": 0.27}
 each_codec = pytest.mark.parametrize("codec", CODECS)
+Ended = tuple[float, list[RoundFinished]]
 
 
 def tables(up: str, *, down: str = "", **more: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def values(done: RunResult) -> np.ndarray:
     return np.concatenate([array.ravel() for array in done.weights.values()])
 
 
-def seen(job: JobSpec, folder: Path) -> tuple[float, list[RoundFinished]]:
+def seen(job: JobSpec, folder: Path) -> Ended:
     """The final loss, and the rounds."""
     simulate(job, folder=folder)
     events = read_events(folder / "events.jsonl")
@@ -66,13 +67,19 @@ def seen(job: JobSpec, folder: Path) -> tuple[float, list[RoundFinished]]:
     return losses[-1], rounds
 
 
+@pytest.fixture(scope="module")
+def all_values(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run whose updates are all of float32."""
+    return seen(small_job(**tables("identity")), tmp_path_factory.mktemp("whole"))
+
+
 @each_codec
 def test_few_bytes_are_those_predicted_and_bring_nearly_the_same_loss(
-    codec: str, tmp_path: Path
+    codec: str, all_values: Ended, tmp_path: Path
 ):
     """Up, and as changes down; in every round, to the byte or to a text's padding."""
     job = small_job(**tables(codec, down=codec))
-    whole, all_bytes = seen(small_job(**tables("identity")), tmp_path / "whole")
+    whole, all_bytes = all_values
     loss, rounds = seen(job, tmp_path / "few")
     dense = codec in {"int8", "int4", "fp4"}
     assert loss == pytest.approx(whole, abs=0.02 if dense else 0.35)
