@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from support.examples import few
 from support.secagg_parties import MODEL, Parties, entropy, site_name
 
 from privacy import keystream as prg
@@ -355,6 +356,7 @@ def test_few_sites(num_sites: int, threshold: int):
 
 
 @pytest.mark.slow
+@few(20)  # `test_ten_thousand_cases` has the rest.
 @given(case=cases(MEDIUM))
 def test_more_sites(case: Case):
     """9 to 16 sites."""
@@ -365,7 +367,12 @@ def test_more_sites(case: Case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_sites", "bits", "lost"),
-    [(24, 24, (1, 2, 1, 2, 1)), (40, 32, (14, 0, 0, 0, 0)), (64, 32, (5, 0, 6, 4, 6))],
+    [
+        (24, 24, (1, 2, 1, 2, 1)),
+        (40, 32, (14, 0, 0, 0, 0)),
+        # The setup of 64 sites takes seconds.
+        pytest.param(64, 32, (5, 0, 6, 4, 6), marks=pytest.mark.long),
+    ],
 )
 def test_many_sites(num_sites: int, bits: int, lost: tuple[int, ...]):
     """The lowest threshold: within what it tolerates, or one site beyond it."""
@@ -421,7 +428,7 @@ def unfinished(draw: st.DrawFn) -> tuple[Kind, frozenset[int], frozenset[int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@few(30)
 @given(case=unfinished(), hybrid=st.booleans(), seed=st.integers(0, 2**64 - 1))
 def test_dropouts_of_the_setup(
     case: tuple[Kind, frozenset[int], frozenset[int]], *, hybrid: bool, seed: int
