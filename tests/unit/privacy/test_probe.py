@@ -483,8 +483,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 9])
+@pytest.mark.parametrize(
+    ("size", "training"), [(2, True), (3, False), (9, True)], ids=str
+)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_that_keep_records_apart_pass(kind: str, size: int, *, training: bool):
     """In either mode, with few records and many."""
