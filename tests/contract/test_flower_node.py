@@ -5,12 +5,9 @@ import gc
 import importlib.util
 import itertools
 import sqlite3
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ from cloud_adapters.flower import (  # noqa: E402
     presence as flower_presence,
 )
 from cloud_adapters.flower.node import FlowerNode  # noqa: E402
-from privacy.membership.certificates import Authority, key_pem  # noqa: E402
+from privacy.membership.certificates import Authority  # noqa: E402
 
 pytestmark = [
     pytest.mark.flower,
@@ -44,6 +41,7 @@ pytestmark = [
 ]
 
 MB = 1 << 20
+LARGE = 6 * MB  # Flower sends an array in pieces of 5 MiB.
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +81,16 @@ def test_messages_of_any_size_come_through(running: Running):
         ("query", 0),
         ("query", 1),
         ("query", MB),
-        ("query", 20 * MB),
+        ("query", LARGE),
         ("train", 4),
-        ("train", 20 * MB),
+        ("train", LARGE),
     ]:
         assert running.ask(what, size) == {"error": None, "right": True}, (what, size)
 
 
 def test_large_messages_leave_no_copy_behind(running: Running):
     """Neither what came nor what went is held until the next message."""
-    size = 20 * MB
+    size = LARGE
     running.ask("train", size)  # Whatever is made but once is made now.
     # As often as outside tests: what holds itself goes with the next collection.
     before = gc.get_threshold()
@@ -336,28 +334,18 @@ def _age_heartbeat(server: SuperLink, node: int, until: float) -> None:
         assert changed.rowcount == 1
 
 
-def test_killed_node_comes_back_under_its_number(server: SuperLink, tmp_path: Path):
+def test_killed_node_comes_back_under_its_number(server: SuperLink):
     """Refused while its last heartbeat counts; then it works on."""
     key = ec.generate_private_key(ec.SECP384R1())
     node = server.register(key)
-    (tmp_path / "node.pem").touch(mode=0o600)
-    (tmp_path / "node.pem").write_bytes(key_pem(key))
-    (tmp_path / "ca.crt").write_bytes(server.authority)
-    arguments = [tmp_path / "node.pem", tmp_path / "ca.crt", server.address]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.flower_node_process", *arguments],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            assert b"connected to" in process.stdout.readline()
-            # Nodes of other tests may be listed, too, until their time is over.
-            wait_for(lambda: node in server.online(), "a heartbeat has come")
-        finally:
-            process.kill()
+    process = flower_node_process.start(server, key, "killed")
+    try:
+        # Nodes of other tests may be listed, too, until their time is over.
+        wait_for(lambda: node in server.online(), "a heartbeat has come")
+    finally:
+        process.kill()
+        process.wait()
+    assert "connected to" in (server.folder / "killed.log").read_text()
     killed = SystemClock().now()
     # It tries for longer than the SuperLink counts the one that was killed.
     assert server.online()[node] - killed < flower_fleet.TURN_SECONDS

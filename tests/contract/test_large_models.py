@@ -32,7 +32,8 @@ pytestmark = [
     pytest.mark.xdist_group("superlink"),
 ]
 
-NUM_FLOATS = 17 << 20  # 68 MiB: just above the threshold.
+THRESHOLD_BYTES = 4 << 20
+NUM_FLOATS = 2 << 20  # 8 MiB: above the threshold, and several pieces in the store.
 
 
 class Mirror:
@@ -62,7 +63,9 @@ def test_large_model_goes_through_the_store(tmp_path: Path):
         key = new_key()
         server.register(key)
         frames = Frames(
-            store=LocalStore(tmp_path / "store"), scratch=tmp_path / "scratch-site"
+            store=LocalStore(tmp_path / "store"),
+            scratch=tmp_path / "scratch-site",
+            threshold_bytes=THRESHOLD_BYTES,
         )
         node = FlowerNode(
             app=flower_site.agent_app(Mirror(), frames),
@@ -81,6 +84,7 @@ def test_large_model_goes_through_the_store(tmp_path: Path):
                 num_floats=NUM_FLOATS,
                 num_rounds=2,
                 folder=str(tmp_path),
+                threshold_bytes=THRESHOLD_BYTES,
             )
         finally:
             node.stopped.set()
@@ -88,7 +92,7 @@ def test_large_model_goes_through_the_store(tmp_path: Path):
         assert found["wrong"] == []
         assert len(found["seconds"]) == 2
         # The database has seen frames, and not the model.
-        assert (tmp_path / "state.db").stat().st_size < NUM_FLOATS
+        assert (tmp_path / "state.db").stat().st_size < 4 * NUM_FLOATS
         assert "Traceback" not in server.log
     assert list(LocalStore(tmp_path / "store").list()) == []
     for scratch in ("scratch", "scratch-site"):

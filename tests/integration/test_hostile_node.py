@@ -9,13 +9,10 @@ import os
 import secrets
 import signal
 import sqlite3
-import subprocess
-import sys
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,7 +52,7 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from flwr.supernode import node_auth_http_interceptor as node_auth  # noqa: E402
-from support import superlink  # noqa: E402
+from support import flower_node_process, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
 from cloud_adapters.flower import site as flower_site  # noqa: E402
@@ -174,20 +171,10 @@ def _context(authority: Authority) -> Any:
 
 def _start_node(server: SuperLink, stack: contextlib.ExitStack) -> tuple[int, int]:
     """Have another process be a node that echoes."""
-    key, path = ec.generate_private_key(ec.SECP384R1()), server.folder / "node.pem"
-    path.touch(mode=0o600)
-    path.write_bytes(key_pem(key))
+    key = ec.generate_private_key(ec.SECP384R1())
     node = server.register(key)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "support.flower_node_process"),
-            *(path, server.folder / "ca.crt", server.address),
-        ],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    stack.enter_context(process)
+    process = flower_node_process.start(server, key, "honest")
+    stack.callback(process.wait)
     stack.callback(process.kill)
     wait_for(lambda: node in server.online(), "the node is there")
     return node, process.pid
@@ -258,21 +245,23 @@ def test_malformed_requests_of_a_site(
 
 
 @pytest.mark.parametrize("call", [name for name, kind in requests.items() if kind])
-@pytest.mark.parametrize("who", ["honest", "nobody"])
-def test_site_is_no_other_node(place: Place, call: str, who: str):
-    """Flower binds a key to the number of its node, for every call that names one."""
-    number = place.honest if who == "honest" else 12345
+def test_site_is_no_other_node(place: Place, call: str):
+    """Flower binds a key to the number of its node, for every call that names one.
+
+    Neither the honest one's nor one that no node has.
+    """
     kind = requests[call]
     assert kind is not None
-    body = kind()
-    if call == "activate-node":
-        body.public_key = b"another"
-    elif hasattr(body, "node_id"):
-        body.node_id = number
-    else:
-        body.node.CopyFrom(Node(node_id=number))
-    status = place.post(call, body.SerializeToString(), place.signed(), place.site)
-    assert status == 401
+    for number in (place.honest, 12345):
+        body = kind()
+        if call == "activate-node":
+            body.public_key = b"another"
+        elif hasattr(body, "node_id"):
+            body.node_id = number
+        else:
+            body.node.CopyFrom(Node(node_id=number))
+        status = place.post(call, body.SerializeToString(), place.signed(), place.site)
+        assert status == 401, number
     assert place.works()
 
 

@@ -17,7 +17,7 @@ from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
 from cloud_adapters.flower.roll_call import Attendance
 from cloud_adapters.storage.disk.store import LocalStore
-from cloud_adapters.transport.frames import INLINE, Frames
+from cloud_adapters.transport.frames import INLINE, THRESHOLD_BYTES, Frames
 from federation.clock import SystemClock
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId
@@ -51,9 +51,23 @@ class NamesCall:
 
 
 def rounds(
-    api: Grid, *, sites: list[str], num_floats: int, num_rounds: int, folder: str
+    api: Grid,
+    *,
+    sites: list[str],
+    num_floats: int,
+    num_rounds: int,
+    folder: str,
+    threshold_bytes: int = THRESHOLD_BYTES,
 ) -> dict[str, Any]:
     """Send a model to all sites and wait for their answers, a number of times.
+
+    Args:
+        api: Flower's.
+        sites: Those that answer.
+        num_floats: Of the model.
+        num_rounds: How often it is sent.
+        folder: Has the store for what is larger than the threshold; empty for none.
+        threshold_bytes: See ``Frames``.
 
     Returns:
         Seconds of each round, what was wrong with an answer, and this process's
@@ -62,7 +76,7 @@ def rounds(
     frames = INLINE
     if folder:
         store, scratch = LocalStore(Path(folder) / "store"), Path(folder) / "scratch"
-        frames = Frames(store=store, scratch=scratch)
+        frames = Frames(store=store, scratch=scratch, threshold_bytes=threshold_bytes)
     names = [SiteId(name) for name in sites]
     grid = FlowerGrid(
         flower_runtime.over(api),

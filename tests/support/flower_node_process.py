@@ -1,23 +1,25 @@
-"""A Flower node in a process of its own: ``KEY AUTHORITY ADDRESS``.
+"""A Flower node that echoes what it is asked, also in a process of its own."""
 
-It echoes what it is asked, tells on standard output how its connection fares, and
-ends when its standard input does.
-"""
-
-import sys
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.clientapp import ClientApp
 from support import toy_sites
+from support.forked import Forked, shared
 from support.superlink_app import SITE
 
 from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.node import FlowerNode
 from federation.clock import SystemClock
 from federation.messages import SiteMessage, Task
-from privacy.membership.certificates import load_key
+from privacy.membership.certificates import key_pem, load_key
+
+if TYPE_CHECKING:  # A second to import, which the process need not.
+    from support.superlink import SuperLink
 
 
 class EchoAgent:
@@ -72,21 +74,29 @@ def echo_node(
     return FlowerNode(**settings | changes)
 
 
-def _main(key: str, authority: str, address: str) -> None:
-    node = echo_node(
+def start(server: "SuperLink", key: ec.EllipticCurvePrivateKey, name: str) -> Forked:
+    """Start a process that is a node with a key, until it is killed.
+
+    It tells in ``NAME.log``, in the SuperLink's folder, how its connection fares.
+    """
+    path, log = (server.folder / f"{name}.{each}" for each in ("pem", "log"))
+    path.touch(mode=0o600)
+    path.write_bytes(key_pem(key))
+    return shared().start(
+        *(str(path), str(server.folder / "ca.crt"), server.address),
+        call=f"{__name__}:serve",
+        out=log,
+        err=log,
+        environment=os.environ,
+    )
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Be one: of files with its key and the authority, and the address."""
+    key, authority, address = arguments
+    echo_node(
         load_key(Path(key)),
         address,
         Path(authority).read_bytes(),
         listener=lambda word: print(word, flush=True),  # noqa: T201
-    )
-
-    def wait() -> None:
-        sys.stdin.read()
-        node.stopped.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    node.run()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    ).run()
