@@ -21,6 +21,7 @@ from flwr.proto.control_pb2 import StartRunRequest  # noqa: E402
 from flwr.supercore.fab import Fab  # noqa: E402
 from flwr.superlink import extensions  # noqa: E402
 from flwr.superlink.main import _get_middleware, create_app  # noqa: E402
+from starlette.middleware.base import BaseHTTPMiddleware  # noqa: E402
 from starlette.responses import Response  # noqa: E402
 from support import bundles, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
@@ -265,3 +266,60 @@ def test_middleware_of_an_interface_sees_its_requests_alone(
 def test_every_middleware_is_known(monkeypatch: pytest.MonkeyPatch):
     """A new version of Flower may have one more, which has to be looked at."""
     assert len(_middleware(monkeypatch)) == 9
+
+
+TYPE = ("Content-Type", "application/protobuf")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "expected"),
+    [
+        ("GET", "/health", (), 200),
+        ("GET", "/nowhere", (), 404),
+        ("GET", "/v1/fleet/pull-messages", (), 405),
+        ("POST", "/v1/fleet/pull-messages", (), 415),
+        ("POST", "/v1/fleet/pull-messages", (TYPE,), 401),
+        ("POST", "/v1/fleet/nowhere", (TYPE,), 404),
+        ("POST", "/v1/runtime/acquire-task", (), 415),
+        ("POST", "/v1/control/list-runs", (), 415),
+    ],
+)
+def test_answers_are_those_without_short_ways(
+    method: str,
+    path: str,
+    headers: Sequence[tuple[str, str]],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of the application as Flower makes it, byte for byte."""
+    before = Client(create_app()).request(method, path, headers)
+    _middleware(monkeypatch)
+    after = Client(create_app()).request(method, path, headers)
+    assert (after.status_code, after.content) == (before.status_code, before.content)
+    assert after.headers == before.headers
+    assert after.status_code == expected
+
+
+def test_failure_after_an_answer_has_begun_is_raised():
+    """A second answer would not be one, and the server closes the connection."""
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def dispatch(request: Any, call_next: Any) -> Any:
+        try:
+            return await call_next(request)
+        except ZeroDivisionError:
+            return Response(status_code=500)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    made: Any = BaseHTTPMiddleware(app, dispatch)
+    run = flower_shortcuts.in_place(BaseHTTPMiddleware.__call__)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run(made, {"type": "http", "path": "/"}, None, send))
+    assert [message["status"] for message in sent] == [200]
