@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cloud_adapters.extras import naming_extras
@@ -207,7 +208,7 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
         for message in ("unclosed file .*/dev/null", "subprocess .* still running"):
             warnings.filterwarnings("ignore", message, ResourceWarning)
         try:
-            with _signals_kept():
+            with _signals_kept(), _few_processes():
                 ray.init(
                     address="local",  # Of our own, whatever RAY_ADDRESS says.
                     num_cpus=num_cpus,
@@ -257,6 +258,22 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """Start neither Ray's autoscaler nor its reader of logs, which no run here needs.
+
+    Each is an interpreter that imports Ray: two seconds of processor time in all.
+    """
+    from ray._private import parameter  # noqa: PLC0415 -- ``ray.init`` has no argument
+
+    before = parameter.RayParams
+    parameter.RayParams = partial(before, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = before
 
 
 @contextmanager

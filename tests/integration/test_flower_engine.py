@@ -1,12 +1,11 @@
 """Flower's engine gives the weights of the in-process one, bit for bit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ForkServer
+from support.without_report import simulate
 
-from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -60,7 +59,9 @@ def test_fault_that_flower_has_no_place_for_is_refused(kind: str):
         simulate(_job(f"simulation.faults={fault}"), engine="flower")
 
 
-def test_command_line_gives_the_same_model_bit_for_bit(tmp_path: Path):
+def test_command_line_gives_the_same_model_bit_for_bit(
+    server: ForkServer, tmp_path: Path
+):
     """Same sites, same coordinator, another grid; and it leaves what any run leaves.
 
     What a site does wrong is judged the same, values are rounded the same, and
@@ -71,17 +72,11 @@ def test_command_line_gives_the_same_model_bit_for_bit(tmp_path: Path):
     for name in ("clients/__init__.py", "deploy.py", "cloud_adapters.py"):
         (tmp_path / name).write_text("raise RuntimeError('of the user')\n")
     job = JOBS / "quickstart.toml"
-    options = ["--engine", "flower", "--out", "run"]
+    options = ["--engine", "flower", "--out", "run", "--no-report"]
     for change in CHANGES:
         options += ["--set", change]
-    done = subprocess.run(
-        [sys.executable, "-m", "crossfed", "simulate", job, *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = server.run("simulate", str(job), *options, folder=tmp_path)
+    assert done.code == 0, done.stderr
     simulate(_job(*CHANGES), folder=tmp_path / "inproc")
     ours, flowers = (
         (tmp_path / run / "model.safetensors").read_bytes() for run in ("inproc", "run")
