@@ -32,7 +32,8 @@ _REQUEST_SECONDS = (5.0, 60.0)
 _LOG_CHARS = 64 << 10
 _LOG_LINES, _SHOWN_CHARS = 2000, 2000
 _AGAIN_SECONDS = 0.5
-_LOOK_SECONDS = 1.0
+# Between looks at a job without a machine: a share of the time that it has waited.
+_LOOK_SECONDS, _MOST_LOOK_SECONDS, _LOOK_SHARE = 1.0, 5.0, 0.05
 _MERGE = "application/merge-patch+json"
 _NOT_FOUND, _CONFLICT, _BAD_REQUEST = 404, 409, 400
 
@@ -230,7 +231,8 @@ class KubePool:
                 raise error
             if scheduled is not None and now - scheduled >= self.pull_seconds:
                 return node
-            self.clock.sleep(_LOOK_SECONDS)
+            pause = max(_LOOK_SECONDS, _LOOK_SHARE * (now - begin))
+            self.clock.sleep(min(pause, _MOST_LOOK_SECONDS))
 
     def _begun(self, node: Node, doing: str, *, is_new: bool) -> Node:
         """A node that runs; or that has ended, which a new one must not have.

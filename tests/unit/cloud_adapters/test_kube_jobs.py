@@ -204,7 +204,7 @@ def test_a_refused_launch_leaves_nothing_that_may_begin_later(
     assert type(caught.value) is error
     assert f"launch site-a in test/{NAMESPACE}" in str(caught.value)
     waits = pool.schedule_seconds if error is NoCapacity else 0
-    assert waits <= clock.monotonic() - begin <= waits + 2
+    assert waits <= clock.monotonic() - begin <= waits + 5
     (node,) = pool.nodes({})
     assert node.state is NodeState.GONE
     assert kube_server.pods.keys() <= ({node.id} if "exit" in fate else set())
@@ -235,7 +235,7 @@ def test_an_image_may_take_its_time(kube_server: FakeKube):
     clock = VirtualClock()
     node = kube_server.pool(clock=clock).launch(spec(), "one")
     assert node.state is NodeState.STARTING
-    assert clock.now() == 30.0
+    assert 30.0 <= clock.now() < 32.0
 
 
 def test_troubles_are_shown(kube_server: FakeKube):
