@@ -463,7 +463,7 @@ def test_store_needs_a_scratch_folder(store: LocalStore):
 @pytest.mark.slow
 def test_memory_holds_a_few_parts(store: LocalStore, scratch: Path):
     """Not the model, on neither side."""
-    weights_d = np.zeros(64 << 20, dtype=np.float32)  # 256 MiB, of one page.
+    weights_d = np.zeros(32 << 20, dtype=np.float32)  # 128 MiB, of one page.
     frames = Frames(store=store, scratch=scratch, retry=Retry())
     sizes = Sizes(num_floats=weights_d.size, num_integers=0)
     tracemalloc.start()
