@@ -11,7 +11,6 @@ from typing import Any, Self
 import pytest
 from support import proxy_server
 from support.deployment import SITES, Deployment, deployed
-from support.forked import shared
 
 from clients.models.model_pool import ModelPool
 from cloud_adapters.keys.key_file import add_key
@@ -96,12 +95,8 @@ def test_encrypted_run_through_a_store(tmp_path: Path):
     place, key = tmp_path / "store", tmp_path / "a.key"
     add_key(key)
     table = exchange_table(place, key)
-    # The service with its programs and a site start as people start them, which forks
-    # do not.
-    with deployed(tmp_path, POLICY + table, forked=False, started=False) as federation:
-        federation.start_site(SITES[0])
-        federation.server = shared()
-        federation.start_site(SITES[1])
+    # As people start them, and not as forks, they train in test_local_user.py.
+    with deployed(tmp_path, POLICY + table) as federation:
         with Path(federation.config).open("a") as config:
             config.write(table)
         job = large_job(tmp_path / "job.toml")

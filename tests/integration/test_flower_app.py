@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 from support import proxy_server
-from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+from support.deployment import (
+    SITES,
+    Deployment,
+    crossfed_here as crossfed,
+    deployed,
+    wait_for,
+)
+from support.forked import program, shared
 
 APP = Path(__file__).parents[1] / "support" / "flower_lab"
 POLICY = """
@@ -80,14 +86,20 @@ def start_supernode(made: Deployment, told: str) -> None:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }
-    with (made.folder / "supernode.log").open("ab") as log:
-        made.processes["supernode"] = subprocess.Popen(
-            [*words, f'app="{APP}"', "--port", str(proxy_server.free_port())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-        )
+    log = made.folder / "supernode.log"
+    # Flower's own programs, in forks: each would import for two seconds.
+    shared().imports("flwr.supercore.cli")
+    shared().imports("flwr.supernode.cli")
+    entry, (_, *arguments) = program(words)
+    made.processes["supernode"] = shared().start(
+        *arguments,
+        f'app="{APP}"',
+        *("--port", str(proxy_server.free_port())),
+        out=log,
+        err=log,
+        environment=environment,
+        call=entry,
+    )
 
 
 def run(federation: Deployment, job: Path) -> tuple[dict[str, dict[str, Any]], Path]:
@@ -104,7 +116,7 @@ def run(federation: Deployment, job: Path) -> tuple[dict[str, dict[str, Any]], P
 def test_an_app_of_flower_takes_part(federation: Deployment, tmp_path: Path):
     """Beside a site of ours; its update, examples and metrics count, value for value.
 
-    One run, because the stock SuperNode starts a process for each message. Our site's
+    One run, because the stock SuperNode has a process for each message. Our site's
     steps are too small to be seen in the model, so all that moves it is the app's.
     """
     answered, folder = run(federation, tmp_path / "job.toml")

@@ -5,8 +5,6 @@ import os
 import pwd
 import sqlite3
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +17,12 @@ from support.deployment import (
     SITES,
     Deployment,
     command_of,
-    crossfed,
+    crossfed_here as crossfed,
     deployed,
     descendants,
     wait_for,
 )
+from support.forked import shared
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy.aggregator_host import host_secrets
@@ -43,6 +42,13 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
+POLICY = """
+privacy = "record"
+accept_two_sites = true
+max_clip_norm = 100.0
+total_epsilon = 1000.0
+functions = ["clients.frozen_features:oriented_gradients", "clients.data:digits"]
+"""
 PUBLIC = {"aggregator.toml", "ca.crt", "ca.crl", "server.crt", "roster.toml"}
 USER = 54321
 # Whose rights nginx's workers have, where root has started it.
@@ -83,19 +89,13 @@ def attack() -> Iterator[Attack]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)  # Others may come as far as the aggregator's own folder.
-        with deployed(folder, "", sites=(), forked=False) as host:
-            for site in SITES:
-                invited = crossfed(
-                    "aggregator", "invite", site, "--config", host.config
-                )
-                crossfed(
-                    "enroll", invited.stdout.split()[-1], "--folder", str(folder / site)
-                )
+        with deployed(folder, POLICY, forked=False, started=False) as host:
             host.start_site(SITES[0])
             log = folder / f"{SITES[0]}.log"
             wait_for(lambda: "connected to" in log.read_text(), "a site connects")
             job = str(ROOT / "jobs" / "private.toml")
-            crossfed("run", job, "--detach", "--aggregator", host.config)
+            words = ("--detach", "--set", "rounds=1", "--aggregator", host.config)
+            crossfed("run", job, *words)
             wait_for(lambda: _token(host) != "", "a coordinator works")
             token = _token(host)
             port = (folder / "aggregator" / "flower" / "port").read_text()
@@ -118,21 +118,17 @@ def _token(host: Deployment) -> str:
 
 def _attack(host: Deployment, user: int, address: str, token: str) -> dict[str, Any]:
     authority = host.folder / "aggregator" / "ca.crt"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "support.local_user"),
-            *(str(user), address, str(authority)),
-            *(str(host.folder / name) for name in ("aggregator", *SITES)),
-        ],
-        input=token,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    attacker = shared().start(
+        *(str(user), address, str(authority)),
+        *(str(host.folder / name) for name in ("aggregator", *SITES)),
+        call="support.local_user:main",
+        out=host.folder / f"{user}.out",
+        err=host.folder / f"{user}.err",
+        environment={**os.environ, "TEST_TOKEN": token},
     )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    found, complaint = attacker.communicate(120)
+    assert attacker.returncode == 0, complaint
+    return dict(json.loads(found))
 
 
 def test_no_call_is_answered(attack: Attack):
@@ -217,6 +213,16 @@ def test_agent_listens_nowhere(attack: Attack):
     ]
     assert own
     assert not [row for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def test_run_of_processes_that_people_start_completes(attack: Attack):
+    """The service, its programs and a site are no forks here, as they are elsewhere."""
+    host = attack.host
+    host.server = shared()
+    host.start_site(SITES[1])
+    followed = crossfed("watch", "private", "--aggregator", host.config)
+    assert "status      completed" in followed.stdout
+    assert host.rounds("completed") == 1
 
 
 def test_folder_of_an_earlier_release_is_closed(tmp_path: Path):

@@ -6,6 +6,7 @@ A child is the command and nothing else: it runs ``deploy.cli.commands.main``, o
 
 import atexit
 import importlib
+import inspect
 import os
 import runpy
 import sys
@@ -67,14 +68,21 @@ def finish(run: Callable[[], object]) -> NoReturn:
 def _run(script: str, call: str, arguments: list[str]) -> object:
     """Do what the interpreter does with a script, or call; or run the command."""
     if call:
-        module, _, name = call.partition(":")
-        return getattr(importlib.import_module(module), name)(arguments)
+        return call_entry(call, arguments)
     if not script:
         return deploy.cli.commands.main(arguments)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
     return 0
+
+
+def call_entry(name: str, arguments: list[str]) -> object:
+    """Call ``module:function``, which takes arguments or finds them in ``sys.argv``."""
+    module, _, function = name.partition(":")
+    entry = getattr(importlib.import_module(module), function)
+    sys.argv[1:] = arguments
+    return entry(arguments) if inspect.signature(entry).parameters else entry()
 
 
 def _end(code: int) -> NoReturn:

@@ -12,7 +12,6 @@ import fcntl
 import functools
 import gc
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -46,14 +45,20 @@ _GRACE_SECONDS = 10.0
 _TITLE = "." * 4000
 # Modules that are run with ``-m``, and the function of each that does its work.
 _PROGRAMS = {
-    "crossfed": "deploy.cli.commands",
-    "cloud_adapters.compute.local_node": "cloud_adapters.compute.local_node",
+    "crossfed": "deploy.cli.commands:main",
+    "cloud_adapters.compute.local_node": "cloud_adapters.compute.local_node:main",
 } | {
-    name: name
+    name: f"{name}:main"
     for name in (
         f"deploy.aggregator_host.{program}_process"
         for program in ("superlink", "superexec", "coordinator")
     )
+}
+# Flower's own, which are started by their names alone.
+_SCRIPTS = {
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flower-superexec": "flwr.supercore.cli:flower_superexec",
+    "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
 }
 _RUNNERS = {"-m", "crossfed.child"}
 # Where a user's code is found: all that a program may not have of its parent.
@@ -102,17 +107,18 @@ class Forked:
 
 
 class Forks(subprocess.Popen[Any]):
-    """Forks programs of ours that a command starts, and starts all others.
+    """Forks programs that a command starts and whose modules are known.
 
-    Those are the nodes of this host, what runs on them, and the programs of an
-    aggregator's service.
+    Those are the nodes of this host, what runs on them, the programs of an
+    aggregator's service, and those of Flower's node. All others are started.
     """
 
     def _execute_child(self, *given: Any) -> None:
         command, passed, cwd, env = given[0], given[4], given[5], given[6]
         stdin, _, _, stdout, _, stderr = pipes = given[10:16]
-        words, has_session = program(command), given[21]
-        if not words:
+        entry, words = program(command)
+        has_session = given[21]
+        if not entry:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         ready, begun = os.pipe()
@@ -126,7 +132,7 @@ class Forks(subprocess.Popen[Any]):
             for number, file in enumerate((stdin, stdout, stderr)):
                 if file != -1:
                     os.dup2(file, number)
-            _become(words, cwd, env, passed)
+            _become(entry, words, cwd, env, passed)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         os.close(begun)
@@ -134,13 +140,18 @@ class Forks(subprocess.Popen[Any]):
         os.close(ready)
 
 
-def program(command: Sequence[object]) -> list[str]:
-    """Module and arguments, if a command starts a program that can be forked."""
+def program(command: Sequence[object]) -> tuple[str, list[str]]:
+    """Function of a program that can be forked, if a command starts one.
+
+    Returns:
+        ``module:function``, empty if there is none, and the program's name and
+        arguments.
+    """
     words = [str(word) for word in command]
     for place, (runner, word) in enumerate(itertools.pairwise(words), 1):
         if runner in _RUNNERS and word in _PROGRAMS:
-            return words[place:]
-    return []
+            return _PROGRAMS[word], words[place:]
+    return _SCRIPTS.get(Path(words[0]).name, ""), words
 
 
 def network_of(command: Sequence[object]) -> str:
@@ -153,11 +164,15 @@ def network_of(command: Sequence[object]) -> str:
 
 def fork_ranks() -> None:
     """Have this process fork its ranks, too: one that has no threads when it does."""
-    _PROGRAMS["deploy.site_host.rank_process"] = "deploy.site_host.rank_process"
+    _PROGRAMS["deploy.site_host.rank_process"] = "deploy.site_host.rank_process:main"
 
 
 def _become(
-    words: list[str], cwd: Any, env: Mapping[str, str] | None, passed: Sequence[int]
+    entry: str,
+    words: list[str],
+    cwd: Any,
+    env: Mapping[str, str] | None,
+    passed: Sequence[int],
 ) -> NoReturn:
     """Do in a fork what a new interpreter would."""
     from support import fork_server  # noqa: PLC0415 -- imports torch
@@ -183,11 +198,7 @@ def _become(
         os.chdir(cwd)
     _show([sys.executable, "-m", *words])
     _forget_users_code()
-    name, *arguments = words
-    main = importlib.import_module(_PROGRAMS[name]).main
-    sys.argv[1:] = arguments
-    takes_any = bool(inspect.signature(main).parameters)
-    fork_server.finish(lambda: main(arguments) if takes_any else main())
+    fork_server.finish(lambda: fork_server.call_entry(entry, words[1:]))
 
 
 def _forget_users_code() -> None:

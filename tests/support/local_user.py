@@ -1,9 +1,8 @@
 """Another user of the aggregator's host, who tries everything that a user can try.
 
-``python -P -m support.local_user USER ADDRESS AUTHORITY FOLDER...`` as root: it gives
-up its rights for those of a user without any, and then attacks. The attacker has the
-authority's certificate, which is public, and whatever the processes of the host show.
-Prints one JSON object: what came of each attempt.
+``main`` is for a process of root's: it gives up its rights for those of a user without
+any, and then attacks. The attacker has the authority's certificate, which is public,
+and whatever the processes of the host show.
 """
 
 import json
@@ -91,11 +90,16 @@ class Caller(ProtobufClient):
         return super()._send(context, stream=stream)
 
 
-def main(
-    user: int, address: str, authority: Path, folders: Sequence[Path], token: str
-) -> None:
-    """Attack as a user."""
-    root = authority.read_bytes()
+def main(arguments: Sequence[str]) -> None:
+    """Attack as a user, and print a JSON object: what came of each attempt.
+
+    Args:
+        arguments: The user's number, the address, the authority's file, and folders.
+            The variable ``TEST_TOKEN`` has the token of a task.
+    """
+    number, address, authority, *names = arguments
+    user, folders, token = int(number), [*map(Path, names)], os.environ["TEST_TOKEN"]
+    root = Path(authority).read_bytes()
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
@@ -189,8 +193,3 @@ def _files(folder: Path) -> Iterator[str]:
                 continue
             os.close(handle)
             yield str(Path(parent) / name)
-
-
-if __name__ == "__main__":
-    _, name, place, certificate, *others = sys.argv
-    main(int(name), place, Path(certificate), list(map(Path, others)), sys.stdin.read())

@@ -314,14 +314,15 @@ class SuperLink:
             "PATH": f"{_BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             **more,
         }
-        path, words = self.folder / f"{name}.log", forked.program(program)
-        if self.forked and words:
+        path = self.folder / f"{name}.log"
+        entry, words = forked.program([*program, *arguments])
+        if self.forked and entry:
             self._processes[name] = forked.shared().start(
                 *words[1:],
                 out=path,
                 err=path,
                 environment=environment,
-                call=f"{words[0]}:main",
+                call=entry,
                 folder=self.folder,
             )
             return
