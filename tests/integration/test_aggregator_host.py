@@ -18,6 +18,7 @@ from support.deployment import (
     Deployment,
     command_of,
     crossfed,
+    crossfed_here,
     descendants,
     free_port,
     wait_for,
@@ -41,7 +42,7 @@ def host(tmp_path: Path) -> Iterator[Deployment]:
     made = Deployment(folder=tmp_path, port=free_port(), server=shared())
     address = f"{made.host}:{made.port}"
     home = str(tmp_path / "aggregator")
-    crossfed("aggregator", "init", home, "--host", made.host, "--listen", address)
+    crossfed_here("aggregator", "init", home, "--host", made.host, "--listen", address)
     try:
         yield made
     finally:
@@ -137,17 +138,25 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
         host = Deployment(folder=disk, port=free_port(), server=shared())
         address = f"{host.host}:{host.port}"
         home = str(disk / "aggregator")
-        crossfed("aggregator", "init", home, "--host", host.host, "--listen", address)
+        crossfed_here(
+            "aggregator", "init", home, "--host", host.host, "--listen", address
+        )
         try:
             host.start_aggregator()
             wait_for(lambda: _state(host) == "ok", "the service is well")
-            token = crossfed("aggregator", "invite", "one", "--config", host.config)
-            crossfed("enroll", token.stdout.strip(), "--folder", str(tmp_path / "one"))
+            token = crossfed_here(
+                "aggregator", "invite", "one", "--config", host.config
+            )
+            crossfed_here(
+                "enroll", token.stdout.strip(), "--folder", str(tmp_path / "one")
+            )
 
             disks.fill(disk)
             wait_for(lambda: _state(host) == "disk full", "the disk is named")
-            crossfed("aggregator", "revoke", "one", "--config", host.config)
-            listed = crossfed("aggregator", "sites", "--json", "--config", host.config)
+            crossfed_here("aggregator", "revoke", "one", "--config", host.config)
+            listed = crossfed_here(
+                "aggregator", "sites", "--json", "--config", host.config
+            )
             (row,) = json.loads(listed.stdout)["sites"]
             assert row["state"] == "revoked"
 

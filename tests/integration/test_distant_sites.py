@@ -120,6 +120,7 @@ class Federation:
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """With a store, for models that travel through it."""
     folder = tmp_path_factory.mktemp("federation")
     with network.network([AGGREGATOR, STORE, *SITES], distant=SITES) as net:
         address = net.addresses[STORE]
@@ -127,19 +128,36 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         store = store_process.start(address, where=net.inside(STORE), log=log)
         table = store_process.table(address, threshold_mb=THRESHOLD_MB)
         try:
-            with deployed(
-                folder,
-                POLICY + table,
-                host=net.addresses[AGGREGATOR],
-                namespaces=net.namespaces,
-                environment=store_process.CREDENTIALS,
-            ) as deployment:
-                with Path(deployment.config).open("a") as config:
-                    config.write(table)
-                yield Federation(deployment=deployment, net=net)
+            with _deployed(folder, net, table) as made:
+                yield made
         finally:
             store.kill()
             store.wait()
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """Without a store, for models that need none."""
+    folder = tmp_path_factory.mktemp("inline")
+    with (
+        network.network([AGGREGATOR, *SITES], distant=SITES) as net,
+        _deployed(folder, net, "") as made,
+    ):
+        yield made
+
+
+@contextmanager
+def _deployed(folder: Path, net: Network, exchange: str) -> Iterator[Federation]:
+    with deployed(
+        folder,
+        POLICY + exchange,
+        host=net.addresses[AGGREGATOR],
+        namespaces=net.namespaces,
+        environment=store_process.CREDENTIALS,
+    ) as deployment:
+        with Path(deployment.config).open("a") as config:
+            config.write(exchange)
+        yield Federation(deployment=deployment, net=net)
 
 
 def job_of(folder: Path, *, model: str = SMALL, more: str = "") -> Path:
@@ -170,13 +188,13 @@ def simulated(job: Path, *settings: str) -> Mapping[str, bytes]:
     [pytest.param(ACROSS_AN_OCEAN, marks=pytest.mark.long), BAD],
     ids=["ocean", "loss"],
 )
-def test_a_line_changes_no_bit(federation: Federation, tmp_path: Path, line: Line):
+def test_a_line_changes_no_bit(inline: Federation, tmp_path: Path, line: Line):
     """Late and lost packets cost time, and neither a round nor a site."""
     job = job_of(tmp_path)
-    with federation.over(dict.fromkeys(SITES, line)):
-        complete(federation.deployment.run(job))
-    assert len(federation.finished()) == 6
-    assert federation.model_of(job) == simulated(job)
+    with inline.over(dict.fromkeys(SITES, line)):
+        complete(inline.deployment.run(job))
+    assert len(inline.finished()) == 6
+    assert inline.model_of(job) == simulated(job)
 
 
 @pytest.mark.long  # What other work on the machine takes counts like the line.
