@@ -66,6 +66,7 @@ class Place:
             self.members.parties,
             clock=SystemClock(),
             listeners=[self.seen.append, listen],
+            report=False,
         )
         return coordinator.run(self.grid.connect)
 

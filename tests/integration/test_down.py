@@ -4,19 +4,18 @@ import contextlib
 import json
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-from support.deployment import crossfed
+from support.deployment import crossfed_here as crossfed
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from deploy.exit_codes import BAD_JOB, FAILED
 from deploy.wiring import run_store
-from deploy.wiring.simulation import simulate
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from privacy.dp.ledger.ledger_files import LEDGER_NAME
@@ -138,33 +137,20 @@ def test_purge_leaves_what_ledgers_need(tmp_path: Path):
     assert {path.name for path in place.iterdir()} == {"events.jsonl", "job.toml"}
 
 
-def test_purge_asks_for_the_name_on_a_terminal(tmp_path: Path):
+def test_purge_asks_for_the_name_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """And deletes if it is right."""
     job = small_job(num_sites=2, rounds=1)
     file = deployment_of(job, tmp_path)
     place = tmp_path / RUNS / job.name / RUN
-    for answer, is_left in ((b"no\n", True), (b"fed\n", False)):
-        assert on_terminal(answer, "down", str(file), "--purge") == (
-            BAD_JOB if is_left else 0
-        )
-        assert place.exists() == is_left
-
-
-def on_terminal(answer: bytes, *arguments: str) -> int:
-    """Run a command with a terminal as standard input; its exit code."""
     main, other = pty.openpty()
-    try:
-        os.write(main, answer)
-        return subprocess.run(
-            [sys.executable, "-m", "crossfed", *arguments],
-            stdin=other,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        ).returncode
-    finally:
-        os.close(main)
-        os.close(other)
+    with os.fdopen(main, "wb", buffering=0) as person, os.fdopen(other) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        for answer, is_left in ((b"no\n", True), (b"fed\n", False)):
+            person.write(answer)
+            crossfed("down", str(file), "--purge", code=BAD_JOB if is_left else 0)
+            assert place.exists() == is_left
 
 
 def test_down_of_what_never_was_makes_nothing(tmp_path: Path):

@@ -149,6 +149,7 @@ class Place:
             self.members.parties,
             clock=SystemClock(),
             listeners=[self.seen.append, listen],
+            report=False,
         )
         with self.grid.connected():
             assert coordinator.run(self.grid.connect).status == "completed"

@@ -16,6 +16,7 @@ from federation.events import CheckpointSaved, RoundStarted
 pytestmark = pytest.mark.slow
 
 ROUNDS = 6  # Of the workplace's job.
+SIMULATE = ("simulate", "job.toml", "--out", "run", "--no-report")
 LOCAL = {
     "quota is used up": "the disk quota is used up; free some space and resume",
     "disk turns read-only": "the file system is read-only; mount it writable",
@@ -39,7 +40,7 @@ def place(tmp_path: Path) -> Path:
 def expected(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The model of the same job where nothing refuses anything."""
     place = workplace(tmp_path_factory.mktemp("whole"))
-    done = server.run("simulate", "job.toml", "--out", "run", folder=place)
+    done = server.run(*SIMULATE, folder=place)
     assert done.code == 0, done.stderr
     return (place / "run/model.safetensors").read_bytes()
 
@@ -73,10 +74,9 @@ def test_disk_refuses_a_checkpoint(
     server: ForkServer, place: Path, expected: bytes, misfortune: str, words: str
 ):
     """The run ends where it is, and continues from there when the disk takes more."""
-    arguments = ("simulate", "job.toml", "--out", "run")
-    check_told(server.run(*arguments, folder=place, misfortune=misfortune), words)
+    check_told(server.run(*SIMULATE, folder=place, misfortune=misfortune), words)
     saved = saved_rounds(place)
-    done = server.run(*arguments, "--resume", folder=place)
+    done = server.run(*SIMULATE, "--resume", folder=place)
     check_resumed(done, place, saved=saved)
     assert (place / "run/model.safetensors").read_bytes() == expected
 
@@ -101,7 +101,7 @@ def test_service_refuses_a_checkpoint(
     name = case.partition(" ")[0]
     line: Line = request.getfixturevalue(f"{name}_line")
     fault, words = REMOTE[case]
-    arguments = ["simulate", "job.toml", "--out", "run"]
+    arguments = [*SIMULATE]
     for option in (
         f"url={SCHEMES[name]}://{line.bucket}/run",
         f"endpoint={line.proxy.url}",
