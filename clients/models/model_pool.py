@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from clients.factories import Factory, call_factory, import_factory, name_of
-from clients.models import personal, weights
+from clients.models import lazy_compiler, personal, weights
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
@@ -177,6 +177,7 @@ class ModelPool:
             JobError: The factory cannot be imported or called, returns something
                 that cannot be trained, or the device is not there.
         """
+        lazy_compiler.defer()
         self._factory = import_factory(job.model.factory, key="model.factory")
         self.objective: Objective = objective_of(job.training, counts_for_nan(job))
         self._options = job.model.options

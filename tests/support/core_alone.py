@@ -1,7 +1,8 @@
 """Commands where no extra is installed: ``python -m support.core_alone``.
 
 Reads a JSON list of command lines from standard input, runs each in this process with
-every package of an extra out of reach, and prints what came of each.
+every package of an extra out of reach, and prints what came of each; and whether they
+have imported torch's compiler.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ OUT_OF_REACH = (
     *("flwr", "ray", "fastapi", "httpx", "sqlalchemy", "typer"),
     *("kubernetes", "pyarrow", "mlflow", "tensorboard"),
 )
+
+_COMPILER = "torch._dynamo"
 
 
 class WithoutExtras(PathFinder):
@@ -44,7 +47,7 @@ def main() -> None:
             except SystemExit as end:  # argparse's end of --help.
                 code = int(end.code or 0)
         results.append([code, out.getvalue(), err.getvalue()])
-    json.dump(results, sys.stdout)
+    json.dump({"results": results, "compiler": _COMPILER in sys.modules}, sys.stdout)
 
 
 if __name__ == "__main__":
