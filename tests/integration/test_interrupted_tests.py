@@ -20,7 +20,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # If it was ignored he
 sys.path.insert(0, sys.argv[1])
 from support import forked
 out, err = Path("out"), Path("err")
-started = forked.shared().start(
+nothing = ()  # To import, which takes longer than all else.
+started = forked.shared(nothing).start(
     call="support.forked:wait_for_a_signal", out=out, err=err, environment=os.environ
 )
 while not out.stat().st_size:

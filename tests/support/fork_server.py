@@ -1,4 +1,4 @@
-"""What a fork of ``forked.Server`` does, and what its parent has imported for it.
+"""What a fork of ``forked.Server`` does; ``fork_imports`` has what it needs soon.
 
 A child is the command and nothing else: it runs ``deploy.cli.commands.main``, or
 ``misfortunes.run`` if it is to be killed at some point.
@@ -15,24 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Nothing here uses most of these: they are imported before the forks, which are three
-# seconds shorter for what a run imports where it first needs it.
-import rich.live  # noqa: F401
-import sklearn.datasets  # noqa: F401
-import torch
-from support import misfortunes
-
 import deploy.cli.commands
-import deploy.wiring.simulation
-import monitoring.pages.comparison  # noqa: F401
-from monitoring.pages.report import environment
-
-# The first optimizer of a process imports a compiler.
-torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-
-# The first page of a process compiles its templates.
-for _page in environment().list_templates(["j2"]):
-    environment().get_template(_page)
 
 
 def _child(order: dict[str, Any]) -> NoReturn:
@@ -47,6 +30,8 @@ def _child(order: dict[str, Any]) -> NoReturn:
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
     if order["misfortune"]:
+        from support import misfortunes  # noqa: PLC0415 -- imports torch
+
         misfortunes.prepare(order["misfortune"])
     finish(lambda: _run(order["script"], order["call"], order["arguments"]))
 

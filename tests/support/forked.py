@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from cloud_adapters.local import child_process
 
@@ -34,8 +34,19 @@ _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from support import forked
-forked.serve()
+forked.serve(sys.argv[3:])
 """
+# For the forks, which need them soon.
+_NEEDED = (
+    "cloud_adapters.flower.node",
+    "support.fork_imports",
+    "deploy.site_host.service",
+    "deploy.aggregator_host.server_app",
+    "deploy.aggregator_host.service",
+    "cloud_adapters.superlink.gate",
+    "cloud_adapters.superlink.guard",
+    "cloud_adapters.superlink.launcher",
+)
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 # Flower reads them when it is imported.
@@ -227,8 +238,8 @@ def _show(words: Sequence[str]) -> None:
 class Server:
     """Starts ``crossfed`` with arguments; for any thread."""
 
-    def __init__(self) -> None:
-        """Start to import; the first command waits for that."""
+    def __init__(self, needed: Sequence[str] = _NEEDED) -> None:
+        """Start to import what is needed; the first command waits for that."""
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -237,7 +248,7 @@ class Server:
         self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(  # type: ignore[call-overload]
-                [sys.executable, "-I", "-c", _START, str(_TESTS), _TITLE],
+                [sys.executable, "-I", "-c", _START, str(_TESTS), _TITLE, *needed],
                 env=os.environ | _QUIET,
                 stdin=its,
                 stdout=subprocess.PIPE,
@@ -327,9 +338,9 @@ class Server:
 
 
 @functools.cache
-def shared() -> Server:
-    """One for all tests of a worker."""
-    made = Server()
+def shared(needed: Sequence[str] = _NEEDED) -> Server:
+    """One for all tests of a worker, which need the same."""
+    made = Server(needed)
     atexit.register(made.close)
     return made
 
@@ -340,51 +351,52 @@ def wait_for_a_signal(_: Sequence[str]) -> None:
     signal.pause()
 
 
-def serve() -> None:
-    """Fork for every order that comes in; say what comes of it."""
-    # For the forks, which need them soon.
-    for name in (
-        "cloud_adapters.flower.node",
-        "support.fork_server",
-        "deploy.site_host.service",
-        "deploy.aggregator_host.server_app",
-        "deploy.aggregator_host.service",
-        "cloud_adapters.superlink.gate",
-        "cloud_adapters.superlink.guard",
-        "cloud_adapters.superlink.launcher",
-    ):
+def serve(needed: Sequence[str]) -> None:
+    """Import, then fork for every order that comes in; say what comes of it."""
+    for name in needed:
         importlib.import_module(name)
     _FOUND.update(path=[*sys.path], meta_path=[*sys.meta_path])
     # A child neither looks through what all of them share nor copies it.
     gc.freeze()
-    children: dict[int, int] = {}
+    children: dict[int, _Child] = {}
     orders = socket.socket(fileno=0)
-    is_open, closed = True, 0.0
+    is_open, grace = True, None
     while is_open or children:
-        if not is_open:
-            if time.monotonic() > closed + _GRACE_SECONDS:
-                _signal(children, signal.SIGKILL)
-            time.sleep(0.02)
-        elif select.select([orders], [], [], 0.02)[0]:
+        # A child's file can be read from when it has ended.
+        awaited = [*children, *([orders] if is_open else ())]
+        ready = select.select(awaited, [], [], grace)[0]
+        if not ready:
+            _signal(children, signal.SIGKILL)
+        if orders in ready:
             some, files, _, _ = socket.recv_fds(orders, 1 << 20, 16)
-            is_open, closed = bool(some), time.monotonic()
+            is_open = bool(some)
             if is_open:
                 _begin(json.loads(some), files, children)
             else:  # Nobody waits for them any more, as when the tests were killed.
                 _signal(children, signal.SIGTERM)
-        while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(found[1])
-            _say(number=children.pop(found[0]), code=code)
+                grace = _GRACE_SECONDS
+        for file in {*children} & {*ready}:
+            child = children.pop(file)
+            os.close(file)
+            code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+            _say(number=child.number, code=code)
 
 
-def _signal(children: Mapping[int, int], number: int) -> None:
-    for pid in children:
+class _Child(NamedTuple):
+    """A fork, and the number of its order."""
+
+    pid: int
+    number: int
+
+
+def _signal(children: Mapping[int, _Child], number: int) -> None:
+    for child in children.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(child.pid, number)
 
 
 def _begin(
-    order: dict[str, Any], files: Sequence[int], children: dict[int, int]
+    order: dict[str, Any], files: Sequence[int], children: dict[int, _Child]
 ) -> None:
     from support import fork_server  # noqa: PLC0415 -- imports torch
 
@@ -404,7 +416,7 @@ def _begin(
         fork_server._child(order)
     for file in files:
         os.close(file)
-    children[pid] = order["number"]
+    children[os.pidfd_open(pid)] = _Child(pid, order["number"])
     _say(number=order["number"], pid=pid)
 
 
