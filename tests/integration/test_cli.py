@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
@@ -230,31 +229,6 @@ def test_files_of_every_command_are_for_their_user_alone(
     names = {path.name for path in made}
     assert {"events.jsonl", "report.html", "page.html", "result.json"} <= names
     assert not [path for path in made if path.stat().st_mode & 0o077]
-
-
-def test_simulate_shows_a_live_picture_on_a_terminal(place: Path) -> None:
-    """The whole command, as installed: standard output is a pipe."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [CROSSFED, "simulate", "job.toml", *FAST],
-        cwd=place,
-        env={**os.environ, "TERM": "xterm"},
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # A terminal without a writer.
-        while part := os.read(ours, 1 << 16):
-            shown += part
-    os.close(ours)
-    stdout, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert b"\x1b[" in shown
-    assert b"round 2/2" in shown
-    assert b"Exception" not in shown  # Nor at the interpreter's end.
-    assert stdout.startswith(b"status      completed\n")
 
 
 def test_set_and_seed_replace_keys(server: ForkServer, place: Path) -> None:
