@@ -24,6 +24,7 @@ import torch
 
 from deploy.tuning import space
 from deploy.tuning.search import Search
+from federation.clock import SystemClock
 
 SAMPLERS = ("random", "tpe")
 # Each of few rounds, so that settings matter, and a job file with a space.
@@ -85,7 +86,10 @@ def best_so_far(
     path.write_text(f"{head}\n[space]\n{keys}")
     # A trial whose weights left the finite numbers has failed, and counts as a trial.
     search = Search(
-        space=space.load(path), folder=folder / "search", say=lambda _line: None
+        space=space.load(path),
+        folder=folder / "search",
+        say=lambda _line: None,
+        clock=SystemClock(),
     )
     search.folder.mkdir()
     losses = (trial.value for trial in search.run().trials)

@@ -33,6 +33,7 @@ def _tune(options: argparse.Namespace) -> int:
             space=space,
             folder=folder,
             say=tell,
+            clock=options.clock,
             stop_requested=stop,
             workers=options.workers,
         )

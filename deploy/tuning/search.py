@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -28,6 +29,7 @@ from deploy.tuning.spending import SearchSpending, refusal, spent
 from deploy.tuning.trial import REASON, TRIALS, folder_of, run_trial
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
 from federation.folder_lock import hold
+from federation.protocols import Clock
 from monitoring.pages.tuning_page import UNFINISHED, TrialRow, Tuning, write_tuning
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.selection import RandomTrials
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 DATABASE = "study.db"
 PAGE = "tuning.html"
+# Between two pages of a search that goes on: drawing one may take as long as a trial.
+PAGE_SECONDS = 10.0
 _STUDY = "crossfed"
 _DIGEST = "digest"
 _TRIALS, _SEED = "trials", "seed"
@@ -47,6 +51,7 @@ _MOST_FAILURES = 3
 _LEAST_RANKED = 8
 
 Say = Callable[[str], None]
+_Tell = Callable[[int], None]  # Of a trial that has ended, by its number.
 _Direction = Literal["minimize", "maximize"]
 
 
@@ -58,6 +63,7 @@ class Search:
         space: What is searched.
         folder: Holds the study, the runs and the page.
         say: Called with a line for each trial that ends.
+        clock: Decides when the page is drawn again.
         stop_requested: Whether to end after the trials that run.
         workers: How many trials run at a time, each in a process of its own; 1 for in
             this one.
@@ -67,12 +73,13 @@ class Search:
     space: Space
     folder: Path
     say: Say
+    clock: Clock
     stop_requested: Callable[[], bool] = lambda: False
     workers: int = 1
     draw: Callable[[RandomTrials], SelectionDraw] = SelectionDraw.fresh
 
     def run(self) -> Tuning:
-        """Run the trials that are missing, and write the page after each.
+        """Run the trials that are missing; write the page now and then, and at the end.
 
         Raises:
             RunConflict: The folder holds another search.
@@ -90,10 +97,15 @@ class Search:
         with hold(self.folder / ".lock", busy):
             study = self._study()
             self._spent(study)  # Before a trial continues: its ledgers are the newest.
-            if self.workers > 1:
-                self._side_by_side(study)
-            else:
-                self._one_by_one(study)
+            tell = partial(self._tell, study, _every(PAGE_SECONDS, self.clock))
+            try:
+                if self.workers > 1:
+                    self._side_by_side(study, tell)
+                else:
+                    self._one_by_one(study, tell)
+            except FederationError:
+                self._show(study)
+                raise
             return self._show(study)
 
     def _study(self) -> "optuna.Study":
@@ -139,14 +151,16 @@ class Search:
             )
         return study
 
-    def _one_by_one(self, study: "optuna.Study") -> None:
+    def _one_by_one(self, study: "optuna.Study", tell: _Tell) -> None:
         for trial, values in self._asked(study):
             run_trial(self.space, self.folder, trial, values, self.stop_requested)
-            self._tell(study, trial.number)
+            tell(trial.number)
 
-    def _side_by_side(self, study: "optuna.Study") -> None:
+    def _side_by_side(self, study: "optuna.Study", tell: _Tell) -> None:
         """Run trials in processes; only this one asks for new ones."""
-        context = multiprocessing.get_context("spawn")
+        # Workers are forks of a process that has imported what all of them need.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "optuna"])
         asked, going = self._asked(study), dict[Future[None], int]()
         with ProcessPoolExecutor(self.workers, mp_context=context) as pool:
             for trial, values in asked:
@@ -155,14 +169,9 @@ class Search:
                 )
                 going[found] = trial.number
                 if len(going) == self.workers:
-                    self._collect(study, going)
+                    _collect(going, tell)
             while going:
-                self._collect(study, going)
-
-    def _collect(self, study: "optuna.Study", going: dict["Future[None]", int]) -> None:
-        for one in wait(going, return_when=FIRST_COMPLETED).done:
-            one.result()  # What was wrong with a worker ends the search.
-            self._tell(study, going.pop(one))
+                _collect(going, tell)
 
     def _asked(
         self, study: "optuna.Study"
@@ -232,12 +241,15 @@ class Search:
             }
         )
 
-    def _tell(self, study: "optuna.Study", number: int) -> None:
+    def _tell(
+        self, study: "optuna.Study", is_due: Callable[[], bool], number: int
+    ) -> None:
         trial = next(t for t in study.trials if t.number == number)
         if trial.state.is_finished():
             wanted = _wanted(self.space.spec, study)
             self.say(_line(_trial(trial, self.folder), self.space.spec, wanted))
-            self._show(study)
+            if is_due():
+                self._show(study)
 
     def _show(self, study: "optuna.Study") -> Tuning:
         """Write the page, and return what it shows."""
@@ -289,6 +301,28 @@ class Search:
             value=best.value,
             found=cost(found.trials, found.trials[best.number], wanted, tuning.delta),
         )
+
+
+def _collect(going: dict["Future[None]", int], tell: _Tell) -> None:
+    """Wait for a trial of those that run to end."""
+    for one in wait(going, return_when=FIRST_COMPLETED).done:
+        one.result()  # What was wrong with a worker ends the search.
+        tell(going.pop(one))
+
+
+def _every(seconds: float, clock: Clock) -> Callable[[], bool]:
+    """Whether so many seconds have passed since this was last true; true at first."""
+    next_at = -math.inf
+
+    def is_due() -> bool:
+        nonlocal next_at
+        now = clock.monotonic()
+        if now < next_at:
+            return False
+        next_at = now + seconds
+        return True
+
+    return is_due
 
 
 def _in_process(

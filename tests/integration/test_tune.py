@@ -15,6 +15,7 @@ from deploy.cli.commands import main
 from deploy.tuning.search import Search
 from deploy.tuning.selecting import SelectionDraw
 from deploy.tuning.space import load
+from federation.clock import VirtualClock
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
 from federation.folder_lock import hold
 from monitoring.pages.tuning_page import Tuning
@@ -74,6 +75,7 @@ def search(
         space=space,
         folder=folder / "search",
         say=lambda _: None,
+        clock=VirtualClock(),
         stop_requested=stop,
         workers=workers,
     ).run()
@@ -242,6 +244,7 @@ def test_the_best_of_a_random_number_is_released_alone(tmp_path: Path) -> None:
             space=space,
             folder=tmp_path / "search",
             say=lambda _: None,
+            clock=VirtualClock(),
             stop_requested=stop,
             draw=lambda _: draws.pop(),
         )
@@ -276,6 +279,7 @@ def test_failing_trials_do_not_end_a_private_selection(tmp_path: Path) -> None:
         space=load(tmp_path / "space.toml"),
         folder=tmp_path / "search",
         say=lambda _: None,
+        clock=VirtualClock(),
         draw=lambda _: SelectionDraw(trials=4, seed=5),
     )
     found = search.run()
