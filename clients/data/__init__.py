@@ -261,10 +261,11 @@ def _text_files(root: Path, pattern: str, skips: tuple[str, ...]) -> dict[str, i
         below[:] = [
             b for b in below if not any(fnmatchcase(b, s) for s in (".*", *skips))
         ]
+        at = Path(folder)
+        inside = "" if at == root else f"{at.relative_to(root).as_posix()}/"
         for name in names:
             if fnmatchcase(name, pattern) and not name.startswith("."):
-                file = Path(folder, name)
-                sizes[file.relative_to(root).as_posix()] = file.stat().st_size
+                sizes[inside + name] = (at / name).stat().st_size
     return sizes
 
 

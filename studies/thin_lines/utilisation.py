@@ -205,7 +205,7 @@ def main() -> None:
 
 def _virtual(plan: Plan) -> None:
     """Run jobs on the virtual engine, and predict them by the model of time."""
-    size = plan.size
+    size, known = plan.size, dict[str, Traffic]()
     for way in plan.ways(size.local_steps, plan.step_seconds):
         key = results.key_of(part="virtual", **way.facts(), size=_size_facts(size))
         if key in results.finished(plan.out):
@@ -214,7 +214,10 @@ def _virtual(plan: Plan) -> None:
         seen: list[Event] = []
         simulate(job, engine="virtual", listeners=[seen.append], report=False)
         seconds = steady_seconds(seen)
-        traffic = traffic_of_job(job)
+        # Neither lines nor steps change what messages hold.
+        if way.name not in known:
+            known[way.name] = traffic_of_job(job)
+        traffic = replace(known[way.name], job=job)
         row = _row("virtual", way, seconds, traffic)
         results.add(plan.out, {"key": key, **row, "predicted": _predicted(traffic)})
     num_values = traffic_of_job(job_of(next(plan.ways(4, 1.0)), size)).layout.size
@@ -231,6 +234,7 @@ def _billion(plan: Plan) -> None:
             for name, value in model.named_parameters()
         ]
     )
+    known: dict[str, Traffic] = {}
     for step_seconds in (1.0, 0.1):
         for local_steps in (30, 100):
             for way in plan.ways(local_steps, step_seconds):
@@ -238,17 +242,23 @@ def _billion(plan: Plan) -> None:
                 if key in results.finished(plan.out):
                     continue
                 job = job_of(way, SMOKE)
-                small = traffic_of_job(job)
-                secure = small.secure
-                if secure is not None:
-                    federation = build_federation(job)
-                    contract = rehearse(federation, _RUN, None).contract
-                    secure = sizes(replace(contract, num_values=layout.size))
-                traffic = replace(small, layout=layout, secure=secure)
+                if way.name not in known:
+                    known[way.name] = _enlarged(job, layout)
+                traffic = replace(known[way.name], job=job)
                 seconds = _predicted(traffic)
                 row = _row("billion", way, seconds, traffic)
                 results.add(plan.out, {"key": key, **row})
         _ring(plan, "billion", layout.size, step_seconds)
+
+
+def _enlarged(job: JobSpec, layout: Layout) -> Traffic:
+    """Size a job's messages as if its model had another layout."""
+    small = traffic_of_job(job)
+    secure = small.secure
+    if secure is not None:
+        contract = rehearse(build_federation(job), _RUN, None).contract
+        secure = sizes(replace(contract, num_values=layout.size))
+    return replace(small, layout=layout, secure=secure)
 
 
 def _measured(plan: Plan) -> None:

@@ -1,12 +1,17 @@
 """The studies' scripts run, and compare what they say they compare."""
 
+import copy
 import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import ForkServer
 
+from federation.job import job_file
 from privacy.secagg.arithmetic.digits import Digits, finest_levels
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,9 +40,30 @@ def thin_lines(server: ForkServer, *arguments: str | Path) -> list[dict[str, Any
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_every_row_runs_in_a_form_too_short_to_count(server: ForkServer):
+# One row of each kind of algorithm and message: parts of their names.
+KINDS = (
+    "synchronous AdamW",
+    "FedAvg, AdamW",
+    "fresh state",
+    "H = 30, secure, 3 levels",
+    "outer 1.0 / 0.6, secure",
+    "top-k",
+    "lost",
+)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        pytest.param(("--only", *KINDS), id="kinds"),
+        pytest.param((), id="all", marks=pytest.mark.long),
+    ],
+)
+def test_every_row_runs_in_a_form_too_short_to_count(
+    only: Sequence[str], server: ForkServer
+):
     """The machine first; a baseline's bytes are a formula's, others are counted."""
-    machine, *rows = thin_lines(server, "--smoke")
+    machine, *rows = thin_lines(server, "--smoke", *only)
     assert machine["benchmark"] == "thin_lines"
     for row in rows:
         dense = 4 * row["parameters"] * 4 * row["steps"]
@@ -79,18 +105,51 @@ def _packed_bytes(row: dict[str, Any]) -> int:
     return 4 * 8 * sum(words)
 
 
-def test_one_plain_step_a_round_is_synchronous_training(
-    server: ForkServer, tmp_path: Path
-):
-    """With SGD the mean of updates is the update of the mean gradient: the baseline is
-    on the examples of the product's sites, in their order, at their learning rate."""
+def test_every_row_is_a_sound_job():
+    """In every size; others than the kinds above are not run."""
+    document = tomllib.loads((THIN_LINES / "rows.toml").read_text())
+    for size in document["sizes"].values():
+        for row in document["rows"]:
+            job = copy.deepcopy(document["job"])
+            steps = {"training.local_steps": row.get("local_steps", 1), "rounds": 1}
+            for key, value in {**size["keys"], **row.get("keys", {}), **steps}.items():
+                job_file.override(job, key, value)
+            assert job_file.parse(job).name == "thin-lines", row["name"]
+
+
+@dataclass(frozen=True)
+class SameRows:
+    """What came of the rows of ``SAME``.
+
+    Attributes:
+        arguments: Which have the script run them again, but for those that are there.
+        out: The file of what is there.
+        rows: Those.
+    """
+
+    arguments: Sequence[str | Path]
+    out: Path
+    rows: Sequence[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def same(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> SameRows:
+    folder = tmp_path_factory.mktemp("same")
     whole = (THIN_LINES / "rows.toml").read_text()
     common, _, _ = whole.partition("\n[[rows]]\n")
     common = common.replace("training.clip_grad_norm = 1.0\n", "")
-    (tmp_path / "rows.toml").write_text(common + SAME)
-    arguments = ("--size", "smoke", "--rows", tmp_path / "rows.toml")
-    places = ("--out", tmp_path / "out.jsonl", "--folder", tmp_path)
+    (folder / "rows.toml").write_text(common + SAME)
+    out = folder / "out.jsonl"
+    arguments = ("--size", "smoke", "--rows", folder / "rows.toml")
+    places = ("--out", out, "--folder", folder)
     _, *rows = thin_lines(server, *arguments, *places)
+    return SameRows((*arguments, *places), out, rows)
+
+
+def test_one_plain_step_a_round_is_synchronous_training(same: SameRows):
+    """With SGD the mean of updates is the update of the mean gradient: the baseline is
+    on the examples of the product's sites, in their order, at their learning rate."""
+    rows = same.rows
     losses = {(row["row"], row["learning_rate"]): row["loss"] for row in rows}
     assert len(losses) == 4
     for lr in (0.5, 0.1):
@@ -99,21 +158,20 @@ def test_one_plain_step_a_round_is_synchronous_training(
     assert losses["FedSGD", 0.5] != pytest.approx(losses["FedSGD", 0.1], abs=1e-3)
 
 
-def test_a_finished_row_is_not_run_again(server: ForkServer, tmp_path: Path):
+def test_a_finished_row_is_not_run_again(
+    same: SameRows, server: ForkServer, tmp_path: Path
+):
     """One that was cut off is, and other seeds take the best learning rate."""
-    out = tmp_path / "out.jsonl"
-    arguments = ("--size", "smoke", "--only", "FedAvg", "synchronous Muon")
-    places = ("--out", out, "--folder", tmp_path)
-    _, *first = thin_lines(server, *arguments, *places)
-    text = out.read_text()
-    out.write_text(text[:-20])
-    _, *again = thin_lines(server, *arguments, *places)
-    same = [
+    out, first = tmp_path / "out.jsonl", same.rows
+    out.write_text(same.out.read_text()[:-20])
+    arguments = (*same.arguments, "--out", out)
+    _, *again = thin_lines(server, *arguments)
+    timeless = [
         {k: v for k, v in row.items() if k != "seconds"} for row in (*again, first[-1])
     ]
-    assert same[0] == same[1]
+    assert timeless[0] == timeless[1]
     assert len(again) == 1
-    _, *seeds = thin_lines(server, *arguments, *places, "--seeds", "2")
+    _, *seeds = thin_lines(server, *arguments, "--seeds", "2")
     best = {
         name: min((r for r in first if r["row"] == name), key=lambda row: row["loss"])
         for name in {row["row"] for row in first}

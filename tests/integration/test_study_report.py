@@ -1,8 +1,6 @@
 """The study of thin lines computes shares of time, and writes its page from rows."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +64,15 @@ def test_narrow_lines_leave_less_time_to_train(rows: list[dict[str, Any]]):
     )
 
 
-def test_page_follows_from_its_rows(tmp_path: Path):
+def write_page(server: ForkServer, folder: Path, *arguments: str) -> None:
+    words = ("--to", str(folder), *arguments)
+    done = server.run(*words, folder=folder, script=THIN_LINES / "report.py")
+    assert done.code == 0, done.stderr
+
+
+def test_page_follows_from_its_rows(server: ForkServer, tmp_path: Path):
     """It is what the script writes, and so are its pictures."""
-    command = [sys.executable, str(THIN_LINES / "report.py"), "--to", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    write_page(server, tmp_path)
     assert (tmp_path / PAGE).read_text() == (REPOSITORY / PAGE).read_text()
     pictures = {p.name: p for p in (tmp_path / "docs/images").iterdir()}
     assert {"thin-lines-utilisation-billion.svg"} <= pictures.keys()
@@ -78,13 +81,12 @@ def test_page_follows_from_its_rows(tmp_path: Path):
         assert path.read_text() == committed.read_text(), name
 
 
-def test_page_without_rows_says_how_to_get_them(tmp_path: Path):
+def test_page_without_rows_says_how_to_get_them(server: ForkServer, tmp_path: Path):
     """No figure stands where nothing was measured."""
     nothing = str(tmp_path / "none.jsonl")
-    command = [sys.executable, str(THIN_LINES / "report.py"), "--to", str(tmp_path)]
-    for name in ("loss", "warm", "baselines", "utilisation"):
-        command += [f"--{name}", nothing]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    names = ("loss", "warm", "baselines", "utilisation")
+    options = [word for name in names for word in (f"--{name}", nothing)]
+    write_page(server, tmp_path, *options)
     text = (tmp_path / PAGE).read_text()
     for script in ("measure", "baselines", "utilisation"):
         assert f"`python studies/thin_lines/{script}.py` measures them" in text
