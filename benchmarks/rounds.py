@@ -1,7 +1,7 @@
 """Rounds per second of a federation whose sites do nothing, ours and Flower's.
 
     python benchmarks/rounds.py [--sites 2 10 100 1000] [--values 1000]
-        [--ours-only]
+        [--rounds N] [--ours-only]
 
 Every site adds one to a vector of 1,000 values; the server averages. Ours is the
 whole round loop as in `crossfed simulate`: sites in threads, answers checked,
@@ -256,12 +256,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 10, 100, 1000])
     parser.add_argument("--values", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, help="of ours; else more of fewer sites")
     parser.add_argument("--ours-only", action="store_true", help="without Flower's")
     args = parser.parse_args()
     print(json.dumps(machine.facts("rounds", **vars(args))), flush=True)
     print(f"{'sites':>6} {'ours':>12} {'Flower':>12} {'ratio':>8}", file=sys.stderr)
     for num_sites in args.sites:
-        fast = ours(num_sites, args.values, max(20, 4000 // num_sites))
+        num_rounds = args.rounds or max(20, 4000 // num_sites)
+        fast = ours(num_sites, args.values, num_rounds)
         if args.ours_only:
             print(json.dumps({"sites": num_sites, "ours": fast}), flush=True)
             continue

@@ -32,7 +32,8 @@ name = "one"
 name = "two"
 """
 
-# What makes each script short. JOB stands for a job file, of two sites and two rounds.
+# What makes each script short. JOB stands for a job file, of two sites and two rounds,
+# and POISONED for one of five sites that take one step a round.
 SHORT = {
     "adapter_privacy": "--smoke",
     "adapters": "--smoke",
@@ -44,14 +45,14 @@ SHORT = {
     "dp_sgd": "--repetitions 1 --kinds cnn",
     "elasticity": "--rounds 10 --seeds 1",
     "few_levels": "--smoke",
-    "group_sums": "--smoke --attacks flip",
+    "group_sums": "--job POISONED --smoke --attacks flip",
     "noise": "--values 10000 --repetitions 1",
     "objective_overhead": "--smoke",
     "overhead": "--job JOB --rounds 1",
     "plan_accuracy": "--smoke",
     "precision": "--values 10000 --sites 2",
     "privacy_utility": "--job JOB --runs 1 --epsilons inf --repetitions 0",
-    "rounds": "--sites 2 --ours-only",
+    "rounds": "--sites 2 --rounds 20 --ours-only",
     "secure_aggregation": "--values 100000 --sites 2 --bits 32 --repetitions 1"
     " --memory-values 100000",
     "spot_policy": "--traces 5 --processes 1",
@@ -70,7 +71,13 @@ DEPLOYED = [
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # `test_audit.py` runs the first; the cases of the second are tried below.
 ELSEWHERE = {"audit", "turn_cases"}
-LONG_CASES = {"secure-16-threshold-12", "secure-64-threshold-43", "private", "deployed"}
+LONG_CASES = {
+    "secure-16-threshold-12",
+    "secure-64-threshold-43",
+    "private",
+    "deployed",
+    "start",  # As `overhead.py` measures it.
+}
 
 
 def run(
@@ -91,6 +98,13 @@ def run(
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def poisoned() -> str:
+    """The job of that name, with as little training as there can be."""
+    text = (BENCHMARKS.parent / "jobs" / "poisoned.toml").read_text()
+    assert "local_steps = 15\n" in text
+    return text.replace("local_steps = 15\n", "local_steps = 1\n")
 
 
 def test_no_script_is_left_out():
@@ -123,9 +137,12 @@ def test_script_prints_the_machine_and_figures(
     name: str, tmp_path: Path, server: ForkServer
 ):
     """JSON lines, of which the first says what the others are."""
-    job = tmp_path / "tiny.toml"
-    job.write_text(JOB)
-    arguments = SHORT[name].replace("JOB", str(job)).split()
+    (tmp_path / "JOB").write_text(JOB)
+    (tmp_path / "POISONED").write_text(poisoned())
+    arguments = [
+        str(tmp_path / word) if word in {"JOB", "POISONED"} else word
+        for word in SHORT[name].split()
+    ]
     forked = None if name in FLOWER else server  # Flower is not to meet a fork.
     machine, *figures = run(name, *arguments, server=forked)
     assert machine["benchmark"] == name
@@ -134,10 +151,19 @@ def test_script_prints_the_machine_and_figures(
 
 @pytest.mark.slow
 def test_every_case_of_turns_does_a_unit(server: ForkServer):
-    """But for those that take long, whose functions the others share."""
+    """But for those that take long, whose functions others share."""
     names = run("turn_cases", "--list", server=server)[0]["cases"]
     assert isinstance(names, list)
     wanted = [name for name in names if name not in LONG_CASES]
     found = run("turn_cases", *wanted, server=server)
     assert [row["case"] for row in found if "case" in row] == wanted
     assert len([row for row in found if "seconds" in row]) == len(wanted)
+
+
+@pytest.mark.long
+@pytest.mark.flower
+@pytest.mark.parametrize("name", sorted(LONG_CASES))
+def test_long_case_of_turns_does_a_unit(name: str):
+    found = run("turn_cases", name)
+    assert [row["case"] for row in found if "case" in row] == [name]
+    assert len([row for row in found if "seconds" in row]) == 1

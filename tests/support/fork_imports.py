@@ -6,7 +6,9 @@ imports where it first needs it.
 
 import rich.live  # noqa: F401
 import sklearn.datasets  # noqa: F401
-import torch  # noqa: F401
+
+# Opacus and PEFT import it, and what it imports, in the forks that use them.
+import torch._dynamo  # noqa: F401
 from support import misfortunes  # noqa: F401
 
 import deploy.cli.commands  # noqa: F401
