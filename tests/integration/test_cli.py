@@ -243,6 +243,7 @@ def test_set_and_seed_replace_keys(server: ForkServer, place: Path) -> None:
         "aggregation.combine=median",
         "--set",
         "aggregation.weights=uniform",
+        "--no-report",
         "--seed",
         "11",
         "--out",
@@ -271,11 +272,12 @@ def test_resume_continues_the_newest_run_of_the_job(
     server: ForkServer, place: Path
 ) -> None:
     """Without --out; a run that was killed continues under its own name."""
-    server.run("simulate", "job.toml", folder=place, misfortune="round has ended")
+    words = ("simulate", "job.toml", "--no-report", "--set", "rounds=3")
+    server.run(*words, folder=place, misfortune="round has ended")
     time.sleep(1.1)  # Run ids sort by their second.
-    server.run("simulate", "job.toml", folder=place, misfortune="run has begun")
+    server.run(*words, folder=place, misfortune="run has begun")
     newest = max((place / "runs/small").iterdir())
-    done = server.run("simulate", "job.toml", "--resume", "--json", folder=place)
+    done = server.run(*words, "--resume", "--json", folder=place)
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["folder"] == f"runs/small/{newest.name}"
 
@@ -339,16 +341,17 @@ def test_report_is_written_again(
     """By folder, run id and job name; elsewhere with --out."""
     (run,) = (finished / "runs/small").iterdir()
     target = tmp_path / "page.html"
-    for name in (f"runs/small/{run.name}", run.name):
-        done = server.run("report", name, "--out", str(target), folder=finished)
-        assert done.code == 0, done.stderr
-        assert done.stdout == f"{target}\n"
-        assert "</html>" in target.read_text()
-        target.unlink()
-    done = server.run(
-        "report", "small", "--out", str(target), "--json", folder=finished
-    )
+    done = server.run("report", run.name, "--out", str(target), folder=finished)
+    assert done.code == 0, done.stderr
+    assert done.stdout == f"{target}\n"
+    assert "</html>" in target.read_text()
+    target.unlink()
+    # Other names of the run, given twice, make one report.
+    names = (f"runs/small/{run.name}", "small")
+    done = server.run("report", *names, "--out", str(target), "--json", folder=finished)
     assert json.loads(done.stdout)["report"] == str(target)
+    assert "</html>" in target.read_text()
+    assert "<h1>2 runs</h1>" not in target.read_text()
 
 
 def test_runs_are_held_against_each_other(
@@ -395,7 +398,8 @@ def test_runs_are_found_where_people_put_them(
     place = tmp_path / "copy"
     shutil.copytree(finished, place)
     (first,) = (place / "runs/small").iterdir()
-    done = server.run("simulate", "job.toml", *FAST, "--out", "runs/a", folder=place)
+    words = ("simulate", "job.toml", *FAST, "--no-report", "--out", "runs/a")
+    done = server.run(*words, folder=place)
     assert done.code == 0, done.stderr
     rows = json.loads(server.run("runs", "--json", folder=place).stdout)
     assert [row["folder"] for row in rows] == [f"runs/small/{first.name}", "runs/a"]
@@ -683,7 +687,7 @@ def test_unexpected_error_has_a_traceback_only_when_asked(
     server: ForkServer, place: Path
 ) -> None:
     """A fault of ours is told in two lines."""
-    arguments = ("simulate", "job.toml", *FAST, "--out")
+    arguments = ("simulate", "job.toml", *FAST, "--no-report", "--out")
     short = server.run(*arguments, "a", folder=place, misfortune="bug")
     check_refused_late(short)
     assert "Traceback" not in short.stderr
@@ -734,7 +738,7 @@ def test_disk_full_at_a_checkpoint_loses_no_state(
     server: ForkServer, place: Path
 ) -> None:
     """With more space the run continues and ends as if there always had been."""
-    larger = ("--set", "model.options.hidden=400")
+    larger = ("--set", "model.options.hidden=400", "--set", "training.local_steps=1")
     expected = reference(server, place, *larger)
     with small_disk(place / "disk") as disk:
         arguments = (
@@ -765,7 +769,8 @@ def test_disk_full_while_events_are_written_loses_no_state(
     """The torn line is cut off and its round runs again."""
     # Of so many sites a round's lines do not fit into what is left of a page.
     sites = ", ".join(f'{{name="s{index}"}}' for index in range(16))
-    many = ("--set", f"sites=[{sites}]", "--set", "data.partition.kind=iid")
+    rows = ("--set", "rounds=3", "--set", "training.local_steps=1")
+    many = (*rows, "--set", f"sites=[{sites}]", "--set", "data.partition.kind=iid")
     expected = reference(server, place, *many)
     with small_disk(place / "disk") as disk:
         arguments = ("simulate", "job.toml", *many, "--no-report", "--out", "disk/run")
