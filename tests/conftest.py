@@ -106,10 +106,7 @@ def _is_fast(item: pytest.Item) -> bool:
 # place here, as pytest-xdist begins with those of the most tests.
 _BEGUN_FIRST = (
     "test_killed_three_times_and_moved_twice",
-    "test_run_leaves_no_process_and_no_stray_file",
-    "test_no_process_outlives_its_tests",
     "test_every_row_runs_in_a_form_too_short_to_count",
-    "test_a_finished_row_is_not_run_again",
     "test_it_runs",
     "test_trials_in_processes",
     "test_no_kill_hides_a_release",
