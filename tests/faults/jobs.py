@@ -1,5 +1,6 @@
 """A job for each kind of run: small, and every round of it changes the model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from faults.cells import Cell, Deed, Mode, Victim
@@ -9,6 +10,8 @@ from federation.job.spec import JobSpec
 
 SITES = ("aws-us-east-1", "gcp-us-central1", "aws-eu-west-1", "on-premises")
 STRUCK = SITES[1]  # The site that things happen to; it is in every job.
+# In the clear two sites are as good as four; where all must answer, three are.
+_NUM_SITES = {Mode.PLAIN: 2, Mode.P1: 3, Mode.P1_PRIVATE: 3}
 
 DEADLINE_SECONDS = 60.0
 # The aggregator waits so long for a site that may come back, then continues without.
@@ -92,12 +95,15 @@ total_epsilon = 1000.0
 """
 
 
+def sites_of(mode: Mode) -> Sequence[str]:
+    """The sites of a job of this kind."""
+    return SITES[: _NUM_SITES.get(mode, len(SITES))]
+
+
 def text_of(*cells: Cell) -> str:
     """The job of a run in which these cells' deeds follow one another."""
     (mode,) = {cell.mode for cell in cells}
     is_large = any(cell.victim is Victim.STORE for cell in cells)
-    # In the clear two sites are as good as four.
-    sites = SITES[:2] if mode is Mode.PLAIN else SITES
     return "\n".join(
         [
             f'name = "{mode}"',
@@ -106,7 +112,7 @@ def text_of(*cells: Cell) -> str:
                 deadline=DEADLINE_SECONDS, model=_LARGE if is_large else _SMALL
             ),
             _MODES[mode],
-            *(f'[[sites]]\nname = "{site}"' for site in sites),
+            *(f'[[sites]]\nname = "{site}"' for site in sites_of(mode)),
         ]
     )
 

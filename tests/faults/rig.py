@@ -7,7 +7,7 @@ What processes write lies on small disks.
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +74,24 @@ class Rig:
         self.is_ranked = wanted
         self.restart_site()
 
+    def use_sites(self, names: Sequence[str]) -> None:
+        """Have these sites' agents run, and no others: idle ones poll."""
+        running = set(self.deployment.processes) & {*jobs.SITES}
+        for name in running - {*names}:
+            self.stop_site(name)
+        for name in {*names} - running:
+            self.deployment.start_site(name)
+
     def restart_site(self) -> None:
         """Stop the struck site's agent, and start it again."""
-        process = self.deployment.processes.pop(jobs.STRUCK)
+        self.stop_site(jobs.STRUCK)
+        self.deployment.start_site(jobs.STRUCK)
+
+    def stop_site(self, name: str) -> None:
+        """Stop a site's agent."""
+        process = self.deployment.processes.pop(name)
         process.terminate()
         process.wait(60)
-        self.deployment.start_site(jobs.STRUCK)
 
     def ended(self) -> list[str]:
         """Processes that have ended although nobody has struck them."""
@@ -127,6 +139,7 @@ def rig(folder: Path) -> Iterator[Rig]:
                 namespaces=net.namespaces,
                 environment=store_process.CREDENTIALS,
                 sites=jobs.SITES,
+                started=False,
             )
         )
         with Path(deployment.config).open("a") as config:

@@ -14,6 +14,7 @@ from faults.replay import replay
 from faults.rig import Rig, pause
 from faults.verdict import COMPLETED, Run
 from support.deployment import CLOCK, wait_for
+from support.forked import shared
 
 PATIENCE_SECONDS = 900
 # Simulations of one process share torch's generator.
@@ -56,6 +57,9 @@ def run_cells(
     """
     rig.revive()
     rig.forget_runs()
+    if cells[0].mode in _PRIVATE:
+        shared().imports("opacus.grad_sample")  # Once, and not at each site.
+    rig.use_sites(jobs.sites_of(cells[0].mode))
     rig.use_ranks(wanted=_is_ranked(cells))
     begin = CLOCK.monotonic()
     follower = _begin(cells, rig)
@@ -130,7 +134,8 @@ def _faults(cells: Sequence[Cell], run: Run, folder: Path) -> Iterator[str]:
     yield from verdict.check_secrets(run)
     if cells[0].mode in _PRIVATE:
         ledgers = {
-            site: _ledger(folder / site, run.run_id, site) for site in jobs.SITES
+            site: _ledger(folder / site, run.run_id, site)
+            for site in jobs.sites_of(cells[0].mode)
         }
         yield from verdict.check_ledgers(run, ledgers)
         return
