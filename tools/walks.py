@@ -10,6 +10,7 @@ From imports, calls and annotations alone; nothing is imported:
 """
 
 import ast
+import gc
 import itertools
 import re
 import sys
@@ -48,7 +49,7 @@ class Walk:
                 self._bodies[module, name] = body
             self._imports[module] = {
                 alias.asname or alias.name: f"{node.module}.{alias.name}"
-                for node in ast.walk(tree)
+                for node in _without_expressions(tree)
                 if isinstance(node, ast.ImportFrom)
                 for alias in node.names
             }
@@ -62,11 +63,13 @@ class Walk:
         ]
         for call in sorted(calls, key=lambda n: (n.end_lineno, n.end_col_offset)):
             target = self._target(module, name.partition(".")[0], call.func)
+            if target is None or target in self._seen:
+                continue
             given = [*call.args, *(word.value for word in call.keywords)]
             if isinstance(call.func, ast.Attribute):
                 given.append(call.func.value)
             last = [ast.unparse(value).rpartition(".")[2] for value in given]
-            if target and target not in self._seen and any(map(JOB.fullmatch, last)):
+            if any(map(JOB.fullmatch, last)):
                 self.follow(*target)
                 self.climbs += _floor(target[0]) < _floor(module)  # It returns.
 
@@ -99,16 +102,34 @@ def _functions(top: ast.stmt, owner: str = "") -> Iterator[tuple[str, ast.AST]]:
 def holders(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, str, str]]:
     """Name, annotation and class of all that is annotated."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue
         if isinstance(node, ast.arg | ast.AnnAssign):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
-            words = "" if node.annotation is None else ast.unparse(node.annotation)
+            words = _union(node.annotation)
             field = owner if isinstance(node, ast.AnnAssign) else ""
             yield name.rpartition(".")[2].strip("_"), words, field
         yield from holders(node, node.name if isinstance(node, ast.ClassDef) else owner)
 
 
+def _without_expressions(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below one, but for expressions and what is in them."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.expr):
+            yield node
+            yield from _without_expressions(node)
+
+
+def _union(annotation: ast.expr | None) -> str:
+    """Text of a name or of a union of such; empty for all that holds one of them."""
+    if not isinstance(annotation, ast.Name | ast.BinOp):
+        return ""
+    return ast.unparse(annotation)
+
+
 def main(root: Path) -> None:
     """Print the figures."""
+    gc.disable()  # The trees stay to the end, and looking through them takes as long.
     trees = modules(root)
     walk, held = Walk(trees), [h for tree in trees.values() for h in holders(tree)]
     walk.follow(*next(p for p in walk._bodies if p[1] == "simulate"))  # noqa: SLF001
