@@ -123,9 +123,11 @@ def _num_rounds(cell: Cell) -> int:
     if goes_on and cell.deed is not Deed.FULL:
         # Without the struck site, a round takes some tenths of a second.
         return 24 + round(2 * max(0.0, cell.seconds - RETURN_SECONDS))
-    if cell.mode is Mode.PLAIN or cell.deed is Deed.FULL:
+    if cell.deed is Deed.FULL:
         return 12
-    return 6
+    # In the clear a round takes a quarter of a second at the least: two, those of the
+    # moment before the deed (1.5 s at the most), and one more.
+    return 9 if cell.mode is Mode.PLAIN else 6
 
 
 def load(path: Path, *settings: str) -> JobSpec:
