@@ -25,7 +25,7 @@ TERMS = Terms(
 )
 CALLS = ("open", "write", "fsync", "ftruncate", "replace", "close")
 MARKS = "released"
-ROUNDS = 3
+ROUNDS = 2
 # Before a call, after it, and in the middle of a write.
 PLACES = 3
 
