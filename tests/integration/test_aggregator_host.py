@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from faults import disks
-from support import proxy_server
+from support import proxy_server, superlink_state
 from support.deployment import (
     Deployment,
     command_of,
@@ -43,6 +43,7 @@ def host(tmp_path: Path) -> Iterator[Deployment]:
     address = f"{made.host}:{made.port}"
     home = str(tmp_path / "aggregator")
     crossfed_here("aggregator", "init", home, "--host", made.host, "--listen", address)
+    superlink_state.place(tmp_path / "aggregator" / "flower" / "state.db")
     try:
         yield made
     finally:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import superlink_state
 from support.forked import Forked, Server, shared
 
 from deploy.cli import commands
@@ -307,6 +308,8 @@ def deployed(
     address = f"{host}:{port}"
     home = str(folder / "aggregator")
     _prepare("aggregator", "init", home, "--host", host, "--listen", address)
+    if forked:
+        superlink_state.place(folder / "aggregator" / "flower" / "state.db")
     try:
         made.start_aggregator()
         log = folder / "aggregator.log"

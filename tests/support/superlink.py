@@ -32,7 +32,7 @@ from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, StopRunRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
-from support import forked
+from support import forked as forks, superlink_state
 from support.forked import Forked
 
 from cloud_adapters.superlink.answer_limits import Limits
@@ -315,9 +315,9 @@ class SuperLink:
             **more,
         }
         path = self.folder / f"{name}.log"
-        entry, words = forked.program([*program, *arguments])
+        entry, words = forks.program([*program, *arguments])
         if self.forked and entry:
-            self._processes[name] = forked.shared().start(
+            self._processes[name] = forks.shared().start(
                 *words[1:],
                 out=path,
                 err=path,
@@ -359,6 +359,8 @@ def serve(
     (folder / "server.key").write_bytes(key_pem(key))
     certificate = authority.issue_server(("127.0.0.1",), key)
     (folder / "server.crt").write_bytes(certificate)
+    if forked:
+        superlink_state.place(folder / database)
     try:
         running.start()
         running.start_superexec()
