@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support import proxy_server
-from support.deployment import CLOCK, SITES, crossfed, wait_for
+from support.deployment import CLOCK, SITES, crossfed, crossfed_here, wait_for
 from support.forked import shared
 
 from cloud_adapters.compute import local_network
@@ -76,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def deployment_file(tmp_path: Path) -> Iterator[Path]:
     path = written(tmp_path)
     yield path
-    crossfed("down", str(path))
+    crossfed_here("down", str(path))
     assert alive(path) == []
 
 
@@ -84,15 +84,23 @@ def written(tmp_path: Path) -> Path:
     """The files of a deployment of which nothing has been started."""
     text = (JOBS / "quickstart.toml").read_text()
     head, _, tail = text.partition("[privacy.secure_aggregation]")
-    head = head.replace("rounds = 30", "rounds = 2")
+    head = head.replace("rounds = 30", "rounds = 1")
     head = head.replace("clients.models:digits_cnn", "./model.py:net")
-    assert "rounds = 2" in head
+    assert "rounds = 1" in head
     assert "./model.py:net" in head
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "job.toml").write_text(head + tail[tail.index("[[sites]]") :])
     path = tmp_path / "fed.toml"
     path.write_text('name = "fed"\njob = "job.toml"\n' + "".join(map(table, SITES)))
     return path
+
+
+def change_job(file: Path, old: str, new: str) -> None:
+    """Change a key of the deployment's job."""
+    job = file.parent / "job.toml"
+    text = job.read_text()
+    assert old in text
+    job.write_text(text.replace(old, new))
 
 
 def give_network(file: Path) -> None:
@@ -109,7 +117,7 @@ def table(site: str) -> str:
 
 def nodes(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(
-        crossfed("nodes", str(path), "--json", "--all").stdout
+        crossfed_here("nodes", str(path), "--json", "--all").stdout
     )
     return found
 
@@ -124,6 +132,7 @@ def test_a_federation_comes_up_runs_and_goes_down(file: Path):
     One of its sites has a network of its own, where this process may make one.
     """
     give_network(file)
+    change_job(file, "rounds = 1", "rounds = 2")  # One tells `plan` no speeds.
     up = crossfed("up", str(file), "--json")
     result = json.loads(up.stdout)
     assert (result["status"], result["rounds_completed"]) == ("completed", 2)
@@ -139,7 +148,7 @@ def test_a_federation_comes_up_runs_and_goes_down(file: Path):
 
     folder = file.parent / "deployments" / "fed"
     identity = (folder / "sites" / SITES[0] / "identity.pem").read_bytes()
-    down = json.loads(crossfed("down", str(file), "--json").stdout)
+    down = json.loads(crossfed_here("down", str(file), "--json").stdout)
     assert down["ended"] == 3
     assert alive(file) == []
     bridge = local_network.device_name(folder / "nodes")
@@ -168,7 +177,9 @@ def test_a_federation_comes_up_runs_and_goes_down(file: Path):
 def check_predicted(file: Path, result: dict[str, Any]) -> None:
     """The plan like a run and the one kept beside it agree with what it sent."""
     like = ("--like", result["run_id"])
-    planned, *others = json.loads(crossfed("plan", str(file), "--json", *like).stdout)
+    planned, *others = json.loads(
+        crossfed_here("plan", str(file), "--json", *like).stdout
+    )
     # A header is padded to 64 bytes, and a deployed one may need one step more.
     slack = 64 * 6
     for way in ("bytes_down", "bytes_up"):
@@ -178,7 +189,7 @@ def check_predicted(file: Path, result: dict[str, Any]) -> None:
     assert others
     runs = file.parent / "deployments" / "fed" / "aggregator" / "runs"
     (run,) = runs.glob(f"*/{result['run_id']}")
-    shown = json.loads(crossfed("report", str(run), "--json").stdout)
+    shown = json.loads(crossfed_here("report", str(run), "--json").stdout)
     assert "Predicted and actual" in Path(shown["report"]).read_text()
     (compared,) = shown["plans"]
     assert len(compared["rows"]) == 6
@@ -213,7 +224,7 @@ def test_commands_that_are_killed_leave_nothing_twice(file: Path, seed: int):
         kill_after(seconds, verb, str(file), *(["--detach"] * (verb == "up")))
     crossfed("up", str(file), "--detach")
     assert alive(file) == sorted(ROLES)
-    crossfed("down", str(file))
+    crossfed_here("down", str(file))
     assert alive(file) == []
 
 
@@ -263,18 +274,6 @@ def test_changed_hours_hold_for_nodes_that_run(running: Path):
     assert alive(running) == sorted(ROLES)
 
 
-def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
-    """It would run, and cost, unseen."""
-    whole = running.read_text()
-    running.write_text(whole[: whole.rindex("[[sites]]")])
-    told = crossfed("up", str(running), "--detach").stderr
-    assert f"{ROLES[2]}: no longer in the file" in told
-    wait_for(lambda: alive(running) == sorted(ROLES[:2]), "it ends", 60)
-    running.write_text(whole)
-    crossfed("up", str(running), "--detach")
-    assert alive(running) == sorted(ROLES)
-
-
 @pytest.fixture
 def refusal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -291,7 +290,7 @@ def refusal(
 
     yield give
     if [*tmp_path.glob("deployments/*/nodes/*")]:  # It was not refused.
-        crossfed("down", str(tmp_path / "fed.toml"))
+        crossfed_here("down", str(tmp_path / "fed.toml"))
 
 
 def test_folder_of_another_user_is_refused(
@@ -315,7 +314,7 @@ def test_another_folder_may_not_take_over(running: Path):
     whole = record.read_text()
     record.write_text(whole.replace(json.loads(whole)["owner"], "0" * 16))
     for verb in ("up", "down"):
-        told = crossfed(verb, str(file), code=1).stderr
+        told = crossfed_here(verb, str(file), code=1).stderr
         assert "was brought up from another folder: " in told
         assert "aggregator (aggregator-" in told
     assert alive(file) == sorted(ROLES)
@@ -381,6 +380,16 @@ def test_mistakes_are_named_before_anything_starts(
     assert not (tmp_path / "deployments").exists()
 
 
+def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
+    """It would run, and cost, unseen."""
+    whole = running.read_text()
+    running.write_text(whole[: whole.rindex("[[sites]]")])
+    told = crossfed("up", str(running), "--detach").stderr
+    assert f"{ROLES[2]}: no longer in the file" in told
+    wait_for(lambda: alive(running) == sorted(ROLES[:2]), "it ends", 60)
+    running.write_text(whole)
+
+
 def test_nodes_of_a_lost_folder_can_be_ended(running: Path):
     """By their labels: whoever owns them. The last test of what is running."""
     file = running
@@ -388,5 +397,5 @@ def test_nodes_of_a_lost_folder_can_be_ended(running: Path):
     record.unlink()
     told = crossfed("up", str(file), code=1).stderr
     assert "crossfed down --any-owner" in told
-    crossfed("down", str(file), "--any-owner")
+    crossfed_here("down", str(file), "--any-owner")
     assert alive(file) == []

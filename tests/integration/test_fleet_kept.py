@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.test_fleet import alive, deployment_file, nodes
+from integration.test_fleet import alive, change_job, deployment_file, nodes
 from support import proxy_server
 from support.deployment import SITES, wait_for
 from support.forked import Forked, shared
@@ -37,10 +37,7 @@ def keep(file: Path) -> tuple[Forked, Path]:
 
 
 def slow_down(file: Path, steps: int) -> None:
-    job = file.parent / "job.toml"
-    text = job.read_text()
-    assert "local_steps = 20" in text
-    job.write_text(text.replace("local_steps = 20", f"local_steps = {steps}"))
+    change_job(file, "local_steps = 20", f"local_steps = {steps}")
 
 
 def pid_of(file: Path, role: str) -> int:
@@ -53,6 +50,7 @@ def pid_of(file: Path, role: str) -> int:
 def test_a_node_that_dies_is_replaced_and_the_run_completes(file: Path):
     """And when it has, nothing is left that bills."""
     slow_down(file, 400)
+    change_job(file, "rounds = 1", "rounds = 2")
     kept, err = keep(file)
     role = f"site-{SITES[0]}"
     wait_for(lambda: "is submitted" in err.read_text(), "the run is submitted", 60)
