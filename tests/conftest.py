@@ -55,7 +55,7 @@ _SERVERS = {
     "gce_server",
     "kube_server",
 }
-_SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce", "kube"}
+_SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce"}
 
 
 _MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)

@@ -125,6 +125,7 @@ def test_files_of_a_page_make_federations(
         assert len(federation.site_data) == len(federation.job.sites)
 
 
+@pytest.mark.slow
 def test_tests_of_the_threat_model_exist():
     """What it says is shown is shown by a test of that name."""
     text = (ROOT / "docs/explanation/threat-model.md").read_text()

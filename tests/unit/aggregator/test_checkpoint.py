@@ -435,6 +435,7 @@ def check_falls_back(run: Run) -> None:
     assert same(run.open().load_latest(), state_of(2))
 
 
+@pytest.mark.slow
 def test_manifest_torn_anywhere():
     """A manifest that was cut at its start, in between or before its end is skipped."""
     run = saved(1, 2)
@@ -478,6 +479,7 @@ def test_blob_missing(blob: str):
     assert "missing" in run.events[0].reason
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # Other work may share the machine.
 @given(
     st.sampled_from(["manifest", "weights", "optimizer"]),

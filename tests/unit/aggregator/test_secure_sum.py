@@ -64,6 +64,7 @@ def test_setup_runs_once():
     assert long == [1] * 5
 
 
+@pytest.mark.slow
 def test_site_that_missed_its_first_task_is_sent_the_confirms_again():
     """It could not begin its session without them."""
     sent: list[int] = []
@@ -214,6 +215,7 @@ def test_site_that_sends_the_answer_of_another_does_not_count():
     assert SITE not in found.answered(1)
 
 
+@pytest.mark.slow
 def test_sum_is_scaled_back_to_the_clip_norm_of_its_round():
     """Updates are masked in units of the first one, and a twentieth of that."""
     job = noisy_job(
@@ -248,6 +250,7 @@ def test_lost_evaluation_leaves_a_model_without_metrics():
     assert "no site evaluated the final model" in found.warnings()
 
 
+@pytest.mark.slow
 def test_metrics_are_taken_only_from_rounds_that_asked_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
+from support.examples import few
 
 from aggregator import tensor_file
 from federation.errors import CorruptObject
@@ -41,7 +42,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"])).filter(
 )
 
 
-@settings(deadline=None)  # Other work may share the machine.
+@few(15)
 @given(st.dictionaries(NAMES, ARRAYS))
 def test_library_reads_what_we_write(tensors: dict[str, tensor_file.Array]):
     """Every name, type, shape (also scalar or empty) and bit comes back."""

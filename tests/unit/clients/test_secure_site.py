@@ -266,6 +266,7 @@ class Poor:
         return self.site._current_trainer()._ledger  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_round_that_is_refused_charges_no_evaluation():
     """Training is beyond the budget, so held-out records are not looked at either."""
     job = noisy_job("record", rounds=2, evaluation={"every": 1})

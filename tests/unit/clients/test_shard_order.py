@@ -186,6 +186,7 @@ def test_ranks_share_every_epoch(
         assert [b.tolist() for b in later] == [b.tolist() for b in batches]
 
 
+@pytest.mark.slow
 @few(40)
 @given(sizes, st.integers(1, 7), st.integers(2, 4))
 def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, ranks: int):

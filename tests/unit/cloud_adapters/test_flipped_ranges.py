@@ -57,6 +57,7 @@ PASSING_ON = {
 }
 
 
+@pytest.mark.slow
 def test_all_who_read_ranges_are_known():
     """Whoever is new here says what it checks, and has a test below."""
     found = set()

@@ -100,6 +100,7 @@ def test_root_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "runs" / "key").read_bytes() == b"x"
 
 
+@pytest.mark.slow
 def test_killed_writer_leaves_no_object(tmp_path: Path):
     """What a killed process left is not listed, and the next writer removes it."""
     with start_half_a_put(tmp_path) as writer:
@@ -111,6 +112,7 @@ def test_killed_writer_leaves_no_object(tmp_path: Path):
     assert partial_files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_live_writer_is_left_alone(tmp_path: Path):
     """Cleaning up never takes the file that another process is writing."""
     with start_half_a_put(tmp_path) as writer:
@@ -199,6 +201,7 @@ def test_hidden_folders_have_no_keys(tmp_path: Path, hidden: str):
     LocalStore(tmp_path).put(f"a/{hidden}/x", [b"x"])
 
 
+@pytest.mark.slow
 def test_file_size_limit(tmp_path: Path):
     """A write that the process is not allowed to finish leaves no trace."""
     command = [sys.executable, "-c", PUT_TWO_MEGABYTES, str(tmp_path), str(MEGABYTE)]
@@ -210,6 +213,7 @@ def test_file_size_limit(tmp_path: Path):
     assert partial_files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_full_disk(tmp_path: Path):
     """On a full disk the message says so, and earlier objects stay."""
     mount = f"mount -t tmpfs -o size={MEGABYTE} none {tmp_path}"

@@ -194,6 +194,7 @@ def again(store: FaultyStore, target: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+@pytest.mark.slow
 def test_a_killed_download_goes_on(tmp_path: Path):
     """Only the parts that had not arrived are fetched."""
     store, target = kill(tmp_path)
@@ -210,6 +211,7 @@ def test_parts_that_the_disk_has_lost(tmp_path: Path):
     assert len(store.ranges) == 1 + 3
 
 
+@pytest.mark.slow
 def test_what_is_left_of_an_old_version_goes(tmp_path: Path):
     """Nobody will want it again; other files' parts stay."""
     store, target = kill(tmp_path)

@@ -114,6 +114,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doing", [LOCAL, HELP])
 def test_clients_of_clouds_are_imported_late(doing: str):
     """Neither a local store nor the command line waits for them."""

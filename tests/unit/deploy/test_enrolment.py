@@ -665,6 +665,7 @@ def test_site_comes_back_after_its_certificate_has_expired(federation: Federatio
     site.renew()
 
 
+@pytest.mark.slow
 def test_certificates_of_one_site_have_a_limit(federation: Federation):
     """A site in a loop does not fill the aggregator's disk."""
     site = federation.site("site-a")

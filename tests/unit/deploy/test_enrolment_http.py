@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.examples import few
 
 from cloud_adapters.net.ports import PortTaken
 from deploy.aggregator_host import enrolment_http
@@ -139,8 +140,7 @@ HEADERS = st.lists(
 
 @given(line=LINES, headers=HEADERS, body=st.binary(max_size=80))
 @settings(
-    max_examples=80,
-    deadline=None,
+    few(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_no_bytes_break_the_server(

@@ -288,6 +288,7 @@ class Silent:
         return ""
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     tmp_path: Path, told: list[str]
 ):

@@ -112,6 +112,7 @@ def aws() -> Callable[..., AwsPrices]:
     return made
 
 
+@pytest.mark.slow
 def test_a_table_is_refreshed(aws: Callable[..., AwsPrices], tmp_path: Path):
     """And read again: what was not asked for keeps its day, which still counts."""
     source = aws(

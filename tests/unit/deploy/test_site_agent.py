@@ -473,6 +473,7 @@ def test_delta_that_only_the_plan_tells_is_checked_against_the_policy(
     assert left(agent) == []
 
 
+@pytest.mark.slow
 def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
     """A new run is a new ledger of the same records; the same run is not."""
     policy = {
@@ -539,6 +540,7 @@ def test_ledger_outlives_the_agent(
     assert len(after) > len(before)
 
 
+@pytest.mark.slow
 def test_budget_ends_with_the_run_however_often_the_agent_starts(
     tmp_path: Path, members: Consortium
 ):

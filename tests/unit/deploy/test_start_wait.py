@@ -246,6 +246,7 @@ def test_a_table_that_has_become_unreadable_holds_back(
     assert Waited(plan).hours == pytest.approx(60.0 / HOUR)
 
 
+@pytest.mark.slow
 def test_all_conditions_must_hold_at_once(tmp_path: Path):
     """The window counts also when the others no longer do."""
     start = (

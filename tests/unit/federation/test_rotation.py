@@ -52,6 +52,7 @@ def test_rotation_is_that_of_plain_matrices():
         np.testing.assert_allclose(plain(given[block]) / 2, found[block], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_rotation_is_a_kronecker_product():
     """Of two Hadamard matrices of 64: the rows of one of 4,096, in another order."""
     given = random_d(BLOCK_VALUES)

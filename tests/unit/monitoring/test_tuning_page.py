@@ -56,7 +56,6 @@ def test_the_best_is_that_of_the_direction(direction: str, best: int) -> None:
     assert len(found.ranked()) == 2
 
 
-@pytest.mark.slow
 def test_the_page_shows_every_trial_and_escapes_what_is_not_ours() -> None:
     page = render(TUNING)
     assert "5 of 9" in page

@@ -68,7 +68,7 @@ def by_autograd(layer: nn.Conv2d, inputs: torch.Tensor, backprops: torch.Tensor)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@few(60)
+@few(15)
 @given(case=layers(), unrolled=st.sampled_from([1, 500, 1 << 18]))
 def test_gradients_are_those_of_records_one_by_one(
     case: tuple[nn.Conv2d, torch.Tensor], unrolled: int

@@ -36,6 +36,7 @@ def test_bits_with_a_twentieth_of_the_sites_in_noise():
     assert together(1 / math.sqrt(1 - 1 / 100**2), 50.0) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_noise_of_the_bits_has_the_variance_that_is_asked_for():
     """Of 1,000 bits of each kind; false alarm 1e-9."""
     random_bytes, std, count = entropy("bits"), 3.7, 1000

@@ -86,6 +86,7 @@ def test_sum_of_masked_updates_holds_everybodys_noise(bits: int, num_present: in
     assert 3 * ring.noise_std**2 >= (2.0 * ring.scale) ** 2
 
 
+@pytest.mark.slow
 def test_values_outside_the_spans_stay_as_they_are():
     """Spans begin and end within chunks, at their edges, and go over several."""
     size = 3 * CHUNK_WORDS + 500

@@ -54,6 +54,7 @@ def test_words_of_all_sites_never_carry(num_sites: int):
         assert set(found) == {num_sites * (levels - 1)}
 
 
+@pytest.mark.slow
 @few(60)
 @given(
     num_sites=st.integers(2, 64),

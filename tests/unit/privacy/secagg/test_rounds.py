@@ -76,7 +76,9 @@ def test_one_exchange_gives_the_sum(num_sites: int, hybrid: str):
             np.testing.assert_array_equal(values, actual[part])
 
 
-@pytest.mark.parametrize("num_sites", [4, 5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_sites", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))]
+)
 def test_dropouts_give_the_sum_or_an_end(num_sites: int):
     """P2: any pattern of dropouts ends in the survivors' exact sum or in an error.
 
@@ -110,6 +112,7 @@ def test_lost_round_has_no_corrections(num_sites: int):
         server.corrections()
 
 
+@pytest.mark.slow
 def test_every_threshold_works_with_every_site_dropping():
     """P2: whichever site drops out, signs come out right."""
     for dropped in range(1, 6):
