@@ -12,6 +12,7 @@ passes all of them on, as they were signed, and the promise is the answer to tha
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -129,8 +130,13 @@ class Introduction:
     needs: float | None = None
 
 
+@functools.cache
 def release() -> str:
-    """The release that is installed here."""
+    """The release that this process runs.
+
+    Read once: whoever installs another beside a running agent changes the files that
+    say which one it is, and not the agent.
+    """
     return metadata.version("crossfed")
 
 

@@ -222,3 +222,10 @@ def test_number_of_examples_that_cannot_be_is_refused(
     sealed = introduction.seal_introduction(answer, members.sites["one"])
     with pytest.raises(ProtocolError, match="impossible number of examples"):
         introduction.open_introduction(sealed, members.roster, asked)
+
+
+def test_an_agent_reports_the_release_that_it_runs(monkeypatch: pytest.MonkeyPatch):
+    """Not one that was installed beside it since it was started."""
+    before = introduction.release()
+    monkeypatch.setattr(introduction.metadata, "version", lambda _: "99.0")
+    assert introduction.release() == before
