@@ -8,6 +8,7 @@ import pytest
 
 import crossfed
 from deploy.cli import main
+from deploy.cli.arguments import load_job
 from deploy.cli.commands import _parser
 from deploy.cli.verb_table import _TABLE, tomllib  # type: ignore[attr-defined]
 
@@ -35,6 +36,16 @@ def test_every_example_is_a_command():
     assert len(examples) > 5
     for example in examples:
         parser.parse_args(example.partition(" >")[0].split())
+
+
+def test_a_command_leaves_nothing_to_the_next():
+    """One parser serves all commands of a process: its defaults stay as they are."""
+    job = str(Path(__file__).parents[3] / "jobs" / "quickstart.toml")
+    seeds = [
+        load_job(_parser().parse_args(["check-job", job, *more])).seed
+        for more in (["--seed", "8"], [])
+    ]
+    assert seeds[0] == 8 != seeds[1]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -83,6 +94,7 @@ def test_completion_knows_verbs_and_options(
     assert "engine" in script
 
 
+@pytest.mark.slow
 def test_new_project_trains_and_passes_its_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -394,6 +394,13 @@ def test_figures_follow_the_task():
     assert shared | {"perplexity"} == language
 
 
+def test_figures_can_be_left_out():
+    """A page has those that it is given, and of a run the named ones are drawn."""
+    view = fold(RUNS["quiet"])
+    assert figures_of(page_with(view, "loss")) == {"loss"}
+    assert figures_of(page_with(view)) == set()
+
+
 def figures_of(page: str) -> set[str]:
     """Names of the figures of a page."""
     return set(re.findall(r'<svg class="plot" role="img" aria-label="([^"]*)"', page))
