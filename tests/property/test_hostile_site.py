@@ -389,7 +389,7 @@ slots = st.sampled_from(HEADER_SLOTS)
     uniform=st.booleans(),
 )
 @example(header={"weight": -FRACTION // 2}, steps=0.0, uniform=False)
-@settings(often, max_examples=15)
+@settings(often, max_examples=8)  # Each is a whole run.
 def test_whatever_a_site_sends_no_mean_is_beyond_the_clip_norm(
     header: dict[str, int], steps: float, *, uniform: bool
 ):

@@ -50,6 +50,23 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def _is_right(z: float, epsilon: float, records: int, batch: int, steps: int) -> bool:
+    """Whether a cell is what the calibration gives, which takes ten times as long.
+
+    With more noise than it says, to its last digit, epsilon is kept; with less, and
+    with as much less as a calibrated multiplier may be too large, it is not.
+    """
+    margin = max(CALIBRATED * z, 8e-3)
+
+    def found(noise: float) -> float:
+        event = PrivacyEvent(
+            noise_multiplier=noise, sampling_rate=batch / records, steps=steps
+        )
+        return accountant.epsilon([event], default_delta(records))
+
+    return found(z + margin) <= epsilon <= found(z - margin - CALIBRATED * z)
+
+
 def _multiplier(epsilon: float, records: int, batch: int, steps: int) -> float:
     return noise_multiplier(epsilon, default_delta(records), batch / records, steps)
 
@@ -92,10 +109,8 @@ def test_noise_by_records():
     """Batches of 256, 1,000 steps."""
     for cell, *cells in _table("Records of the site", "z for epsilon 1"):
         num = int(cell.replace(",", ""))
-        found = [_multiplier(epsilon, num, 256, 1000) for epsilon in (1, 3, 8)]
-        assert [float(z) for z in cells] == pytest.approx(
-            found, rel=CALIBRATED, abs=8e-3
-        )
+        for z, epsilon in zip(map(float, cells), (1, 3, 8), strict=True):
+            assert _is_right(z, epsilon, num, 256, 1000), (cell, z)
 
 
 @pytest.mark.slow
@@ -103,14 +118,10 @@ def test_noise_by_batch_and_steps():
     """10,000 records, epsilon 3: the multiplier, and in brackets over the batch."""
     for cell, *cells in _table("Batch"):
         batch = int(cell.replace(",", ""))
-        found = [_multiplier(3, 10_000, batch, steps) for steps in (100, 1000, 10_000)]
         pairs = [each.rstrip(")").split(" (") for each in cells]
-        assert [float(z) for z, _ in pairs] == pytest.approx(
-            found, rel=CALIBRATED, abs=8e-3
-        )
-        assert [float(share) * batch for _, share in pairs] == pytest.approx(
-            found, rel=0.05
-        )
+        for (z, share), steps in zip(pairs, (100, 1000, 10_000), strict=True):
+            assert _is_right(float(z), 3, 10_000, batch, steps), (cell, z)
+            assert float(share) * batch == pytest.approx(float(z), rel=0.05)
 
 
 def test_advice():

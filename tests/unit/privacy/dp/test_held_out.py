@@ -27,13 +27,13 @@ def mechanism(noise_multiplier: float = 2.0, predictions: int = 1) -> HeldOutMec
 
 
 def test_noise_is_unbiased_and_of_the_size_that_is_said():
-    """Within five standard errors of 4,000 releases."""
+    """Within five standard errors of 2,000 releases."""
     noisy = mechanism()
     source = keys(1)
     found = np.array(
         [
             (sums.count, sums.metrics["correct"], sums.loss_sum / MAX_LOSS)
-            for sums in (noisy.release(TRUE, source) for _ in range(4000))
+            for sums in (noisy.release(TRUE, source) for _ in range(2000))
         ]
     )
     sigma = noisy.standard_deviation()
@@ -109,7 +109,7 @@ def test_metrics_of_a_job_get_noise_by_their_bounds():
     found = np.array(
         [
             (sums.count, sums.loss_sum, *sums.metrics.values())
-            for sums in (noisy.release(true, source) for _ in range(4000))
+            for sums in (noisy.release(true, source) for _ in range(2000))
         ]
     )
     sigma = noisy.standard_deviation()

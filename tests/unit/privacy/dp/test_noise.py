@@ -101,7 +101,7 @@ def test_word_beside_its_threshold_is_no_tie():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [4.0, 64.0, 682.0, 1024.0, 4096.0, 1.0e5, 2.0**26])
+@pytest.mark.parametrize("sigma", [4.0, 682.0, 1024.0, 1.0e5, 2.0**26])
 def test_variance_of_many_draws(sigma: float):
     """Within 0.25 %, seven standard errors: false alarm 3e-12."""
     gaussian = RoundedGaussian(sigma=sigma)
