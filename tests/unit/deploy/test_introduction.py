@@ -6,6 +6,7 @@ All of it is bytes that anybody could send.
 import json
 import os
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -227,5 +228,5 @@ def test_number_of_examples_that_cannot_be_is_refused(
 def test_an_agent_reports_the_release_that_it_runs(monkeypatch: pytest.MonkeyPatch):
     """Not one that was installed beside it since it was started."""
     before = introduction.release()
-    monkeypatch.setattr(introduction.metadata, "version", lambda _: "99.0")
+    monkeypatch.setattr(metadata, "version", lambda _: "99.0")
     assert introduction.release() == before
