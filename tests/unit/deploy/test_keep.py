@@ -1,6 +1,7 @@
 """Who keeps a deployment ends what bills, and never works against another command."""
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -320,9 +321,15 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
 
 def test_a_budget_counts_what_single_machines_are_paid(tmp_path: Path, told: list[str]):
     """Without one, nothing is asked for."""
-    plan, clock, asked = written(tmp_path), VirtualClock(1.782e9), []
+    plan, clock = written(tmp_path), VirtualClock(1.782e9)
     with opened(plan):
         pass  # Makes the folder.
+    asked: list[float] = []
+
+    def paid(nodes: Sequence[Node], now: float) -> dict[str, float]:
+        asked.append(now)
+        return {nodes[0].id: 0.25}
+
     site = node(labels={"crossfed-role": "site-a"}, launched=clock.now() - 3600)
     for hourly, dollars in (({"site-a": 1.0}, 0.25), ({}, 0.0)):
         kept = Keeper(
@@ -331,7 +338,7 @@ def test_a_budget_counts_what_single_machines_are_paid(tmp_path: Path, told: lis
             hourly=hourly,
             random_bytes=os.urandom,
             tell=told.append,
-            paid=lambda nodes, now: asked.append(now) or {nodes[0].id: 0.25},
+            paid=paid,
         )
         kept._count([site], clock.now())
         assert kept._spending.dollars == pytest.approx(dollars)
