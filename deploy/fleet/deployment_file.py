@@ -71,7 +71,8 @@ class AggregatorMachine:
             `kubernetes` alone, as are all further keys.
         identity: The pod's service account, which may launch jobs in the namespace
             (deploy/kubernetes/overlays/head).
-        disk_gb: Size of its volume, which stays after `crossfed down`.
+        disk_gb: Size of its volume, which stays after `crossfed down`. One that is
+            there keeps its size.
         disk_dollars_per_month: What the volume costs. None if you do not know.
         endpoint: URL of the API server, if it is not the context's own.
     """
