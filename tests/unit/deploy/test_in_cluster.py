@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_kube import NAMESPACE, FakeKube, Resource
+from support.fake_kube import NAMESPACE, FakeKube, KubeError, Resource
 
 from cloud_adapters.compute import kube_manifest
 from cloud_adapters.compute.pool import NodeSpec, NodeState
@@ -253,6 +253,19 @@ def test_down_ends_the_head_first_and_keeps_the_volume(
     (volume,) = found
     assert volume.place == f"test/{NAMESPACE} crossfed-fed"
     assert (volume.num_bytes, volume.dollars) == (50 << 30, 4.0)
+
+
+def test_a_volume_that_cannot_be_looked_at_is_named(
+    write: Write, kube_server: FakeKube
+):
+    """And hides nothing else that stays."""
+    with opened(write()) as deployment:
+        kube_server.refusal = lambda request: (
+            KubeError(403, "Forbidden", "no") if "claims" in request.path else None
+        )
+        (volume,) = remains(deployment, None, NO_PRICES)
+    assert (volume.num_bytes, volume.dollars) == (None, None)
+    assert "persistentvolumeclaims: create, list" in volume.trouble
 
 
 def test_a_site_that_a_head_launches_while_it_ends_is_ended_too(
