@@ -8,8 +8,6 @@ what it decided before, but what comes after it runs in the same task: Starlette
 is for answers that never end, and these are whole.
 
 Middleware was more than a third of the processor time of a site's look for a message.
-Another part were threads: FastAPI calls every function that a route depends on in one,
-also those that only read an attribute.
 """
 
 import os
@@ -18,16 +16,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi.dependencies import utils as dependencies
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloud_adapters.flower.private.superlink import (
-    VersionDependency,
-    get_linkstate,
-    get_protobuf_request,
-    superlink_middleware,
-)
+from cloud_adapters.flower.private.superlink import superlink_middleware
 from cloud_adapters.superlink.guard import App, Receive, Scope, Send
 
 # Middleware of an interface is in the package of its routes.
@@ -46,8 +38,6 @@ Call = Callable[[Any, Scope, Receive, Send], Awaitable[None]]
 
 def install() -> None:
     """Have the SuperLink that this process is going to be take the short way."""
-    run = dependencies.run_in_threadpool
-    setattr(dependencies, "run_in_threadpool", on_the_loop(run))  # noqa: B010 -- typed
     traces = os.environ.get("FLWR_TRACING_ENABLED") == "1"
     hands_on = _HANDS_ON if traces else _HANDS_ON | {_TRACES}
     for each in superlink_middleware():
@@ -82,18 +72,6 @@ def only_for(prefix: str, call: Call) -> Call:
             await call(middleware, scope, receive, send)
 
     return restricted
-
-
-def on_the_loop(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Call what is done in microseconds where it is, and all else as ``run`` does."""
-
-    async def call(function: Any, *arguments: Any, **more: Any) -> Any:
-        is_short = function in {get_linkstate, get_protobuf_request}
-        if is_short or isinstance(function, VersionDependency):
-            return function(*arguments, **more)
-        return await run(function, *arguments, **more)
-
-    return call
 
 
 _SENT = Response()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,15 +15,12 @@ from cloud_adapters.flower import simulation as flower_simulation
 
 flower_simulation.import_flower()
 
-from fastapi.dependencies import utils as dependencies  # noqa: E402
 from fastapi.routing import APIRoute, iter_route_contexts  # noqa: E402
 from flwr.common.serde import fab_to_proto, user_config_to_proto  # noqa: E402
 from flwr.proto.control_pb2 import StartRunRequest  # noqa: E402
 from flwr.supercore.fab import Fab  # noqa: E402
-from flwr.supercore.protobuf.translation import get_protobuf_request  # noqa: E402
 from flwr.superlink import extensions  # noqa: E402
 from flwr.superlink.main import _get_middleware, create_app  # noqa: E402
-from flwr.superlink.routers.fleet.node_auth import authenticate_node  # noqa: E402
 from starlette.middleware.base import BaseHTTPMiddleware  # noqa: E402
 from starlette.responses import Response  # noqa: E402
 from support import bundles, superlink  # noqa: E402
@@ -223,8 +219,6 @@ def _middleware(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     kinds = {kind.__name__: kind for kind in found}
     for kind in kinds.values():
         monkeypatch.setattr(kind, "__call__", kind.__call__)
-    run = dependencies.run_in_threadpool
-    monkeypatch.setattr(dependencies, "run_in_threadpool", run)
     flower_shortcuts.install()
     return kinds
 
@@ -304,21 +298,6 @@ def test_answers_are_those_without_short_ways(
     assert (after.status_code, after.content) == (before.status_code, before.content)
     assert after.headers == before.headers
     assert after.status_code == expected
-
-
-def test_what_may_wait_stays_in_a_thread():
-    """The loop serves everybody: only reading an attribute is done there."""
-    ran: list[object] = []
-
-    async def run(function: Any, *_: Any) -> None:
-        ran.append(function)
-
-    call = flower_shortcuts.on_the_loop(run)
-    state = SimpleNamespace(protobuf_request=StartRunRequest())
-    request: Any = SimpleNamespace(state=state)
-    asyncio.run(call(authenticate_node, request))  # type: ignore[arg-type]
-    assert asyncio.run(call(get_protobuf_request, request)) is state.protobuf_request  # type: ignore[arg-type]
-    assert ran == [authenticate_node]
 
 
 def test_failure_after_an_answer_has_begun_is_raised():

@@ -12,16 +12,11 @@ from flwr.proto.message_pb2 import (
 from flwr.server.superlink.linkstate import LinkState as LinkState
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState as SqlLinkState
 from flwr.supercore.date import now as now
-from flwr.supercore.dependencies.version import VersionDependency as VersionDependency
 from flwr.supercore.inflatable.inflatable_object import (
     iterate_object_tree as iterate_object_tree,
 )
-from flwr.supercore.protobuf.translation import (
-    get_protobuf_request as get_protobuf_request,
-)
 from flwr.supercore.utils import uint64_to_int64 as uint64_to_int64
 from flwr.superlink.cli import flower_superlink as flower_superlink
-from flwr.superlink.dependencies.linkstate import get_linkstate as get_linkstate
 from flwr.superlink.main import _get_middleware
 from flwr.superlink.servicer.fleet import fleet_handlers as fleet_handlers
 
