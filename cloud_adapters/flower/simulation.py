@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cloud_adapters.extras import naming_extras
 from federation.errors import FederationError
@@ -266,8 +266,8 @@ def _few_processes() -> Iterator[None]:
 
     Each is an interpreter that imports Ray: two seconds of processor time in all.
     """
-    from ray._private import parameter  # noqa: PLC0415 -- ``ray.init`` has no argument
-
+    # ``ray.init`` has no argument for that.
+    parameter: Any = importlib.import_module("ray._private.parameter")
     before = parameter.RayParams
     parameter.RayParams = partial(before, no_monitor=True, include_log_monitor=False)
     try:

@@ -21,9 +21,7 @@ def leave_out_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_is_that_of_torch(
-    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_is_that_of_torch(kind: Any, monkeypatch: pytest.MonkeyPatch):
     """Under the gradient mode that the optimiser is made for, which then ends."""
     lazy_compiler.defer()
     weights = torch.nn.Parameter(torch.arange(3.0))
