@@ -125,7 +125,10 @@ def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
             say(head.id)
         return DONE
     tell(f"what {head.id} writes follows; it continues if this command ends")
-    return start.follow(deployment, head, tell, show)
+    code = start.follow(deployment, head, tell, show)
+    if options.json:
+        say_json({"node": head.id, "exit_code": code})
+    return code
 
 
 def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:

@@ -155,11 +155,17 @@ def test_a_cluster_trains_and_ends_by_itself(kubelet: Kubelet, file: Path):
     roles = {each["node"] for each in nodes(file)}
     assert roles == {"head", *(f"site-{site}" for site in SITES)}
     lose(kubelet)
-    second = up()
+    second = up("--json")
     second.communicate(300)
     told = err.read_text()
     logs = "".join(pod.log for pod in kubelet.pods.values())
     assert second.returncode == 0, told + logs
+    # The first command has written the name of the head alone.
+    head, _, summary = out.read_text().partition("\n")
+    found = json.loads(summary)
+    assert found["exit_code"] == 0
+    # The next head, since the first was lost.
+    assert found["node"] in kubelet.pods.keys() - {head}
     assert "roster 3 of 2 sites is signed" in told
     assert "run completed" in logs
     assert nodes(file) == []
