@@ -29,7 +29,7 @@ _PACKAGE = re.compile(r"flwr\.\w+\.routers\.(control|fleet|runtime)\b")
 _HANDS_ON = {"NodeAuthMiddleware", "FleetEventLogMiddleware"}
 # So does this one, unless Flower's tracing is on.
 _TRACES = "RuntimeTracingMiddleware"
-# Writes answers anew, and needs the whole answer of the next application for that.
+# Writes answers again, and needs the whole answer of the next application for that.
 _TRANSLATES = "ProtobufTranslationMiddleware"
 _CONTROL = "/v1/control/"
 
