@@ -247,7 +247,19 @@ def test_a_failed_run_tells_what_it_used(tables: Any, tmp_path: Path):
     assert finished.status == "failed"
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("adam", 2), ("adam", 6), ("average", 5)])
+@pytest.mark.parametrize(
+    ("bucket", "name", "rounds"),
+    [
+        ("s3", "adam", 2),
+        ("s3", "adam", 6),
+        ("s3", "average", 5),
+        ("gs", "adam", 2),
+        # What a run asks for does not depend on the service.
+        pytest.param("gs", "adam", 6, marks=pytest.mark.long),
+        pytest.param("gs", "average", 5, marks=pytest.mark.long),
+    ],
+    indirect=["bucket"],
+)
 def test_requests_of_a_run_are_predicted(
     bucket: dict[str, str], tmp_path: Path, name: str, rounds: int
 ):

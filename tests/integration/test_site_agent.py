@@ -111,7 +111,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def job(name: str, *changes: str) -> JobSpec:
     """One of the jobs that come with the product, shortened."""
-    return job_file.load(JOBS / f"{name}.toml", changes)
+    return job_file.load(JOBS / f"{name}.toml", ["training.local_steps=4", *changes])
 
 
 def same(one: RunResult, other: RunResult) -> bool:
@@ -154,12 +154,12 @@ def test_secure_run_comes_to_the_model_of_a_simulated_one(place: Place):
 
     Every step takes all of a site's examples: their order is each site's secret.
     """
-    whole = ("training.batch_size=2000", "training.local_steps=3")
+    whole = ("training.batch_size=2000", "training.local_steps=2")
     plain = ("training.optimizer.name=sgd", "training.optimizer.lr=0.1")
-    secure = job("quickstart", "rounds=3", *whole, *plain)
+    secure = job("quickstart", "rounds=2", *whole, *plain)
     place.submit(secure)
     deployed, simulated = place.run(), simulate(secure)
-    assert [status for _, status in place.rounds()] == ["completed"] * 3
+    assert [status for _, status in place.rounds()] == ["completed"] * 2
     for name, expected in simulated.weights.items():
         assert np.allclose(deployed.weights[name], expected, atol=1e-3), name
 
