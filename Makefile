@@ -12,8 +12,8 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-# What `make check` runs, in two parts that take about as long: each imports torch, which
-# takes two seconds of its core, and neither the libraries that only the other needs.
+# What `make check` runs, in two parts that take about as long. Each imports torch, which
+# takes two seconds of a core, but not the libraries that only the other part needs.
 FAST_LEARNING := $(addprefix tests/unit/,aggregator clients federation privacy)
 FAST_SITES := $(addprefix tests/unit/,cloud_adapters deploy monitoring) $(wildcard tests/unit/test_*.py) tests/contract
 FAST_PARTS := fast-learning fast-sites
