@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 _PIECE_BYTES = 4 << 20
 # Linux maps so many bytes around a page that is looked at, from a multiple of them on:
-# the first look at a piece brings back the end of the one before.
+# the first look at a piece maps the end of the one before again.
 _FAULT_AROUND_BYTES = 64 << 10
 
 

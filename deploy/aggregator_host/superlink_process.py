@@ -94,12 +94,14 @@ def main(arguments: list[str]) -> None:
     from cloud_adapters.superlink import (  # noqa: PLC0415 -- seconds
         gate as flower_gate,
         guard as flower_guard,
+        looks as flower_looks,
         migration as flower_migration,
         shortcuts as flower_shortcuts,
     )
 
     facts = json.loads(arguments[0])
     secrets = Path(facts["secrets"])
+    flower_looks.install()
     flower_guard.install(
         control=host_secrets.read(secrets / host_secrets.CONTROL),
         runtime=host_secrets.read(secrets / host_secrets.RUNTIME),

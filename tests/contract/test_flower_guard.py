@@ -30,6 +30,7 @@ from cloud_adapters.local import landlock  # noqa: E402
 from cloud_adapters.superlink import (  # noqa: E402
     guard as flower_guard,
     launcher as flower_launcher,
+    looks as flower_looks,
     shortcuts as flower_shortcuts,
 )
 from cloud_adapters.superlink.guard import HEADER, control_word, runtime_word  # noqa: E402
@@ -68,6 +69,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     """Flower's own application, behind the guard."""
     # What was there before comes back.
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    flower_looks.install()
     flower_guard.install(control=CONTROL, runtime=RUNTIME, public=PUBLIC_PATHS)
     return Client(create_app())
 
@@ -93,6 +95,13 @@ def test_every_route_but_those_of_sites_wants_a_secret(client: Client):
         answer = client.request(method, path)
         assert answer.status_code == REFUSED, path
         assert b"secret of the aggregator's host" in answer.content
+
+
+def test_looks_know_the_requests_of_flower(client: Client):
+    """One that Flower renames would no longer be told from the others."""
+    known = flower_looks._READS | flower_looks._OF_ANSWERS
+    known |= flower_looks._kinds().keys()
+    assert known <= {path for _, path in routes(client)}
 
 
 def test_calls_of_sites_pass(client: Client):
