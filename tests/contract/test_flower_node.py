@@ -339,13 +339,15 @@ def test_killed_node_comes_back_under_its_number(server: SuperLink):
     key = ec.generate_private_key(ec.SECP384R1())
     node = server.register(key)
     process = flower_node_process.start(server, key, "killed")
+    log = server.folder / "killed.log"
     try:
         # Nodes of other tests may be listed, too, until their time is over.
         wait_for(lambda: node in server.online(), "a heartbeat has come")
+        # The SuperLink counts it before its answer has come.
+        wait_for(lambda: "connected to" in log.read_text(), "the node knows")
     finally:
         process.kill()
         process.wait()
-    assert "connected to" in (server.folder / "killed.log").read_text()
     killed = SystemClock().now()
     # It tries for longer than the SuperLink counts the one that was killed.
     assert server.online()[node] - killed < flower_fleet.TURN_SECONDS
