@@ -248,8 +248,8 @@ def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | 
 def _check_moves(plan: "DeploymentPlan", clock: "Clock") -> None:
     """Refuse what would end the watch of a run: no price, or a damaged record."""
     from deploy.fleet import prices, spending  # noqa: PLC0415 -- --help
-    from deploy.fleet.deployment_file import MARKETS  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping import site_prices, spot_record  # noqa: PLC0415 -- --help
+    from deploy.fleet.tables.providers import MARKETS  # noqa: PLC0415 -- --help
 
     spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     if plan.file.deadline_hours is None:
@@ -369,8 +369,8 @@ class _Watch:
         Args:
             is_new: Whether lines that were not there before are reported.
         """
-        from deploy.fleet.deployment_file import LOCAL  # noqa: PLC0415 -- --help
         from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
+        from deploy.fleet.tables.providers import LOCAL  # noqa: PLC0415 -- --help
         from deploy.site_host.data import CANNOT_LOAD  # noqa: PLC0415 -- imports torch
 
         pool = self._deployment.pools[LOCAL]

@@ -11,16 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.fleet.deployment_file import (
-    CONTAINER,
-    LOCAL,
-    AggregatorMachine,
-    CloudMachine,
-    DeploymentPlan,
-    LineSpec,
-    SiteMachine,
-    StartSpec,
-)
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.tables.aggregator_machine import AggregatorMachine
+from deploy.fleet.tables.providers import CONTAINER, LOCAL
+from deploy.fleet.tables.site_machine import CloudMachine, LineSpec, SiteMachine
+from deploy.fleet.tables.start_spec import StartSpec
 from deploy.site_host.config import LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring.exchange import ExchangeSpec

@@ -30,10 +30,11 @@ from deploy.aggregator_host.parties import Parties, check
 from deploy.exit_codes import DONE
 from deploy.fleet import cloud_sites, reconcile
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import LOCAL, SiteMachine
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell, fill
 from deploy.fleet.start_checks import check_aggregator_kept, check_moved
+from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet.tables.site_machine import SiteMachine
 from deploy.site_host import enrol, enrolment_roster
 from federation import durable_files
 from federation.addresses import parse_address

@@ -23,18 +23,14 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.fleet import pod_sites, roles
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import (
-    AWS,
-    KUBERNETES,
-    LOCAL,
-    DeploymentPlan,
-    SiteMachine,
-)
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.operator import Operator, open_operator
 from deploy.fleet.reconcile import DEPLOYMENT, OWNER, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import console
 from deploy.fleet.starting.user_data import MachineInvitation, Release, render
+from deploy.fleet.tables.providers import AWS, KUBERNETES, LOCAL
+from deploy.fleet.tables.site_machine import SiteMachine
 from deploy.fleet.take_down import give_way
 from federation import platform_identity
 from federation.addresses import parse_address

@@ -16,7 +16,7 @@ from cloud_adapters.compute.containers import INSIDE, USER, ContainerPool
 from cloud_adapters.compute.pool import Line, NodeSpec, NodeState
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import reconcile
-from deploy.fleet.deployment_file import SiteMachine
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation import durable_files
 from federation.errors import ComputeError
 from privacy.membership.token import Token

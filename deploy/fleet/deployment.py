@@ -23,14 +23,9 @@ from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import reconcile
 from deploy.fleet.container_site import ContainerAggregator, ContainerSite
-from deploy.fleet.deployment_file import (
-    AWS,
-    CONTAINERS,
-    KUBERNETES,
-    LOCAL,
-    DeploymentPlan,
-    SiteMachine,
-)
+from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.tables.providers import AWS, CONTAINERS, KUBERNETES, LOCAL
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation import durable_files, durable_json, folder_lock
 from federation.errors import CorruptObject, JobError
 from federation.protocols import Clock

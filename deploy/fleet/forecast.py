@@ -15,16 +15,11 @@ from clients.user_code import unable_to_exit
 from cloud_adapters.compute.pool import Market
 from cloud_adapters.urls import parse_url
 from deploy.fleet import prices as price_table
-from deploy.fleet.deployment_file import (
-    AWS,
-    CLOUDS,
-    GCP,
-    DeploymentFile,
-    DeploymentPlan,
-    SiteMachine,
-)
+from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
 from deploy.fleet.plan import Alternative, SizesOf
 from deploy.fleet.prices import Place, Prices
+from deploy.fleet.tables.providers import AWS, CLOUDS, GCP
+from deploy.fleet.tables.site_machine import SiteMachine
 from deploy.wiring import parts as wiring
 from federation.errors import JobError
 from federation.job import job_file

@@ -16,9 +16,10 @@ from cloud_adapters.compute.machine_types import (
 from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
 from deploy.fleet import deployment, prices as price_table
 from deploy.fleet.choosing.choice import MachineOffer
-from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation.errors import JobError
 from federation.protocols import Clock
 

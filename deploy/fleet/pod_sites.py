@@ -14,12 +14,13 @@ import tomli_w
 from cloud_adapters.compute.pool import Market, Node, NodeSpec
 from cloud_adapters.identity import platforms
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.operator import Operator
 from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.fleet.roles import NodeRequest
 from deploy.fleet.starting import pod_command
 from deploy.fleet.starting.user_data import MachineInvitation, Release
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation import platform_identity
 from federation.errors import JobError
 from federation.platform_identity import PlatformIdentity

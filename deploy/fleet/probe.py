@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from deploy.aggregator_host import run_queue
-from deploy.fleet.deployment_file import LOCAL, DeploymentPlan
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.forecast import SPEEDS, federation_of
 from deploy.fleet.measured import (
     Lines,
@@ -23,6 +23,7 @@ from deploy.fleet.measured import (
     stated_lines,
 )
 from deploy.fleet.plan import SizesOf, changed
+from deploy.fleet.tables.providers import LOCAL
 from deploy.wiring.simulation import simulate
 from federation import durable_files
 from federation.errors import FederationError, JobError

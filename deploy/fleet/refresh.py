@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import tomli_w
 
 from cloud_adapters.compute.gcp_prices import find_parts
-from deploy.fleet.deployment_file import AWS, GCP, DeploymentFile
+from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.prices import (
     Egress,
     EgressTier,
@@ -23,6 +23,7 @@ from deploy.fleet.prices import (
     Storage,
     Transfer,
 )
+from deploy.fleet.tables.providers import AWS, GCP
 from federation import durable_files
 from federation.errors import JobError
 

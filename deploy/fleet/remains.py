@@ -15,9 +15,9 @@ from cloud_adapters.compute.pool import VolumeKeeper
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import AWS, GCP
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import DEPLOYMENT
+from deploy.fleet.tables.providers import AWS, GCP
 from deploy.wiring import run_store
 from deploy.wiring.exchange import ExchangeSpec
 from federation.errors import ComputeError, FederationError, RunConflict

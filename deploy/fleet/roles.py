@@ -14,7 +14,6 @@ from cloud_adapters.compute.pool import (
 )
 from deploy.fleet import reconcile, spending
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import CONTAINERS, LOCAL
 from deploy.fleet.reconcile import (
     DEPLOYMENT,
     OWNER,
@@ -22,6 +21,7 @@ from deploy.fleet.reconcile import (
     Decision,
     NodeRole,
 )
+from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.errors import ComputeError
 from privacy.membership.certificates import EARLY_SECONDS
 

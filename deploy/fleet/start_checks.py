@@ -9,8 +9,9 @@ from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import cloud_sites, spending
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import CLOUDS, CONTAINERS, LOCAL, DeploymentPlan
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.tables.providers import CLOUDS, CONTAINERS, LOCAL
 from federation.errors import ComputeError, CorruptObject, JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec

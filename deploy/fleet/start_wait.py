@@ -19,8 +19,10 @@ from deploy.fleet.choosing.start_conditions import (
     held_back,
     why_started,
 )
-from deploy.fleet.deployment_file import CLOUDS, DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.tables.providers import CLOUDS
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
 

@@ -14,7 +14,8 @@ from cloud_adapters.compute.local_files import LOCK, NodeStarted, read, write
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, all_gone
 from deploy.cli import fleet_verbs
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import LOCAL, DeploymentFile, DeploymentPlan
+from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
+from deploy.fleet.tables.providers import LOCAL
 from deploy.site_host.data import CANNOT_LOAD
 from federation.clock import SystemClock
 from federation.errors import ComputeError

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import LOCAL, DeploymentPlan
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
+from deploy.fleet.tables.providers import LOCAL
 from federation import folder_lock
 from federation.errors import ComputeError, FederationError, JobError, NoCapacity
 from privacy.keystream import RandomBytes

@@ -27,7 +27,7 @@ from deploy.fleet.choosing.spot_history import (
     place_of,
     situation,
 )
-from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.site_machines import (
     WORKS,
@@ -40,6 +40,7 @@ from deploy.fleet.keeping.site_offers import SiteOffers
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import ROLE
+from deploy.fleet.tables.site_machine import SiteMachine
 
 _HOUR = 3600.0
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from deploy.fleet.choosing.choice import MachineOffer
 from deploy.fleet.choosing.spot_history import RestOfWork
-from deploy.fleet.deployment_file import SiteMachine
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.tables.site_machine import SiteMachine
 
 # Of a machine that works, or will.
 WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})

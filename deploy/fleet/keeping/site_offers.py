@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from cloud_adapters.compute.pool import Market
 from deploy.fleet.choosing.choice import MachineOffer
-from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.site_prices import hourly
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import Prices
+from deploy.fleet.tables.site_machine import SiteMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Prices of machines that a deadline may move: stated in the file, or of the table."""
 
 from cloud_adapters.compute.pool import Market
-from deploy.fleet.deployment_file import DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.prices import Prices
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation.errors import JobError
 
 

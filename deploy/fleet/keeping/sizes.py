@@ -21,9 +21,11 @@ from deploy.fleet.choosing.elasticity import (
     dollars,
     resize,
 )
-from deploy.fleet.deployment_file import LOCAL, DeploymentPlan, SiteMachine
+from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import SITE_PREFIX
+from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation.errors import JobError
 from federation.events import SiteAnswered
 from federation.protocols import Clock

@@ -11,7 +11,7 @@ from pathlib import Path
 from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
 from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet.choosing.spot_history import HISTORY_HOURS, Sighting, ended_unseen
-from deploy.fleet.deployment_file import SiteMachine
+from deploy.fleet.tables.site_machine import SiteMachine
 from federation import durable_json
 from federation.errors import ComputeError
 

@@ -19,7 +19,8 @@ from cloud_adapters.compute.gcp_prices import (
     parts_of,
 )
 from deploy.fleet import prices, refresh
-from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
+from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
 API_KEY = "AIza-not-a-key-of-anyone-0123456789"

@@ -19,7 +19,8 @@ from deploy.fleet import (
     prices,
     start_checks,
 )
-from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
+from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from deploy.wiring import parts
 from federation.clock import VirtualClock
 from federation.errors import JobError

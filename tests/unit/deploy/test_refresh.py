@@ -13,7 +13,8 @@ from botocore.stub import ANY, Stubber
 
 from cloud_adapters.compute.aws_prices import AwsPrices
 from deploy.fleet import prices, refresh
-from deploy.fleet.deployment_file import CloudMachine, DeploymentFile, SiteMachine
+from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
 TODAY = date(2026, 11, 23)

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cli import rehearsal
 from deploy.fleet import deployment_file, offers
-from deploy.fleet.deployment_file import CONTAINERS, LOCAL
+from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.clock import VirtualClock
 from federation.errors import JobError
 

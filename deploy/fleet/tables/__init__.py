@@ -1,0 +1,1 @@
+"""Tables of the deployment file, each with what would be wrong in it."""

@@ -1,0 +1,13 @@
+"""Who runs a machine, and in what form: words of the deployment file."""
+
+from cloud_adapters.compute.pool import Market
+
+LOCAL, AWS, GCP, KUBERNETES = "local", "aws", "gcp", "kubernetes"
+PROVIDERS = (LOCAL, AWS, GCP, KUBERNETES)
+# Their machines have prices in the table, and a cloud to vouch for them.
+CLOUDS = (AWS, GCP)
+PROCESS, NAMESPACE, CONTAINER = "process", "namespace", "container"
+ISOLATIONS = (PROCESS, NAMESPACE, CONTAINER)
+MARKETS = tuple(market.value for market in Market)
+# The pool of containers of this host.
+CONTAINERS = f"{LOCAL} containers"

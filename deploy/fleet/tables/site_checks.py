@@ -1,0 +1,202 @@
+"""What is wrong in a table ``[[sites]]`` of the deployment file."""
+
+from cloud_adapters.compute.machine_types import RequiresSpec
+from cloud_adapters.compute.pool import Market
+from deploy.fleet.tables import cluster_spec
+from deploy.fleet.tables.cluster_spec import ClusterSpec
+from deploy.fleet.tables.providers import (
+    AWS,
+    CLOUDS,
+    CONTAINER,
+    GCP,
+    KUBERNETES,
+    LOCAL,
+    NAMESPACE,
+    PROCESS,
+)
+from deploy.fleet.tables.site_machine import CloudMachine, LineSpec, SiteMachine
+from deploy.site_host import config as site_file
+from deploy.site_host.config import ComputeSpec
+from federation.errors import JobError
+
+# Why a key is nothing for a pod, by its name.
+_NOT_IN_CLUSTERS = {
+    "isolation": "it is a container in any case",
+    "line": "it has the network of its cluster",
+    "region": "the cluster is in cluster.context",
+    "project": "the cluster is in cluster.context",
+    "accelerator": "state GPUs in cluster.gpus",
+    "accelerators": "state GPUs in cluster.gpus",
+    "requires": "state what the pod gets in cluster, and type if it matters",
+    "image": "it runs release.image",
+    "role": "its service account may have one, and identity names that",
+    "subnets": "it has the network of its cluster",
+    "firewalls": "the namespace's network policies filter its traffic",
+}
+
+
+def check(site: SiteMachine, table: str, *, has_deadline: bool) -> None:
+    """Refuse a site that could not be started as its table says.
+
+    Args:
+        site: The table.
+        table: Its name, for example ``sites[0]``.
+        has_deadline: Whether the file states ``deadline_hours``.
+
+    Raises:
+        JobError: A key is missing or wrong.
+    """
+    _check_machine(site, f"{table}.machine")
+    _check_settings(site, table)
+    _check_sizes(site, table, has_deadline=has_deadline)
+
+
+def _check_machine(site: SiteMachine, table: str) -> None:
+    if site.provider == LOCAL:
+        _check_local(site.machine, table)
+    elif site.provider == KUBERNETES:
+        _check_cluster(site, table)
+    elif site.machine.cluster != ClusterSpec():
+        raise JobError(
+            f"is for provider {KUBERNETES}: remove it", key=f"{table}.cluster"
+        )
+    else:
+        _check_cloud(site, table)
+
+
+def _check_local(machine: CloudMachine, table: str) -> None:
+    is_container = machine.isolation == CONTAINER
+    own = CloudMachine(
+        isolation=machine.isolation,
+        line=machine.line,
+        image=machine.image if is_container else "",
+    )
+    if is_container and not machine.image:
+        raise JobError(
+            "is missing: name an image of a site (deploy/containers)",
+            key=f"{table}.image",
+        )
+    if machine != own:
+        raise JobError(
+            f"has keys for the providers {AWS}, {GCP} and {KUBERNETES}: remove them, "
+            "or name one of these as provider",
+            key=table,
+        )
+    if machine.isolation == PROCESS and machine.line != LineSpec():
+        raise JobError(
+            f"is for isolation {NAMESPACE!r} or {CONTAINER!r}: a process has the "
+            "host's network",
+            key=f"{table}.line",
+        )
+
+
+def _check_cloud(site: SiteMachine, table: str) -> None:
+    machine = site.machine
+    if machine.isolation != PROCESS or machine.line != LineSpec():
+        raise JobError(
+            f"isolation and line are for provider {LOCAL}: remove them", key=table
+        )
+    is_open = machine.requires != RequiresSpec()
+    if is_open and machine.type:
+        raise JobError("is stated twice: remove type or requires", key=f"{table}.type")
+    needed = {AWS: ("region", "type"), GCP: ("region", "type", "project", "zones")}
+    for name in needed[site.provider]:
+        if not getattr(machine, name) and not (is_open and name == "type"):
+            raise JobError(
+                f"is missing for provider {site.provider}", key=f"{table}.{name}"
+            )
+    for zone in machine.zones:
+        if not zone.startswith(machine.region):
+            raise JobError(
+                f"{zone!r} is not in region {machine.region}", key=f"{table}.zones"
+            )
+    _check_accelerator(site, table, is_open=is_open)
+    if site.provider == GCP and len(machine.subnets) > 1:
+        raise JobError("names more than one for a region", key=f"{table}.subnets")
+
+
+def _check_accelerator(site: SiteMachine, table: str, *, is_open: bool) -> None:
+    if site.machine.accelerator and (site.provider != GCP or is_open):
+        raise JobError(
+            "is for a machine of gcp with a type: remove it, or name the type",
+            key=f"{table}.accelerator",
+        )
+
+
+def _check_cluster(site: SiteMachine, table: str) -> None:
+    for name, why in _NOT_IN_CLUSTERS.items():
+        if getattr(site.machine, name) != getattr(CloudMachine(), name):
+            raise JobError(
+                f"is not for provider {KUBERNETES}: {why}", key=f"{table}.{name}"
+            )
+    cluster_spec.check(
+        site.machine.cluster, identity=site.machine.identity, table=table
+    )
+    site_table = table.rpartition(".")[0]
+    if site.dollars_per_hour is None:
+        raise JobError(
+            f"is missing for provider {KUBERNETES}: no table knows what a cluster's "
+            "machines cost; 0 if nothing",
+            key=f"{site_table}.dollars_per_hour",
+        )
+    if site.compute.notices != ComputeSpec().notices:
+        raise JobError(
+            f"is not for provider {KUBERNETES}: a pod that has to go gets SIGTERM, "
+            "which is its notice",
+            key=f"{site_table}.compute.notices",
+        )
+
+
+def _check_settings(site: SiteMachine, table: str) -> None:
+    """Refuse what ``site.toml`` would be refused for."""
+    aggregator = site_file.AggregatorSpec(address="127.0.0.1:1", authority="ca.crt")
+    whole = site_file.SiteFile(
+        name=site.name,
+        aggregator=aggregator,
+        data=site.data,
+        compute=site.compute,
+        policy=site.policy,
+        home=site.home,
+    )
+    try:
+        site_file.check(whole)
+    except JobError as error:
+        raise JobError(error.reason, key=f"{table}.{error.key}") from None
+
+
+def _check_sizes(site: SiteMachine, table: str, *, has_deadline: bool) -> None:
+    """Refuse sizes that a site could not be moved between."""
+    if not site.sizes:
+        return
+    kinds = [size.type for size in site.sizes]
+    is_spot = site.machine.market == Market.SPOT.value
+    for name, is_wrong, why in (
+        ("sizes", site.provider not in CLOUDS, f"is for {AWS} and {GCP}: remove it"),
+        (
+            "sizes",
+            site.machine.type not in kinds or len({*kinds}) < len(kinds),
+            "must name machine.type, and each type once",
+        ),
+        (
+            "machine.accelerator",
+            bool(site.machine.accelerator),
+            "is the same on every size, so nothing would be gained: remove it or sizes",
+        ),
+        (
+            "home.url",
+            not site.home.url,
+            "is missing: another machine would have none of its keys and ledgers",
+        ),
+        (
+            "dollars_per_hour",
+            site.dollars_per_hour is not None,
+            "is of one machine: state it in sizes",
+        ),
+        (
+            "sizes",
+            is_spot and has_deadline,
+            "and deadline_hours both move a spot machine: remove one of them",
+        ),
+    ):
+        if is_wrong:
+            raise JobError(why, key=f"{table}.{name}")
