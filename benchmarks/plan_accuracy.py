@@ -38,9 +38,10 @@ from cloud_adapters.compute import local_network
 from cloud_adapters.compute.pool import Line
 from deploy.aggregator_host import run_queue
 from deploy.cli import job_check
-from deploy.fleet import deployment_file, forecast, measured, probe
+from deploy.fleet import deployment_file
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.plan import changed
+from deploy.fleet.planning import forecast, measured, probe
+from deploy.fleet.planning.plan import changed
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.events import Event

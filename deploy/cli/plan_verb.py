@@ -12,8 +12,8 @@ from federation.errors import FederationError, JobError
 
 if TYPE_CHECKING:
     from deploy.fleet.deployment_file import DeploymentPlan
-    from deploy.fleet.forecast import RunForecast
-    from deploy.fleet.plan import Alternative, SizesOf
+    from deploy.fleet.planning.forecast import RunForecast
+    from deploy.fleet.planning.plan import Alternative, SizesOf
     from federation.job.spec import JobSpec
     from federation.rounds.cost import Speeds
     from monitoring.runs.run_folder import RunFolder
@@ -23,11 +23,12 @@ _HOUR = 3600.0
 
 def _plan(options: argparse.Namespace) -> int:
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet import (  # noqa: PLC0415
-        deployment_file,
+    from deploy.fleet import deployment_file, offers  # noqa: PLC0415
+    from deploy.fleet.planning import (  # noqa: PLC0415
+        bucket_cost,
         forecast,
-        offers,
         plan as planning,
+        run_prices,
     )
 
     wanted = deployment_file.load(options.deployment)
@@ -39,7 +40,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
     sizes_of = partial(job_check.sizes_of, clock=options.clock)
     known = _speeds(options, wanted, job, sizes_of)
-    terms = forecast.PriceTerms(gigabytes_before=options.month_gb)
+    terms = run_prices.PriceTerms(gigabytes_before=options.month_gb)
     found = forecast.forecast(
         wanted,
         job,
@@ -56,9 +57,11 @@ def _plan(options: argparse.Namespace) -> int:
         found.federation, found.speeds, wanted.file, sizes_of
     )
     if known is not None and found.prices is not None:
-        ways += forecast.ways_to_rent(ways[0], known, wanted.file, found.prices, terms)
+        ways += run_prices.ways_to_rent(
+            ways[0], known, wanted.file, found.prices, terms
+        )
     if found.prices is not None:
-        ways = [forecast.with_bucket(way, found.prices) for way in ways]
+        ways = [bucket_cost.with_bucket(way, found.prices) for way in ways]
     if options.plot:
         from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
 
@@ -96,12 +99,16 @@ def _show(
     wanted: "DeploymentPlan", ways: "Sequence[Alternative]", found: "RunForecast"
 ) -> None:
     """Print the job's own prediction, and all ways side by side."""
-    from deploy.fleet import forecast, plan as planning  # noqa: PLC0415
+    from deploy.fleet.planning import (  # noqa: PLC0415
+        forecast,
+        plan as planning,
+        run_prices,
+    )
 
     for line in planning.lines(wanted.file.name, ways, found.speeds):
         say(line)
     if found.prices is not None and forecast.has_clouds(wanted.file):
-        hours = forecast.gpu_hours(ways[0], wanted.file, found.prices)
+        hours = run_prices.gpu_hours(ways[0], wanted.file, found.prices)
         say(f"GPU-hours: {hours:,.2f}; prices of {found.prices.as_of}")
     for line in _kept(ways[0], found):
         say(line)
@@ -111,11 +118,11 @@ def _show(
 
 def _kept(own: "Alternative", found: "RunForecast") -> "Iterator[str]":
     """Say what the run leaves in a bucket."""
-    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
+    from deploy.fleet.planning import bucket_cost  # noqa: PLC0415 -- imports torch
     from monitoring.units import format_bytes  # noqa: PLC0415
 
     prices = found.prices
-    kept = None if prices is None else forecast.storage(own, prices, found.speeds)
+    kept = None if prices is None else bucket_cost.storage(own, prices, found.speeds)
     if kept is not None:
         month = kept.get("dollars_per_month")
         price = "an unknown price" if month is None else f"{month:,.4f} dollars"
@@ -178,7 +185,7 @@ def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]
 
 def _chosen(options: argparse.Namespace, ways: "Sequence[Alternative]") -> int:
     """Name the best way in a budget or before a deadline, if one is asked for."""
-    from deploy.fleet import plan as planning  # noqa: PLC0415 -- imports torch
+    from deploy.fleet.planning import plan as planning  # noqa: PLC0415
     from monitoring.units import format_duration  # noqa: PLC0415
 
     if options.budget is None and options.deadline is None:
@@ -214,7 +221,7 @@ def _speeds(
 ) -> "Speeds | None":
     """Speeds that are stated, measured now or by an earlier run; None if none are."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
-    from deploy.fleet import forecast, measured  # noqa: PLC0415 -- imports torch
+    from deploy.fleet.planning import forecast, measured  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.runs.find import find_run  # noqa: PLC0415
 
@@ -244,7 +251,7 @@ def _speeds(
 
 def _probed(wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf") -> "Speeds":
     """Measure speeds here, and leave them in the deployment's folder."""
-    from deploy.fleet import probe  # noqa: PLC0415 -- imports torch
+    from deploy.fleet.planning import probe  # noqa: PLC0415 -- imports torch
 
     found = probe.probe(wanted, job, sizes_of)
     path = probe.write(found, wanted)
@@ -266,7 +273,7 @@ def keep_plan(
     """Keep the prediction of a run beside it, for its report."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
+    from deploy.fleet.planning import forecast  # noqa: PLC0415 -- imports torch
     from monitoring.views import run_plan  # noqa: PLC0415
 
     handed = run_queue.read(run)

@@ -11,8 +11,9 @@ from support.small_jobs import small_job
 
 from deploy.cli import job_check
 from deploy.exit_codes import BAD_JOB
-from deploy.fleet import deployment_file, forecast, probe
+from deploy.fleet import deployment_file
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.planning import forecast, probe
 from federation.clock import VirtualClock
 from federation.job import job_file
 from federation.job.spec import JobSpec

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.fleet import deployment_file, forecast, spending
+from deploy.fleet import deployment_file, spending
+from deploy.fleet.planning import run_prices
 from federation.errors import JobError
 
 TEXT = """
@@ -93,7 +94,7 @@ def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     plan = deployment_file.load(path)
     (site,) = plan.file.sites
     assert site.pool == "kubernetes c/n"
-    assert forecast.place_of(site) == ("", "")
+    assert run_prices.place_of(site) == ("", "")
     a_century_later = 4e9
     prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5

@@ -11,15 +11,15 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check
-from deploy.fleet import (
-    deployment_file,
+from deploy.fleet import deployment_file, prices, start_checks
+from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.planning import (
+    bucket_cost,
     forecast,
     measured,
     plan,
-    prices,
-    start_checks,
+    run_prices,
 )
-from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from deploy.wiring import parts
 from federation.clock import VirtualClock
@@ -153,7 +153,7 @@ def test_prices_are_those_of_the_deployment():
     site = SiteMachine(name=name, dollars_per_hour=3600.0, dollars_per_gigabyte=1e9)
     file = DeploymentFile(name="x", job="j", sites=(site,))
     speeds = cost.machine_speeds(job.simulation.machines)
-    speeds = forecast.with_prices(speeds, file, TABLE, traffic=traffic)
+    speeds = run_prices.with_prices(speeds, file, TABLE, traffic=traffic)
     found = cost.of_run(traffic, speeds)
     _, up = traffic.of_run()
     assert found.dollars["machines"] == pytest.approx(found.seconds)
@@ -174,17 +174,17 @@ def test_machines_of_clouds_cost_what_the_table_says():
     known = cost.machine_speeds(job.simulation.machines)
     site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
     file = DeploymentFile(name="x", job="j", sites=(site,))
-    priced = forecast.with_prices(known, file, TABLE, traffic=traffic)
+    priced = run_prices.with_prices(known, file, TABLE, traffic=traffic)
     assert priced.sites[0].dollars_per_hour == 1.804
     assert priced.sites[0].dollars_per_gigabyte == 0.12
     assert priced.sites[1].dollars_per_hour == 0
     own = plan._predict("as it is", {}, traffic, priced)
-    ways = forecast.ways_to_rent(own, known, file, TABLE, forecast.PriceTerms())
+    ways = run_prices.ways_to_rent(own, known, file, TABLE, run_prices.PriceTerms())
     found = {way.name: way for way in ways}
     assert set(found) == {"all on demand", "aggregator in gcp us-central1"}
     other = found["all on demand"]
-    terms = forecast.PriceTerms(spot=False)
-    demand = forecast.with_prices(known, file, TABLE, traffic=traffic, terms=terms)
+    terms = run_prices.PriceTerms(spot=False)
+    demand = run_prices.with_prices(known, file, TABLE, traffic=traffic, terms=terms)
     assert other.cost == cost.of_run(traffic, demand)
     # Beside the aggregator, what leaves the site only changes its zone.
     near = found["aggregator in gcp us-central1"].cost
@@ -201,7 +201,7 @@ def test_machines_of_clouds_cost_what_the_table_says():
     with pytest.raises(
         JobError, match=r"g5.xlarge of aws in 'mars-1' \(it has us-east"
     ):
-        forecast.with_prices(known, file, TABLE, traffic=traffic)
+        run_prices.with_prices(known, file, TABLE, traffic=traffic)
 
 
 @pytest.mark.parametrize(
@@ -303,14 +303,14 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
     job = small_job(num_sites=2, storage={"url": "s3://bucket/runs"})
     federation = parts.build_federation(job)
     own = plan._predict("as it is", {}, SIZES(federation), None)
-    found = forecast.storage(own, TABLE)
+    found = bucket_cost.storage(own, TABLE)
     model = 4 * federation.pool.layout.size
     assert found == {
         "bytes": 4 * model,
         "dollars_per_month": pytest.approx(4 * model / 1e9 * 0.023),
     }
     here = plan._predict("here", {}, SIZES(parts.build_federation(small_job())), None)
-    assert forecast.storage(here, TABLE) is None
+    assert bucket_cost.storage(here, TABLE) is None
 
 
 @pytest.mark.slow
@@ -344,7 +344,9 @@ def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
     file = DeploymentFile(name="x", job="j", sites=(site,))
     traffic, missing = SIZES(federation), list[str]()
     assert traffic is not None
-    priced = forecast.with_prices(speeds, file, TABLE, traffic=traffic, missing=missing)
+    priced = run_prices.with_prices(
+        speeds, file, TABLE, traffic=traffic, missing=missing
+    )
     (line,) = missing
     assert "no price of a spot m7i.metal-24xl" in line
     assert line.endswith("or state sites[0].dollars_per_hour")
@@ -374,9 +376,9 @@ def test_machines_of_the_examples_have_prices():
         file = deployment_file.load(path).file
         assert forecast.has_clouds(file)
         for site in file.sites:
-            assert forecast._hourly(site, TABLE, forecast.PriceTerms()) > 0
-            both = [forecast.PriceTerms(spot=spot) for spot in (True, False)]
-            spot, demand = (forecast._hourly(site, TABLE, term) for term in both)
+            assert run_prices._hourly(site, TABLE, run_prices.PriceTerms()) > 0
+            both = [run_prices.PriceTerms(spot=spot) for spot in (True, False)]
+            spot, demand = (run_prices._hourly(site, TABLE, term) for term in both)
             assert spot < demand
     text = "".join(
         (root / "docs" / "howto" / name).read_text()
@@ -398,7 +400,7 @@ def test_a_bucket_is_part_of_what_a_run_costs():
     job = virtual_job(**tables)
     speeds = cost.machine_speeds(job.simulation.machines)
     own, *others = plan.alternatives(parts.build_federation(job), speeds, SIZES)
-    found = forecast.with_bucket(own, TABLE)
+    found = bucket_cost.with_bucket(own, TABLE)
     assert own.cost is not None
     assert found.cost is not None
     # 5 checkpoints of model, optimiser, manifest and events; 4 + 3 x 4 lists; 2 of the
@@ -406,7 +408,7 @@ def test_a_bucket_is_part_of_what_a_run_costs():
     assert found.cost.dollars["requests"] == pytest.approx(
         (5 * 4 + 16) * 0.005 / 1000 + 2 * 2 * 0.0004 / 1000
     )
-    kept = forecast.storage(own, TABLE, speeds)
+    kept = bucket_cost.storage(own, TABLE, speeds)
     assert kept is not None
     month = kept["dollars_per_month"]
     assert found.cost.dollars["storage"] == pytest.approx(
@@ -419,11 +421,11 @@ def test_a_bucket_is_part_of_what_a_run_costs():
         month / kept["access_seconds"]
     )
     half = next(x for x in others if x.name.startswith("twice the local"))
-    less = forecast.with_bucket(half, TABLE).cost
+    less = bucket_cost.with_bucket(half, TABLE).cost
     assert less is not None
     assert less.dollars["requests"] < found.cost.dollars["requests"]
     here = plan.alternatives(parts.build_federation(virtual_job()), speeds, SIZES)[0]
-    assert forecast.with_bucket(here, TABLE) == here
-    unknown = forecast.with_bucket(own, replace(TABLE, storage=())).cost
+    assert bucket_cost.with_bucket(here, TABLE) == here
+    unknown = bucket_cost.with_bucket(own, replace(TABLE, storage=())).cost
     assert unknown is not None
     assert not unknown.is_known

@@ -15,14 +15,14 @@ import tomli_w
 
 from deploy.aggregator_host import run_queue
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.forecast import SPEEDS, federation_of
-from deploy.fleet.measured import (
+from deploy.fleet.planning.forecast import SPEEDS, federation_of
+from deploy.fleet.planning.measured import (
     Lines,
     measured_speeds,
     message_seconds,
     stated_lines,
 )
-from deploy.fleet.plan import SizesOf, changed
+from deploy.fleet.planning.plan import SizesOf, changed
 from deploy.fleet.tables.providers import LOCAL
 from deploy.wiring.simulation import simulate
 from federation import durable_files

@@ -1,0 +1,1 @@
+"""Before a run begins: what it will send, take and cost."""

@@ -1,0 +1,222 @@
+"""What the machines and the traffic of a run cost, where its speeds do not say it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cloud_adapters.compute.pool import Market
+from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet.planning.plan import Alternative
+from deploy.fleet.prices import Place, Prices
+from deploy.fleet.tables.providers import CLOUDS
+from deploy.fleet.tables.site_machine import SiteMachine
+from federation.errors import JobError
+from federation.rounds import cost
+from federation.rounds.cost import Speeds
+from federation.rounds.traffic import Traffic
+
+_GIGA, _HOUR = 1e9, 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceTerms:
+    """What prices depend on besides the deployment file.
+
+    Attributes:
+        spot: Whether all machines of clouds are spot machines; None for what the file
+            says.
+        aggregator: Where the aggregator is.
+        gigabytes_before: GB that have left each cloud in the month before the run;
+            None if unknown, and then nothing is free.
+    """
+
+    spot: bool | None = None
+    aggregator: Place = ("", "")
+    gigabytes_before: float | None = None
+
+
+NO_TERMS = PriceTerms()
+"""Markets as in the file, the aggregator in no cloud, no month before."""
+
+
+def with_prices(
+    speeds: Speeds,
+    file: DeploymentFile,
+    prices: Prices,
+    *,
+    traffic: Traffic,
+    terms: PriceTerms = NO_TERMS,
+    missing: list[str] | None = None,
+) -> Speeds:
+    """Add what machines and traffic cost, where the speeds do not say it.
+
+    Args:
+        speeds: Stated or measured.
+        file: The deployment: its own prices come before those of the table.
+        prices: The table.
+        traffic: What is sent: a month's tiers follow from it.
+        terms: What the prices depend on.
+        missing: Takes a word about each price that the table lacks, and which key
+            states it; the price is then ``UNKNOWN``. None for an error.
+
+    Raises:
+        JobError: The table lacks a price.
+    """
+    found = _Lookup(file, missing)
+    stated = {site.name: site for site in file.sites}
+    sent = cost.bytes_of_sites(traffic)
+    return replace(
+        speeds,
+        dollars_per_hour=speeds.dollars_per_hour or file.aggregator.dollars_per_hour,
+        dollars_per_gigabyte=speeds.dollars_per_gigabyte
+        or file.aggregator.dollars_per_gigabyte
+        or found.price(
+            "aggregator.dollars_per_gigabyte",
+            lambda: _from_aggregator(stated, sent, prices, terms),
+        ),
+        sites=tuple(
+            replace(
+                speed,
+                dollars_per_hour=speed.dollars_per_hour
+                or found.price(
+                    f"{found.table(speed.name)}.dollars_per_hour",
+                    partial(_hourly, stated[speed.name], prices, terms),
+                ),
+                dollars_per_gigabyte=speed.dollars_per_gigabyte
+                or found.price(
+                    f"{found.table(speed.name)}.dollars_per_gigabyte",
+                    partial(
+                        _from_site, stated[speed.name], stated, sent, prices, terms
+                    ),
+                ),
+            )
+            if speed.name in stated
+            else speed
+            for speed in speeds.sites
+        ),
+    )
+
+
+class _Lookup:
+    """Looks prices up, and remembers those that are missing."""
+
+    def __init__(self, file: DeploymentFile, missing: list[str] | None) -> None:
+        self._file, self._missing = file, missing
+
+    def table(self, name: str) -> str:
+        """Name the table of a site in the deployment file."""
+        names = [site.name for site in self._file.sites]
+        return f"sites[{names.index(name)}]"
+
+    def price(self, key: str, look_up: Callable[[], float]) -> float:
+        try:
+            return look_up()
+        except JobError as error:
+            if self._missing is None:
+                raise
+            self._missing.append(f"{error.reason}; or state {key}")
+        return cost.UNKNOWN
+
+
+def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
+    spot = terms.spot
+    if site.provider not in CLOUDS or (
+        site.dollars_per_hour is not None and spot is None
+    ):
+        return site.dollars_per_hour or 0.0
+    machine = site.machine
+    is_spot = machine.market == Market.SPOT.value if spot is None else spot
+    kind = machine.priced_as
+    return prices.hourly(site.provider, machine.region, kind, spot=is_spot)
+
+
+def place_of(site: SiteMachine) -> Place:
+    """Cloud and region of a site; both empty outside of clouds."""
+    if site.provider not in CLOUDS:
+        return "", ""
+    return site.provider, site.machine.region
+
+
+def _from_site(
+    site: SiteMachine,
+    stated: Mapping[str, SiteMachine],
+    sent: Mapping[str, tuple[int, int]],
+    prices: Prices,
+    terms: PriceTerms,
+) -> float:
+    """Dollars per GB from a site; the sites of one cloud go through tiers together."""
+    if site.dollars_per_gigabyte is not None:
+        return site.dollars_per_gigabyte
+    volume = sum(
+        sent.get(name, (0, 0))[1] / _GIGA
+        for name, other in stated.items()
+        if other.provider == site.provider
+    )
+    return prices.between(
+        place_of(site), terms.aggregator, volume, before=terms.gigabytes_before
+    )
+
+
+def _from_aggregator(
+    stated: Mapping[str, SiteMachine],
+    sent: Mapping[str, tuple[int, int]],
+    prices: Prices,
+    terms: PriceTerms,
+) -> float:
+    """Dollars per GB from the aggregator, as a mean over what goes to each site."""
+    down = {name: sent.get(name, (0, 0))[0] / _GIGA for name in stated}
+    whole = sum(down.values())
+    if not terms.aggregator[0] or not whole:
+        return 0.0
+    dollars = sum(
+        down[name]
+        * prices.between(
+            terms.aggregator, place_of(site), whole, before=terms.gigabytes_before
+        )
+        for name, site in stated.items()
+    )
+    return dollars / whole
+
+
+def ways_to_rent(
+    own: Alternative,
+    speeds: Speeds,
+    file: DeploymentFile,
+    prices: Prices,
+    terms: PriceTerms,
+) -> Iterator[Alternative]:
+    """Yield the job itself on other machines: markets, places of the aggregator.
+
+    Args:
+        own: The job itself.
+        speeds: Without prices of the table.
+        file: The deployment.
+        prices: The table; what it has no price of is left out.
+        terms: Those of the job itself.
+    """
+    places = sorted({place_of(site) for site in file.sites} - {("", "")})
+    ways = {
+        "all machines on spot": replace(terms, spot=True),
+        "all on demand": replace(terms, spot=False),
+        **{
+            f"aggregator in {' '.join(place)}": replace(terms, aggregator=place)
+            for place in places
+        },
+    }
+    for name, other in ways.items() if places else ():
+        try:
+            priced = with_prices(speeds, file, prices, traffic=own.traffic, terms=other)
+        except JobError:
+            continue
+        found = cost.of_run(own.traffic, priced)
+        if found != own.cost:
+            yield replace(own, name=name, cost=found)
+
+
+def gpu_hours(own: Alternative, file: DeploymentFile, prices: Prices) -> float:
+    """GPU-hours of a run, on machines that the table knows."""
+    seconds = 0.0 if own.cost is None else own.cost.seconds
+    gpus = sum(
+        prices.gpus(site.provider, site.machine.priced_as) for site in file.sites
+    )
+    return gpus * seconds / _HOUR
