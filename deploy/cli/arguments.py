@@ -1,13 +1,15 @@
-"""What arguments that several verbs take name: jobs, stores and sources."""
+"""What arguments that several verbs take name: jobs, deployments and stores."""
 
 import argparse
 import tomllib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
+    from deploy.fleet.deployment_file import DeploymentPlan
     from deploy.wiring.encryption import KeyName
     from federation.job.spec import JobSpec
 
@@ -32,6 +34,27 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
 
     return pinned(job, options.job.parent)
+
+
+def load_plan(options: argparse.Namespace) -> "DeploymentPlan":
+    """Read the deployment file, or its rehearsal on this host if that is asked for.
+
+    Raises:
+        JobError: It cannot be read, a key is wrong, or an option needs another one.
+    """
+    from deploy.fleet import deployment_file, rehearsal  # noqa: PLC0415 -- --help
+
+    for key, given, needs, is_there in (
+        ("--containers", options.containers, "--provider local", options.provider),
+        ("--images", options.images, "--containers", options.containers),
+    ):
+        if given and not is_there:
+            raise JobError(f"needs {needs}", key=key)
+    plan = deployment_file.load(options.deployment)
+    if not options.provider:
+        return plan
+    images = options.images or f"localhost/crossfed:{version('crossfed')}-cpu"
+    return rehearsal.on_this_host(plan, images=images if options.containers else "")
 
 
 def service(options: argparse.Namespace) -> "StoreOptions":

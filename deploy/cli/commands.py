@@ -28,6 +28,7 @@ from deploy.cli import (
     storage_verb,
     tool_verbs,
     tune_verb,
+    up_verb,
 )
 from deploy.cli.arguments import load_job
 from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
@@ -205,6 +206,7 @@ _MODULES = (
     storage_verb,
     tool_verbs,
     tune_verb,
+    up_verb,
 )
 
 

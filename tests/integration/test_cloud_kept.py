@@ -17,7 +17,8 @@ from support.small_jobs import small_job
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from deploy.aggregator_host import run_queue
-from deploy.cli import fleet_verbs, run_verbs
+from deploy.cli import run_verbs, up_verb
+from deploy.cli.terminal import tell
 from deploy.exit_codes import DONE, STOPPED
 from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
@@ -25,6 +26,7 @@ from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.keep import Keeper
 from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.run_progress import WorkLeft
+from deploy.fleet.keeping.run_watch import RunWatch
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.keeping.spot_record import SpotRecord
 from deploy.fleet.prices import MachinePrice, Prices
@@ -561,9 +563,9 @@ class Paused:
         with fleet.opened(
             self.kept.plan, random_bytes=os.urandom, clock=self.kept.clock
         ) as deployment:
-            watch = fleet_verbs._Watch(deployment)
+            watch = RunWatch(deployment, tell)
         watch.keeper = self.kept.keeper
-        return fleet_verbs._watched(self.options, self.run, watch)
+        return up_verb._watched(self.options, self.run, watch)
 
 
 @pytest.fixture

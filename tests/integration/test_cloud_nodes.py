@@ -17,7 +17,7 @@ from support.fake_gce import FakeGce
 
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
 from cloud_adapters.identity.platforms import PlatformVerifier
-from deploy.cli.fleet_verbs import _Watch
+from deploy.cli.terminal import tell
 from deploy.exit_codes import BAD_JOB, FAILED
 from deploy.fleet import (
     cloud_sites,
@@ -27,6 +27,7 @@ from deploy.fleet import (
     roles,
 )
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.keeping.run_watch import RunWatch
 from deploy.fleet.operator import open_operator
 from deploy.fleet.reconcile import NodeRole
 from deploy.fleet.start_checks import check_moved
@@ -330,7 +331,7 @@ def test_who_watches_is_told_of_a_start_that_fails(
     """Otherwise the run would wait for the site until its machine's hours are over."""
     with clouds.opened() as deployment:
         clouds.launch(deployment.owner)
-        watch = _Watch(deployment)
+        watch = RunWatch(deployment, tell)
         clouds.gcp.console = "crossfed: the site was not started: line 9 failed"
         with pytest.raises(ComputeError, match=f"site-{SITES[1]}: not started"):
             watch.look()

@@ -12,9 +12,10 @@ from support.deployment import descendants, is_alive, wait_for
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import LOCK, NodeStarted, read, write
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, all_gone
-from deploy.cli import fleet_verbs
+from deploy.cli.terminal import tell
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
+from deploy.fleet.keeping.run_watch import RunWatch
 from deploy.fleet.tables.providers import LOCAL
 from deploy.site_host.data import CANNOT_LOAD
 from federation.clock import SystemClock
@@ -223,8 +224,8 @@ def test_up_tells_why_a_site_cannot_load_its_data(
         settings={},
         exchange={},
     )
-    watch = fleet_verbs._Watch(
-        Deployment(plan=plan, pools={LOCAL: pool}, clock=SystemClock(), owner="")
+    watch = RunWatch(
+        Deployment(plan=plan, pools={LOCAL: pool}, clock=SystemClock(), owner=""), tell
     )
     watch.read_logs()
     assert capsys.readouterr().err == ""

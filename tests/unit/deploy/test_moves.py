@@ -9,10 +9,10 @@ import pytest
 
 from cloud_adapters.compute.machine_types import SpotMarket, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeState
-from deploy.cli import fleet_verbs
 from deploy.fleet import deployment_file, spending
 from deploy.fleet.choosing.spot_history import Sighting
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.keeping.move_checks import check_moves
 from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.site_prices import check_prices
@@ -170,12 +170,12 @@ def test_a_deadline_without_a_price_is_refused_before_the_start(plan: Deployment
 
 def test_a_damaged_record_is_refused_before_the_start(plan: DeploymentPlan):
     """And not when the machines have been started."""
-    clock = VirtualClock(1.782e9)
+    clock, told = VirtualClock(1.782e9), list[str]()
     (plan.folder / "sightings.json").write_text('{"sightings": [')
     with pytest.raises(CorruptObject, match=r"sightings\.json is damaged.*delete it"):
-        fleet_verbs._check_moves(plan, clock)
+        check_moves(plan, clock, told.append)
     (plan.folder / "sightings.json").unlink()
-    fleet_verbs._check_moves(plan, clock)
+    check_moves(plan, clock, told.append)
 
 
 def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):

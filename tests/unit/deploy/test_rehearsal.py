@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import rehearsal
-from deploy.fleet import deployment_file, offers
+from deploy.fleet import deployment_file, offers, rehearsal
 from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.clock import VirtualClock
 from federation.errors import JobError

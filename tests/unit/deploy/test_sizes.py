@@ -10,7 +10,7 @@ import pytest
 from support.event_samples import TWO_SITES, Script, run as played
 
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.cli import fleet_verbs
+from deploy.cli import up_verb
 from deploy.fleet import deployment_file
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.sizes import Sizer, check_sizes
@@ -221,7 +221,7 @@ def test_up_checks_the_prices_of_sizes_that_it_may_use(tmp_path: Path):
         clock=VirtualClock(1.782e9),
     )
     with pytest.raises(JobError, match=r"sites\[0\]\.sizes"):
-        fleet_verbs._checked(options)
+        up_verb._checked(options)
 
 
 def test_a_change_that_takes_longer_than_it_saves_is_not_made(tmp_path: Path):

@@ -1,0 +1,218 @@
+"""The verb ``up``: start what a deployment lacks, and follow its run."""
+
+import argparse
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cloud_adapters.compute.machine_types import SpotMarket
+from deploy.cli import plan_verb
+from deploy.cli.arguments import load_plan
+from deploy.cli.run_verbs import follow, is_over
+from deploy.cli.terminal import say, say_json, show, tell
+from deploy.exit_codes import DONE, STOPPED
+
+if TYPE_CHECKING:
+    from deploy.fleet.deployment import Deployment
+    from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.keeping.moves import Mover
+    from deploy.fleet.keeping.run_watch import RunWatch
+    from deploy.fleet.keeping.sizes import Sizer
+    from deploy.fleet.keeping.spot_record import SpotRecord
+    from federation.job.spec import JobSpec
+    from monitoring.runs.run_folder import RunFolder
+
+
+def _up(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
+    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
+        deployment as fleet,
+        spending,
+        start_wait,
+        take_down,
+    )
+    from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping import zone_prices  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
+    from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
+
+    plan, job = _checked(options)
+    if plan.has_head:
+        return _up_in_cluster(options, plan)
+    hourly = spending.budget_prices(plan, now=options.clock.now())
+    start_allowed = start_wait.allowed_start(
+        plan,
+        partial(fleet.pools_of, plan, options.clock),
+        clock=options.clock,
+        tell=tell,
+    )
+    with (
+        start_allowed as decisions,
+        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        take_down.naming_what_runs(deployment, tell),
+    ):
+        decision_log.append(plan.folder, *decisions)
+        watch = RunWatch(deployment, tell)
+        check_budget(deployment)
+        deployment.note_wanted()
+        start = partial(
+            bring_up,
+            job=job,
+            random_bytes=os.urandom,
+            tell=tell,
+            accept=options.accept,
+        )
+        run = start(deployment)
+        options.aggregator = deployment.aggregator / "aggregator.toml"
+    if run is None:
+        return DONE
+    if deployment.boxed is None:  # Else, its container alone writes there.
+        plan_verb.keep_plan(options, plan, job, run)
+    if options.detach:
+        return _say_started(options, run)
+    if options.keep:
+        record = _spot_record(deployment)
+        watch.keeper = Keeper(
+            deployment,
+            start,
+            hourly=hourly,
+            random_bytes=os.urandom,
+            tell=tell,
+            mover=_mover(deployment, run, job.rounds, record),
+            sizer=_sizer(deployment, run, job.rounds),
+            pause=partial(run_queue.ask_to_pause, run),
+            starts=watch.starts,
+            paid=partial(zone_prices.paid_prices, plan, record),
+        )
+    code = _watched(options, run, watch)
+    if watch.keeper is not None:
+        if is_over(run):
+            watch.keeper.end()
+        else:
+            tell("its machines are no longer kept: give the command again to keep them")
+    return code
+
+
+def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
+    """Have a pod do what this command does on a host, and show what it writes."""
+    from deploy.fleet import deployment as fleet, take_down  # noqa: PLC0415 -- --help
+    from deploy.fleet.in_cluster import start  # noqa: PLC0415 -- --help
+
+    with (
+        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        take_down.naming_what_runs(deployment, tell),
+    ):
+        deployment.note_wanted()
+        head = start.up(deployment, accept=options.accept, tell=tell)
+    if options.detach:
+        if options.json:
+            say_json({"node": head.id})
+        else:
+            say(head.id)
+        return DONE
+    tell(f"what {head.id} writes follows; it continues if this command ends")
+    code = start.follow(deployment, head, tell, show)
+    if options.json:
+        say_json({"node": head.id, "exit_code": code})
+    return code
+
+
+def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:
+    """Name the run that continues without this command."""
+    if options.json:
+        say_json({"run_id": run.path.name, "folder": str(run.path)})
+    else:
+        say(run.path.name)
+    return DONE
+
+
+def _watched(options: argparse.Namespace, run: "RunFolder", watch: "RunWatch") -> int:
+    """Follow a run to its end, also through changes of its machines.
+
+    A pause that a command asked for that was killed is ended by the next one.
+    """
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    keeper = watch.keeper
+
+    def is_pause() -> bool:
+        return keeper is not None and run_queue.is_pause(run)
+
+    try:
+        code = follow(options, run, watch.look, is_pause)
+        while keeper is not None and code == STOPPED and is_pause():
+            keeper.resume()
+            code = follow(options, run, watch.look, is_pause)
+    finally:
+        watch.read_logs()
+    return code
+
+
+def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
+    """Deployment and job, if nothing is wrong that can be known before the start."""
+    from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping.move_checks import check_moves  # noqa: PLC0415 -- --help
+    from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
+    from deploy.fleet.start_checks import check_before  # noqa: PLC0415 -- --help
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+
+    if options.keep and options.detach:
+        raise JobError("keeps nothing without watching: remove one", key="--keep")
+    plan = load_plan(options)
+    job = deployment_file.load_job(plan)
+    check_before(plan, job)
+    if options.keep:
+        check_sizes(plan, options.clock)
+    plan = offers.with_types(plan, clock=options.clock, tell=tell)
+    if options.keep:
+        check_moves(plan, options.clock, tell)
+    return plan, job
+
+
+def _spot_record(deployment: "Deployment") -> "SpotRecord":
+    """What the clouds of a deployment publish, and what it has seen of them."""
+    from deploy.fleet.keeping import spot_record  # noqa: PLC0415 -- --help
+
+    markets = {
+        name: pool
+        for name, pool in deployment.pools.items()
+        if isinstance(pool, SpotMarket)
+    }
+    return spot_record.SpotRecord(deployment.plan.folder, markets, tell)
+
+
+def _mover(
+    deployment: "Deployment", run: "RunFolder", rounds: int, record: "SpotRecord"
+) -> "Mover | None":
+    """Who moves sites of clouds before a deadline; None if there is none."""
+    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping import (  # noqa: PLC0415 -- keeps `--help` fast
+        moves,
+        run_progress,
+    )
+
+    plan = deployment.plan
+    if plan.file.deadline_hours is None:
+        return None
+    today = prices.day_of(deployment.clock.now())
+    table = prices.load(plan.prices, today=today, warn=lambda _: None)
+    progress = run_progress.ReadProgress(run, rounds)
+    return moves.Mover(plan, table, progress, record, tell)
+
+
+def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
+    """Who changes sizes of machines; None if no site states any."""
+    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
+
+    plan = deployment.plan
+    if not sizes.is_elastic(plan):
+        return None
+    today = prices.day_of(deployment.clock.now())
+    table = prices.load(plan.prices, today=today, warn=lambda _: None)
+    return sizes.Sizer(plan, table, run, rounds, tell)
+
+
+VERBS = {"up": _up}
