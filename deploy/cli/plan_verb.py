@@ -80,7 +80,7 @@ def _tell_notices(
     options: argparse.Namespace, wanted: "DeploymentPlan", job: "JobSpec"
 ) -> None:
     """Report what a person should know before the deployment is brought up."""
-    from deploy.fleet import start_checks  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
 
     for notice in start_checks.notices(job):

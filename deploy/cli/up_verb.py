@@ -31,12 +31,12 @@ def _up(options: argparse.Namespace) -> int:
         start_wait,
         take_down,
     )
-    from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.bringing_up.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.bringing_up.start_checks import check_budget  # noqa: PLC0415 -- --help
     from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping import zone_prices  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
-    from deploy.fleet.start_checks import check_budget  # noqa: PLC0415 -- --help
 
     plan, job = _checked(options)
     if plan.has_head:
@@ -153,9 +153,9 @@ def _watched(options: argparse.Namespace, run: "RunFolder", watch: "RunWatch") -
 def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     """Deployment and job, if nothing is wrong that can be known before the start."""
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
+    from deploy.fleet.bringing_up.start_checks import check_before  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.move_checks import check_moves  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
-    from deploy.fleet.start_checks import check_before  # noqa: PLC0415 -- --help
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
     if options.keep and options.detach:

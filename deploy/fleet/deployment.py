@@ -3,9 +3,9 @@
 ``deployment.json``: the owner's name, which every node carries, and of the last launch
 of each role the number, and after how long its node ends. ``aggregator/``: the
 aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
-``operator.pem``, ``operator.json``: see ``deploy.fleet.operator``. ``nodes/``:
-processes of this host. ``lock``: held by the command that changes any of it.
-``ended``: there after ``crossfed down``.
+``operator.pem``, ``operator.json``: see ``deploy.fleet.bringing_up.operator``.
+``nodes/``: processes of this host. ``lock``: held by the command that changes any of
+it. ``ended``: there after ``crossfed down``.
 """
 
 from collections.abc import Iterator, Mapping

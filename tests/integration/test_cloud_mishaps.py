@@ -23,7 +23,8 @@ from support.enrolments import Federation
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
 
 from cloud_adapters.compute.pool import NodeState
-from deploy.fleet import cloud_sites, deployment as fleet, deployment_file, take_down
+from deploy.fleet import deployment as fleet, deployment_file, take_down
+from deploy.fleet.bringing_up import cloud_sites
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import DEPLOYMENT, OWNER, ROLE
 from federation.clock import SystemClock, VirtualClock

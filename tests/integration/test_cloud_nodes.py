@@ -19,18 +19,13 @@ from cloud_adapters.compute.pool import ComputePool, NodeSpec
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.cli.terminal import tell
 from deploy.exit_codes import BAD_JOB, FAILED
-from deploy.fleet import (
-    cloud_sites,
-    deployment as fleet,
-    deployment_file,
-    reconcile,
-    roles,
-)
+from deploy.fleet import deployment as fleet, deployment_file, reconcile, roles
+from deploy.fleet.bringing_up import cloud_checks, cloud_sites, machine_request
+from deploy.fleet.bringing_up.operator import open_operator
+from deploy.fleet.bringing_up.start_checks import check_moved
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.run_watch import RunWatch
-from deploy.fleet.operator import open_operator
 from deploy.fleet.reconcile import NodeRole
-from deploy.fleet.start_checks import check_moved
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError, JobError
 
@@ -219,16 +214,16 @@ def test_a_gpu_is_not_rented_for_an_image_without_its_driver(clouds: Clouds, kin
     clouds.path.write_text(text.replace(kind, GPU[kind]))
     with clouds.opened() as deployment:
         with pytest.raises(JobError, match="has 1 GPUs, and the default im") as caught:
-            cloud_sites.check_gpus(deployment)
+            cloud_checks.check_gpus(deployment)
         assert caught.value.key.endswith("].machine.image")
     clouds.path.write_text(
         clouds.path.read_text().replace(f'"{GPU[kind]}"', f'"{GPU[kind]}"\nimage = "x"')
     )
     with clouds.opened() as deployment:
-        cloud_sites.check_gpus(deployment)
+        cloud_checks.check_gpus(deployment)
     clouds.path.write_text(text)
     with clouds.opened() as deployment:
-        cloud_sites.check_gpus(deployment)
+        cloud_checks.check_gpus(deployment)
 
 
 def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
@@ -251,7 +246,7 @@ def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
             verifier=PlatformVerifier(clock=SystemClock()),
         )
         asked = [
-            cloud_sites._request(deployment, operator, site, "192.0.2.1:8443").spec
+            machine_request.request(deployment, operator, site, "192.0.2.1:8443").spec
             for site in deployment.plan.file.sites
         ]
     assert [spec.gpus for spec in asked] == [0, 2]
@@ -357,7 +352,7 @@ def test_a_machine_of_a_cloud_ends_when_the_budget_is_spent(clouds: Clouds):
             verifier=PlatformVerifier(clock=SystemClock()),
         )
         site = deployment.plan.file.sites[1]
-        request = cloud_sites._request(deployment, operator, site, "192.0.2.1:8443")
+        request = machine_request.request(deployment, operator, site, "192.0.2.1:8443")
         node = roles.fill(deployment, request, print)
         assert roles.fill(deployment, request, print).id == node.id
     (body,) = clouds.gcp.inserted

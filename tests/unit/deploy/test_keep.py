@@ -23,12 +23,12 @@ from deploy.fleet import (
     spending,
     take_down,
 )
+from deploy.fleet.bringing_up.start_checks import check_budget
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.keep import Keeper, Restore
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.roles import NodeRequest
 from deploy.fleet.spending import MachineCost, Spending, observed
-from deploy.fleet.start_checks import check_budget
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (

@@ -16,8 +16,9 @@ from support.small_jobs import small_job
 
 from cloud_adapters.identity import google_token
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
-from deploy.fleet import deployment_file, operator, start_checks
-from deploy.fleet.operator import Operator
+from deploy.fleet import deployment_file
+from deploy.fleet.bringing_up import operator, start_checks
+from deploy.fleet.bringing_up.operator import Operator
 from deploy.site_host import enrol
 from deploy.site_host.enrol import MachineProof
 from federation.clock import VirtualClock

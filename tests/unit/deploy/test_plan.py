@@ -11,7 +11,8 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check
-from deploy.fleet import deployment_file, prices, start_checks
+from deploy.fleet import deployment_file, prices
+from deploy.fleet.bringing_up import start_checks
 from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.planning import (
     bucket_cost,

@@ -11,8 +11,8 @@ from support.enrolments import Federation
 from cloud_adapters.identity import platforms
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.fleet import operator
-from deploy.fleet.operator import Operator
+from deploy.fleet.bringing_up import operator
+from deploy.fleet.bringing_up.operator import Operator
 from deploy.fleet.starting import pod_command
 from deploy.fleet.starting.user_data import MachineInvitation
 from deploy.site_host import enrol, enrolment_machine

@@ -28,11 +28,12 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.parties import Parties, check
 from deploy.exit_codes import DONE
-from deploy.fleet import cloud_sites, reconcile
+from deploy.fleet import reconcile
+from deploy.fleet.bringing_up import cloud_checks, cloud_sites
+from deploy.fleet.bringing_up.start_checks import check_aggregator_kept, check_moved
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell, fill
-from deploy.fleet.start_checks import check_aggregator_kept, check_moved
 from deploy.fleet.tables.providers import LOCAL
 from deploy.fleet.tables.site_machine import SiteMachine
 from deploy.site_host import enrol, enrolment_roster
@@ -93,7 +94,7 @@ def bring_up(
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
     check_moved(deployment)
-    cloud_sites.check_gpus(deployment)
+    cloud_checks.check_gpus(deployment)
     _end_unwanted(deployment, tell)
     config = _aggregator(deployment, random_bytes, tell)
     sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]

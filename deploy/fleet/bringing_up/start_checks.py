@@ -7,7 +7,8 @@ from clients.privacy.site_policy import check_work
 from cloud_adapters.compute import containers, local_network
 from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
-from deploy.fleet import cloud_sites, spending
+from deploy.fleet import spending
+from deploy.fleet.bringing_up import cloud_checks
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
@@ -37,7 +38,7 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
                 key=f"sites[{index}].name",
             )
         if site.provider != LOCAL:
-            cloud_sites.check(plan, index)
+            cloud_checks.check(plan, index)
             _check_home(plan, index)
     _check_here(plan)
     if job.relays:

@@ -1,4 +1,4 @@
-"""Sites on machines of clouds and in clusters: launched, invited, checked, trusted.
+"""Sites on machines of clouds and in clusters: launched, invited and trusted.
 
 A machine enrols by itself, from what its user data says. It is invited when it is
 known which one it is, so no other machine of the same role can come before it. When all
@@ -6,43 +6,29 @@ sites of the file have enrolled, and their operator has checked what they sent, 
 operator signs the roster: then the machines begin to work.
 """
 
-import ipaddress
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
 
-import tomli_w
-
-from cloud_adapters.compute.machine_types import num_gpus
-from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Node, NodeState
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.fleet import pod_sites, roles
+from deploy.fleet import roles
+from deploy.fleet.bringing_up import machine_request, pod_sites
+from deploy.fleet.bringing_up.operator import Operator, open_operator
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.operator import Operator, open_operator
 from deploy.fleet.reconcile import DEPLOYMENT, OWNER, SITE_PREFIX
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import console
-from deploy.fleet.starting.user_data import MachineInvitation, Release, render
-from deploy.fleet.tables.providers import AWS, KUBERNETES, LOCAL
+from deploy.fleet.tables.providers import KUBERNETES, LOCAL
 from deploy.fleet.tables.site_machine import SiteMachine
 from deploy.fleet.take_down import give_way
-from federation import platform_identity
-from federation.addresses import parse_address
-from federation.errors import (
-    ComputeError,
-    JobError,
-    PlatformUnavailable,
-    ProofRefused,
-)
+from federation.errors import ComputeError, PlatformUnavailable, ProofRefused
 from federation.platform_identity import PlatformIdentity
 from privacy.keystream import RandomBytes
-from privacy.membership.token import EnrolmentRefused, Token
+from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.agreement import identity
 from privacy.secagg.agreement.roster import Roster
 
@@ -51,96 +37,8 @@ ENROL_SECONDS, INVITED_SECONDS = 1800.0, 3600.0
 _LOOK_SECONDS, _LOG_SECONDS = 1.0, 15.0
 # A service lists a new machine late, and one does not list those that are gone.
 _UNLISTED_SECONDS = 60.0
-_UNITS = Path(__file__).parents[1] / "systemd"
-_UNIT_NAMES = (
-    "crossfed-site.service",
-    "crossfed-enrol.service",
-    "crossfed.sysusers.conf",
-    "nvidia.conf",
-)
-_IMAGES = {
-    AWS: "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/"
-    "ami-id",
-    "gcp": "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
-}
 
 _Found = TypeVar("_Found")
-
-
-def check(plan: DeploymentPlan, index: int) -> None:
-    """Refuse a site of a cloud whose machine could not enrol, before it costs anything.
-
-    Raises:
-        JobError: A key is missing or wrong.
-    """
-    site, file = plan.file.sites[index], plan.file
-    if site.provider == KUBERNETES:
-        pod_sites.check(plan, index)
-    else:
-        _check_machine(plan, site, f"sites[{index}].machine")
-    address = file.aggregator.address
-    # A service on this host has its machines on this host, too.
-    is_far = not _is_loopback(urlsplit(site.machine.endpoint).hostname or "")
-    if is_far and (
-        not address or _is_loopback(parse_address(address, key="aggregator.address")[0])
-    ):
-        raise JobError(
-            f"{plan.path}: {address or 'it is missing'}: machines of {site.provider} "
-            "cannot reach this host's loopback interface: give HOST:PORT that they can",
-            key="aggregator.address",
-        )
-
-
-def _check_machine(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
-    """Refuse a machine of a cloud that cannot install or prove who it is."""
-    try:
-        _release(plan, site)
-    except ValueError as error:
-        raise JobError(
-            f"{plan.path}: machines of {site.provider} install a release: {error}",
-            key="release",
-        ) from None
-    needed = ("identity", "role") if site.provider == AWS else ("identity",)
-    for name in needed:
-        if not getattr(site.machine, name):
-            raise JobError(
-                f"{plan.path}: is missing: by it, the machine proves who it is",
-                key=f"{table}.{name}",
-            )
-    try:
-        _machine(site)
-    except ValueError as error:
-        key = "role" if site.provider == AWS else "identity"
-        raise JobError(f"{plan.path}: {error}", key=f"{table}.{key}") from None
-
-
-def check_gpus(deployment: Deployment) -> None:
-    """Refuse machines with GPUs that nothing on them could use.
-
-    Raises:
-        JobError: A machine has GPUs, and would start from an image without a driver.
-        ComputeError: A service fails.
-    """
-    for index, site in enumerate(deployment.plan.file.sites):
-        if site.provider not in _IMAGES or site.machine.image:
-            continue
-        gpus = _num_gpus(deployment, site)
-        if gpus:
-            raise JobError(
-                f"{deployment.plan.path}: is missing: {site.machine.type} of "
-                f"{site.name!r} has {gpus} GPUs, and the default image has no driver "
-                "for them: name one with NVIDIA's driver, cloud-init and Python 3.11 "
-                "or newer, or a type of machine without GPUs",
-                key=f"sites[{index}].machine.image",
-            )
-
-
-def _num_gpus(deployment: Deployment, site: SiteMachine) -> int:
-    """How many GPUs a machine of a cloud has; a cluster counts those of its pods."""
-    machine = site.machine
-    if machine.accelerator:
-        return machine.accelerators
-    return num_gpus(deployment.pools[site.pool], machine.type, machine.zones)
 
 
 def bring_up(
@@ -190,7 +88,8 @@ def bring_up(
         verifier=verifier,
     )
     requests = {
-        site.name: _request(deployment, operator, site, address) for site in sites
+        site.name: machine_request.request(deployment, operator, site, address)
+        for site in sites
     }
     for site in sites:  # Before the first one costs anything.
         _check_kept(deployment, config, site, requests[site.name])
@@ -223,68 +122,6 @@ def bring_up(
     signed = operator.sign(keys, accept=accept)
     tell(f"roster {signed.serial} of {len(keys)} sites is signed")
     return signed
-
-
-def _request(
-    deployment: Deployment, operator: Operator, site: SiteMachine, address: str
-) -> NodeRequest:
-    """The machine of a site, with all that it does when it starts."""
-    plan, machine = deployment.plan, site.machine
-    token = Token(
-        address=address, authority=operator.authority, site=site.name, secret=b""
-    )
-    settings, gpus = dict(plan.settings[site.name]), _num_gpus(deployment, site)
-    if gpus:
-        settings["compute"] = {"gpus": gpus, **settings.get("compute", {})}
-    is_pod = site.provider == KUBERNETES
-    if machine.market == Market.SPOT.value and not is_pod:
-        settings["compute"] = {"notices": site.provider, **settings.get("compute", {})}
-    document = {
-        "name": site.name,
-        "certificate": "site.pem",
-        "roster_signer": operator.key.public.key.hex(),
-        "aggregator": {"address": address, "authority": "ca.crt"},
-        **settings,
-    }
-    invitation = MachineInvitation(
-        token=token.text,
-        organisation=site.organisation or plan.file.organisation or site.name,
-        platform=site.provider,
-        region=machine.region if site.provider == AWS else "",
-    )
-    if is_pod:
-        return pod_sites.request(deployment, site, document, invitation)
-    spec = NodeSpec(
-        name=f"{SITE_PREFIX}{site.name}",
-        labels={},
-        max_seconds=deployment.max_seconds,
-        machine=machine.type,
-        zones=machine.zones,
-        market=Market(machine.market),
-        accelerator=machine.accelerator,
-        gpus=gpus,
-        image=machine.image or _IMAGES[site.provider],
-        disk_gb=machine.disk_gb,
-        identity=machine.identity,
-        subnets=machine.subnets,
-        firewalls=machine.firewalls,
-    )
-    units = {name: (_UNITS / name).read_text(encoding="utf-8") for name in _UNIT_NAMES}
-
-    def text_of(seconds: float) -> str:
-        return render(
-            replace(spec, max_seconds=seconds),
-            _release(plan, site),
-            tomli_w.dumps(document),
-            units,
-            invitation,
-        )
-
-    text = text_of(spec.max_seconds)
-    # Where it runs may differ; what it is and does may not.
-    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
-    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}".encode()
-    return NodeRequest(site.pool, replace(spec, user_data=text), read, text_of)
 
 
 def _check_kept(
@@ -339,7 +176,7 @@ class _SiteStarts:
         if node is None:
             return None
         if site.provider != KUBERNETES:
-            return _machine(site, node.id)
+            return machine_request.identity_of(site, node.id)
         if _kept_key(self.operator, site) is not None:
             return None
 
@@ -464,31 +301,3 @@ class _EnrolmentWait:
             f"{self._launched.name}: its machine {what}: {told}. Its console ends:\n"
             f"{console.end_of(log)}"
         )
-
-
-def _machine(site: SiteMachine, instance: str = "") -> PlatformIdentity:
-    """Who a site's machine is to its cloud."""
-    machine = site.machine
-    if site.provider == AWS:
-        return platform_identity.of_role(
-            machine.role, region=machine.region, instance=instance
-        )
-    return platform_identity.of_service_account(
-        machine.identity, project=machine.project, instance=instance
-    )
-
-
-def _release(plan: DeploymentPlan, site: SiteMachine) -> Release:
-    given = plan.file.release
-    extras = dict.fromkeys((*given.extras, site.provider))
-    return Release(**{**asdict(given), "extras": tuple(extras)})
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return found.is_loopback or found.is_unspecified or found.is_link_local

@@ -13,9 +13,9 @@ import tomli_w
 
 from cloud_adapters.compute.pool import Market, Node, NodeSpec
 from cloud_adapters.identity import platforms
+from deploy.fleet.bringing_up.operator import Operator
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.operator import Operator
 from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.fleet.roles import NodeRequest
 from deploy.fleet.starting import pod_command

@@ -1,0 +1,1 @@
+"""From the checks before a start until every site works and the job is submitted."""
