@@ -1,0 +1,115 @@
+"""The job of a deployment at its aggregator: submitted, resumed or found."""
+
+import tomli_w
+
+from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.parties import Parties, check
+from deploy.exit_codes import DONE
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.roles import Tell
+from federation.ids import new_run_id
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+from privacy.keystream import RandomBytes
+from privacy.secagg.agreement import roster
+
+
+def hand_over(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    job: JobSpec,
+    random_bytes: RandomBytes,
+    tell: Tell,
+) -> RunFolder | None:
+    """Submit the job, or resume or find its newest run.
+
+    Args:
+        deployment: The deployment.
+        config: Its aggregator.
+        job: Its job.
+        random_bytes: ``os.urandom``.
+        tell: Called with a word about what was done.
+
+    Returns:
+        The run, which may have ended; None if sites of the job have yet to enrol.
+
+    Raises:
+        JobError: The job cannot be run so.
+    """
+    known = roster.load(config.folder / "roster.toml")
+    enrolled = {entry.site for entry in known.sites}
+    missing = [site.name for site in job.sites if site.name not in enrolled]
+    if missing:
+        tell(
+            f"the job waits for {', '.join(missing)} to enrol: invite each with "
+            "crossfed aggregator invite SITE --config "
+            f"{config.folder}/aggregator.toml, then give this command again"
+        )
+        return None
+    runs = [
+        one
+        for one in run_queue.handed_over(config.runs).runs
+        if one.run.path.parent.name == job.name
+    ]
+    newest = runs[-1] if runs else None
+    if newest is not None and not _is_another(job, newest.run):
+        if newest.outcome is None:
+            return newest.run
+        if newest.outcome.code == DONE:
+            tell(
+                f"run {newest.run.path.name} is completed; crossfed run "
+                f"{deployment.plan.job} --aggregator {config.folder}/aggregator.toml "
+                "starts another"
+            )
+            return newest.run
+        run = _resumed(deployment, config, job)
+        tell(f"run {run.path.name} is resumed")
+        return run
+    run = _submitted(deployment, config, job, random_bytes)
+    tell(f"run {run.path.name} is submitted")
+    return run
+
+
+def _resumed(
+    deployment: Deployment, config: AggregatorConfig, job: JobSpec
+) -> RunFolder:
+    """Have the aggregator take up the job's newest run, which ended early."""
+    if deployment.boxed is not None:
+        name = deployment.boxed.hand_over(_text(job), resume=True)
+        return RunFolder(config.runs / job.name / name)
+    run = run_queue.find_ended(job, config.runs)
+    check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
+    run_queue.take_up(run, at=deployment.clock.now())
+    return run
+
+
+def _submitted(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    job: JobSpec,
+    random_bytes: RandomBytes,
+) -> RunFolder:
+    """Hand a new run of the job to the aggregator."""
+    if deployment.boxed is not None:
+        name = deployment.boxed.hand_over(_text(job), resume=False)
+        return RunFolder(config.runs / job.name / name)
+    check(job, Parties.load(config.folder))
+    if job.model.weights is not None:  # The coordinator looks for it there.
+        from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
+
+        starting_weights.find(job, config.folder)
+    now = deployment.clock.now()
+    run = RunFolder(config.runs / job.name / new_run_id(now, random_bytes(3)))
+    run_queue.submit(job, run, at=now)
+    return run
+
+
+def _text(job: JobSpec) -> bytes:
+    return tomli_w.dumps(job_file.document(job)).encode()
+
+
+def _is_another(job: JobSpec, run: RunFolder) -> bool:
+    kept = job_file.document(job_file.loads(run.read_job()))
+    return bool(job_file.differences(kept, job_file.document(job)))
