@@ -131,13 +131,13 @@ def _nodes(options: argparse.Namespace) -> int:
 
     A service that fails is reported, and hides no node of the others.
     """
-    from deploy.fleet import deployment as fleet  # noqa: PLC0415 -- --help
+    from deploy.fleet import pools  # noqa: PLC0415 -- --help
     from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
 
     plan = load_plan(options)
     now, code = options.clock.now(), DONE
     rows: list[dict[str, Any]] = []
-    for provider, pool in fleet.pools_of(plan, options.clock).items():
+    for provider, pool in pools.pools_of(plan, options.clock).items():
         try:
             found = pool.nodes({DEPLOYMENT: plan.file.name})
         except ComputeError as error:

@@ -27,6 +27,7 @@ def _up(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
     from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
         deployment as fleet,
+        pools,
         spending,
         start_wait,
         take_down,
@@ -44,7 +45,7 @@ def _up(options: argparse.Namespace) -> int:
     hourly = spending.budget_prices(plan, now=options.clock.now())
     start_allowed = start_wait.allowed_start(
         plan,
-        partial(fleet.pools_of, plan, options.clock),
+        partial(pools.pools_of, plan, options.clock),
         clock=options.clock,
         tell=tell,
     )

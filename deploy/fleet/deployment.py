@@ -10,63 +10,30 @@ it. ``ended``: there after ``crossfed down``.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.containers import ContainerPool
-from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import check_own
 from cloud_adapters.compute.pool import ComputePool
-from cloud_adapters.extras import naming_extras
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.fleet import reconcile
+from deploy.fleet import deployment_record, reconcile
 from deploy.fleet.container_site import ContainerAggregator, ContainerSite
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.tables.providers import AWS, CONTAINERS, KUBERNETES, LOCAL
+from deploy.fleet.deployment_record import DeploymentRecord, LastLaunch, PoolPlace
+from deploy.fleet.pools import named_places, nodes_folder, places, pools_of
+from deploy.fleet.tables.providers import CONTAINERS
 from deploy.fleet.tables.site_machine import SiteMachine
-from federation import durable_files, durable_json, folder_lock
+from federation import durable_files, folder_lock
 from federation.errors import CorruptObject, JobError
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.keystream import RandomBytes
 
-_RECORD, _ENDED = "deployment.json", "ended"
+_ENDED = "ended"
 _OWNER_BYTES = 8
-_DAMAGED = (
-    "restore it, or end the nodes with crossfed down --any-owner, which begins a new "
-    "one"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LastLaunch:
-    role: str
-    number: int
-    max_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PoolPlace:
-    """A cloud's compute service; the file may name another one later."""
-
-    pool: str
-    provider: str
-    region: str
-    project: str
-    endpoint: str
-    context: str = ""
-    namespace: str = ""
-    has_head: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    name: str
-    owner: str
-    launches: tuple[_LastLaunch, ...] = ()
-    places: tuple[_PoolPlace, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -93,7 +60,7 @@ class Deployment:
     held_back: frozenset[str] = frozenset()
     launch_first: frozenset[str] = frozenset()
     leaving: frozenset[str] = frozenset()
-    _launches: dict[str, _LastLaunch] = field(default_factory=dict)
+    _launches: dict[str, LastLaunch] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -132,7 +99,7 @@ class Deployment:
         """
         if all(site.line is None for site in self.plan.file.sites):
             return LOOPBACK
-        return local_network.address(_nodes(self.plan))
+        return local_network.address(nodes_folder(self.plan))
 
     def meeting(self) -> str:
         """Address of the aggregator for sites of this host, by default.
@@ -141,7 +108,7 @@ class Deployment:
             ComputeError: It cannot be had.
         """
         if self.plan.file.aggregator.pool == CONTAINERS:
-            return local_network.served(_nodes(self.plan))
+            return local_network.served(nodes_folder(self.plan))
         return self.host()
 
     def check_host(self, host: str) -> None:
@@ -211,10 +178,10 @@ class Deployment:
         Raises:
             StoreUnavailable: The folder cannot be written.
         """
-        self._launches[role] = _LastLaunch(
+        self._launches[role] = LastLaunch(
             role=role, number=number, max_seconds=max_seconds
         )
-        self._write(_places(self.plan))
+        self._write(places(self.plan))
 
     def forget_places(self) -> None:
         """Stop looking where only an earlier file has named a cloud: nothing is left.
@@ -223,135 +190,16 @@ class Deployment:
             StoreUnavailable: The folder cannot be written.
         """
         if self.plan.folder.exists():
-            self._write(_named(self.plan))
+            self._write(named_places(self.plan))
 
-    def _write(self, places: Mapping[str, _PoolPlace]) -> None:
-        record = _Record(
+    def _write(self, found: Mapping[str, PoolPlace]) -> None:
+        record = DeploymentRecord(
             name=self.name,
             owner=self.owner,
             launches=tuple(self._launches.values()),
-            places=tuple(places.values()),
+            places=tuple(found.values()),
         )
-        durable_json.write(self.plan.folder / _RECORD, record)
-
-
-def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
-    """Open every compute service that a deployment names or has used, this host first.
-
-    Raises:
-        ComputeError: The name of a region or a profile is wrong.
-        MissingExtra: The library of one is not installed.
-    """
-    # A user's own models and data are found from where the deployment file is.
-    here = plan.path.parent.absolute()
-    pools: dict[str, ComputePool] = {
-        LOCAL: LocalPool(folder=_nodes(plan), working_folder=here, clock=clock)
-    }
-    named = {plan.file.aggregator.pool, *(site.pool for site in plan.file.sites)}
-    if CONTAINERS in named:
-        pools[CONTAINERS] = ContainerPool(folder=_nodes(plan))
-    pools.update((name, _cloud(place, clock)) for name, place in _places(plan).items())
-    return pools
-
-
-def _places(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
-    """Clouds that the file names, then those that only the folder's record does."""
-    try:
-        record = durable_json.read(plan.folder / _RECORD, _Record, advice=_DAMAGED)
-    except CorruptObject:  # ``opened`` raises it.
-        record = None
-    before = {} if record is None else {each.pool: each for each in record.places}
-    # A head that an earlier file has named has left a volume, and perhaps a Service.
-    found = {
-        name: replace(place, has_head=place.has_head or _had_head(before.get(name)))
-        for name, place in _named(plan).items()
-    }
-    return {**found, **{k: v for k, v in before.items() if k not in found}}
-
-
-def _had_head(place: _PoolPlace | None) -> bool:
-    return place is not None and place.has_head
-
-
-def _named(plan: DeploymentPlan) -> Mapping[str, _PoolPlace]:
-    found = {
-        site.pool: _PoolPlace(
-            pool=site.pool,
-            provider=site.provider,
-            region=site.machine.region,
-            project=site.machine.project,
-            endpoint=site.machine.endpoint,
-            context=site.machine.cluster.context,
-            namespace=site.machine.cluster.namespace,
-        )
-        for site in plan.file.sites
-        if site.pool not in {LOCAL, CONTAINERS}
-    }
-    machine = plan.file.aggregator
-    if plan.has_head:
-        found[machine.pool] = _PoolPlace(
-            pool=machine.pool,
-            provider=machine.provider,
-            region="",
-            project="",
-            endpoint=machine.endpoint,
-            context=machine.cluster.context,
-            namespace=machine.cluster.namespace,
-            has_head=True,
-        )
-    return found
-
-
-def _nodes(plan: DeploymentPlan) -> Path:
-    return plan.folder / "nodes"
-
-
-def _cloud(place: _PoolPlace, clock: Clock) -> ComputePool:
-    with naming_extras():
-        if place.provider == KUBERNETES:
-            from cloud_adapters.compute import kube_jobs  # noqa: PLC0415 -- the extra
-
-            return kube_jobs.connect(
-                place.context,
-                place.namespace,
-                clock=clock,
-                endpoint=place.endpoint,
-                has_head=place.has_head,
-            )
-        if place.provider == AWS:
-            from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws
-
-            return ec2.connect(place.region, place.endpoint, clock=clock)
-        from cloud_adapters.compute import gce  # noqa: PLC0415 -- the extra gcp
-
-        return gce.connect(place.project, place.endpoint)
-
-
-def adopt(folder: Path, name: str, owner: str) -> None:
-    """Have a folder belong to an owner, who has been given it with its numbers.
-
-    For the head in a cluster: its nodes carry the name of the folder that launched it,
-    so that a command there finds them as its own.
-
-    Args:
-        folder: Of the deployment; it is made if there is none.
-        name: Of the deployment.
-        owner: Random name of the other folder.
-
-    Raises:
-        CorruptObject: Its record is damaged, or belongs to another deployment.
-        StoreUnavailable: It cannot be made or written.
-    """
-    with file_errors("make", folder):
-        own_folder.make(folder)
-    record = durable_json.read(folder / _RECORD, _Record, advice=_DAMAGED)
-    if record is None:
-        record = _Record(name=name, owner=owner)
-    if record.name != name:
-        raise CorruptObject(
-            f"{folder} belongs to deployment {record.name!r} and not to {name!r}"
-        )
-    durable_json.write(folder / _RECORD, replace(record, owner=owner))
+        deployment_record.write(self.plan.folder, record)
 
 
 @contextmanager
@@ -398,15 +246,15 @@ def opened(
     complaint = f"another crossfed command works on {folder}: wait until it has ended"
     with folder_lock.hold(folder / "lock", complaint):
         try:
-            record = durable_json.read(folder / _RECORD, _Record, advice=_DAMAGED)
+            record = deployment_record.read(folder)
         except CorruptObject:
             if not any_owner:
                 raise
             record = None
         if record is None:
             owner = random_bytes(_OWNER_BYTES).hex()
-            record = _Record(name=plan.file.name, owner=owner)
-            durable_json.write(folder / _RECORD, record)
+            record = DeploymentRecord(name=plan.file.name, owner=owner)
+            deployment_record.write(folder, record)
         if record.name != plan.file.name:
             raise CorruptObject(
                 f"{folder} belongs to deployment {record.name!r} and not to "

@@ -14,9 +14,10 @@ from cloud_adapters.compute.machine_types import (
     RequiresSpec,
 )
 from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
-from deploy.fleet import deployment, prices as price_table
+from deploy.fleet import prices as price_table
 from deploy.fleet.choosing.choice import MachineOffer
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.pools import pools_of
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.tables.site_machine import SiteMachine
@@ -37,7 +38,7 @@ def with_types(
         return plan
     today = price_table.day_of(clock.now())
     table = price_table.load(prices or plan.prices, today=today, warn=tell)
-    return resolved(plan, deployment.pools_of(plan, clock), table, tell)
+    return resolved(plan, pools_of(plan, clock), table, tell)
 
 
 def resolved(

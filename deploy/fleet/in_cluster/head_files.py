@@ -7,7 +7,7 @@ record of launches on the volume are from pods before; only files of the bundle 
 import sys
 from pathlib import Path
 
-from deploy.fleet import deployment
+from deploy.fleet import deployment_record
 from deploy.fleet.in_cluster.bundle import FILE, FOLDER, JOB, HeadBundle
 from federation import durable_files, durable_json
 from federation.errors import CorruptObject, FederationError
@@ -28,7 +28,7 @@ def write(given: Path, folder: Path) -> None:
     bundle = durable_json.read(given, HeadBundle, advice="give crossfed up again")
     if bundle is None:
         raise CorruptObject(f"{given} is missing: give crossfed up again")
-    deployment.adopt(folder / FOLDER, bundle.name, bundle.owner)
+    deployment_record.adopt(folder / FOLDER, bundle.name, bundle.owner)
     for name, text in ((JOB, bundle.job), (FILE, bundle.deployment)):
         durable_files.replace_file(folder / name, [text.encode()])
 

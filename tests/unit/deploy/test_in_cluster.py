@@ -12,7 +12,12 @@ from support.fake_kube import NAMESPACE, FakeKube, KubeError, Resource
 from cloud_adapters.compute import kube_manifest
 from cloud_adapters.compute.pool import NodeSpec, NodeState
 from deploy.cli.terminal import show
-from deploy.fleet import deployment as fleet, deployment_file, reconcile
+from deploy.fleet import (
+    deployment as fleet,
+    deployment_file,
+    deployment_record,
+    reconcile,
+)
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.in_cluster import head_files, start
@@ -142,17 +147,17 @@ def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
 def test_a_volume_keeps_its_numbers_under_a_new_owner(tmp_path: Path):
     """The folder that launches may be lost; another deployment's is refused."""
     folder = tmp_path / "deployment"
-    fleet.adopt(folder, "fed", "one")
+    deployment_record.adopt(folder, "fed", "one")
     path = folder / "deployment.json"
     record = json.loads(path.read_text())
     record["launches"] = [{"role": "aggregator", "number": 7, "max_seconds": 60.0}]
     path.write_text(json.dumps(record))
-    fleet.adopt(folder, "fed", "two")
+    deployment_record.adopt(folder, "fed", "two")
     found = json.loads(path.read_text())
     assert found["owner"] == "two"
     assert found["launches"][0]["number"] == 7
     with pytest.raises(CorruptObject, match="belongs to deployment 'fed'"):
-        fleet.adopt(folder, "other", "two")
+        deployment_record.adopt(folder, "other", "two")
 
 
 def test_a_bundle_that_is_damaged_or_missing_is_refused(tmp_path: Path):
