@@ -14,10 +14,10 @@ from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.moves import Mover
+from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.keeping.sizes import Sizer
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
-from deploy.fleet.tables.providers import LOCAL
 from federation import folder_lock
 from federation.errors import ComputeError, FederationError, JobError, NoCapacity
 from privacy.keystream import RandomBytes
@@ -373,24 +373,6 @@ class Keeper:
         self._told = message
         self._next_try = self._clock.monotonic() + self._pause
         self._pause = min(2 * self._pause, _MOST_RETRY_SECONDS)
-
-
-def starts_of(deployment: Deployment, tell: Tell) -> Starts:
-    """Follow the starts of a deployment's machines of clouds and of its pods.
-
-    Nodes of this host say by themselves whether they are ready.
-    """
-    pools = {
-        f"{SITE_PREFIX}{site.name}": site.pool
-        for site in deployment.plan.file.sites
-        if site.provider != LOCAL
-    }
-
-    def read_log(node: Node) -> str | None:
-        name = pools.get(node.labels.get(ROLE, ""))
-        return None if name is None else deployment.pools[name].log(node.id)
-
-    return Starts(read_log, role=ROLE, clock=deployment.clock, tell=tell)
 
 
 def _check_wanted(deployment: Deployment) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from cloud_adapters.compute.pool import Node, NodeState, all_gone
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.keeping.keep import Keeper, Tell, starts_of
+from deploy.fleet.keeping.keep import Keeper, Tell
+from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.starting.starts import Starts
 from deploy.fleet.tables.providers import LOCAL
