@@ -44,12 +44,12 @@ def load_plan(options: argparse.Namespace) -> "DeploymentPlan":
     """
     from deploy.fleet import deployment_file, rehearsal  # noqa: PLC0415 -- --help
 
-    for key, given, needs, is_there in (
+    for name, given, needs, is_there in (
         ("--containers", options.containers, "--provider local", options.provider),
         ("--images", options.images, "--containers", options.containers),
     ):
         if given and not is_there:
-            raise JobError(f"needs {needs}", key=key)
+            raise JobError(f"needs {needs}", key=name)
     plan = deployment_file.load(options.deployment)
     if not options.provider:
         return plan
