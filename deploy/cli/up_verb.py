@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _up(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
         deployment as fleet,
         pools,

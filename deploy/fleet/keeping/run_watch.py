@@ -10,7 +10,6 @@ from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.starting.starts import Starts
 from deploy.fleet.tables.providers import LOCAL
-from deploy.site_host.data import CANNOT_LOAD
 from federation.errors import ComputeError
 
 LOOK_SECONDS = 2.0
@@ -121,6 +120,8 @@ class RunWatch:
         Args:
             is_new: Whether lines that were not there before are reported.
         """
+        from deploy.site_host.data import CANNOT_LOAD  # noqa: PLC0415 -- imports torch
+
         pool = self._deployment.pools[LOCAL]
         for node in pool.nodes({DEPLOYMENT: self._deployment.name}):
             lines = pool.log(node.id).splitlines()
