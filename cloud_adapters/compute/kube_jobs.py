@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from federation.protocols import Clock
 
 _REQUEST_SECONDS = (5.0, 60.0)
-_LOG_CHARS = 64 << 10
-_LOG_LINES, _SHOWN_CHARS = 2000, 2000
-_AGAIN_SECONDS = 0.5
+_LOG_LINES, _SHOWN_CHARS, _AGAIN_SECONDS = 2000, 2000, 0.5
 # Between looks at a job without a machine: a share of the time that it has waited.
 _LOOK_SECONDS, _MOST_LOOK_SECONDS, _LOOK_SHARE = 1.0, 5.0, 0.05
 _MERGE = "application/merge-patch+json"
@@ -127,7 +125,7 @@ class KubePool:
             tail_lines=_LOG_LINES,
             instead={_BAD_REQUEST: None, _NOT_FOUND: None},
         )
-        return str(text or "")[-_LOG_CHARS:]
+        return kube_nodes.end_of_log(str(text or ""))
 
     def clean_up(self) -> None:
         """See ``ComputePool``: Services of heads; the rest the cluster removes."""

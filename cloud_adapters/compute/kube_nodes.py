@@ -19,6 +19,7 @@ _TERMINATED, _KILLED = 128 + 15, 128 + 9
 _OUT_OF_MEMORY = "OOMKilled"
 _GIB = 1 << 30
 _FINISHED_PODS = frozenset({"Failed", "Succeeded"})
+_LOG_CHARS = 64 << 10
 
 
 def node(job: Any, pods: Sequence[Any]) -> Node:
@@ -100,6 +101,18 @@ def gigabytes(claim: Any) -> float | None:
         return float(parse_quantity(asked)) / _GIB
     except ValueError:
         return None
+
+
+def end_of_log(text: str) -> str:
+    """The end of a log, in whole lines: whoever looks again knows them by their text.
+
+    Of a line that is too long by itself, its end.
+    """
+    if len(text) <= _LOG_CHARS:
+        return text
+    # With the character before it, which tells whether a line begins there.
+    end = text[-_LOG_CHARS - 1 :]
+    return end.partition("\n")[2] or end[1:]
 
 
 def _state(job: Any, pod: Any) -> NodeState:

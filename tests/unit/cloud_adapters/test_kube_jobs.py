@@ -19,7 +19,7 @@ from support.fake_kube import (
     Resource,
 )
 
-from cloud_adapters.compute import kube_errors, kube_jobs, kube_manifest
+from cloud_adapters.compute import kube_errors, kube_jobs, kube_manifest, kube_nodes
 from cloud_adapters.compute.pool import Market, NodeLimits, NodeSpec, NodeState
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (
@@ -346,13 +346,26 @@ def test_the_log_is_that_of_the_program(kube_server: FakeKube):
     node = pool.launch(spec(), "one")
     kube_server.logs[node.id] = "".join(f"line {n:>60}\n" for n in range(3000))
     text = pool.log(node.id)
-    assert len(text) == 64 << 10
+    assert len(text) == (64 << 10) // 66 * 66  # Whole lines.
+    assert text.startswith("line ")
     assert text.endswith(f"line {2999:>60}\n")
     (found,) = kube_server.pods.values()
     found["status"]["phase"] = "Pending"
     assert pool.log(node.id) == ""
     pool.terminate([node.id])
     assert pool.log(node.id) == ""
+
+
+def test_a_log_is_cut_between_lines():
+    """A line that began before is not its rest; one too long by itself has an end."""
+    whole = "x" * ((64 << 10) - 1) + "\n"
+    for text, expected in (
+        (whole, whole),
+        (f"before\n{whole}", whole),
+        (f"before{whole}a\nb\n", "a\nb\n"),
+        ("y" * (65 << 10), "y" * (64 << 10)),
+    ):
+        assert kube_nodes.end_of_log(text) == expected
 
 
 @pytest.mark.parametrize(
