@@ -229,9 +229,17 @@ def _notes(job: Any) -> Mapping[str, str]:
 
 
 def _given(job: Any) -> Mapping[str, Any]:
-    """What was given; empty if someone has removed it."""
+    """What was given; empty if someone has removed it, or put something else there.
+
+    Whoever may launch jobs in the namespace can write it, and must hide no other node.
+    """
     try:
         found = json.loads(_notes(job).get(kube_manifest.GIVEN, ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    labels, zones = found.get("labels", {}), found.get("zones", [])
+    is_sound = isinstance(labels, dict) and isinstance(zones, list)
+    texts = [*labels.values(), *zones] if is_sound else [None]
+    return found if all(isinstance(each, str) for each in texts) else {}

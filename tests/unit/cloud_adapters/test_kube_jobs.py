@@ -369,6 +369,28 @@ def test_a_log_is_cut_between_lines():
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        '{"labels": 5}',
+        '{"labels": {"crossfed-number": 5}}',
+        '{"zones": 5}',
+        '{"zones": [{}]}',
+        "[" * 100_000,
+        "[]",
+        "{",
+    ],
+)
+def test_a_job_that_others_have_written_hides_no_node(
+    kube_server: FakeKube, given: str
+):
+    pool = kube_server.pool()
+    nodes = [pool.launch(spec(), token).id for token in ("one", "two")]
+    kube_server.jobs[nodes[0]]["metadata"]["annotations"]["crossfed/given"] = given
+    found = {node.id: node.name for node in pool.nodes({})}
+    assert found == {nodes[0]: nodes[0], nodes[1]: spec().name}
+
+
+@pytest.mark.parametrize(
     ("status", "words", "error", "advice"),
     [
         (400, "bad", MachineRefused, "correct what it names"),
