@@ -93,18 +93,21 @@ def check_own(body: Manifest, found: Sequence[Any], doing: str) -> None:
         )
 
 
-def services_of_gone(nodes: Sequence[Node]) -> Collection[str]:
+def services_of_gone(nodes: Sequence[Node], services: Sequence[Any]) -> Collection[str]:
     """Names of Services that lead to heads of before and to no other node.
 
     Args:
         nodes: All of a namespace.
+        services: Those that were made for heads. A head is listed for a day, and by
+            then something else may have the name of its Service.
     """
     gone, alive = set[str](), set[str]()
     for node in nodes:
         name = node.labels.get(SERVICE_LABEL)
         if name:
             (gone if node.state is NodeState.GONE else alive).add(name)
-    return gone - alive
+    made = {each.metadata.name for each in services}
+    return (gone - alive) & made
 
 
 def of_job() -> Manifest:

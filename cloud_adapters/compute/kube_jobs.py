@@ -131,8 +131,10 @@ class KubePool:
         """See ``ComputePool``: Services of heads; the rest the cluster removes."""
         if not self.has_head:
             return
+        listed = self.clients.core.list_namespaced_service
+        found = self._all(listed, "services", kube_head.SERVICE_LABEL)
         # One that has no job yet is being launched by another command.
-        for name in sorted(kube_head.services_of_gone(self.nodes({}))):
+        for name in sorted(kube_head.services_of_gone(self.nodes({}), found)):
             self._call(
                 self.clients.core.delete_namespaced_service,
                 f"remove the service {name} in {self.place}",

@@ -109,6 +109,16 @@ def test_a_service_without_a_job_is_left_to_who_launches(kube_server: FakeKube):
     assert [*kube_server.services] == ["crossfed-fed"]
 
 
+def test_a_service_that_others_have_made_since_is_left(kube_server: FakeKube):
+    """The head that had one of that name is still listed."""
+    pool = kube_server.pool(has_head=True)
+    node = pool.launch(spec(), "1")
+    pool.terminate([node.id])
+    del kube_server.services["crossfed-fed"]["metadata"]["labels"]["crossfed-service"]
+    pool.clean_up()
+    assert [*kube_server.services] == ["crossfed-fed"]
+
+
 def test_what_others_have_made_is_not_taken_for_that_of_a_head(kube_server: FakeKube):
     """Sites would be sent elsewhere, or keys be put on a volume of others."""
     pool = kube_server.pool(has_head=True)
