@@ -37,22 +37,18 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     failures: list[ComputeError] = []
     # The aggregator's, which is the first, comes last: sites tell it that they leave.
     for pool in reversed([*deployment.pools.values()]):
-        try:
-            ended += _end_head(deployment, pool, any_owner=any_owner, tell=tell)
-            found = pool.nodes({DEPLOYMENT: deployment.name})
-            nodes = found if any_owner else _own(deployment, found)
-            ended += _end_all(deployment, pool, nodes, tell)
-            if not any_owner:
-                reconcile.check_owner(found, deployment.owner, deployment.name)
-        except ComputeError as error:
-            failures.append(error)
+        # A head whose machine is lost may take long to end: its sites do not wait.
+        for end in (_end_head, _end_others):
+            try:
+                ended += end(deployment, pool, any_owner=any_owner, tell=tell)
+            except ComputeError as error:
+                failures.append(error)
     if not failures:
         deployment.forget_places()
         return ended
-    first, *others = failures
-    if not others and not ended:
+    first, told = failures[0], "; ".join(dict.fromkeys(map(str, failures)))
+    if told == str(first) and not ended:
         raise first
-    told = "; ".join(map(str, failures))
     raise type(first)(
         f"{told}; {ended} other nodes were ended. Give this command again"
     ) from first
@@ -136,6 +132,24 @@ def _end_head(
     alive = [node for node in nodes if node.state is not NodeState.GONE]
     _end(pool, deployment.name, alive, deployment.clock, tell)
     return len(alive)
+
+
+def _end_others(
+    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
+) -> int:
+    """End the nodes of one service that are no heads in a cluster; how many.
+
+    Raises:
+        ComputeError: The service fails, a node does not end in time, or another
+            folder has one.
+    """
+    found = pool.nodes({DEPLOYMENT: deployment.name})
+    nodes = found if any_owner else _own(deployment, found)
+    others = [node for node in nodes if node.labels.get(ROLE) != HEAD]
+    ended = _end_all(deployment, pool, others, tell)
+    if not any_owner:
+        reconcile.check_owner(found, deployment.owner, deployment.name)
+    return ended
 
 
 def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:

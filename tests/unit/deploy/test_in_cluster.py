@@ -260,6 +260,26 @@ def test_down_ends_the_head_first_and_keeps_the_volume(
     assert (volume.num_bytes, volume.dollars) == (50 << 30, 4.0)
 
 
+@pytest.mark.slow
+def test_sites_end_although_the_machine_of_their_head_is_lost(
+    write: Write, kube_server: FakeKube
+):
+    """Nobody can say when its pod has ended, and sites cost meanwhile."""
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        site = site_job(deployment, kube_server)
+        kube_server.ends = lambda name: setattr(
+            kube_server, "slow_end", name == head.id
+        )
+        with pytest.raises(ComputeError, match="1 other nodes were ended") as caught:
+            take_down(deployment, any_owner=False, tell=print)
+        assert "the nodes ended not within 300 s: head" in str(caught.value)
+        states = {node.id: node.state for node in kube_server.pool().nodes({})}
+        assert states == {head.id: NodeState.STOPPING, site: NodeState.GONE}
+        kube_server.let_go()
+        assert take_down(deployment, any_owner=False, tell=print) == 0
+
+
 def test_a_volume_that_cannot_be_looked_at_is_named(
     write: Write, kube_server: FakeKube
 ):
