@@ -134,7 +134,7 @@ class DeploymentPlan:
     @property
     def is_head(self) -> bool:
         """Whether this is what that pod reads, in the cluster of its sites."""
-        return any(
+        return not self.has_head and any(
             site.machine.cluster.context == IN_CLUSTER for site in self.file.sites
         )
 

@@ -280,6 +280,18 @@ def test_sites_end_although_the_machine_of_their_head_is_lost(
         assert take_down(deployment, any_owner=False, tell=print) == 0
 
 
+def test_down_from_another_pod_ends_the_head(write: Write, kube_server: FakeKube):
+    """That of a continuous build, say, which is no head but is in the cluster, too."""
+    plan = write()
+    inside = plan.path.read_text().replace('"test"', '"in-cluster"')
+    plan.path.write_text(inside)
+    with opened(deployment_file.load(plan.path)) as deployment:
+        assert not deployment.plan.is_head
+        start.up(deployment, accept="", tell=print)
+        assert take_down(deployment, any_owner=False, tell=print) == 1
+        assert not kube_server.pods
+
+
 def test_a_volume_that_cannot_be_looked_at_is_named(
     write: Write, kube_server: FakeKube
 ):
