@@ -123,7 +123,13 @@ def check(
 
 def _check_local(machine: AggregatorMachine, sites: Sequence[SiteMachine]) -> None:
     local = AggregatorMachine()
-    for name in ("cluster", "identity", "disk_gb", "disk_dollars_per_month"):
+    for name in (
+        "cluster",
+        "identity",
+        "disk_gb",
+        "disk_dollars_per_month",
+        "endpoint",
+    ):
         if getattr(machine, name) != getattr(local, name):
             raise JobError(
                 f"is for provider {KUBERNETES!r}: remove it, or name that",

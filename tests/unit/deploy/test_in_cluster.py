@@ -398,6 +398,10 @@ def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
         with pytest.raises(JobError, match=reason) as caught:
             write(**changed)
         assert f"{key}: " in str(caught.value), changed
+    local = {"provider": "", "image": "", "cluster": "", "disk_dollars_per_month": ""}
+    with pytest.raises(JobError, match="is for provider 'kubernetes'") as caught:
+        write(**local)
+    assert "aggregator.endpoint: " in str(caught.value)
     plan = write(listen='"0.0.0.0:1"', address='"fed.example.org:1"')
     assert start._head(plan).host == ""
     path = plan.path
