@@ -81,7 +81,14 @@ def for_pod(document: Mapping[str, Any], file: DeploymentFile) -> str:
 
 
 def _site(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A site's table, whose cluster is that of the pod."""
-    machine = table["machine"]
-    cluster = {**machine["cluster"], "context": IN_CLUSTER}
-    return {**table, "machine": {**machine, "cluster": cluster}}
+    """A site's table, whose cluster is that of the pod.
+
+    The pod knows its API server. The endpoint of the file may be one that is reached
+    from outside alone, through a tunnel, say. One without TLS stays: no credentials
+    are sent to it, and those of the pod are not read.
+    """
+    machine = dict(table["machine"])
+    machine["cluster"] = {**machine["cluster"], "context": IN_CLUSTER}
+    if not machine.get("endpoint", "").startswith("http:"):
+        machine.pop("endpoint", None)
+    return {**table, "machine": machine}

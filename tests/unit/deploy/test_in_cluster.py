@@ -20,7 +20,7 @@ from deploy.fleet import (
 )
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.in_cluster import head_files, start
+from deploy.fleet.in_cluster import bundle, head_files, start
 from deploy.fleet.in_cluster.bundle import MAX_BYTES, HeadBundle
 from deploy.fleet.prices import Prices
 from deploy.fleet.remains import remains
@@ -28,6 +28,7 @@ from deploy.fleet.take_down import take_down
 from federation import durable_json
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError, CorruptObject, JobError
+from federation.job import job_file
 
 IMAGE = f"registry.example.org/crossfed-aggregator@sha256:{'cd' * 32}"
 NO_PRICES = Prices(as_of="2026-11-01", machines=(), egress=())
@@ -290,6 +291,14 @@ def test_down_from_another_pod_ends_the_head(write: Write, kube_server: FakeKube
         start.up(deployment, accept="", tell=print)
         assert take_down(deployment, any_owner=False, tell=print) == 1
         assert not kube_server.pods
+
+
+def test_a_pod_does_not_use_the_way_in_from_outside(write: Write):
+    """A tunnel to the API server, say; the pod has the server's address itself."""
+    plan = write()
+    document = job_file.read_toml(plan.path)
+    document["sites"][0]["machine"]["endpoint"] = "https://127.0.0.1:16443"
+    assert "16443" not in bundle.for_pod(document, plan.file)
 
 
 def test_a_volume_that_cannot_be_looked_at_is_named(
