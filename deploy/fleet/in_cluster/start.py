@@ -20,7 +20,7 @@ from deploy.fleet.reconcile import DEPLOYMENT, HEAD, OWNER
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import cluster_head
 from federation.addresses import parse_address
-from federation.errors import ComputeError, JobError
+from federation.errors import ComputeError, ComputeUnavailable, JobError
 from federation.job import job_file
 
 FOLDER = f"{STATE}/fed"
@@ -150,33 +150,47 @@ def follow(
         The exit code of the ``crossfed up`` in the pod.
 
     Raises:
-        ComputeError: The service fails, or has lost the head.
+        ComputeError: The service refuses to say it, or has lost the head.
     """
-    pool, clock = (
-        deployment.pools[deployment.plan.file.aggregator.pool],
-        deployment.clock,
-    )
-    labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+    clock = deployment.clock
     before: Sequence[str] = ()
     told, begin = "", clock.monotonic()
     while True:
-        found = [each for each in pool.nodes(labels) if each.id == launched.id]
-        lines = pool.log(launched.id).splitlines()
+        node, lines, news = _look(deployment, launched.id)
         for line in new_lines(before, lines):
             show(line)
         before = lines or before
-        node = found[0] if found else None
-        if node is None and clock.monotonic() - begin > _UNLISTED_SECONDS:
+        is_unlisted = node is None and not news
+        if is_unlisted and clock.monotonic() - begin > _UNLISTED_SECONDS:
             raise ComputeError(
                 f"{launched.id} is not listed any more: crossfed nodes shows what runs"
             )
         if node is not None and node.state is NodeState.GONE:
             return _code(before, node, tell)
-        if node is not None and node.trouble != told:
-            told = node.trouble
-            if told:
-                tell(f"{node.name}: {told}")
+        if news and news != told:
+            tell(news)
+        told = news
         clock.sleep(_LOOK_SECONDS)
+
+
+def _look(
+    deployment: Deployment, node_id: str
+) -> tuple[Node | None, Sequence[str], str]:
+    """A head, the end of its log, and what is wrong; empty if nothing is.
+
+    The head goes on while its service cannot be reached from here.
+    """
+    pool = deployment.pools[deployment.plan.file.aggregator.pool]
+    labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+    try:
+        found = [each for each in pool.nodes(labels) if each.id == node_id]
+        lines = pool.log(node_id).splitlines()
+    except ComputeUnavailable as error:
+        return None, (), f"{error}; looked at again until it succeeds"
+    if not found:
+        return None, lines, ""
+    (node,) = found
+    return node, lines, f"{node.name}: {node.trouble}" if node.trouble else ""
 
 
 def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:

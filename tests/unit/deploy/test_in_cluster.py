@@ -218,6 +218,29 @@ def test_a_head_that_is_taken_away_says_what_to_do(write: Write, kube_server: Fa
             start.follow(deployment, head, told.append, print)
 
 
+def test_a_head_is_followed_through_a_fault_of_its_service(
+    write: Write, kube_server: FakeKube
+):
+    """It goes on meanwhile; what is wrong is told once."""
+    told: list[str] = []
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        away = KubeError(503, "ServiceUnavailable", "It is upgraded.")
+        requests: list[str] = []
+
+        def refusal(request: Any) -> KubeError | None:
+            requests.append(request.path)
+            if len(requests) == 10:  # After two looks of four tries each.
+                kube_server.logs[head.id] = "crossfed head: up ended with 0\n"
+                kube_server.finish(head.id, 0)
+            return away if len(requests) < 10 else None
+
+        kube_server.refusal = refusal
+        assert start.follow(deployment, head, told.append, print) == 0
+    (once,) = told
+    assert "It is upgraded.); looked at again until it succeeds" in once
+
+
 def test_only_new_lines_of_a_log_are_shown():
     a, b, c, d = "abcd"
     for before, after, expected in (
