@@ -194,10 +194,14 @@ def _look(
 
 
 def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:
-    """The exit code that a head has ended with, by the last line of its log."""
+    """The exit code that a head has ended with, by the last line of its log.
+
+    What others have sent may be in a log, too: one that was killed has no success.
+    """
     found = _ENDED.fullmatch(lines[-1]) if lines else None
-    if found is not None:
-        return int(found[1])
+    code = None if found is None else int(found[1]) & 0xFF
+    if code is not None and (code or not node.trouble):
+        return code
     tell(
         f"{node.id} has ended ({node.trouble or 'no reason is known'}), and its sites "
         "wait for it: give crossfed up again, which continues, or crossfed down"

@@ -241,6 +241,16 @@ def test_a_head_is_followed_through_a_fault_of_its_service(
     assert "It is upgraded.); looked at again until it succeeds" in once
 
 
+def test_a_head_that_was_killed_has_no_success(write: Write, kube_server: FakeKube):
+    """Although the last line of its log says so, which others may have sent."""
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        for code in (0, 256):
+            kube_server.logs[head.id] = f"crossfed head: up ended with {code}\n"
+            kube_server.finish(head.id, 137)
+            assert start.follow(deployment, head, print, print) == 1
+
+
 def test_only_new_lines_of_a_log_are_shown():
     a, b, c, d = "abcd"
     for before, after, expected in (
