@@ -66,7 +66,7 @@ from federation.protocols import Clock
 # We send them more often, so that the aggregator can tell sooner.
 BEAT_EVERY_SECONDS = 3.0
 # Between looks for a message: a share of the time since the last one came, within
-# these bounds. A SuperLink works for 5 ms on every look.
+# these bounds. A SuperLink works for 5 ms on a look that goes to Flower.
 POLL_SHARE = 0.05
 POLL_SECONDS, IDLE_POLL_SECONDS = 0.1, 0.5
 # While it works, for it is asked what became of the task.
