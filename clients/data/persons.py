@@ -81,8 +81,12 @@ def as_persons(persons: object) -> NDArray[Any]:
     Raises:
         ValueError: It does not hold one integer or text for each record.
     """
-    if isinstance(persons, np.ndarray) and persons.dtype == object:
-        persons = persons.tolist()  # A column, as pandas gives it.
+    if isinstance(persons, tuple):
+        persons = [*persons]
+    elif not isinstance(persons, list):
+        persons = np.asarray(persons)
+        if persons.dtype == object:  # A column, as pandas gives it.
+            persons = persons.tolist()
     if isinstance(persons, list):
         # NumPy would write NaN, as pandas marks what is missing, as a text.
         odd = {

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.small_jobs import small_job
 
 from clients.data.datasets import Examples, as_dataset
@@ -238,9 +239,29 @@ def test_bytes_of_one_part_are_the_texts_of_another():
     assert kept.persons.tolist() == ["y"]
 
 
+class SeriesOfNames:
+    """Gives an array of objects for itself, as a Series of pandas does."""
+
+    def __init__(self, names: list[Any]) -> None:
+        self._names = names
+
+    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+        return np.array(self._names, dtype=object)
+
+
+def test_a_column_of_a_frame_names_persons():
+    for names in (["b", "a"], [b"b", "a"]):
+        assert as_persons(SeriesOfNames(names)).tolist() == ["b", "a"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), 1.5, None, True])
 def test_a_missing_name_among_texts_is_no_person(value: Any):
     """All records without one would be those of one person, called nan."""
-    for names in (["a", value], np.array(["a", value], dtype=object)):
+    for names in (
+        ["a", value],
+        ("a", value),
+        np.array(["a", value], dtype=object),
+        SeriesOfNames(["a", value]),
+    ):
         with pytest.raises(ValueError, match="drop records whose person is unknown"):
             as_persons(names)
