@@ -29,6 +29,9 @@ _LOOK_SECONDS = 2.0
 _SCRATCH_GB = 4
 # A job that was just launched may not be listed yet.
 _UNLISTED_SECONDS = 60.0
+# After the hours of the deployment, when the head ends its sites: without it, those
+# that it has replaced would go on for as many hours again.
+_MARGIN_SECONDS = 900.0
 _ENDED = re.compile(r"crossfed head: up ended with ([0-9]{1,3})")
 # A shell that waits for a program ignores SIGTERM. What the program has started ends
 # with the container.
@@ -94,7 +97,7 @@ def request(deployment: Deployment, accept: str) -> NodeRequest:
         name=HEAD,
         command=command(accept),
         labels={},
-        max_seconds=deployment.max_seconds,
+        max_seconds=deployment.max_seconds + _MARGIN_SECONDS,
         user_data=given,
         image=machine.image,
         disk_gb=_SCRATCH_GB,

@@ -187,6 +187,21 @@ def test_a_head_is_replaced_only_when_something_has_changed(
     assert len(kube_server.claims) == 1
 
 
+@pytest.mark.parametrize("budget", ["", "max_dollars = 1.0\n"])
+def test_a_head_has_time_to_end_its_sites(
+    write: Write, kube_server: FakeKube, budget: str
+):
+    """When the hours are over or the budget is spent, which it counts itself."""
+    path = write().path
+    path.write_text(f"{budget}max_hours = 2.0\n{path.read_text()}")
+    with opened(deployment_file.load(path)) as deployment:
+        start.up(deployment, accept="", tell=print)
+        assert deployment.max_seconds == 7200.0
+    (job,) = kube_server.created
+    assert job["spec"]["activeDeadlineSeconds"] == 7200 + 900
+    assert job["spec"]["template"]["spec"]["activeDeadlineSeconds"] == 7200 + 900
+
+
 def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: FakeKube):
     """And its exit code is that of the command."""
     shown: list[str] = []
