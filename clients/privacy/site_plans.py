@@ -184,6 +184,8 @@ class SitePlan:
             evaluates=self.num_evaluations > 0,
             max_loss=MAX_LOSS,
             later=self.later,
+            planned=self.training_events,
+            once=self.once,
         )
         return BudgetedTrainer(trainer, ledger, releases)
 

@@ -7,11 +7,11 @@ and how many examples the site holds.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Unpack
 
-from federation.errors import ProtocolError
+from federation.errors import BudgetExceeded, ProtocolError
 from federation.messages import (
     NO_ANCHOR,
     LedgerAnchor,
@@ -52,6 +52,8 @@ class Releases:
         evaluates: Whether the job has evaluations; if not, held-out results stay.
         max_loss: What a held-out prediction's loss is clipped to, in nats.
         random_bytes: Source of the keys of the held-out noise.
+        planned: All training that was planned, where rounds differ in what they cost.
+        once: What is charged with the training before the first round.
     """
 
     round_event: PrivacyEvent
@@ -60,6 +62,29 @@ class Releases:
     max_loss: float
     random_bytes: Callable[[int], bytes] = os.urandom
     later: Sequence[tuple[int, PrivacyEvent]] = ()
+    planned: Sequence[PrivacyEvent] = ()
+    once: Sequence[PrivacyEvent] = ()
+
+    def has_room(self, event: PrivacyEvent, charged: Iterable[PrivacyEvent]) -> bool:
+        """Whether a round of the plan is left for more training; or a larger one.
+
+        Whoever asks for rounds may choose the next one by the results of those before.
+        If events differ, epsilon of what was charged is then no bound (Rogers et al.
+        2016, arXiv:1605.08294, section 1). The events of a plan may come in any order
+        (concurrent composition: Vadhan and Zhang 2023, arXiv:2207.08335), and in place
+        of one another of a smaller sampling rate.
+
+        Args:
+            event: The training; only its rate and its number of steps count.
+            charged: What was charged for training.
+        """
+        if not self.later:
+            return True  # All events are alike.
+        taken = [event, *(each for each in charged if each not in self.once)]
+        return all(
+            _steps_from(rate, taken) <= _steps_from(rate, self.planned)
+            for rate in {each.sampling_rate for each in self.planned}
+        )
 
     def event_in(self, round_index: int) -> PrivacyEvent:
         """The private steps of a round."""
@@ -68,6 +93,11 @@ class Releases:
             if first <= round_index:
                 found = event
         return found
+
+
+def _steps_from(rate: float, events: Iterable[PrivacyEvent]) -> int:
+    """Steps with this sampling rate or a larger one."""
+    return sum(each.steps for each in events if each.sampling_rate >= rate)
 
 
 class BudgetedTrainer:
@@ -108,7 +138,8 @@ class BudgetedTrainer:
         What an earlier payment was for and was not done is not to be done any more.
 
         Raises:
-            BudgetExceeded: Some of it is beyond the budget; nothing was charged.
+            BudgetExceeded: Some of it is beyond the budget, or the plan has no such
+                round left; nothing was charged.
             PrivacyError: The ledger cannot vouch for what was spent, or holds fewer
                 charges than ``anchor`` says that it held; nothing was charged.
             ProtocolError: The job has no evaluations; nothing was charged.
@@ -120,12 +151,26 @@ class BudgetedTrainer:
             raise ProtocolError("was asked to evaluate, but the job has no evaluations")
         releases: list[Release] = []
         if trains:
-            releases.append((self._releases.event_in(round_index), "train"))
+            event = self._releases.event_in(round_index)
+            self._check_room(event, round_index)
+            releases.append((event, "train"))
         if held_out is not None:
             releases += [(held_out.event(), "evaluate")] * evaluations
         self._ledger.charge_all(releases, round_index=round_index)
         self._round_index = round_index
         self._trains, self._evaluations = trains, evaluations
+
+    def _check_room(self, event: PrivacyEvent, round_index: int) -> None:
+        charges = self._ledger.charges()
+        charged = [each.event for each in charges if each.purpose == "train"]
+        if not self._releases.has_room(event, charged):
+            raise BudgetExceeded(
+                f"round {round_index} draws each record with probability "
+                f"{event.sampling_rate:.3g}, and site {self._ledger.terms.site!r} has "
+                "trained all rounds with this probability, or a larger one, that were "
+                "planned and held in reserve; nothing was released. Stop here, or "
+                "start a run with more privacy.differential_privacy.reserve_rounds"
+            )
 
     def fit(
         self,

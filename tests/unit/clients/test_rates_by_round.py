@@ -9,6 +9,7 @@ import pytest
 from support.small_jobs import small_job
 
 from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.privacy.spending import Releases
 from clients.training.private_steps import largest_batch, sampling_rate
 from deploy.wiring.parts import build_federation
 from federation.clock import VirtualClock
@@ -114,6 +115,49 @@ def test_each_round_is_charged_for_its_own_rate():
             trainer.pay(round_index=3, trains=True, evaluations=0)
     (promise,) = sites.promises()
     assert promise.sampling_rate == 32 / RECORDS  # The largest.
+
+
+def test_only_rounds_of_the_plan_are_trained():
+    """In any order. More of the small ones cost less, but not if results choose."""
+    with sites_of(growing_job()) as sites:
+        trainer = sites.trainer(SITE)
+        for index in (1, 4, 1, 2, 4):  # One in place of round 3, one of the reserve.
+            trainer.pay(round_index=index, trains=True, evaluations=0)
+        before = trainer.spent()
+        assert before is not None
+        assert before.epsilon < 0.9 * TARGET
+        for index in (1, 3):
+            with pytest.raises(BudgetExceeded, match="reserve_rounds"):
+                trainer.pay(round_index=index, trains=True, evaluations=0)
+        assert trainer.spent() == before
+
+
+def test_a_smaller_round_may_take_the_place_of_a_larger_one():
+    """And none that of a smaller one; statistics before the first round are none."""
+    small, large, once = (
+        PrivacyEvent(noise_multiplier=1.0, sampling_rate=rate, steps=2)
+        for rate in (0.1, 0.2, 1.0)
+    )
+    releases = Releases(
+        round_event=small,
+        held_out=None,
+        evaluates=False,
+        max_loss=1.0,
+        later=[(2, large)],
+        planned=[small, large],
+        once=[once],
+    )
+    for event, charged, has_room in (
+        (small, [once], True),
+        (small, [once, small], True),
+        (small, [small, small], False),
+        (small, [large], True),
+        (large, [small], True),
+        (large, [large], False),
+        (large, [small, small], False),
+    ):
+        assert releases.has_room(event, charged) is has_room, (event, charged)
+    assert replace(releases, later=()).has_room(large, [large] * 9)
 
 
 def test_equal_steps_are_planned_as_before():
