@@ -39,74 +39,20 @@ import machine
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-from cloud_adapters.flower import simulation as flower_simulation  # noqa: E402
+# Flower reads them when it is imported, here and in the sites' processes.
+_QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+os.environ.update(_QUIET)
 
-flower_simulation.import_flower()
+from support import exchange_app, superlink  # noqa: E402
+from support.mirror_site import DEAF  # noqa: E402
 
-from support import exchange_app, superlink, toy_sites  # noqa: E402
-
-from cloud_adapters.flower import site as flower_site  # noqa: E402
-from cloud_adapters.flower.node import FlowerNode  # noqa: E402
-from cloud_adapters.storage.disk.store import LocalStore  # noqa: E402
-from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
 from federation.clock import SystemClock  # noqa: E402
-from federation.ids import RunId  # noqa: E402
-from federation.messages import RoundTask, SiteMessage, Task  # noqa: E402
-from federation.vectors import Layout, Role  # noqa: E402
-from privacy.membership.certificates import key_pem, load_key, new_key  # noqa: E402
+from privacy.membership.certificates import key_pem, new_key  # noqa: E402
 
 Row = dict[str, Any]
 
 MB, FLOAT_BYTES = 1_000_000, 4
 LOOK_SECONDS = 0.05
-DEAF = "deaf"
-
-
-class Mirror:
-    """A site that answers with the model that it got, uncopied, or never."""
-
-    def __init__(self, name: str, num_floats: int, place: Path) -> None:
-        self._name = name
-        self._place = place
-        model = [("w", (num_floats,), "float32", Role.PARAMETER)]
-        self._layout = Layout.build(model)
-
-    def introduce(self, sealed: bytes) -> bytes:
-        """Tell the site's name."""
-        return self._name.encode() if sealed else b""
-
-    def layout(self, run_id: RunId) -> Layout:  # noqa: ARG002 -- as of Agent
-        """The same for all runs."""
-        return self._layout
-
-    def answer(self, task: Task) -> SiteMessage:
-        """Answer without any work."""
-        assert isinstance(task, RoundTask)
-        if self._name == DEAF:
-            (self._place / DEAF).touch()
-            threading.Event().wait()
-        return toy_sites.mirrored(task)
-
-
-def site(name: str, num_floats: int, address: str, place: Path, store: str) -> None:
-    """Be a site until standard input ends."""
-    frames = INLINE
-    if store:
-        frames = Frames(store=LocalStore(Path(store)), scratch=place / name)
-    node = FlowerNode(
-        app=flower_site.agent_app(Mirror(name, num_floats, place), frames),
-        address=address,
-        root_certificates=(place / "ca.crt").read_bytes(),
-        key=load_key(place / f"{name}.pem"),
-        clock=SystemClock(),
-    )
-
-    def wait() -> None:
-        sys.stdin.read()
-        node.stopped.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    node.run()
 
 
 class Peaks:
@@ -165,9 +111,10 @@ def federation(
             server.register(key)
             started = subprocess.Popen(
                 [
-                    *(sys.executable, __file__, "--site", name),
+                    *(sys.executable, "-m", "support.mirror_site", name),
                     *(str(num_floats), server.address, str(place), store),
                 ],
+                cwd=TESTS,
                 stdin=subprocess.PIPE,
             )
             stack.callback(started.wait)
@@ -392,12 +339,7 @@ def main() -> None:
     parser.add_argument("--flower-rounds", type=int, default=6, help="0 for ours alone")
     parser.add_argument("--many", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--many-mb", type=int, default=100)
-    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.site:
-        name, num_floats, address, place, store = args.site
-        site(name, int(num_floats), address, Path(place), store)
-        return
     print(json.dumps(machine.facts("deployed")))
     for found in measures(args):
         row = found | {"load": round(os.getloadavg()[0], 1)}
