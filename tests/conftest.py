@@ -329,3 +329,13 @@ def kms_server() -> Iterator[Any]:
 
     with fake_kms.FakeKms() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def flower_story(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run on Flower's simulation engine; see ``support.flower_story``."""
+    from support import flower_story, toy_sites  # noqa: PLC0415 (slow to import)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(toy_sites.HOLD, str(tmp_path_factory.mktemp("played") / "hold"))
+        return flower_story.tell()

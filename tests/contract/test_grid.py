@@ -1,13 +1,11 @@
 """What every grid promises.
 
-Starting an engine may take seconds, so each plays one script, and the tests look at
-what came of it. To add a grid, write a function like ``in_process`` and list it in
-``ENGINES``.
+Starting an engine may take seconds, so each plays one script, ``support.grid_script``,
+and the tests look at what came of it. To add a grid, write a function like
+``in_process`` and list it in ``ENGINES``.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,77 +14,43 @@ from typing import Any
 import numpy as np
 import pytest
 from support import toy_sites
+from support.grid_script import (
+    EVERY_SITE,
+    JOB_TEXT,
+    SITES,
+    TASK,
+    Played,
+    play,
+    secure_tasks,
+    tasks,
+)
 
-from cloud_adapters.flower.simulation import run_on_flower_simulation
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import TranscriptGrid
 from cloud_adapters.local.virtual_grid import Machine, VirtualGrid
 from federation.clock import SystemClock, VirtualClock
-from federation.exchange import exchange
-from federation.ids import SiteId, TaskId
+from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
     Reply,
-    RoundTask,
     SecureAnswer,
     SecureStep,
-    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
-    Task,
-    TaskKind,
 )
 from federation.protocols import Grid
 from federation.wire import frame as wire
 
 pytestmark = pytest.mark.slow
 
-SITES = [SiteId(name) for name in ("delta", "alpha-bad", "charlie", "bravo")]
-JOB_TEXT = 'name = "toy"  # \u00fc\n'
-# A busy machine fails no test.
-PATIENT_SECONDS = 600.0
-
-WEIGHTS_D = np.array([1.5, -0.0, np.inf, -np.inf, 1e-45, 3.4e38, 0.1], dtype=np.float32)
-NAN_BITS = np.array([0x7FC00001, 0xFFC0FFFF], dtype=np.uint32).view(np.float32)
-TASK = RoundTask(
-    run_id="run-1",
-    round_index=1,
-    site=SITES[0],
-    kind=TaskKind.TRAIN,
-    layout_digest="ab" * 32,
-    weights_d=np.concatenate([WEIGHTS_D, NAN_BITS]),
-    integers_m=np.array([-(2**63), 2**62, 0], dtype=np.int64),
-    evaluate=True,
-    evaluate_after=False,
-)
-
 Server = Callable[[Grid], Any]
-
-
-def tasks(sites: list[SiteId] = SITES, **fields: Any) -> list[RoundTask]:
-    """One task for each site."""
-    return [replace(TASK, site=site, **fields) for site in sites]
-
-
-def secure_tasks(step: SecureStep, round_index: int) -> list[SecureTask]:
-    """One step of secure aggregation for each site."""
-    return [
-        SecureTask(
-            run_id="run-1",
-            round_index=round_index,
-            site=site,
-            step=step,
-            body=b"\0for " + site.encode(),
-        )
-        for site in SITES
-    ]
 
 
 def in_process(server: Server, *, workers: int):
     """Play a script against the in-process grid."""
-    handlers = {site: toy_sites.echo_site(site, JOB_TEXT) for site in SITES}
+    handlers = {site: toy_sites.echo_site(site, JOB_TEXT) for site in EVERY_SITE}
     with InProcessGrid(handlers, clock=SystemClock(), workers=workers) as grid:
         return server(grid)
 
@@ -94,7 +58,7 @@ def in_process(server: Server, *, workers: int):
 def in_virtual_time(server: Server):
     """Play a script in virtual time, where a site hangs on its own clock."""
     machines = {}
-    for site in SITES:
+    for site in EVERY_SITE:
         clock = VirtualClock()
         machines[site] = Machine(
             handler=toy_sites.EchoSite(
@@ -118,142 +82,24 @@ def with_transcript(server: Server):
         )
 
 
-def flower(server: Server):
-    """Play a script on Flower's simulation engine, in two processes."""
-    return run_on_flower_simulation(
-        server,
-        toy_sites.echo_site,
-        sites=SITES,
-        job_text=JOB_TEXT,
-        clock=SystemClock(),
-        workers=2,
-    )
-
-
 ENGINES = [
     pytest.param(partial(in_process, workers=1), id="in-process-1"),
     pytest.param(partial(in_process, workers=3), id="in-process-3"),
     pytest.param(with_transcript, id="in-process-with-transcript"),
     pytest.param(in_virtual_time, id="virtual"),
-    # With one process: tests/unit/cloud_adapters/test_flower_simulation.py.
-    pytest.param(flower, marks=(pytest.mark.flower, pytest.mark.slow), id="flower"),
+    # In two processes; with one: tests/integration/test_flower_engine.py.
+    pytest.param(None, marks=(pytest.mark.flower, pytest.mark.slow), id="flower"),
 ]
-
-
-@dataclass
-class Played:
-    """What came of the script."""
-
-    sites: list[SiteId]
-    train: list[Reply]
-    again: list[Reply]
-    evaluate: list[Reply]
-    reverse: list[Reply]
-    some: list[Reply]
-    none: list[Reply]
-    setup: list[Reply]
-    masked: list[Reply]
-    failing: list[Reply]
-    after_break: list[Reply]
-    hanging: list[Reply]
-    after_hanging: list[Reply]
-    sent: list[TaskId]
-    overlapping: list[Reply]
-    too_early: list[Reply]
-    withdrawn: list[Reply]
-    nothing: list[Reply]
-
-
-def until_free(
-    send: Callable[[Sequence[Task]], list[Reply]], tasks: Sequence[Task]
-) -> list[Reply]:
-    """Ask again while a site is busy with what it hung in."""
-    while True:
-        replies = send(tasks)
-        failures = [r.message for r in replies if isinstance(r.message, SiteFailure)]
-        if all(failure.kind is not FailureKind.BUSY for failure in failures):
-            return replies
-        SystemClock().sleep(0.05)
-
-
-def play(grid: Grid) -> Played:
-    """Send the script's tasks; a site hangs while a file is there."""
-    hold = Path(os.environ[toy_sites.HOLD])
-
-    def send(tasks: Sequence[Task], seconds: float = PATIENT_SECONDS) -> list[Reply]:
-        return list(exchange(grid, tasks, deadline_seconds=seconds))
-
-    def receive_all() -> list[Reply]:
-        found: list[Reply] = []
-        while replies := grid.receive():
-            found += replies
-        return found
-
-    def send_and_leave() -> None:
-        replies = exchange(
-            grid, tasks(round_index=50), deadline_seconds=PATIENT_SECONDS
-        )
-        next(iter(replies))
-        replies.close()  # type: ignore[attr-defined]
-
-    train = send(tasks())
-    begin = SystemClock().monotonic()
-    again = send(tasks())
-    # Ample for those that do not hang.
-    deadline = max(1.0, 10 * (SystemClock().monotonic() - begin))
-    evaluate = send(tasks(round_index=2, kind=TaskKind.EVALUATE))
-    reverse, some = send(tasks(SITES[::-1])), send(tasks(SITES[1:3]))
-    none = send([])
-    setup = send(secure_tasks(SecureStep.ADVERTISE, 0))
-    masked = send(tasks(round_index=3, secure=b"\0contract\xff"))
-    failing = send(tasks(round_index=toy_sites.FAILING_ROUND))
-    send_and_leave()
-    after_break = send(tasks(round_index=51))
-    hold.touch()
-    # Returns while the site hangs, or never.
-    hanging = send(tasks(round_index=toy_sites.HANGING_ROUND), deadline)
-    hold.unlink()
-    after_hanging = until_free(send, tasks(round_index=toy_sites.HANGING_ROUND + 1))
-    sent = [*grid.send(tasks(round_index=60), deadline_seconds=PATIENT_SECONDS)]
-    sent += grid.send(tasks(round_index=61), deadline_seconds=PATIENT_SECONDS)
-    overlapping = receive_all()
-    hold.touch()
-    hanging_ids = grid.send(
-        tasks([SITES[1]], round_index=toy_sites.HANGING_ROUND),
-        deadline_seconds=PATIENT_SECONDS,
-    )
-    too_early = [*grid.receive(timeout_seconds=0.1)]
-    left_ids = grid.send(tasks(round_index=62), deadline_seconds=PATIENT_SECONDS)
-    grid.withdraw([*hanging_ids, *left_ids[:2]])
-    hold.unlink()
-    withdrawn = receive_all()
-    return Played(
-        sent=sent,
-        overlapping=overlapping,
-        too_early=too_early,
-        withdrawn=withdrawn,
-        nothing=[*grid.receive()],
-        sites=list(grid.sites()),
-        train=train,
-        again=again,
-        evaluate=evaluate,
-        reverse=reverse,
-        some=some,
-        none=none,
-        setup=setup,
-        masked=masked,
-        failing=failing,
-        after_break=after_break,
-        hanging=hanging,
-        after_hanging=after_hanging,
-    )
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def played(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Played]:
-    """The script, played by one engine."""
+    """The script, played by one engine; Flower's starts once for all that need it."""
+    if request.param is None:
+        yield request.getfixturevalue("flower_story").played
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(toy_sites.HOLD, str(tmp_path_factory.mktemp("played") / "hold"))
         yield request.param(play)
@@ -272,7 +118,7 @@ def senders(replies: list[Reply]) -> list[SiteId]:
 
 def test_sites_are_in_the_order_of_the_job(played: Played):
     """Not in alphabetic order and not in that of node numbers."""
-    assert played.sites == SITES
+    assert played.sites == EVERY_SITE
 
 
 def test_every_site_answers_once(played: Played):
