@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -155,8 +157,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect garbage once at the end and not five times, a quarter second each."""
+    """Prepare what all tests, or all workers, share."""
+    # Garbage is collected once at the end and not five times, a quarter second each.
     config.stash[gc_collect_iterations_key] = 1
+    if getattr(config.option, "numprocesses", None) and not _is_worker(config):
+        # All workers' forks are of one process; see ``support.fork_root``.
+        folder = tempfile.mkdtemp()
+        os.environ["TESTS_FORK_ROOT"] = f"{os.getpid()} {folder}"
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 class _RootLogs(_pytest.logging.catching_logs[Any]):

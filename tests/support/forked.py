@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from support import fork_root
+
 from cloud_adapters.local import child_process
 
 _TESTS = Path(__file__).parents[1]
@@ -35,6 +37,14 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from support import forked
 forked.serve(sys.argv[3:])
+"""
+# For all workers of a test run; the last argument is a file.
+_START_FOR_ALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support import fork_root, forked
+fork_root.serve(sys.argv[3:-1], int(sys.argv[-1]))
+forked.serve(())
 """
 # For the forks, which need them soon.
 _NEEDED = (
@@ -239,22 +249,21 @@ class Server:
     """Starts ``crossfed`` with arguments; for any thread."""
 
     def __init__(self, needed: Sequence[str] = _NEEDED) -> None:
-        """Start to import what is needed; the first command waits for that."""
+        """Start to import what is needed; the first command waits for that.
+
+        Where all workers need it, one process imports it; see ``fork_root``.
+        """
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self._numbers = itertools.count()
         self._rest = b""
         self._reading = threading.Lock()
-        self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with its:
-            self._process = subprocess.Popen(  # type: ignore[call-overload]
-                [sys.executable, "-I", "-c", _START, str(_TESTS), _TITLE, *needed],
-                env=os.environ | _QUIET,
-                stdin=its,
-                stdout=subprocess.PIPE,
-                # Ctrl-C is for the tests, which end what they have started.
-                start_new_session=True,
-            )
+        words = [str(_TESTS), _TITLE, *needed]
+        root = [sys.executable, "-I", "-c", _START_FOR_ALL, *words]
+        found = None
+        if needed == _NEEDED:
+            found = fork_root.connect(root, os.environ | _QUIET)
+        self._orders, self._answers = found or _start_alone(words)
 
     def start(
         self,
@@ -319,12 +328,10 @@ class Server:
 
     def read(self, seconds: float) -> None:
         """Read what the server has said, or says within so many seconds."""
-        pipe = self._process.stdout
-        assert pipe is not None
-        select.select([pipe], [], [], seconds)
+        select.select([self._answers], [], [], seconds)
         with self._reading:
-            while select.select([pipe], [], [], 0)[0]:
-                some = os.read(pipe.fileno(), 1 << 16)
+            while select.select([self._answers], [], [], 0)[0]:
+                some = os.read(self._answers, 1 << 16)
                 assert some, "the server of forks has ended"
                 *lines, self._rest = (self._rest + some).split(b"\n")
                 for said in map(json.loads, lines):
@@ -334,7 +341,27 @@ class Server:
     def close(self) -> None:
         """End the server, and what it has started that is still there."""
         self._orders.close()
-        self._process.communicate()
+        while os.read(self._answers, 1 << 16):
+            pass  # Until it has ended.
+        os.close(self._answers)
+
+
+def _start_alone(words: Sequence[str]) -> tuple[socket.socket, int]:
+    """Start a server that imports for itself: its orders, and its answers."""
+    orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    answers, their = os.pipe()
+    with its:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, *words],
+            env=os.environ | _QUIET,
+            stdin=its,
+            stdout=their,
+            # Ctrl-C is for the tests, which end what they have started.
+            start_new_session=True,
+        )
+    os.close(their)
+    process.returncode = 0  # It ends when its answers do.
+    return orders, answers
 
 
 @functools.cache
