@@ -63,7 +63,7 @@ def _start(
         process = subprocess.Popen(
             [*command, str(owner)],
             env=environment,
-            stdin=listener,
+            stdin=listener.fileno(),
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[owner],

@@ -354,7 +354,7 @@ def _start_alone(words: Sequence[str]) -> tuple[socket.socket, int]:
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START, *words],
             env=os.environ | _QUIET,
-            stdin=its,
+            stdin=its.fileno(),
             stdout=their,
             # Ctrl-C is for the tests, which end what they have started.
             start_new_session=True,
