@@ -158,7 +158,7 @@ class KubePool:
         ]
 
     def _make_head(self, spec: NodeSpec, doing: str) -> None:
-        """Have the volume and the Service of a head, if they are not there.
+        """Have the Service and the volume of a head, if they are not there.
 
         Raises:
             MachineRefused: Something else has their name.
@@ -171,9 +171,9 @@ class KubePool:
         )
         create_claim = core.create_namespaced_persistent_volume_claim
         listed_claims = core.list_namespaced_persistent_volume_claim
-        for create, listed, body in (
-            (create_claim, listed_claims, claim),
+        for create, listed, body in (  # The volume, which costs, comes last.
             (core.create_namespaced_service, core.list_namespaced_service, service),
+            (create_claim, listed_claims, claim),
         ):
             made = self._call(
                 create,

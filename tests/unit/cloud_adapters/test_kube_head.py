@@ -135,6 +135,17 @@ def test_what_others_have_made_is_not_taken_for_that_of_a_head(kube_server: Fake
     assert len(kube_server.created) == 1
 
 
+def test_a_head_whose_name_is_taken_leaves_no_volume(kube_server: FakeKube):
+    """It would stay, and cost."""
+    pool = kube_server.pool(has_head=True)
+    pool._make_head(spec(), "launch")
+    kube_server.claims.clear()
+    del kube_server.services["crossfed-fed"]["metadata"]["labels"]["crossfed-service"]
+    with pytest.raises(MachineRefused, match="another Service crossfed-fed"):
+        pool.launch(spec(), "1")
+    assert not kube_server.claims
+
+
 def test_a_volume_of_unknown_size_is_listed(kube_server: FakeKube):
     pool = kube_server.pool(has_head=True)
     pool.launch(spec(), "1")
