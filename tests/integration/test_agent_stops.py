@@ -37,6 +37,7 @@ privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
 max_clip_norm = 100.0
+functions = ["support.held_models:held_network", "clients.models:*", "clients.data:*"]
 """
 SITE = SITES[0]
 HELD = f"""
@@ -56,19 +57,25 @@ WORK_SECONDS = 0.5
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(tmp_path_factory.mktemp("federation"), POLICY) as made:
+    """Its sites are started by the tests."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    folder = tmp_path_factory.mktemp("federation")
+    with deployed(folder, POLICY, environment=environment, started=False) as made:
         yield made
 
 
-def _log(federation: Deployment) -> str:
-    return (federation.folder / f"{SITE}.log").read_text()
+def _log(made: Deployment, site: str = SITE) -> str:
+    path = made.folder / f"{site}.log"
+    return path.read_text() if path.exists() else ""
 
 
-def _connect(federation: Deployment, times: int) -> None:
-    def is_connected() -> bool:
-        return _log(federation).count("connected to") >= times
-
-    wait_for(is_connected, f"the site connects {times} times")
+def _start(made: Deployment, site: str, **environment: str) -> None:
+    """Start an agent, and wait until it has connected."""
+    before = _log(made, site).count("connected to")
+    made.start_site(site, **environment)
+    wait_for(
+        lambda: _log(made, site).count("connected to") > before, f"{site} connects"
+    )
 
 
 def _stop(federation: Deployment, *sites: str) -> float:
@@ -87,31 +94,76 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
+def test_round_does_not_wait_for_an_agent_that_is_stopped(federation: Deployment):
+    """It gives notice, is asked nothing until it is back, and then takes part."""
+    made, folder = federation, federation.folder
+    leaves, stays = SITES
+    held = {site: folder / f"{site}.hold" for site in SITES}
+    held[leaves].touch()
+    for site in SITES:
+        made.start_site(site, **{HOLD: str(held[site])})
+    job = folder / "held.toml"
+    job.write_text(HELD)
+    made.run(job)
+    wait_for(held[leaves].with_suffix(".reached").exists, "the site works")
+    # Its model sleeps for as long as the file is there: nothing interrupts it.
+    assert _stop(made, leaves) <= STOP_SECONDS
+    wait_for(lambda: made.rounds() > 0, "the round ends", 60)
+    held[stays].touch()
+    first = _rounds(made)[0]
+    assert (first["status"], first["answered"]) == ("completed", [stays])
+    assert first["failed"] == [["leaving", 1]]
+    assert all(each["asked"] == [stays] for each in _rounds(made)[1:])
+    at = ("--aggregator", made.config)
+
+    def is_left_out() -> bool:
+        (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
+        return bool(row["without"] == [f"{leaves} (gone: sigterm)"])
+
+    # It is said after the round, whose end is an event of its own.
+    wait_for(is_left_out, "the run continues without it", 60)
+    assert f"{leaves} (gone: sigterm)" in crossfed("ps", *at).stdout.replace("\n", "")
+
+    held[leaves].unlink()
+    _start(made, leaves)
+    held[stays].unlink()
+
+    def takes_part() -> bool:
+        return any(leaves in each["answered"] for each in _rounds(made))
+
+    wait_for(takes_part, "it takes part", 60)
+    held[stays].touch()
+    (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
+    assert row["without"] == []
+    assert row["back"] == [f"{leaves} (returned 1x)"]
+    _take_back(made, leaves, held)
+    crossfed("stop", "held", *at)
+    made.end(stays)
+
+
 def test_agent_ends_within_seconds(federation: Deployment):
     """Idle, at work on a task of hours, and beside an aggregator that hangs.
 
     The aggregator lets the next one in immediately: each has said that it goes.
     """
-    _connect(federation, 1)
+    begin, earlier = len(_log(federation)), federation.num_runs()
+    federation.start_site(SITES[1])
+    _start(federation, SITE)
     assert _stop(federation, SITE) <= STOP_SECONDS
 
-    federation.start_site(SITE)
-    _connect(federation, 2)
+    _start(federation, SITE)
     agent = federation.processes[SITE].pid
     federation.run(JOB, "training.local_steps=1000000000")
-    wait_for(
-        lambda: any(e["event"] == "RoundStarted" for e in federation.events()),
-        "a round begins",
-    )
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.events("RoundStarted") != [], "a round begins")
     before = _cpu_seconds(agent)
     wait_for(lambda: _cpu_seconds(agent) > before + WORK_SECONDS, "the agent works")
     # The other is as busy, and would be to the end of the test.
     assert _stop(federation, *SITES) <= STOP_SECONDS
-    assert "the interrupted task will be sent again" in _log(federation)
+    assert "the interrupted task will be sent again" in _log(federation)[begin:]
 
-    federation.start_site(SITE)
-    _connect(federation, 3)
-    assert "trying again" not in _log(federation)
+    _start(federation, SITE)
+    assert "trying again" not in _log(federation)[begin:]
     service = federation.processes["aggregator"].pid
     family = [service, *descendants(service)]
     try:
@@ -127,64 +179,6 @@ def _rounds(federation: Deployment) -> list[dict[str, Any]]:
     return [e for e in federation.events() if e["event"] == "RoundFinished"]
 
 
-def test_round_does_not_wait_for_an_agent_that_is_stopped(
-    tmp_path_factory: pytest.TempPathFactory,
-):
-    """It gives notice, is asked nothing until it is back, and then takes part."""
-    folder = tmp_path_factory.mktemp("leaves")
-    leaves, stays = SITES
-    held = {site: folder / f"{site}.hold" for site in SITES}
-    held[leaves].touch()
-    with deployed(
-        folder,
-        POLICY + 'functions = ["support.held_models:held_network", "clients.data:*"]',
-        environment={"PYTHONPATH": str(Path(__file__).parents[1])},
-    ) as made:
-        for site in SITES:
-            made.end(site)
-            made.start_site(site, **{HOLD: str(held[site])})
-        job = folder / "held.toml"
-        job.write_text(HELD)
-        made.run(job)
-        wait_for(held[leaves].with_suffix(".reached").exists, "the site works")
-        # Its model sleeps for as long as the file is there: nothing interrupts it.
-        assert _stop(made, leaves) <= STOP_SECONDS
-        wait_for(lambda: made.rounds() > 0, "the round ends", 60)
-        held[stays].touch()
-        first = _rounds(made)[0]
-        assert (first["status"], first["answered"]) == ("completed", [stays])
-        assert first["failed"] == [["leaving", 1]]
-        assert all(each["asked"] == [stays] for each in _rounds(made)[1:])
-        at = ("--aggregator", made.config)
-
-        def is_left_out() -> bool:
-            (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
-            return bool(row["without"] == [f"{leaves} (gone: sigterm)"])
-
-        # It is said after the round, whose end is an event of its own.
-        wait_for(is_left_out, "the run continues without it", 60)
-        assert f"{leaves} (gone: sigterm)" in crossfed("ps", *at).stdout.replace(
-            "\n", ""
-        )
-
-        held[leaves].unlink()
-        log = folder / f"{leaves}.log"
-        before = log.read_text().count("connected to")
-        made.start_site(leaves)
-        wait_for(lambda: log.read_text().count("connected to") > before, "it is back")
-        held[stays].unlink()
-
-        def takes_part() -> bool:
-            return any(leaves in each["answered"] for each in _rounds(made))
-
-        wait_for(takes_part, "it takes part", 60)
-        held[stays].touch()
-        (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
-        assert row["without"] == []
-        assert row["back"] == [f"{leaves} (returned 1x)"]
-        _take_back(made, leaves, held)
-
-
 def _take_back(made: Deployment, site: str, held: Mapping[str, Path]) -> None:
     """A spot machine finishes its task, and the round counts it; then it is gone.
 
@@ -194,19 +188,17 @@ def _take_back(made: Deployment, site: str, held: Mapping[str, Path]) -> None:
     hold, other = held[site], held[SITES[1]]
     made.end(site)
     path = made.folder / site / "site.toml"
-    path.write_text(f'{path.read_text()}\n[compute]\nnotices = "aws"\n')
-    log = made.folder / f"{site}.log"
-    before = log.read_text().count("connected to")
+    settings = path.read_text()
+    path.write_text(f'{settings}\n[compute]\nnotices = "aws"\n')
     with FakeImds() as imds:
         endpoint = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}
-        made.start_site(site, **{HOLD: str(hold)}, **endpoint)
-        wait_for(lambda: log.read_text().count("connected to") > before, "it is back")
+        _start(made, site, **{HOLD: str(hold)}, **endpoint)
         hold.with_suffix(".reached").unlink(missing_ok=True)
         hold.touch()
         other.unlink()
         wait_for(hold.with_suffix(".reached").exists, "the site works", 60)
         imds.action = {"action": "terminate", "time": "2999-01-01T00:00:00Z"}
-        wait_for(lambda: "EC2 will terminate" in log.read_text(), "it is told", 60)
+        wait_for(lambda: "EC2 will terminate" in _log(made, site), "it is told", 60)
         hold.unlink()
         process = made.processes.pop(site)
         assert process.wait(60) == 0
@@ -224,8 +216,9 @@ def _take_back(made: Deployment, site: str, held: Mapping[str, Path]) -> None:
         other.touch()
 
         # A machine that is about to go takes no task: its agent does not connect.
-        before = log.read_text().count("connected to")
+        before = _log(made, site).count("connected to")
         made.start_site(site, **endpoint)
         assert made.processes.pop(site).wait(60) == 0
-        assert log.read_text().count("connected to") == before
-        assert "this site takes no task" in log.read_text()
+        assert _log(made, site).count("connected to") == before
+        assert "this site takes no task" in _log(made, site)
+    path.write_text(settings)
