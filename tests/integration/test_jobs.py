@@ -136,7 +136,11 @@ SMALL = (
     "rounds=4",
     "model.options.layers=1",
     "model.options.width=32",
-    "training.local_steps=6",
+    "model.options.context=32",
+    "data.options.context=32",
+    "data.options.max_bytes=600_000",
+    "training.max_tokens=32",
+    "training.local_steps=4",
     "training.batch_size=2",
 )
 
