@@ -90,7 +90,7 @@ def test_messages_of_any_size_come_through(running: Running):
 
 def test_large_messages_leave_no_copy_behind(running: Running):
     """Neither what came nor what went is held until the next message."""
-    size = 2 * LARGE  # So that little else counts.
+    size = LARGE  # So that little else counts.
     running.ask("train", size)  # Whatever is made but once is made now.
     # As often as outside tests: what holds itself goes with the next collection.
     before = gc.get_threshold()
