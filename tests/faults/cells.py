@@ -6,6 +6,7 @@ there is no ledger: so runs in secret come in two kinds each.
 """
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,6 +95,14 @@ class Cell:
     def seconds(self) -> float:
         """How long the deed lasts."""
         return SECONDS.get(self.deed, 0.0)
+
+    @property
+    def moment(self) -> float:
+        """How long after the end of a round it is struck, 1.5 s at the most.
+
+        Moments differ from cell to cell, and not from one try to the next.
+        """
+        return random.Random(self.name).uniform(0, 1.5)  # noqa: S311 -- no secret
 
 
 def _all() -> Iterator[Cell]:

@@ -1,5 +1,6 @@
 """A job for each kind of run: small, and every round of it changes the model."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,9 +126,9 @@ def _num_rounds(cell: Cell) -> int:
         return 24 + round(2 * max(0.0, cell.seconds - RETURN_SECONDS))
     if cell.deed is Deed.FULL:
         return 12
-    # In the clear a round takes a quarter of a second at the least: two, those of the
-    # moment before the deed (1.5 s at the most), and one more.
-    return 9 if cell.mode is Mode.PLAIN else 6
+    # Two, those of the moment before the deed, and one more.
+    shortest = 0.25 if cell.mode is Mode.PLAIN else 0.5
+    return 3 + math.ceil(cell.moment / shortest)
 
 
 def load(path: Path, *settings: str) -> JobSpec:

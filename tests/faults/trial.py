@@ -1,6 +1,5 @@
 """A run, what befalls it, and the verdict."""
 
-import random
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -113,8 +112,7 @@ def _wait_for_rounds(cell: Cell, rig: Rig, follower: subprocess.Popen[str]) -> N
         f"rounds before {cell.name}",
         240,
     )
-    # Moments differ from cell to cell, and not from one try to the next.
-    pause(random.Random(cell.name).uniform(0, 1.5))  # noqa: S311 -- no secret
+    pause(cell.moment)
     if follower.poll() is not None:
         raise AssertionError(f"it ended before {cell.name}: {follower.communicate()}")
 
