@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,17 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for several tests: what comes up in the first of them, the others change."""
+    yield from deployment_file(tmp_path_factory.mktemp("running"))
+
+
+@pytest.fixture
+def running(shared_file: Path) -> Path:
     """One that is up."""
-    for path in deployment_file(tmp_path_factory.mktemp("running")):
-        crossfed("up", str(path), "--detach")
-        yield path
+    if not alive(shared_file):
+        crossfed("up", str(shared_file), "--detach")
+    return shared_file
 
 
 def deployment_file(tmp_path: Path) -> Iterator[Path]:
@@ -126,11 +132,12 @@ def alive(path: Path) -> list[str]:
     return sorted(node["node"] for node in nodes(path) if node["state"] != "gone")
 
 
-def test_a_federation_comes_up_runs_and_goes_down(file: Path):
+def test_a_federation_comes_up_runs_and_goes_down(shared_file: Path):
     """And comes up again with the same keys, where one of its nodes has died.
 
     One of its sites has a network of its own, where this process may make one.
     """
+    file = shared_file
     give_network(file)
     change_job(file, "rounds = 1", "rounds = 2")  # One tells `plan` no speeds.
     up = crossfed("up", str(file), "--json")
@@ -212,14 +219,18 @@ def test_changed_settings_replace_the_node_that_reads_them(running: Path):
     assert {role for role in ROLES if before[role] != after[role]} == {ROLES[2]}
 
 
-_MANY = [pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 7)]
+# Each command that is killed takes as much as what it has started.
+_FEW, _ALL = ("up", "down", "up"), ("up", "up", "down", "up")
+_MANY = [pytest.param(seed, _ALL, marks=pytest.mark.long) for seed in range(2, 7)]
 
 
-@pytest.mark.parametrize("seed", [1, *_MANY])
-def test_commands_that_are_killed_leave_nothing_twice(file: Path, seed: int):
+@pytest.mark.parametrize(("seed", "verbs"), [(1, _FEW), *_MANY])
+def test_commands_that_are_killed_leave_nothing_twice(
+    file: Path, seed: int, verbs: Sequence[str]
+):
     """At any moment: the next one continues, and at last one node fills each role."""
     moments = random.Random(seed)  # noqa: S311 -- when to kill a test's process
-    for verb in ("up", "up", "down", "up"):
+    for verb in verbs:
         seconds = moments.uniform(0.1, 6.0 if verb == "up" else 1.0)
         kill_after(seconds, verb, str(file), *(["--detach"] * (verb == "up")))
     crossfed("up", str(file), "--detach")
