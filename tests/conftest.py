@@ -40,7 +40,7 @@ os.fsync = _not_flushed
 
 # The same examples in every run, and no wall clock: a busy machine fails no test.
 every = settings(deadline=None, derandomize=True)
-settings.register_profile("crossfed", every, max_examples=50)
+settings.register_profile("crossfed", every, max_examples=30)
 settings.register_profile("quick", every, max_examples=25)  # For make check.
 settings.register_profile("thorough", every, max_examples=300)  # For the night.
 settings.load_profile("crossfed")

@@ -140,7 +140,7 @@ def played(run: Run, liars: list[Liar], blame: Blame, round_index: int) -> Playe
     return found
 
 
-@few(15)  # Ten rounds each.
+@few(10)  # Ten rounds each.
 @given(case=cases())
 def test_run_goes_on_whatever_liars_do_to_shares(case: tuple[int, int, list[Liar]]):
     """Lost rounds are few, sums exact, and nobody honest is found at fault."""

@@ -105,7 +105,7 @@ def test_a_profile_limits_or_raises_what_a_property_asks_for():
         settings.load_profile("quick")
         assert [few(n).max_examples for n in (10, 60)] == [10, 25]
         settings.load_profile("crossfed")
-        assert [few(n).max_examples for n in (10, 60)] == [10, 50]
+        assert [few(n).max_examples for n in (10, 60)] == [10, 30]
         settings.load_profile("thorough")
         assert [few(n).max_examples for n in (10, 60)] == [30, 180]
     finally:
