@@ -60,7 +60,7 @@ def _start(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(place))
         listener.listen()
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # type: ignore[call-overload]
             [*command, str(owner)],
             env=environment,
             stdin=listener.fileno(),

@@ -351,7 +351,7 @@ def _start_alone(words: Sequence[str]) -> tuple[socket.socket, int]:
     orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
     answers, their = os.pipe()
     with its:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, "-I", "-c", _START, *words],
             env=os.environ | _QUIET,
             stdin=its.fileno(),
