@@ -11,6 +11,7 @@ with its token, to the letter.
 """
 
 import datetime as dt
+import hashlib
 import time
 from base64 import b64decode
 from collections.abc import Callable, MutableMapping
@@ -86,7 +87,7 @@ class _LookKind:
         is_signed: Whether each request has a new signature of a site.
         may_have_content: Whether an answer with content is kept; those with messages
             are not, since Flower gives them once.
-        kept: Answers by request.
+        kept: Answers by a digest of their request.
         num_changes: Requests that may have changed an answer.
     """
 
@@ -94,7 +95,7 @@ class _LookKind:
     unchanged_by: frozenset[str]
     is_signed: bool = False
     may_have_content: bool = False
-    kept: dict[object, _LookAnswer] = field(default_factory=dict)
+    kept: dict[bytes, _LookAnswer] = field(default_factory=dict)
     num_changes: int = 0
 
 
@@ -152,7 +153,7 @@ class Looks:
         body = await _body(receive)
         if body is None:  # Its sender has gone.
             return
-        key = (_lasting(scope, kind), body)
+        key = _key(scope, kind, body)
         kept = kind.kept.get(key)
         is_fresh = kept is not None and self._monotonic() < kept.until
         if kept is not None and is_fresh and (not kind.is_signed or is_signed(scope)):
@@ -182,12 +183,17 @@ def _length(scope: Scope) -> float:
     return float("inf")
 
 
-def _lasting(scope: Scope, kind: _LookKind) -> tuple[tuple[bytes, bytes], ...]:
-    """Headers that are the same in every request of the sender."""
-    if not kind.is_signed:
-        return tuple(scope["headers"])
-    new = (TIMESTAMP_HEADER.encode(), FLEET_HTTP_SIGNATURE_HEADER.encode())
-    return tuple((name, value) for name, value in scope["headers"] if name not in new)
+def _key(scope: Scope, kind: _LookKind, body: bytes) -> bytes:
+    """Name a request by all that is the same if its sender repeats it.
+
+    A digest: thousands of requests as long as a site may send would fill the memory.
+    """
+    new = ()
+    if kind.is_signed:
+        new = (TIMESTAMP_HEADER.encode(), FLEET_HTTP_SIGNATURE_HEADER.encode())
+    headers = [(name, value) for name, value in scope["headers"] if name not in new]
+    facts = (scope["method"], scope["query_string"], headers, body)
+    return hashlib.sha256(repr(facts).encode()).digest()
 
 
 async def _body(receive: Receive) -> bytes | None:

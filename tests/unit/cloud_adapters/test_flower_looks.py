@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import tracemalloc
 from base64 import b64encode
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,11 @@ class Flower:
         return asyncio.run(self._request(path, body, [*headers]))
 
     async def _request(
-        self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]
+        self,
+        path: str,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]],
+        method: str = "POST",
     ) -> tuple[int, bytes]:
         sent: list[Any] = []
 
@@ -80,7 +85,9 @@ class Flower:
         length = (b"content-length", str(len(body)).encode())
         scope = {
             "type": "http",
+            "method": method,
             "path": path,
+            "query_string": b"",
             "body": body,
             "headers": [length, *headers],
         }
@@ -213,3 +220,25 @@ def test_large_requests_and_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         flower.request(RUNTIME, large)
     assert flower.asked == 6 * [RUNTIME]
+
+
+def test_another_method_is_another_request():
+    flower = Flower()
+    for method in ("POST", "GET", "POST"):
+        asyncio.run(flower._request(RUNTIME, b"", [], method))
+    assert flower.asked == [RUNTIME, RUNTIME]
+
+
+def test_requests_of_a_site_do_not_fill_the_memory():
+    """It chooses what it sends, up to the limit of a body, again and again."""
+    flower = Flower()
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            body = number.to_bytes(1) * looks.MAX_BYTES
+            flower.request(FLEET, body, *signed())
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(flower.asked) == 64
+    assert held < 8 * looks.MAX_BYTES
