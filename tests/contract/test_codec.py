@@ -227,6 +227,7 @@ def test_rules_combine_words_as_the_values_that_they_stand_for(codec: Codec, rul
     assert same(combined(lazily=True), combined(lazily=False))
 
 
+@pytest.mark.slow
 @each_codec
 def test_folding_takes_a_chunks_memory(codec: Codec):
     """Not a third model's."""

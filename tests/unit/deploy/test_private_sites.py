@@ -67,6 +67,7 @@ def test_whole_sites_say_what_their_bits_tell():
     assert adapts.signal_to_noise < fixed.signal_to_noise
 
 
+@pytest.mark.slow
 def test_joint_noise_is_one_for_all_and_epsilon_is_not():
     """Whom it holds against depends on how many may collude."""
     one = _planned(unit="joint")
