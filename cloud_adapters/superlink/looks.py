@@ -188,7 +188,7 @@ def _key(scope: Scope, kind: _LookKind, body: bytes) -> bytes:
 
     A digest: thousands of requests as long as a site may send would fill the memory.
     """
-    new = ()
+    new: tuple[bytes, ...] = ()
     if kind.is_signed:
         new = (TIMESTAMP_HEADER.encode(), FLEET_HTTP_SIGNATURE_HEADER.encode())
     headers = [(name, value) for name, value in scope["headers"] if name not in new]
