@@ -131,6 +131,8 @@ class SitePlan:
         held_out: Noise of held-out results; None if these are public.
         num_rounds: Rounds that may be trained, with those held in reserve.
         reserve: Those held in reserve.
+        noise_varies: Whether the noise follows from what other sites state, who may
+            state something else when the run resumes.
         num_evaluations: Evaluations that may be charged, likewise.
         once: What is released before the first round: noised statistics.
     """
@@ -145,6 +147,7 @@ class SitePlan:
     once: tuple[PrivacyEvent, ...] = ()
     later: tuple[tuple[int, PrivacyEvent], ...] = ()
     reserve: int = 0
+    noise_varies: bool = False
 
     @property
     def largest_event(self) -> PrivacyEvent:
@@ -186,6 +189,7 @@ class SitePlan:
             later=self.later,
             planned=self.training_events,
             once=self.once,
+            noise_varies=self.noise_varies,
         )
         return BudgetedTrainer(trainer, ledger, releases)
 
@@ -530,7 +534,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
     except ValueError as error:  # Beyond what the grid of the noise represents.
         raise JobError(str(error), key="privacy.differential_privacy") from None
     (_, first), *later = events_by_round(job, num_records, mechanism)
-    return SitePlan(
+    found = SitePlan(
         epsilon_cap=cap,
         delta=delta,
         training=training,
@@ -542,6 +546,27 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         num_evaluations=_num_evaluations(job),
         once=once,
     )
+    _check_schedule(found)
+    return found
+
+
+def _check_schedule(plan: SitePlan) -> None:
+    """Refuse rounds of different rates that do not all fit below the cap.
+
+    Noise that the job sets need not reach the cap. Results could then choose which
+    rounds fill it, and for that choice epsilon is no bound (see ``Releases``).
+    """
+    if not plan.later:
+        return
+    needed = accountant.epsilon([*plan.once, *plan.training_events], plan.delta)
+    if needed > plan.epsilon_cap:
+        raise JobError(
+            f"all rounds together would take epsilon {needed:.4g}, beyond "
+            f"target_epsilon, {plan.epsilon_cap:g}; with training.accumulate_from all "
+            "rounds and those in reserve must fit. Remove this key, raise it, or run "
+            "fewer rounds",
+            key="privacy.differential_privacy.noise_multiplier",
+        )
 
 
 def _multiplier(
@@ -596,6 +621,7 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
             num_rounds=job.rounds + private.reserve_rounds,
             num_evaluations=_num_evaluations(job),
             once=standardise.events(job, federation.site_data[name][0]),
+            noise_varies=private.noise_multiplier is None,
         )
         for name, event in shared.events.items()
     }

@@ -54,6 +54,8 @@ class Releases:
         random_bytes: Source of the keys of the held-out noise.
         planned: All training that was planned, where rounds differ in what they cost.
         once: What is charged with the training before the first round.
+        noise_varies: Whether a resumed run may have other noise than before, as where
+            all sites plan it together.
     """
 
     round_event: PrivacyEvent
@@ -64,6 +66,7 @@ class Releases:
     later: Sequence[tuple[int, PrivacyEvent]] = ()
     planned: Sequence[PrivacyEvent] = ()
     once: Sequence[PrivacyEvent] = ()
+    noise_varies: bool = False
 
     def has_room(self, event: PrivacyEvent, charged: Iterable[PrivacyEvent]) -> bool:
         """Whether a round of the plan is left for more training; or a larger one.
@@ -74,11 +77,15 @@ class Releases:
         (concurrent composition: Vadhan and Zhang 2023, arXiv:2207.08335), and in place
         of one another of a smaller sampling rate.
 
+        The same holds where a resumed run has other noise: another site states what it
+        needs again, and may collude. Every such plan has at least the noise with which
+        all planned rounds keep the promise, so only their number counts.
+
         Args:
             event: The training; only its rate and its number of steps count.
             charged: What was charged for training.
         """
-        if not self.later:
+        if not (self.later or self.noise_varies):
             return True  # All events are alike.
         taken = [event, *(each for each in charged if each not in self.once)]
         return all(
@@ -165,11 +172,11 @@ class BudgetedTrainer:
         charged = [each.event for each in charges if each.purpose == "train"]
         if not self._releases.has_room(event, charged):
             raise BudgetExceeded(
-                f"round {round_index} draws each record with probability "
-                f"{event.sampling_rate:.3g}, and site {self._ledger.terms.site!r} has "
-                "trained all rounds with this probability, or a larger one, that were "
-                "planned and held in reserve; nothing was released. Stop here, or "
-                "start a run with more privacy.differential_privacy.reserve_rounds"
+                f"round {round_index} has sampling rate {event.sampling_rate:.3g}, and "
+                f"site {self._ledger.terms.site!r} has trained all rounds with this "
+                "rate, or a larger one, that were planned and held in reserve; nothing "
+                "was released. Stop here, or start a run with more "
+                "privacy.differential_privacy.reserve_rounds"
             )
 
     def fit(

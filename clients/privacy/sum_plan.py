@@ -101,10 +101,30 @@ def plan(
             batches, or would leave nothing of the updates; the message says what
             would do.
     """
-    wanted = max((needs(federation) if stated is None else stated).values())
+    if stated is None:
+        stated = needs(federation)
+    _check_stated(federation.job, stated)
+    wanted = max(stated.values())
     if federation.job.privacy.differential_privacy.unit == "joint":
         return _plan_joint(federation, wanted)
     return _plan_sites(federation, wanted)
+
+
+def _check_stated(job: JobSpec, stated: Mapping[SiteId, float]) -> None:
+    """Refuse a statement that contradicts noise that the job sets.
+
+    Such a job need not reach its target with all rounds. A site that states another
+    number whenever the run resumes could choose by results how the cap is filled.
+    """
+    given = job.privacy.differential_privacy.noise_multiplier
+    odd = [name for name, need in stated.items() if given not in {None, need}]
+    if odd:
+        raise JobError(
+            f"site {odd[0]!r} has stated that it needs a noise multiplier of "
+            f"{stated[odd[0]]:g}, but the job sets {given:g} for all sites: nothing "
+            "was planned. Ask the site's operator which release it runs",
+            key=f"{_TABLE}.noise_multiplier",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,6 +160,34 @@ def test_a_smaller_round_may_take_the_place_of_a_larger_one():
     assert replace(releases, later=()).has_room(large, [large] * 9)
 
 
+def test_noise_that_others_state_again_buys_no_rounds():
+    """More noise costs less, but results may have chosen it: only the number counts."""
+    weak, strong = (
+        PrivacyEvent(noise_multiplier=noise, sampling_rate=0.1, steps=1)
+        for noise in (1.0, 5.0)
+    )
+    releases = Releases(
+        round_event=strong,
+        held_out=None,
+        evaluates=False,
+        max_loss=1.0,
+        planned=[replace(strong, steps=3)],
+        noise_varies=True,
+    )
+    assert releases.has_room(strong, [weak, strong])
+    assert not releases.has_room(strong, [weak, weak, strong])
+    assert not releases.has_room(strong, [strong, strong, strong])
+
+
+def test_set_noise_must_cover_the_whole_schedule():
+    """Else epsilon would end the run at a mix of rounds that results have chosen."""
+    with pytest.raises(JobError, match="those in reserve must fit") as refused:
+        sites_of(growing_job(private={"noise_multiplier": 0.6}))
+    assert refused.value.key == "privacy.differential_privacy.noise_multiplier"
+    calm = sites_of(growing_job(private={"noise_multiplier": 6.0})).plans[SITE]
+    assert accountant.epsilon(calm.training_events, 1e-5) < TARGET
+
+
 def test_equal_steps_are_planned_as_before():
     """A schedule that repeats the same number changes nothing."""
     alike, plain = (

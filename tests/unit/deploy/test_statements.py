@@ -28,13 +28,13 @@ SITE, ODD = SiteId("site-2"), SiteId("site-0")
 OTHER_RUN = RunId("20260102-030405-000002")
 
 
-def joint_job(multiplier: float = 2.0) -> JobSpec:
-    """Every site needs the same, and no accountant is asked."""
+def joint_job(multiplier: float | None = 2.0) -> JobSpec:
+    """With a multiplier every site needs the same, and no accountant is asked."""
     private = {
         "unit": "joint",
         "target_epsilon": 8.0,
-        "noise_multiplier": multiplier,
         "held_out": "public",
+        **({} if multiplier is None else {"noise_multiplier": multiplier}),
     }
     return small_job(
         num_sites=len(NAMES),
@@ -354,18 +354,37 @@ def test_aggregator_asks_for_what_sites_need(meeting: Meeting):
 
 
 @pytest.mark.parametrize("name", ["site-0", "site-2", "site-3"])
-def test_the_largest_need_decides(meeting: Meeting, name: str):
+def test_the_largest_need_decides(tmp_path: Path, beginning: Beginning, name: str):
     """Whoever has it; what sites state in earnest is all that counts."""
-    site = SiteId(name)
-    more = replace(meeting.stated(site), needs=3.5)
-    key = meeting.members.sites[site]
-    signed = meeting.signed | {site: introduction.seal_introduction(more, key)}
-    less = replace(meeting.stated(SiteId("site-1")), needs=0.5)
-    key = meeting.members.sites["site-1"]
-    signed[SiteId("site-1")] = introduction.seal_introduction(less, key)
-    sealed = introduction.seal_statements(RUN_ID, signed, meeting.members.aggregator)
-    answer = introduction.open_introduction(
-        meeting.site.introduce(sealed), meeting.members.roster, sealed
+    members, site = beginning.members, agents.agent(tmp_path, SITE, beginning.members)
+    question = roll_call(members, job=joint_job(None)).question
+    own = introduction.open_introduction(
+        site.introduce(question), members.roster, question
     )
+    assert own.needs is not None
+    needs = {"site-1": own.needs / 2, name: own.needs + 1}
+    signed = {
+        SiteId(one): introduction.seal_introduction(
+            replace(own, site=SiteId(one), needs=needs.get(one, own.needs)),
+            members.sites[one],
+        )
+        for one in NAMES
+    }
+    sealed = introduction.seal_statements(RUN_ID, signed, members.aggregator)
+    answer = introduction.open_introduction(
+        site.introduce(sealed), members.roster, sealed
+    )
+    site.close()
     assert answer.privacy is not None
-    assert answer.privacy.noise_multiplier == 3.5
+    assert answer.privacy.noise_multiplier == own.needs + 1
+
+
+def test_nobody_restates_noise_that_the_job_sets(meeting: Meeting):
+    """A colluding site would choose by results, at each resume, how a cap is filled."""
+    more = replace(meeting.stated(ODD), needs=3.5)
+    key = meeting.members.sites[ODD]
+    signed = meeting.signed | {ODD: introduction.seal_introduction(more, key)}
+    refused = meeting.tell(signed)
+    assert "'site-0' has stated" in refused
+    assert "the job sets 2 for all sites" in refused
+    assert meeting.tell(meeting.signed) == ""
