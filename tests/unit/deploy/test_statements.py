@@ -379,7 +379,7 @@ def test_the_largest_need_decides(tmp_path: Path, beginning: Beginning, name: st
     assert answer.privacy.noise_multiplier == own.needs + 1
 
 
-def test_nobody_restates_noise_that_the_job_sets(meeting: Meeting):
+def test_noise_that_the_job_sets_is_not_restated(meeting: Meeting):
     """A colluding site would choose by results, at each resume, how a cap is filled."""
     more = replace(meeting.stated(ODD), needs=3.5)
     key = meeting.members.sites[ODD]
