@@ -141,13 +141,18 @@ class FlowerControl:
         try:
             yield
         except httpx.HTTPError as error:
-            text = str(error)
-            if isinstance(error, httpx.HTTPStatusError):
-                text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
             raise SuperLinkUnavailable(
-                f"the SuperLink on {self._address} rejected a request: {text}; check "
+                f"the SuperLink on {self._address} {_trouble(error)}; check "
                 "that `crossfed aggregator up` is running. Its logs are in logs/"
             ) from error
+
+
+def _trouble(error: httpx.HTTPError) -> str:
+    """What a request came to, after the name of who was asked."""
+    if isinstance(error, httpx.HTTPStatusError):
+        response = error.response
+        return f"rejected a request: HTTP {response.status_code}: {response.text[:200]}"
+    return f"did not answer: {error}"
 
 
 def _fact(status: RunStatus) -> FlowerRun:

@@ -350,7 +350,7 @@ def _option(value: Any, name: str) -> Any:
 
 def _scalar(hint: Any, value: Any, name: str) -> Any:
     if type(value) is int and abs(value) >= _TOO_LARGE:
-        raise JobError(f"must be smaller than {_describe(value)}", key=name)
+        raise JobError("must fit into 64 bits, with its sign", key=name)
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:

@@ -243,12 +243,12 @@ def test_refused_word(changes: dict[str, Any], text: str):
         ({"rounds": [3]}, "rounds: must be a whole number, not a list"),
         ({"rounds": (3,)}, "rounds: must be a whole number, not a list"),
         ({"name": {"a": 1}}, "name: must be a text, not a table"),
-        ({"name": 2**63}, "name: must be smaller than a number of more than 64 bits"),
-        ({"seed": 2**63}, "seed: must be smaller than a number of more than 64 bits"),
+        ({"name": 2**63}, "name: must fit into 64 bits, with its sign"),
+        ({"seed": 2**63}, "seed: must fit into 64 bits, with its sign"),
         ({"rounds": 10**9 + 1}, "rounds: must be at most 1000000000, not 1000000001"),
         (
             {"training": {"proximal_mu": 16**9999}},
-            "training.proximal_mu: must be smaller than a number of more than 64 bits",
+            "training.proximal_mu: must fit into 64 bits, with its sign",
         ),
         (
             {"training": 16**9999},
