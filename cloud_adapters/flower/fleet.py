@@ -30,10 +30,14 @@ MAX_WAIT_SECONDS = 30.0
 # Flower refuses a key that it does not know with the same words.
 MAX_TURN_SECONDS = 4.0
 TURN_SECONDS = 3 * ACTIVE_SECONDS
+# How long the SuperLink may fail at a request while it answers heartbeats. If restored
+# from a copy, it does not know newer runs, and would always fail at a message of one.
+FAULT_SECONDS = 60.0
 
 # What a proxy or a server that is being restarted says.
 # The last is that of an aggregator whose disk is full.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
+_FAULT = 500
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _NOT_ACTIVATED = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
@@ -48,6 +52,10 @@ class NodeGone(Exception):
 
 class Outage(NodeGone):
     """The aggregator or the connection to it is down, perhaps briefly."""
+
+
+class SuperLinkFault(Outage):
+    """The SuperLink failed at this request; it may answer others."""
 
 
 class KeyInUse(NodeGone):
@@ -108,9 +116,10 @@ class FleetCalls:
         Raises:
             SiteError: Trying again is pointless.
             NodeGone: The node must activate itself again.
-            Unanswerable: The aggregator does not want this, and never will.
+            Unanswerable: The aggregator does not want this, and never will; or it has
+                failed at it for ``FAULT_SECONDS``.
         """
-        attempt = 0
+        attempt, failing_since = 0, math.inf
         while True:
             try:
                 answer = request()
@@ -125,10 +134,14 @@ class FleetCalls:
                     self.listener(f"{self.address} answers again")
                 return answer
             attempt += 1
-            age = self.clock.monotonic() - self._heard
-            over = age > ACTIVE_SECONDS or self.stopped.is_set()
+            now = self.clock.monotonic()
+            failing_since = min(failing_since, now)
+            over = now - self._heard > ACTIVE_SECONDS or self.stopped.is_set()
             if over or not isinstance(problem, Outage):
                 raise problem
+            seconds = now - failing_since
+            if isinstance(problem, SuperLinkFault) and seconds > FAULT_SECONDS:
+                raise Unanswerable(f"{problem} (for {seconds:.0f} s)")
             self.pause(problem, attempt, most=MAX_TURN_SECONDS)
 
     def _unreachable(self, error: httpx.TransportError) -> Exception:
@@ -151,7 +164,8 @@ class FleetCalls:
         elif reason := _detail(response):
             what += f": {reason}"
         if response.status_code in PASSING:
-            return Outage(f"{self.address} refuses: {what}")
+            kind = SuperLinkFault if response.status_code == _FAULT else Outage
+            return kind(f"{self.address} refuses: {what}")
         if flower is not None and flower.code == _NOT_ACTIVATED:
             return self._not_activated()
         # Flower's own 403 is about a run, which was stopped perhaps.

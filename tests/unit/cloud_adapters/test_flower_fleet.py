@@ -134,6 +134,35 @@ def test_heartbeats_count_as_word_of_the_aggregator():
     assert node.ask(GONE) == "answer"
 
 
+def beating(node: Node, error: Exception) -> Callable[[], str]:
+    """A request that always fails, at an aggregator that answers heartbeats."""
+
+    def fail() -> str:
+        node.clock.sleep(1.0)
+        node.calls.hear()
+        if node.clock.monotonic() > 2000.0:
+            return "answer"
+        raise error
+
+    return fail
+
+
+def test_request_at_which_the_superlink_fails_does_not_hold_up_the_others():
+    """It has lost the run, say: its database was restored from a copy."""
+    node = Node()
+    with pytest.raises(Unanswerable, match=r"HTTP 500 \(for 61 s\)"):
+        node.calls.call(beating(node, status(500)))
+    node.calls.hear()
+    assert node.ask(status(500)) == "answer"
+
+
+@pytest.mark.parametrize("error", [GONE, status(502), status(507)])
+def test_other_outages_may_last(error: Exception):
+    """An answer is worth the wait until a disk has space again."""
+    node = Node()
+    assert node.calls.call(beating(node, error)) == "answer"
+
+
 def test_node_that_is_not_let_in_yet_hears_of_it_at_once():
     """How long to wait then is for its main loop."""
     with pytest.raises(Outage):
