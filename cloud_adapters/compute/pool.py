@@ -36,6 +36,11 @@ class NodeState(StrEnum):
     STOPPING = "stopping"
     GONE = "gone"
 
+    @property
+    def works(self) -> bool:
+        """Whether the node works, or will when it has started."""
+        return self in {NodeState.STARTING, NodeState.RUNNING}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:

@@ -139,9 +139,7 @@ def decide(
     ours = [node for node in nodes if node.labels.get(ROLE) == role.name]
     numbers = {node.id: _number(node) for node in ours}
     highest = max([launched, *numbers.values()])
-    alive = [
-        node for node in ours if node.state in {NodeState.STARTING, NodeState.RUNNING}
-    ]
+    alive = [node for node in ours if node.state.works]
     fitting = [
         node
         for node in alive

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cloud_adapters.compute.machine_types import SpotMarket
-from cloud_adapters.compute.pool import ComputePool, Market, NodeState
+from cloud_adapters.compute.pool import ComputePool, Market
 from deploy.fleet import prices as price_table, start_record
 from deploy.fleet.choosing import carbon_table, start_window
 from deploy.fleet.choosing.carbon_table import CarbonTable
@@ -31,7 +31,6 @@ _LOOK_SECONDS = 30.0
 # Clouds publish a new price every few minutes at most.
 _READ_SECONDS = 300.0
 _HOUR = 3600.0
-_WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
 
 Tell = Callable[[str], None]
 # Made when a cloud is to be asked: that takes credentials.
@@ -136,7 +135,7 @@ def _has_started(plan: DeploymentPlan, pools_of: PoolsOf) -> bool:
         return False
     labels = {DEPLOYMENT: plan.file.name}
     return any(
-        node.state in _WORKS and node.labels.get(ROLE, "").startswith(SITE_PREFIX)
+        node.state.works and node.labels.get(ROLE, "").startswith(SITE_PREFIX)
         for pool in pools_of().values()
         for node in pool.nodes(labels)
     )

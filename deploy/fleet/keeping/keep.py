@@ -352,9 +352,8 @@ class Keeper:
     def _missing(self, nodes: Sequence[Node]) -> set[str]:
         """Roles that a machine may be started for now."""
         sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
-        works = {NodeState.STARTING, NodeState.RUNNING}
         missing = {AGGREGATOR, *sites} - {
-            n.labels.get(ROLE, "") for n in nodes if n.state in works
+            n.labels.get(ROLE, "") for n in nodes if n.state.works
         }
         if missing >= sites and all(map(self._starts.is_given_up, sites)):
             self._end("none of its sites could be started; see above")

@@ -30,7 +30,6 @@ from deploy.fleet.choosing.spot_history import (
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.site_machines import (
-    WORKS,
     own_machine,
     rest_of_work,
     role_of,
@@ -121,7 +120,7 @@ class Mover:
             if site.machine.market == Market.SPOT.value
             for node in nodes
             if node.labels.get(ROLE) == role_of(site)
-            and node.state in WORKS
+            and node.state.works
             and node.market is Market.SPOT
             and self._is_left(site, node)
         )
@@ -187,7 +186,7 @@ class Mover:
 
     def _note(self, plan: DeploymentPlan, nodes: Sequence[Node], now: float) -> None:
         """Note spot machines that are there for the first time, or no longer."""
-        alive = {node.id: node for node in nodes if node.state in WORKS}
+        alive = {node.id: node for node in nodes if node.state.works}
         if (
             self._is_first
         ):  # An earlier command may have seen machines that ended since.

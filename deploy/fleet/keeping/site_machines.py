@@ -4,15 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cloud_adapters.compute.pool import Market, Node, NodeState
+from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet.choosing.choice import MachineOffer
 from deploy.fleet.choosing.spot_history import RestOfWork
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
 from deploy.fleet.tables.site_machine import SiteMachine
 
-# Of a machine that works, or will.
-WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
 _HOUR = 3600.0
 _MOST_SLOTS = 200
 # A round may take longer than the median one, of which this is a share.
@@ -26,7 +24,7 @@ def role_of(site: SiteMachine) -> str:
 
 def own_machine(site: SiteMachine, nodes: Sequence[Node]) -> Node | None:
     """The newest machine of a site that works; None if it has none."""
-    own = [n for n in nodes if n.labels.get(ROLE) == role_of(site) and n.state in WORKS]
+    own = [n for n in nodes if n.labels.get(ROLE) == role_of(site) and n.state.works]
     return own[-1] if own else None
 
 

@@ -9,7 +9,7 @@ and its cluster says whether its program failed.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cloud_adapters.compute.pool import Node, NodeState
+from cloud_adapters.compute.pool import Node
 from deploy.fleet.starting import console
 from federation.errors import ComputeError
 from federation.protocols import Clock
@@ -20,7 +20,6 @@ _LONGEST_SECONDS = 1800.0
 # After a start that has failed: so long, then twice as long, up to the last.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 _MOST_FAILED = 3
-_WORKS = frozenset({NodeState.STARTING, NodeState.RUNNING})
 
 Tell = Callable[[str], None]
 ReadLog = Callable[[Node], str | None]
@@ -75,7 +74,7 @@ class Starts:
                 continue
             # One that fails within seconds is seen only when it is gone.
             is_new = (each.failed or each.finished) and self._has_looked
-            if is_new or each.state in _WORKS:
+            if is_new or each.state.works:
                 self._awaited[each.id] = each
             else:  # An earlier command has seen it end.
                 self._settled.add(each.id)
@@ -86,7 +85,7 @@ class Starts:
         for known in list(self._awaited.values()):
             node = listed.get(known.id)
             # Some services do not list what is gone.
-            is_over = node is None or node.state not in _WORKS
+            is_over = node is None or not node.state.works
             if is_due or is_over:
                 self._look(node or known, is_over=is_over)
 
