@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from cloud_adapters.compute.pool import Node
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.keeping.site_machines import role_of
+from deploy.fleet.reconcile import ROLE
 from deploy.fleet.starting.starts import Starts
 from deploy.fleet.tables.providers import LOCAL
 
@@ -15,7 +16,7 @@ def starts_of(deployment: Deployment, tell: Callable[[str], None]) -> Starts:
     Nodes of this host say by themselves whether they are ready.
     """
     pools = {
-        f"{SITE_PREFIX}{site.name}": site.pool
+        role_of(site): site.pool
         for site in deployment.plan.file.sites
         if site.provider != LOCAL
     }

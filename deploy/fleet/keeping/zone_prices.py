@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.keeping.site_machines import role_of
 from deploy.fleet.keeping.spot_record import SpotRecord
-from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import ROLE
 
 
 def mean_price(
@@ -58,7 +59,7 @@ def paid_prices(
         now: Seconds since 1970.
     """
     spots = {
-        f"{SITE_PREFIX}{site.name}": site
+        role_of(site): site
         for site in plan.file.sites
         if site.machine.market == Market.SPOT.value and site.dollars_per_hour is None
     }

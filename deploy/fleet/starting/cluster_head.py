@@ -5,13 +5,11 @@ which launches the sites in the same namespace. So nothing outside of it has to 
 keys, its book of members or its runs.
 """
 
-import re
-
+from deploy.fleet.starting.user_data import is_pinned
 from federation.addresses import parse_address
 from federation.errors import JobError
 
 PORT = 8443
-_DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
 
 def service(deployment: str) -> str:
@@ -36,7 +34,7 @@ def check(image: str, *, address: str, listen: str, gpus: int) -> None:
     Raises:
         JobError: A key is missing or wrong.
     """
-    if not _DIGEST.fullmatch(image):
+    if not is_pinned(image):
         what = f"{image!r:.200} names no digest" if image else "is missing"
         raise JobError(
             f"{what}: name an image of an aggregator (deploy/containers) as "

@@ -143,6 +143,11 @@ _FETCH = {
 }
 
 
+def is_pinned(image: str) -> bool:
+    """Whether a container image is named by its digest."""
+    return re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", image) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """What a machine installs: a wheel, or a container image.
@@ -169,7 +174,7 @@ class Release:
         """
         if bool(self.wheel) is bool(self.image):
             raise ValueError("a release is a wheel or an image, and not both")
-        if self.image and not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", self.image):
+        if self.image and not is_pinned(self.image):
             raise ValueError(
                 f"{self.image!r} names no digest: use NAME@sha256:..., since what a "
                 "name means can change"
