@@ -51,7 +51,7 @@ from federation.job.metrics import (
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
-from federation.rounds.local_work import in_round
+from federation.rounds.local_work import first_rounds, in_round
 from privacy.counts import coarse
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
@@ -577,8 +577,7 @@ def _multiplier(
     once: Sequence[PrivacyEvent],
 ) -> float:
     """The noise with which all planned steps stay within the target."""
-    spec = job.training.accumulate_from
-    firsts = [1, *(first for first, _ in spec), job.rounds + 1]
+    firsts = [*first_rounds(job.training), job.rounds + 1]
     jobs = [in_round(job, first) for first in firsts[:-1]]
     kinds = [
         (

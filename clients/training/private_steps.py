@@ -37,7 +37,7 @@ from clients.ranks.peers import NO_PEERS, Peers
 from clients.training.privacy_units import plural_of_units
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
-from federation.rounds.local_work import in_round
+from federation.rounds.local_work import accumulate_in, first_rounds, in_round
 from federation.vectors import Layout, Vector
 from privacy.counts import coarse
 from privacy.dp.events import PrivacyEvent
@@ -111,7 +111,7 @@ def expected_batch(job: JobSpec) -> int:
 def largest_batch(job: JobSpec) -> int:
     """Records, or persons, that a step of any round samples on average, at most."""
     training = job.training
-    most = max(training.accumulate, *(n for _, n in training.accumulate_from), 1)
+    most = max(accumulate_in(training, first) for first in first_rounds(training))
     return training.batch_size * most
 
 
@@ -196,10 +196,9 @@ def events_by_round(
     Raises:
         SiteError: The site holds too few records for the largest step.
     """
-    firsts = (1, *(first for first, _ in job.training.accumulate_from))
     return tuple(
         (first, event_of(in_round(job, first), num_records, mechanism))
-        for first in firsts
+        for first in first_rounds(job.training)
     )
 
 

@@ -62,6 +62,7 @@ from federation.rounds.local_work import (
     accumulate_in,
     batches_before,
     bounds,
+    first_rounds,
     in_round,
     is_auto,
     total_steps,
@@ -151,7 +152,7 @@ class TorchTrainer:
         if private is not None:
             if self.peers.count > 1 and private.in_sum:
                 raise ValueError("with noise in the sum one rank takes the step")
-            for first, _ in ((1, 0), *job.training.accumulate_from):
+            for first in first_rounds(job.training):
                 sampling_rate(in_round(job, first), num_units(job, self.train))
         self._persons = persons_of(job, self.train)
         check_shares(job, self.site, self.train, self.peers.count)

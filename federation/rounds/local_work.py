@@ -112,6 +112,11 @@ def accumulate_in(training: TrainingSpec, round_index: int) -> int:
     return found
 
 
+def first_rounds(training: TrainingSpec) -> tuple[int, ...]:
+    """The first round of each size of step, increasing from 1."""
+    return (1, *(first for first, _ in training.accumulate_from))
+
+
 def in_round(job: JobSpec, round_index: int) -> JobSpec:
     """Return the job as it is in one round: all of its steps are alike."""
     training = job.training
