@@ -1,9 +1,9 @@
 """Keep torch's compiler out of processes that compile nothing.
 
-The first optimiser of a process imports ``torch._dynamo``: to mark methods that are not
-to be compiled, and to break the graph around each step, which does nothing where
-nothing is compiled. With SymPy and all of ``torch.distributed``, that import takes
-almost as long as importing torch.
+The first optimiser of a process imports ``torch._dynamo``: to mark methods that must
+not be compiled, and to break the graph around each step. Neither has any effect in a
+process that compiles nothing. With SymPy and all of ``torch.distributed``, that import
+takes almost as long as importing torch.
 """
 
 import functools
@@ -26,8 +26,8 @@ Method = Callable[..., Any]
 def defer() -> None:
     """Have optimisers work without the compiler until something else imports it.
 
-    From then on all is done as torch does it. A torch that does it in another way than
-    releases 2.6 to 2.13 imports the compiler as before.
+    From then on, everything is as in plain torch. If a release of torch imports the
+    compiler in another way than 2.6 to 2.13 do, it is imported as before.
     """
     for method in vars(torch.optim.Optimizer).values():
         if inspect.isfunction(method) and method.__globals__["__name__"] == _MARKS:

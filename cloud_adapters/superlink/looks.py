@@ -1,13 +1,13 @@
 """Answer a look for messages from memory while it would find what the last one found.
 
-Sites look for messages, and a run for answers, up to ten times a second each. Flower
-answers every look from its database, in a transaction that writes, and behind eight
-middlewares: 5 ms of processor time. Most looks find nothing.
+A look is one poll: sites poll for messages, and a run for answers, up to ten times a
+second each. Flower answers every look from its database, in a transaction that writes,
+and behind eight middlewares: 5 ms of processor time. Most looks find nothing.
 
-``Looks`` keeps such an answer until a request that may change it has come, and for
-seconds at most. It answers nobody whom Flower would not: a site's signature is checked
-here as Flower checks it, and a run is answered only if it sends the same request again,
-with its token, to the letter.
+``Looks`` keeps such an answer until a request arrives that may change it, and for a few
+seconds at most. It answers no one whom Flower would refuse: a site's signature is
+checked here as Flower checks it, and a run is answered only if it repeats the same
+request, byte for byte, with its token.
 """
 
 import datetime as dt
@@ -35,13 +35,14 @@ from cloud_adapters.superlink.guard import App, Receive, Scope, Send
 
 Message = MutableMapping[str, Any]
 
-# A body that is larger is no look, and an answer that is larger is not kept.
+# Larger bodies are passed on, and larger answers are not kept.
 MAX_BYTES = 64 << 10
 # Answers of one kind of look; with one more, all are forgotten.
 MAX_KEPT = 4096
 _OK = 200
 
-# After these requests every look finds what it found before.
+# These requests change the answer to no look. A heartbeat may bring a node back, which
+# a run sees when the kept answer ends, a second later.
 _READS = frozenset(
     {
         "/health",
@@ -58,7 +59,7 @@ _READS = frozenset(
         "/v1/runtime/send-task-heartbeat",
     }
 )
-# These bring answers to a run, or take them away, and no message to a site.
+# These add or remove answers for a run; no look of a site depends on them.
 _OF_ANSWERS = frozenset(
     {
         "/v1/fleet/confirm-message-received",
@@ -168,7 +169,7 @@ class Looks:
 
         begin, num_changes = self._monotonic(), kind.num_changes
         await self._app(scope, _reading(body, receive), note)
-        # What came meanwhile may have come too late for this answer.
+        # A request that came meanwhile may have changed what the answer should be.
         if num_changes == kind.num_changes and _may_be_kept(kind, parts):
             if len(kind.kept) >= MAX_KEPT:
                 kind.kept.clear()
@@ -226,7 +227,7 @@ def _may_be_kept(kind: _LookKind, parts: list[Message]) -> bool:
 
 
 def is_signed(scope: Scope) -> bool:
-    """Check a site's signature as Flower does; of which node, the kept answer tells."""
+    """Check a signature as Flower does; the kept answer is that of the key's node."""
     sent = dict(reversed(scope["headers"]))  # Flower reads the first of several.
     try:
         public_key, signature = (
@@ -245,9 +246,9 @@ def is_signed(scope: Scope) -> bool:
 
 
 def install() -> None:
-    """Put it before the SuperLink that this process is going to be.
+    """Put ``Looks`` in front of the SuperLink that this process will become.
 
-    Before ``guard.install`` is called: the guard is to see every request first.
+    Call it before ``guard.install``: the guard must see every request first.
     """
     others = extensions.get_middleware
 

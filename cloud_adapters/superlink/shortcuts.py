@@ -1,11 +1,11 @@
 """Lead requests through Flower's middleware in less processor time.
 
 The SuperLink has three interfaces: for sites, for runs and for control. Flower puts
-every request through the middleware of all of them, which passes on what belongs to
-another interface, but makes a task and a stream in memory for that. Here, it sees the
-requests of its interface alone. And the middleware that sites and runs do need decides
-what it decided before, but what comes after it runs in the same task: Starlette's way
-is for answers that never end, and these are whole.
+every request through the middleware of all three. Middleware of another interface
+passes it on, but makes a task and a stream in memory to do so. Here, each middleware
+sees only requests of its own interface. The middleware that sites and runs do need
+decides as before, but what follows it runs in the same task: Starlette makes a task for
+the sake of answers that never end, and these are finite.
 
 Middleware was more than a third of the processor time of a site's look for a message.
 """
@@ -25,11 +25,11 @@ from cloud_adapters.superlink.guard import App, Receive, Scope, Send
 # Middleware of an interface is in the package of its routes.
 _PACKAGE = re.compile(r"flwr\.\w+\.routers\.(control|fleet|runtime)\b")
 
-# Of middleware that hands on the answer of the next application without a look at it.
+# Middleware that hands on the next application's answer without reading it.
 _HANDS_ON = {"NodeAuthMiddleware", "FleetEventLogMiddleware"}
 # So does this one, unless Flower's tracing is on.
 _TRACES = "RuntimeTracingMiddleware"
-# Writes answers again, and needs the whole answer of the next application for that.
+# Rewrites answers, and needs the whole answer of the next application to do so.
 _TRANSLATES = "ProtobufTranslationMiddleware"
 _CONTROL = "/v1/control/"
 
@@ -37,7 +37,7 @@ Call = Callable[[Any, Scope, Receive, Send], Awaitable[None]]
 
 
 def install() -> None:
-    """Have the SuperLink that this process is going to be take the short way."""
+    """Shorten the path of requests in the SuperLink that this process will become."""
     traces = os.environ.get("FLWR_TRACING_ENABLED") == "1"
     hands_on = _HANDS_ON if traces else _HANDS_ON | {_TRACES}
     for each in superlink_middleware():
@@ -103,7 +103,7 @@ class _Next:
         except Exception as error:
             if not self.has_begun:
                 raise
-            self.failure = error  # There can be no other answer any more.
+            self.failure = error  # Too late for another answer.
         return _SENT
 
     async def _pass_on(self, message: Any) -> None:
