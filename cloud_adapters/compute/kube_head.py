@@ -13,7 +13,7 @@ from typing import Any
 from cloud_adapters.compute.pool import ClusterHead, Node, NodeState
 from federation.errors import MachineRefused
 
-# Of pods that a Service leads to, of the Service, and of the volume: its name.
+# On the Service, on its pods and on the volume: the name of the Service.
 SERVICE_LABEL = "crossfed-service"
 # The context of a program that runs in the cluster: its pod's service account.
 IN_CLUSTER = "in-cluster"
@@ -37,8 +37,8 @@ def claim(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
             "labels": {**labels, SERVICE_LABEL: head.service},
         },
         "spec": {
-            # Two nodes of a cluster could mount a ReadWriteOnce volume in two pods of
-            # one machine; keys and ledgers have one writer.
+            # Two pods of one machine could mount a ReadWriteOnce volume, and keys and
+            # ledgers must have one writer.
             "accessModes": ["ReadWriteOncePod"],
             "resources": {"requests": {"storage": f"{head.volume_gb}Gi"}},
         },
@@ -89,17 +89,18 @@ def check_own(body: Manifest, found: Sequence[Any], doing: str) -> None:
     if name not in {each.metadata.name for each in found}:
         raise MachineRefused(
             f"cannot {doing}: the namespace has another {body['kind']} {name}, which "
-            "is not of this deployment: rename the deployment, or remove that"
+            "does not belong to this deployment: rename the deployment, or delete the "
+            f"{body['kind']}"
         )
 
 
 def services_of_gone(nodes: Sequence[Node], services: Sequence[Any]) -> Collection[str]:
-    """Names of Services that lead to heads of before and to no other node.
+    """Names of Services whose heads have all ended.
 
     Args:
         nodes: All of a namespace.
-        services: Those that were made for heads. A head is listed for a day, and by
-            then something else may have the name of its Service.
+        services: Those that were made for heads. An ended head is listed for a day,
+            in which something else may have taken the name of its Service.
     """
     gone, alive = set[str](), set[str]()
     for node in nodes:
@@ -113,8 +114,8 @@ def services_of_gone(nodes: Sequence[Node], services: Sequence[Any]) -> Collecti
 def of_job() -> Manifest:
     """What the job of a head has besides that of any node.
 
-    A pod that the cluster takes away is replaced, and finds its volume; one whose
-    program fails is not, because the next one would fail, too.
+    A pod that the cluster evicts is replaced, and finds its volume; one whose program
+    fails is not, because the next one would fail, too.
     """
     return {
         "podFailurePolicy": {

@@ -32,6 +32,7 @@ def node(job: Any, pods: Sequence[Any]) -> Node:
     found = pod_of(job, pods)
     given = _given(job)
     state = _state(job, found)
+    was_ended = kube_manifest.ENDED in _notes(job)
     market = given.get("market")
     return Node(
         id=job.metadata.name,
@@ -43,9 +44,9 @@ def node(job: Any, pods: Sequence[Any]) -> Node:
         market=Market.SPOT if market == Market.SPOT.value else Market.ON_DEMAND,
         launched=job.metadata.creation_timestamp.timestamp(),
         ended=_ended(job) if state is NodeState.GONE else None,
-        trouble="" if kube_manifest.ENDED in _notes(job) else _trouble(job, found),
-        failed=kube_manifest.ENDED not in _notes(job) and _has_failed(found),
-        finished=kube_manifest.ENDED not in _notes(job) and _has_finished(job, found),
+        trouble="" if was_ended else _trouble(job, found),
+        failed=not was_ended and _has_failed(found),
+        finished=not was_ended and _has_finished(job, found),
     )
 
 
@@ -104,13 +105,13 @@ def gigabytes(claim: Any) -> float | None:
 
 
 def end_of_log(text: str) -> str:
-    """The end of a log, in whole lines: whoever looks again knows them by their text.
+    """The end of a log, in whole lines, by whose text a later look finds its place.
 
-    Of a line that is too long by itself, its end.
+    If the last line alone is too long, the end of that line.
     """
     if len(text) <= _LOG_CHARS:
         return text
-    # With the character before it, which tells whether a line begins there.
+    # With the character before, which shows whether a line begins there.
     end = text[-_LOG_CHARS - 1 :]
     return end.partition("\n")[2] or end[1:]
 

@@ -41,8 +41,8 @@ MAX_BYTES = 64 << 10
 MAX_KEPT = 4096
 _OK = 200
 
-# These requests change the answer to no look. A heartbeat may bring a node back, which
-# a run sees when the kept answer ends, a second later.
+# These requests change the answer to no look. After a heartbeat a node may be online
+# again, which a run sees when the kept answer expires, a second later.
 _READS = frozenset(
     {
         "/health",

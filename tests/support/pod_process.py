@@ -11,6 +11,8 @@ from typing import Any
 
 from support.forked_program import forked_program
 
+from cloud_adapters.compute.kube_manifest import STATE, USER_DATA
+
 
 class PodProcess:
     """A pod that the cluster was asked for, as a process of this host.
@@ -43,8 +45,8 @@ class PodProcess:
             word.replace("$$", "$")
             for word in container["command"]
         )
-        script = script.replace("/var/lib/crossfed/", f"{self.state}/")
-        script = script.replace("/etc/crossfed/user-data", str(settings))
+        script = script.replace(f"{STATE}/", f"{self.state}/")
+        script = script.replace(USER_DATA, str(settings))
         # As in the image, Python is that of the product.
         python = Path(sys.executable).parent
         path = os.pathsep.join([str(folder), str(python), os.environ["PATH"]])

@@ -17,7 +17,7 @@ from deploy.fleet.starting.cluster_head import PORT
 from federation.errors import JobError
 from federation.typed_json import encode
 
-# Of all annotations of a pod.
+# Kubernetes allows 256 KiB for all annotations of a pod together.
 MAX_BYTES = 200 << 10
 # In the folder of the pod.
 FILE, JOB, FOLDER = "fed.toml", "job.toml", "deployment"
@@ -83,9 +83,9 @@ def for_pod(document: Mapping[str, Any], file: DeploymentFile) -> str:
 def _site(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """A site's table, whose cluster is that of the pod.
 
-    The pod knows its API server. The endpoint of the file may be one that is reached
-    from outside alone, through a tunnel, say. One without TLS stays: no credentials
-    are sent to it, and those of the pod are not read.
+    The pod knows its API server, and the file's endpoint may work only from outside,
+    for example through a tunnel. One without TLS stays: no credentials are sent to it,
+    and those of the pod are not read.
     """
     machine = dict(table["machine"])
     machine["cluster"] = {**machine["cluster"], "context": IN_CLUSTER}

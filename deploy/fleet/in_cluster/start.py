@@ -1,7 +1,7 @@
 """``crossfed up`` with an aggregator in a cluster: start its head there, and follow it.
 
 The head does what ``crossfed up --keep`` does on a host, in a pod that outlives this
-command. What is known of it here is what its service lists, and what its log shows.
+command. This side knows only what the cluster lists and what the head's log shows.
 """
 
 import re
@@ -29,8 +29,8 @@ _LOOK_SECONDS = 2.0
 _SCRATCH_GB = 4
 # A job that was just launched may not be listed yet.
 _UNLISTED_SECONDS = 60.0
-# After the hours of the deployment, when the head ends its sites: without it, those
-# that it has replaced would go on for as many hours again.
+# The head's job outlasts the hours of the deployment, so that the head can end its
+# sites: replacements among them would run for as many hours again.
 _MARGIN_SECONDS = 900.0
 _ENDED = re.compile(r"crossfed head: up ended with ([0-9]{1,3})")
 # A shell that waits for a program ignores SIGTERM. What the program has started ends
@@ -51,7 +51,7 @@ exit "$code"
 
 
 def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
-    """Have the head of a deployment in its cluster, with the settings of now.
+    """Start the head of a deployment, or replace one that has other settings.
 
     Args:
         deployment: The deployment.
@@ -141,7 +141,7 @@ def command(accept: str) -> Sequence[str]:
 def follow(
     deployment: Deployment, launched: Node, tell: Tell, show: Callable[[str], None]
 ) -> int:
-    """Show what a head writes until it ends.
+    """Show the log of a head until it ends.
 
     Args:
         deployment: The deployment.
@@ -153,7 +153,7 @@ def follow(
         The exit code of the ``crossfed up`` in the pod.
 
     Raises:
-        ComputeError: The service refuses to say it, or has lost the head.
+        ComputeError: The service refuses to answer, or no longer lists the head.
     """
     clock = deployment.clock
     before: Sequence[str] = ()
@@ -199,7 +199,7 @@ def _look(
 def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:
     """The exit code that a head has ended with, by the last line of its log.
 
-    What others have sent may be in a log, too: one that was killed has no success.
+    A log also has text that others have sent, so a killed head never counts as done.
     """
     found = _ENDED.fullmatch(lines[-1]) if lines else None
     code = None if found is None else int(found[1]) & 0xFF
