@@ -69,13 +69,13 @@ class Releases:
     noise_varies: bool = False
 
     def has_room(self, event: PrivacyEvent, charged: Iterable[PrivacyEvent]) -> bool:
-        """Whether a round of the plan is left for more training; or a larger one.
+        """Whether the plan has a round left for more training, as large or larger.
 
-        Whoever asks for rounds may choose the next one by the results of those before.
-        If events differ, epsilon of what was charged is then no bound (Rogers et al.
+        The aggregator may choose the next round by the results of earlier ones. If
+        events differ, the epsilon of what was charged is then no bound (Rogers et al.
         2016, arXiv:1605.08294, section 1). The events of a plan may come in any order
-        (concurrent composition: Vadhan and Zhang 2023, arXiv:2207.08335), and in place
-        of one another of a smaller sampling rate.
+        (concurrent composition: Vadhan and Zhang 2023, arXiv:2207.08335), and one of a
+        smaller sampling rate in place of a larger one.
 
         The same holds where a resumed run has other noise: another site states what it
         needs again, and may collude. Every such plan has at least the noise with which
@@ -90,7 +90,7 @@ class Releases:
         taken = [event, *(each for each in charged if each not in self.once)]
         return all(
             _steps_from(rate, taken) <= _steps_from(rate, self.planned)
-            for rate in {each.sampling_rate for each in self.planned}
+            for rate in {each.sampling_rate for each in taken}
         )
 
     def event_in(self, round_index: int) -> PrivacyEvent:

@@ -158,6 +158,10 @@ def test_a_smaller_round_may_take_the_place_of_a_larger_one():
     ):
         assert releases.has_room(event, charged) is has_room, (event, charged)
     assert replace(releases, later=()).has_room(large, [large] * 9)
+    assert not replace(releases, planned=()).has_room(small, [])
+    # Of a rate between those of the plan: more steps than it has of larger ones.
+    between = replace(large, sampling_rate=0.15, steps=3)
+    assert not releases.has_room(between, [])
 
 
 def test_noise_that_others_state_again_buys_no_rounds():
