@@ -46,7 +46,7 @@ from federation.rounds.gather import Gathered, evaluates, present_cohort, round_
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import Layout, Vector, norm
+from federation.vectors import Allocate, Layout, Vector, in_memory, norm
 from privacy.secagg.agreement.certificate import (
     OpenedRound,
     before_rounds,
@@ -99,6 +99,7 @@ class GroupGather:
         grid: The way to the sites.
         identity: The aggregator's own.
         contract: Of all sites; those of the groups follow from it.
+        allocate: Makes the vectors of sums.
         schedule: A round is opened once, with all its sites.
     """
 
@@ -108,6 +109,7 @@ class GroupGather:
     grid: Grid
     identity: Identity
     contract: Contract
+    allocate: Allocate = in_memory
     schedule: Schedule = field(default=BARRIER, init=False)
 
     def __post_init__(self) -> None:
@@ -265,7 +267,7 @@ class GroupGather:
                 model_digest=model,
                 task_digest=train.task_digest(tasks[0], self.contract.clip_norm),
             )
-            rounds[group] = MaskedRound(setup, facts, size=size)
+            rounds[group] = MaskedRound(setup, facts, size=size, allocate=self.allocate)
 
         def round_of(site: SiteId) -> MaskedRound:
             group = self._group_of.get(site)

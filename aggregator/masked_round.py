@@ -18,7 +18,7 @@ from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.mapped import sha256
 from federation.messages import MaskedUpdate
-from federation.vectors import HeaderVector, Vector
+from federation.vectors import Allocate, HeaderVector, Vector, in_memory
 from privacy.keystream import apply_masks_
 from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.arithmetic.accumulator import MaskedSum
@@ -63,6 +63,7 @@ class MaskedRound:
         *,
         size: int | None,
         plan: LevelPlan | None = None,
+        allocate: Allocate = in_memory,
     ) -> None:
         """Begin with nothing.
 
@@ -71,6 +72,7 @@ class MaskedRound:
             facts: The round.
             size: That of the model; None for evaluations.
             plan: Of a sum in few levels.
+            allocate: Makes the vectors of the sum and of its mean.
         """
         self.protocol = AggregatorRound(setup=setup, facts=facts)
         self._contract = contract = setup.contract
@@ -86,10 +88,11 @@ class MaskedRound:
                 num_sites=contract.num_sites,
                 rotation=rotation_of(contract.run_id),
                 clip_norm=contract.clip_norm,
+                allocate=allocate,
             )
             self._num_bytes = self._total.num_bytes
         elif size is not None:
-            self._total = MaskedSum(size, self._ring)
+            self._total = MaskedSum(size, self._ring, allocate=allocate)
             self._num_bytes = size * self._ring.word_bytes
 
     def fold(self, update: MaskedUpdate) -> None:

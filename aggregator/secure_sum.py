@@ -47,7 +47,7 @@ from federation.rounds.gather import (
 )
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import Layout
+from federation.vectors import Allocate, Layout, in_memory
 from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
@@ -70,6 +70,7 @@ class SecureGather:
         grid: The way to the sites.
         identity: The aggregator's own.
         contract: What all have agreed on.
+        allocate: Makes the vectors of sums.
         schedule: A round is opened once, with all its sites.
     """
 
@@ -79,6 +80,7 @@ class SecureGather:
     grid: Grid
     identity: Identity
     contract: Contract
+    allocate: Allocate = in_memory
     schedule: Schedule = field(default=BARRIER, init=False)
 
     def __post_init__(self) -> None:
@@ -154,7 +156,9 @@ class SecureGather:
             task_digest=train.task_digest(tasks[0], clip, plan),
         )
         size = self._fragment(record).size(self.layout.size) if trains else None
-        current = MaskedRound(setup, facts, size=size, plan=plan)
+        current = MaskedRound(
+            setup, facts, size=size, plan=plan, allocate=self.allocate
+        )
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
         try:

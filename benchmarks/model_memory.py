@@ -8,7 +8,9 @@ that both ways give the same bits.
 
 An aggregator folds updates that only map files, as they come out of a store, takes a
 step of Nesterov momentum and saves a checkpoint, in each of two rounds. Memory counts
-from before there was a model: its peak, and what stays between rounds.
+from before there was a model: its peak, and what stays between rounds. With secure
+aggregation, in a ring of 32 bits or in four levels, it adds up words of a mask each,
+takes all masks off and opens the sum.
 
 A site encodes an update in four bits with error feedback, and stores what that leaves
 out, in each of three rounds. Memory counts beyond the update and the model that
@@ -21,16 +23,20 @@ import argparse
 import hashlib
 import json
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import machine
 import numpy as np
+from numpy.typing import NDArray
 
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
@@ -41,6 +47,7 @@ from cloud_adapters.storage.disk.store import LocalStore
 from federation.clock import SystemClock
 from federation.compression.choice import codec_of
 from federation.compression.codec import Links
+from federation.compression.rotation import Rotation, num_blocks, padded
 from federation.ids import RunId, SiteId
 from federation.job.spec import ServerOptimizerSpec
 from federation.mapped import give_back
@@ -48,6 +55,7 @@ from federation.messages import RoundTask, TaskKind
 from federation.protocols import LocalUpdate, RunState, WeightedUpdate
 from federation.rounds.server_optimizer import server_optimizer, take_step
 from federation.vectors import (
+    Allocate,
     Layout,
     Role,
     Vector,
@@ -57,8 +65,16 @@ from federation.vectors import (
     norm,
     place,
 )
+from privacy.keystream import KEY_BYTES, Mask, Words
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.digits import Digits
+from privacy.secagg.arithmetic.level_sum import LevelSum
+from privacy.secagg.arithmetic.levels import LevelSite, next_plan
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import seal_
 
-PARTIES, WAYS = ("aggregator", "site"), ("memory", "disk")
+RING, LEVELS = "aggregator, 32-bit ring", "aggregator, 4 levels"
+PARTIES, WAYS = ("aggregator", RING, LEVELS, "site"), ("memory", "disk")
 ROUNDS, SITE_ROUNDS, FLOAT_BYTES, KIB = 2, 3, 4, 1024
 _PIECE = 1 << 20
 
@@ -73,14 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--way", choices=WAYS, default=WAYS[0], help="of that")
     asked = parser.parse_args(arguments)
     values = 1_000_000 if asked.smoke else asked.values
-    if asked.party == PARTIES[0]:
-        print(json.dumps(aggregator(asked.way, values, asked.sites)))
-        return
-    if asked.party:
+    if asked.party == "site":
         print(json.dumps(site(asked.way, values)))
         return
+    if asked.party:
+        print(json.dumps(aggregator(asked.party, asked.way, values, asked.sites)))
+        return
     print(json.dumps(machine.facts("model_memory", values=values, sites=asked.sites)))
-    print("party      way     peak  between  seconds  (models)", file=sys.stderr)
+    columns = "way     peak  between  seconds  (models)"
+    print(f"{'party':24} {columns}", file=sys.stderr)
     for party, way in product(PARTIES, WAYS):
         size = ["--values", str(values), "--sites", str(asked.sites)]
         row = ["--party", party, "--way", way]
@@ -89,13 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = json.loads(done.stdout)
         print(json.dumps(found))
         print(
-            f"{party:10} {way:6} {found['peak_models']:5.2f} "
+            f"{party:24} {way:6} {found['peak_models']:5.2f} "
             f"{found['between_models']:8.2f} {found['seconds']:8.1f}",
             file=sys.stderr,
         )
 
 
-def aggregator(way: str, values: int, sites: int) -> dict[str, object]:
+def aggregator(party: str, way: str, values: int, sites: int) -> dict[str, object]:
     """Run two rounds."""
     layout = Layout.build([("weight", (values,), "float32", Role.PARAMETER)])
     optimizer = server_optimizer(ServerOptimizerSpec(name="nesterov", lr=0.7))
@@ -103,6 +120,9 @@ def aggregator(way: str, values: int, sites: int) -> dict[str, object]:
         folder = Path(name)
         updates = [_on_disk(folder / f"{site}", values, site) for site in range(sites)]
         allocate = ScratchVectors(folder=folder) if way == "disk" else in_memory
+        mean_of: _MeanOf = _plain_mean
+        if party != "aggregator":
+            mean_of = _SecureMean(party, updates, folder, allocate).of_round
         checkpoints = RunCheckpoints(
             store=LocalStore(folder / "store"),
             prefix="checkpoints/",
@@ -123,7 +143,7 @@ def aggregator(way: str, values: int, sites: int) -> dict[str, object]:
             for key, moment_d in optimizer.init(values).items()
         }
         for index in range(1, ROUNDS + 1):
-            delta_d = weighted_mean(_landing(updates), spare_d)
+            delta_d = mean_of(updates, spare_d)
             norm(delta_d)
             new_d = take_step(
                 optimizer, layout, weights_d=theta_d, moments=moments, delta_f=delta_d
@@ -144,7 +164,7 @@ def aggregator(way: str, values: int, sites: int) -> dict[str, object]:
         digest = hashlib.sha256(theta_d.data).hexdigest()
     model_kib = FLOAT_BYTES * values / KIB
     return {
-        "party": "aggregator",
+        "party": party,
         "way": way,
         "peak_models": (peak - before) / model_kib,
         "between_models": (after - before) / model_kib,
@@ -220,13 +240,86 @@ def _task(run: RunId, site: SiteId, index: int, theta_d: Vector) -> RoundTask:
 def _on_disk(path: Path, values: int, seed: int) -> Vector:
     """An update that only maps a file."""
     rng = np.random.default_rng(seed)
+    pieces = (
+        rng.standard_normal(min(_PIECE, values - start), np.float32)
+        for start in range(0, values, _PIECE)
+    )
+    return _mapped(path, pieces).view(np.float32)
+
+
+def _mapped(path: Path, arrays: Iterable[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Bytes of arrays, one after another, that only map a file."""
     with path.open("w+b") as file:
-        for start in range(0, values, _PIECE):
-            size = min(_PIECE, values - start)
-            file.write(rng.standard_normal(size, np.float32).tobytes())
+        for array in arrays:
+            file.write(array.data)
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, np.float32)
+    return np.frombuffer(mapped, np.uint8)
+
+
+_MeanOf = Callable[[Sequence[Vector], Vector], Vector]
+
+
+def _plain_mean(updates: Sequence[Vector], spare_d: Vector) -> Vector:
+    return weighted_mean(_landing(updates), spare_d)
+
+
+class _SecureMean:
+    """Masked updates, each in a file, and their mean."""
+
+    def __init__(
+        self, party: str, updates: Sequence[Vector], folder: Path, allocate: Allocate
+    ) -> None:
+        """Mask the updates."""
+        size, sites = updates[0].size, len(updates)
+        clip_norm = 1.01 * max(map(norm, updates))
+        key, mask = bytes(32), Mask(key=os.urandom(KEY_BYTES), sign=1)
+        ring = RingSpec(bits=32, num_sites=sites, clip_norm=clip_norm)
+        plan = next_plan(4, energies_b=np.ones(num_blocks(size)), variance=1.0)
+        assert plan is not None  # Of a sum that is not 0.
+        digits = Digits(levels=plan.levels, num_sites=sites)
+        rotation = Rotation(b"run")
+        site = LevelSite(
+            plan=plan, digits=digits, rotation=rotation, clip_norm=clip_norm
+        )
+        self._masks = [replace(mask, sign=-1)] * sites
+        self._words, self._sites = list[Words](), sites
+
+        def new_sum() -> MaskedSum | LevelSum:
+            if party == RING:
+                return MaskedSum(size, ring, allocate=allocate)
+            return LevelSum(
+                size,
+                plan,
+                num_sites=sites,
+                rotation=rotation,
+                clip_norm=clip_norm,
+                allocate=allocate,
+            )
+
+        self._new_sum = new_sum
+        for number, update_d in enumerate(updates):
+            copy_d, words_w = update_d.copy(), np.empty(0, np.uint64)
+            if party == RING:
+                words_w = seal_(
+                    copy_d, ring, weight=1.0, masks=[mask], rounding_key=key
+                ).words_w
+            else:
+                left_d = np.zeros(padded(size), np.float32)
+                words_w = site.seal_(
+                    copy_d, weight=1.0, residual_d=left_d, masks=[mask]
+                ).masked_w
+            self._words.append(_mapped(folder / f"masked-{number}", [words_w]))
+
+    def of_round(self, _updates: Sequence[Vector], _spare_d: Vector) -> Vector:
+        """Open the sum of all."""
+        total = self._new_sum()
+        for words in self._words:
+            is_level = isinstance(total, LevelSum)
+            total.fold_(words if is_level else words.view(np.uint32))
+        total.apply_masks_(self._masks)
+        total.digest()
+        return total.decode(divisor=self._sites, weight=self._sites)
 
 
 def _landing(updates: Sequence[Vector]) -> Iterator[WeightedUpdate]:

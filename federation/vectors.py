@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from federation.errors import LayoutMismatch
 from federation.mapped import give_back
@@ -272,6 +272,12 @@ def chunks(size: int, chunk: int = CHUNK_VALUES) -> Iterator[slice]:
 def in_memory(size: int) -> Vector:
     """Allocate a vector of zeros; memory that is not touched takes none."""
     return np.zeros(size, np.float32)
+
+
+def words_from(allocate: Allocate, size: int, dtype: DTypeLike) -> Words:
+    """Allocate words of another type than float32, zeros, shape ``(size,)``."""
+    num_floats = -(-size * np.dtype(dtype).itemsize // np.dtype(np.float32).itemsize)
+    return allocate(num_floats).view(np.uint8).view(dtype)[:size]
 
 
 def place(values_d: Vector, allocate: Allocate) -> Vector:

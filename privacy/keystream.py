@@ -29,6 +29,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from federation.mapped import give_back
+
 Words = NDArray[np.unsignedinteger[Any]]
 Bytes = NDArray[np.uint8]
 # Bytes that nobody can predict, as many as asked for: ``os.urandom`` in
@@ -269,6 +271,7 @@ def apply_masks_(
                 pack_24(chunk_c, packed)
             else:
                 streams.apply_(words_w[begin:end])
+                give_back(words_w[begin:end])
 
     if masks:
         in_ranges(apply_range, size, threads=threads)

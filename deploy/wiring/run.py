@@ -145,7 +145,7 @@ class Run:
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.
         extensions: How its job was extended, in their order.
-        allocate: Makes the vectors of the model and of the server optimiser.
+        allocate: Makes the vectors of the model, of sums and of the server optimiser.
     """
 
     federation: Federation
@@ -212,7 +212,7 @@ class Run:
                     self.federation, self.run_id, grid, introduced=introduced
                 )
             else:
-                gather = _secure_gather(self.federation, grid, secret)
+                gather = _secure_gather(self.federation, grid, secret, self.allocate)
             parts = self._parts(sites.engine, self.seen(gather), anchors or {})
             parts = replace(parts, returned=grid.returned)
             return run_federation(self.federation.job, parts)
@@ -270,7 +270,9 @@ def _metric(job: JobSpec) -> str:
     return "" if job.selection is None else job.selection.metric
 
 
-def _secure_gather(federation: Federation, grid: Grid, secret: SecureContext) -> Gather:
+def _secure_gather(
+    federation: Federation, grid: Grid, secret: SecureContext, allocate: Allocate
+) -> Gather:
     """Make the aggregator's half: for one sum over all sites, or sums over groups."""
     by_group = federation.job.privacy.secure_aggregation.groups is not None
     make = GroupGather if by_group else SecureGather
@@ -280,4 +282,5 @@ def _secure_gather(federation: Federation, grid: Grid, secret: SecureContext) ->
         grid=grid,
         identity=secret.identity,
         contract=secret.contract,
+        allocate=allocate,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from federation.mapped import give_back
-from federation.vectors import Vector
+from federation.vectors import Allocate, Vector, in_memory, words_from
 from privacy.keystream import (
     CHUNK_WORDS,
     Mask,
@@ -37,13 +37,23 @@ class MaskedSum:
         size: Values in an update, d.
         spec: The ring.
         threads: Ranges to work on at the same time.
+        allocate: Makes the vector of the sum, and of the mean if it needs another.
     """
 
-    def __init__(self, size: int, spec: RingSpec, *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        size: int,
+        spec: RingSpec,
+        *,
+        threads: int = 1,
+        allocate: Allocate = in_memory,
+    ) -> None:
         """Begin with zero."""
-        self._spec, self._threads = spec, threads
+        self._spec, self._threads, self._allocate = spec, threads, allocate
         dtype = np.uint16 if spec.bits == 16 else np.uint32  # noqa: PLR2004
-        self._sum_d: NDArray[np.unsignedinteger[Any]] = np.zeros(size, dtype)
+        self._sum_d: NDArray[np.unsignedinteger[Any]] = words_from(
+            allocate, size, dtype
+        )
         self._num_folded = 0
         self._decoded = False
 
@@ -94,8 +104,9 @@ class MaskedSum:
         top = self._sum_d.dtype.type((1 << self._spec.bits) - 1)
         little = self._sum_d.dtype.newbyteorder("<")
         for begin in range(0, self._sum_d.size, CHUNK_WORDS):
-            chunk_c = self._sum_d[begin : begin + CHUNK_WORDS] & top
-            found.update(chunk_c.astype(little, copy=False).data)
+            chunk_c = self._sum_d[begin : begin + CHUNK_WORDS]
+            found.update((chunk_c & top).astype(little, copy=False).data)
+            give_back(chunk_c)
         return found.digest()
 
     def decode(self, *, divisor: float = 1.0, weight: float | None = None) -> Vector:
@@ -119,6 +130,7 @@ class MaskedSum:
             divisor=divisor,
             held=Inputs(num_updates=self._num_folded, weight=total),
             threads=self._threads,
+            allocate=self._allocate,
         )
 
     def _check_open(self) -> None:
@@ -132,6 +144,7 @@ class MaskedSum:
                 words_c = words_w[begin : begin + mine_c.size]
                 np.add(mine_c, words_c, out=mine_c)
                 give_back(words_c)
+                give_back(mine_c)
             return
         wide_c = np.empty(CHUNK_WORDS, np.uint32)
         for begin in range(start, stop, CHUNK_WORDS):
@@ -140,10 +153,13 @@ class MaskedSum:
             chunk_c = self._sum_d[begin:end]
             np.add(chunk_c, unpack_24(packed, wide_c[: end - begin]), out=chunk_c)
             give_back(packed)
+            give_back(chunk_c)
 
     def _mask_range(self, masks: Sequence[Mask], start: int, stop: int) -> None:
         streams = MaskStreams(
             masks, bits=self._spec.bits, first_word=start, num_words=stop - start
         )
         for begin in range(start, stop, CHUNK_WORDS):
-            streams.apply_(self._sum_d[begin : min(begin + CHUNK_WORDS, stop)])
+            chunk_c = self._sum_d[begin : min(begin + CHUNK_WORDS, stop)]
+            streams.apply_(chunk_c)
+            give_back(chunk_c)

@@ -3,7 +3,6 @@
 Shape suffixes: w words, b blocks of 4,096 values.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 
@@ -11,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from federation.compression.rotation import Rotation
-from federation.vectors import Vector
+from federation.mapped import give_back, sha256
+from federation.vectors import Allocate, Vector, in_memory, words_from
 from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits, Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, largest_sum_norm, open_levels
@@ -29,6 +29,7 @@ class LevelSum:
         num_sites: N.
         rotation: The run's.
         clip_norm: C, the largest norm of an update, in weight units.
+        allocate: Makes the vectors of the sum and of its mean.
     """
 
     def __init__(
@@ -39,12 +40,16 @@ class LevelSum:
         num_sites: int,
         rotation: Rotation,
         clip_norm: float,
+        allocate: Allocate = in_memory,
     ) -> None:
         """Begin with zero."""
         self._size, self._plan, self._rotation = size, plan, rotation
         self._clip_norm = clip_norm
         self._digits = Digits(levels=plan.levels, num_sites=num_sites)
-        self._sum_w: Lanes = np.zeros(self._digits.num_words(size), np.uint64)
+        self._allocate = allocate
+        self._sum_w: Lanes = words_from(
+            allocate, self._digits.num_words(size), np.uint64
+        )
         self._num_folded = 0
         self._energies_b: NDArray[np.float64] | None = None
 
@@ -79,7 +84,10 @@ class LevelSum:
         for begin in range(0, self._sum_w.size, CHUNK_WORDS):
             part_w = self._sum_w[begin : begin + CHUNK_WORDS]
             first = WORD_BYTES * begin
-            part_w += words[first : first + WORD_BYTES * part_w.size].view("<u8")
+            masked = words[first : first + WORD_BYTES * part_w.size]
+            part_w += masked.view("<u8")
+            give_back(masked)
+            give_back(part_w)
 
     def apply_masks_(self, masks: Sequence[Mask]) -> None:
         """Add or remove masks; see ``MaskedSum.apply_masks_``."""
@@ -103,6 +111,7 @@ class LevelSum:
             size=self._size,
             num_updates=self._num_folded,
             divisor=divisor,
+            allocate=self._allocate,
         )
         norm = math.sqrt(float(opened.energies_b.sum()))
         most = largest_sum_norm(
@@ -122,7 +131,7 @@ class LevelSum:
 
 def sum_digest(words_w: Lanes) -> bytes:
     """SHA-256 of a sum's words, as a certificate names it."""
-    return hashlib.sha256(words_w.astype("<u8", copy=False).data).digest()
+    return sha256(words_w.astype("<u8", copy=False))
 
 
 def rotation_of(run_id: str) -> Rotation:

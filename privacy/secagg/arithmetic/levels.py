@@ -43,7 +43,7 @@ from federation.compression.rotation import (
     padded,
 )
 from federation.mapped import give_back
-from federation.vectors import Vector, chunks
+from federation.vectors import Allocate, Vector, chunks, in_memory
 from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import Digits, Lanes, finest_levels
 from privacy.secagg.arithmetic.measure import NORM_ERROR, Measurement, measure
@@ -342,6 +342,7 @@ def open_levels(
     size: int,
     num_updates: int,
     divisor: float,
+    allocate: Allocate = in_memory,
 ) -> OpenedLevels:
     """Read the words of a sum without masks; the same bits on every machine.
 
@@ -356,18 +357,21 @@ def open_levels(
         size: d.
         num_updates: n.
         divisor: What the sum is divided by: the sum of the weights for a mean.
+        allocate: Makes the vector of the mean.
 
     Raises:
         SumOutOfRange: Honest sites do not make such words.
     """
-    mean_d = np.empty(size, np.float32)
+    mean_d = allocate(size)
     energies_b = np.empty(plan.steps_b.size, np.float64)
     most = num_updates * (plan.levels - 1)
     is_exact = BLOCK_VALUES * most < _EXACT
     half_b = plan.steps_b.astype(np.float64) / 2
     for group in digits.groups(size):
         numbers_v = np.empty(group.end - group.begin, np.float32)
-        digits.unpack(words_w[group.first : group.last], numbers_v)
+        group_w = words_w[group.first : group.last]
+        digits.unpack(group_w, numbers_v)
+        give_back(group_w)
         _check_digits(numbers_v, most)
         numbers_v *= 2
         numbers_v -= most
@@ -381,6 +385,7 @@ def open_levels(
         )
         part = mean_d[group.begin : group.end]
         part[:] = values_v[: part.size]
+        give_back(part)
     return OpenedLevels(mean_d=mean_d, energies_b=energies_b)
 
 

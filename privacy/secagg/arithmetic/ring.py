@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federation.vectors import Vector
+from federation.mapped import give_back
+from federation.vectors import Allocate, Vector, in_memory
 from privacy.keystream import CHUNK_WORDS, Words, in_ranges, unpack_24
 from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
 
@@ -242,6 +243,7 @@ def decode_sum_(
     divisor: float = 1.0,
     held: Inputs | None = None,
     threads: int = 1,
+    allocate: Allocate = in_memory,
 ) -> Vector:
     """Read an unmasked sum of words as float32, in place where the widths agree.
 
@@ -252,6 +254,7 @@ def decode_sum_(
         divisor: What the sum is divided by: the sum of the weights for a mean.
         held: What the sum holds; as much as there is room for by default.
         threads: Ranges to work on at the same time.
+        allocate: Makes the result's vector where it needs one of its own.
 
     Returns:
         The sum over ``scale * divisor``, shape ``(d,)``, rounded once. It is in
@@ -271,7 +274,7 @@ def decode_sum_(
         raise ValueError(f"the divisor must be positive and finite, not {divisor}")
     size = num_values(words_w, spec)
     in_place = words_w.dtype == np.uint32
-    out_d = words_w.view(np.float32) if in_place else np.empty(size, np.float32)
+    out_d = words_w.view(np.float32) if in_place else allocate(size)
     step = 1.0 / (spec.scale * divisor)
     held = held or Inputs(num_updates=spec.num_sites, weight=float(spec.num_sites))
     largest = spec.largest_sum(held)
@@ -287,6 +290,8 @@ def decode_sum_(
             squares.append(float(sum_c @ sum_c))
             with np.errstate(over="ignore"):  # Looked at below, in the norm.
                 out_d[begin:end] = sum_c
+            give_back(words_w[begin:end])
+            give_back(out_d[begin:end])
 
     in_ranges(decode_range, size, threads=threads)
     norm = math.sqrt(math.fsum(squares))
