@@ -125,6 +125,11 @@ def test_files_of_a_page_make_federations(
         assert len(federation.site_data) == len(federation.job.sites)
 
 
+def test_readme_is_short():
+    """It answers "why this?" within a minute: what is new goes to another page."""
+    assert len((ROOT / "README.md").read_text("utf-8").split()) < 900
+
+
 @pytest.mark.slow
 def test_tests_of_the_threat_model_exist():
     """What it says is shown is shown by a test of that name."""
