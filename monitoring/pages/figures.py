@@ -138,13 +138,22 @@ def log_scale(axis: Axis, subs: Sequence[int] = (1, 2, 5)) -> None:
 
 
 def zoom_on_last(axes: Axes) -> None:
-    """Fit the vertical axis to the last two thirds of the lines, if that shows more."""
-    points = [point for line in axes.lines for point in _points(line)]
-    first = max(x for x, _ in points) / 3
-    late = [y for x, y in points if x >= first]
+    """Fit the vertical axis to the last two thirds of each line, if that shows more.
+
+    No line leaves the figure: a short one is fitted by rounds of its own.
+    """
+    lines = [points for line in axes.lines if (points := _points(line))]
+    ends = [max(x for x, _ in points) for points in lines]
+    late = [
+        y
+        for points, end in zip(lines, ends, strict=True)
+        for x, y in points
+        if x >= end / 3
+    ]
     low, high = axes.get_ylim()
-    room = 0.08 * max(max(late) - min(late), _LEAST_SPAN)
-    if first >= _LEAST_LEFT_OUT and 2 * (max(late) - min(late)) < high - low:
+    span = max(late) - min(late)
+    room = 0.08 * max(span, _LEAST_SPAN)
+    if max(ends) / 3 >= _LEAST_LEFT_OUT and 2 * span < high - low:
         axes.set_ylim(min(late) - room, max(late) + room)
 
 
