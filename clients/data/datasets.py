@@ -302,7 +302,9 @@ def _examples_of_tuple(
     arrays = list(leaves((pair[0], pair[1])))
     if inputs is None or len(list(leaves((inputs, targets)))) < len(arrays):
         found = f"({describe(pair[0])}, {describe(pair[1])})"
-        raise SiteError(f"{name} is {found}: {_EXPECTED}")
+        lists = any(isinstance(part, list) for part in pair)
+        hint = "; make lists arrays, for example with numpy.asarray" if lists else ""
+        raise SiteError(f"{name} is {found}: {_EXPECTED}{hint}")
     try:
         return Examples(inputs=inputs, targets=targets, persons=persons)
     except ValueError as error:
@@ -357,7 +359,13 @@ def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View
             )
     has_methods = hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
     if not has_methods or isinstance(obj, (np.ndarray, torch.Tensor, Mapping, str)):
-        raise SiteError(f"{name} is {describe(obj)}: {_EXPECTED}")
+        alone = isinstance(obj, (np.ndarray, torch.Tensor))
+        hint = (
+            "; a source returns two of these, training and held-out data"
+            if alone
+            else ""
+        )
+        raise SiteError(f"{name} is {describe(obj)}: {_EXPECTED}{hint}")
     size = len(obj)
     if collate is None:
         fetch: Callable[[Indices], Batch] = partial(_fetch_items, obj, name=name)
@@ -504,6 +512,19 @@ def first_not_finite(dataset: Dataset, walk: Iterable[Indices]) -> int | None:
             if bad.any():
                 return int(indices[int(bad.int().argmax())])
     return None
+
+
+def not_finite_records(part: str, first: int) -> str:
+    """Say which record holds NaN or infinity, and what to do; see above.
+
+    Args:
+        part: ``training`` or ``held-out``.
+        first: Index of the first such record in this part of the site's data.
+    """
+    return (
+        f"{part} record {first} holds NaN or infinite values: drop or fill these "
+        "records in the data function (records are counted from 0 at each site)"
+    )
 
 
 def describe(obj: object) -> str:

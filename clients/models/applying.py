@@ -9,6 +9,8 @@ from federation.errors import SiteError
 from federation.tree import Tree, leaves, num_records
 
 _IMAGE_AXES = 4  # As in ``clients.data.datasets``.
+_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_CHANNELS = {1, 3, 4}  # Grey, colours, and colours with their opacity.
 
 
 def misfit(fault: str, found: str) -> SiteError:
@@ -69,12 +71,17 @@ def _advice(model: torch.nn.Module, inputs: Tree) -> str:
             "; arrays of uint8 with so many axes are read as images, from 0 to 1: give "
             "tokens another integer type in the data function"
         )
+    if _has(model, torch.nn.Conv2d) and any(map(_has_channels_last, parts)):
+        said += (
+            "; convolutions of torch take the channels of an image first: transpose "
+            "arrays in the data function, for example x.transpose(0, 3, 1, 2)"
+        )
     if not all(part.is_floating_point() for part in parts):
         said += (
             "; integer inputs are tokens and stay integers: scale images to floating "
             "point in the data function, for example x / 255"
         )
-    if num_records(inputs) == 1 and model.training and _compares_records(model):
+    if num_records(inputs) == 1 and model.training and _has(model, *_NORMS):
         said += (
             "; batch normalisation needs two records or more: change "
             "training.batch_size, so that no batch has a single record, or use "
@@ -83,8 +90,14 @@ def _advice(model: torch.nn.Module, inputs: Tree) -> str:
     return said
 
 
-def _compares_records(model: torch.nn.Module) -> bool:
-    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+def _has_channels_last(part: torch.Tensor) -> bool:
+    """Whether a batch has the shape of images as they are read from files."""
+    if part.ndim != _IMAGE_AXES:
+        return False
+    return part.shape[3] in _CHANNELS and part.shape[1] not in _CHANNELS
+
+
+def _has(model: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
     return any(isinstance(part, kinds) for part in model.modules())
 
 

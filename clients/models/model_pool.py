@@ -156,6 +156,7 @@ class ModelPool:
         objective: What training minimises.
         draws: Makes models that draw random numbers reproducible.
         records_apart: Tests these models for mixing records.
+        noted: Warnings about these models that a site of this process has logged.
         replaced: Layers that differential privacy has replaced, for people to read.
         trained_spans: Places ``[start, stop)`` of these in the flat vector.
         exact: Adapters whose products the aggregator averages.
@@ -189,6 +190,7 @@ class ModelPool:
         self.device = _device(job.training.device)
         self.draws = GlobalDraws(self.device)
         self.records_apart = RecordsApart(self.device)
+        self.noted: set[str] = set()
         self.replaced: tuple[str, ...] = ()
         self._has_loop = job.training.task == TRAINER
         first, trainer = self._build()

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from clients.data.datasets import Dataset, first_not_finite
+from clients.data.datasets import Dataset, first_not_finite, not_finite_records
 from clients.models.applying import logits_of
+from clients.models.evaluation_notes import PROBABILITIES, are_probabilities
 from clients.models.objectives import classes_misfit
 from clients.training.local_federation import Federation
 from clients.training.private_steps import takes_private_steps
@@ -67,10 +68,7 @@ def _check_records(federation: Federation, name: SiteId) -> None:
         walk = (np.arange(start, min(start + _CHUNK, size)) for start in starts)
         bad = first_not_finite(part, walk)
         if bad is not None:
-            raise SiteError(
-                f"{what} record {bad} holds NaN or infinite values: drop or fill these "
-                "records in the data function"
-            )
+            raise SiteError(not_finite_records(what, bad))
 
 
 def _check_columns(federation: Federation, first: SiteId, name: SiteId) -> None:
@@ -117,6 +115,7 @@ def _check_step(federation: Federation, name: SiteId) -> int:
         loop = replace(federation, job=replace(job, training=step, privacy=off))
         _try(federation, loop.loop_trainer(name, (train, held_out)), held_out)
         return 0
+    pool.noted.add(PROBABILITIES)  # An error below, and no warning before it.
     trainer = TorchTrainer(
         replace(job, training=replace(step, accumulate=1), privacy=off),
         name,
@@ -137,13 +136,8 @@ def _check_step(federation: Federation, name: SiteId) -> int:
             return 0
         with torch.no_grad():
             logits_bk = logits_of(model.module.eval(), batch[0])
-    sums = logits_bk.sum(1)
-    if logits_bk.min() >= 0 and torch.allclose(sums, torch.ones_like(sums)):
-        raise JobError(
-            "returns probabilities, but classification needs logits: remove the "
-            "softmax at its end",
-            key="model.factory",
-        )
+    if are_probabilities(logits_bk):
+        raise JobError(PROBABILITIES, key="model.factory")
     return len(logits_bk[0])
 
 

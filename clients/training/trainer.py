@@ -21,8 +21,15 @@ import torch
 
 from clients.data import batches
 from clients.data.batches import ALONE, Ordering, Rank
-from clients.data.datasets import Batch, Dataset, Indices, first_not_finite
+from clients.data.datasets import (
+    Batch,
+    Dataset,
+    Indices,
+    first_not_finite,
+    not_finite_records,
+)
 from clients.models import personal, weights
+from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record
 from clients.models.pruning import holding_zeros
@@ -161,6 +168,13 @@ class TorchTrainer:
         self._objective = self.pool.objective
         self._lora_rank = ranks_of(job).get(self.site)
         self._ahead = WorkAhead(self._first_steps)
+        self._notes = EvaluationNotes(
+            job,
+            self.site,
+            self.held_out,
+            noted=self.pool.noted,
+            is_over=self.peers.count > 1,  # A rank may have a part of the model.
+        )
         if private is None:
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
@@ -498,8 +512,7 @@ class TorchTrainer:
         bad = first_not_finite(self.train, self._indices(round_index, steps))
         if bad is not None:
             error = NotFinite(
-                f"training record {bad} holds NaN or infinite values: drop or fill "
-                "these records in the data function",
+                not_finite_records("training", bad),
                 outside=UNSTABLE,
             )
             if not self._is_protected:
@@ -643,7 +656,7 @@ class TorchTrainer:
         model.eval()
         metrics = evaluated_of(self.job.training)
         sums = Sums(self.pool.device, self.peers, metrics)
-        size = self.job.evaluation.batch_size
+        size, notes = self.job.evaluation.batch_size, self._notes
         total, rank = len(self.held_out), self.peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)
         walk = [np.arange(i, min(i + size, total)) for i in starts]
@@ -658,7 +671,11 @@ class TorchTrainer:
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
             if number < len(starts):
                 sums.add(loss.loss, loss.count, loss.metrics)
-        return sums.metrics()
+            if number == 0:
+                notes.on_batch(model, inputs)
+        found = sums.metrics()
+        notes.on_result(found, walk)
+        return found
 
     def _steps_of(self, round_index: int) -> range:
         """Steps of the run that a round takes if every round takes as many."""

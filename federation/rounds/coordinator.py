@@ -482,7 +482,7 @@ def _first(complaints: Sequence[str]) -> str:
 def _what_is_left(job: JobSpec, state: RunState) -> str:
     """Say what is safe, and how to continue: lost rounds count as planned ones."""
     if not state.rounds_completed:
-        return "no round was completed; see what each site answered"
+        return "no round was completed"
     safe = "the model of the last completed round is safe in the checkpoints"
     left = job.rounds - state.round_index
     if local_work.is_complete(job, state) or left <= 0:

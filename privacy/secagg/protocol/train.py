@@ -238,7 +238,11 @@ def write_sums(
         # A built-in task; an objective of a user's has bounds of its own.
         loss = min(loss, MAX_MEAN_LOSS * sums.count)
     if not 0 <= loss * _MICRO <= _LARGEST_COUNT:
-        raise UpdateOutOfRange(f"the {kind} loss is {loss}, too large to encode")
+        raise UpdateOutOfRange(
+            f"the {kind} loss is {loss}, which a secure sum cannot hold: remove NaN "
+            "and infinite values from this site's records (crossfed check-job finds "
+            "them), or lower training.optimizer.lr"
+        )
     return {
         f"{kind}_count": sums.count,
         f"{kind}_loss": round(loss * _MICRO),

@@ -227,7 +227,7 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ({"x": [[1], [1, 2]], "label": [0, 1]}, "column 'x' holds rows of different"),
         (iter([]), "is a list_iterator: expected"),
         ((INPUTS,), "tuple of length 1"),
-        ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, ndarray\[6\]\)"),
+        ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, nd.*make lists arrays"),
         ((INPUTS, CLASSES.tolist()), r"is \(ndarray\[6, 2\], list of length 6\)"),
         ((INPUTS, CLASSES[:5]), "there are 6 inputs and 5 targets"),
         ((INPUTS, np.array(["a"] * 6)), "numbers, .* not text of .* replace each"),

@@ -256,3 +256,12 @@ def test_tokens_that_were_taken_for_images_are_explained():
         classification(model, inputs, labels)
     (note,) = caught.value.__notes__
     assert "are read as images, from 0 to 1: give tokens another integer type" in note
+    assert "channels" not in note
+
+
+def test_images_with_their_channels_last_are_explained():
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.raises(RuntimeError) as caught:
+        classification(model, torch.zeros(2, 6, 6, 3), torch.zeros(2, dtype=torch.long))
+    (note,) = caught.value.__notes__
+    assert "x.transpose(0, 3, 1, 2)" in note

@@ -1,0 +1,77 @@
+"""Users' mistakes that raise nothing, as a site's first evaluation shows them.
+
+Its weights are those that the run begins with, which are finite. What is found goes to
+the log alone: in a deployed run, to that of the site.
+"""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from clients.data.datasets import (
+    Dataset,
+    Indices,
+    first_not_finite,
+    not_finite_records,
+)
+from clients.models.applying import logits_of
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.messages import MetricSums
+from federation.tree import Tree
+
+_LOG = logging.getLogger(__name__)
+
+PROBABILITIES = (
+    "returns probabilities, but classification needs logits: remove the softmax at its "
+    "end"
+)
+
+
+def are_probabilities(logits_bk: torch.Tensor) -> bool:
+    """Whether each row of a model's output, shape ``(B, K)``, adds up to 1."""
+    sums = logits_bk.sum(1)
+    is_positive = bool(logits_bk.min() >= 0)
+    return is_positive and torch.allclose(sums, torch.ones_like(sums))
+
+
+@dataclass(slots=True, eq=False)
+class EvaluationNotes:
+    """Looks at one evaluation of a site.
+
+    Attributes:
+        job: The job.
+        site: The site.
+        held_out: What it evaluates on.
+        noted: What was logged about the model, which all sites of a simulation share.
+        is_over: Whether there is nothing more to look at.
+    """
+
+    job: JobSpec
+    site: SiteId
+    held_out: Dataset
+    _: KW_ONLY
+    noted: set[str]
+    is_over: bool = False
+
+    def on_batch(self, model: torch.nn.Module, inputs: Tree) -> None:
+        """Look at what a model in evaluation mode makes of a batch."""
+        if self.is_over or self.job.training.task != "classification":
+            return
+        if PROBABILITIES in self.noted:
+            return
+        if are_probabilities(logits_of(model, inputs)):
+            self.noted.add(PROBABILITIES)
+            _LOG.warning("model.factory: %s", PROBABILITIES)
+
+    def on_result(self, sums: MetricSums, batches: Iterable[Indices]) -> None:
+        """Find the record that made the loss infinite or NaN, if one did."""
+        if not self.is_over and not math.isfinite(sums.loss_sum):
+            bad = first_not_finite(self.held_out, batches)
+            if bad is not None:
+                text = not_finite_records("held-out", bad)
+                _LOG.warning("site %s: the loss is not finite: %s", self.site, text)
+        self.is_over = True
