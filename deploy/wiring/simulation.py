@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +132,7 @@ def simulate(
         stack.enter_context(wiring.torch_threads(job))
         clock = _clock(job, run, engine, clock)
         meters = StoreMeters(clock)
+        live = stack.enter_context(_live_metrics(job, run))
         federation = wiring.build_federation(job, meters)
         if engine == "inproc":
             federation.pool.reserve(wiring.num_workers(job))
@@ -144,7 +145,7 @@ def simulate(
             transcript=transcript,
             clock=clock,
             meters=meters,
-            listeners=listeners,
+            listeners=[*listeners, *live],
             show_failure=show_failure or _log_failure,
             report=report,
         )
@@ -164,6 +165,23 @@ def _check_time(job: JobSpec, engine: str) -> None:
             "--engine virtual, or 'fixed'",
             key="schedule.local_work",
         )
+
+
+def _live_metrics(
+    job: JobSpec, run: RunFolder | None
+) -> AbstractContextManager[Sequence[Emit]]:
+    names = job.simulation.live_metrics
+    if not names:
+        return nullcontext(())
+    if run is None:
+        raise JobError(
+            "needs a folder for the run: give simulate one, or a storage.url that "
+            "keeps the run",
+            key="simulation.live_metrics",
+        )
+    from monitoring.runs.live_metrics import live_metrics  # noqa: PLC0415 -- an extra
+
+    return live_metrics(run, names)
 
 
 def _take_over(run: RunFolder, simulation: "_Simulation", *, resume: bool) -> None:

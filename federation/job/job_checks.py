@@ -31,6 +31,7 @@ from federation.job.spec import (
     TrainingSpec,
 )
 
+TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
 MEANS = ("mean", "contributor_mean")
 SCHEDULES = ("constant", "linear", "cosine")
 # The first four have keys of their own. Not here: LBFGS, which calls the model several
@@ -470,4 +471,14 @@ def _check_simulation(job: JobSpec) -> None:
             raise JobError(
                 f"rounds count from 1, not {min(fault.rounds)}",
                 key=f"simulation.faults[{index}].rounds",
+            )
+    _check_live_metrics(simulation.live_metrics)
+
+
+def _check_live_metrics(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name not in TRACKERS or name in names[:index]:
+            raise JobError(
+                f"must be {' or '.join(TRACKERS)}, each once at most, not {name!r}",
+                key=f"simulation.live_metrics[{index}]",
             )

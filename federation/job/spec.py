@@ -614,6 +614,8 @@ class SimulationSpec:
         total_epsilon: Largest total epsilon of all private runs on the same data, like
             `policy.total_epsilon` of a deployed site; by default the total is counted
             but not limited.
+        live_metrics: Where the run writes its metrics after each round: `tensorboard`,
+            `mlflow` or both, as `crossfed export-metrics` does.
     """
 
     workers: int = key(default=0, low=0)
@@ -622,6 +624,7 @@ class SimulationSpec:
     relays: tuple[RelayLineSpec, ...] = ()
     vouch_for_sources: bool = False
     total_epsilon: float | None = key(default=None, above=0.0)
+    live_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,11 +237,24 @@ def _mlflow_errors() -> Iterator[None]:
         raise StoreUnavailable(f"MLflow: {error}") from error
 
 
-def _tracker(name: str, run: RunFolder, view: RunView) -> Tracker:
+def tracker_of(name: str, run: RunFolder, view: RunView) -> Tracker:
+    """Where a run's metrics go: a folder of the run, or an MLflow run."""
     if name == "tensorboard":
         return TensorBoardFiles(run.path / name)
     started = view.started
     return MlflowRun(started.job_name, started.run_id, view.first_started_at)
+
+
+@contextmanager
+def exporting_alone(run: RunFolder, name: str) -> Iterator[None]:
+    """Hold the lock of a run's metrics for one tracker during a block.
+
+    Raises:
+        FederationError: Another process exports them.
+    """
+    complaint = f"another process exports {run.path} to {name}"
+    with folder_lock.hold(run.path / f".{name}.lock", complaint):
+        yield
 
 
 def export_metrics(
@@ -271,10 +284,8 @@ def export_metrics(
         StoreUnavailable: Events cannot be read, or metrics cannot be written.
     """
     view = run.view()
-    tracker = _tracker(name, run, view)
-    lock = run.path / f".{name}.lock"
-    complaint = f"another process exports {run.path} to {name}"
-    with folder_lock.hold(lock, complaint), closing(tracker):
+    tracker = tracker_of(name, run, view)
+    with exporting_alone(run, name), closing(tracker):
         with naming_extras():
             written = dict(tracker.written())
         size, is_alone = -1, False
@@ -283,7 +294,7 @@ def export_metrics(
                 before, size = size, run.events.stat().st_size
             if size != before:
                 view = run.view()
-                written = _bring_up_to_date(tracker, written, view)
+                written = bring_up_to_date(tracker, written, view)
             if not follow or view.status not in _RUNNING:
                 return len(written)
             if not (is_alone or run.is_locked()):
@@ -292,7 +303,7 @@ def export_metrics(
             clock.sleep(LOOK_SECONDS)
 
 
-def _bring_up_to_date(
+def bring_up_to_date(
     tracker: Tracker, written: Points, view: RunView
 ) -> dict[MetricStep, Point]:
     """Write new points; all of them if a resumed run has measured some again."""

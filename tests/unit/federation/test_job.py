@@ -340,6 +340,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "simulation.faults[0].rounds",
         "rounds count from 1, not 0",
     ),
+    "metrics for an unknown tracker": (
+        {"simulation": {"live_metrics": ["mlflow", "wandb"]}},
+        "simulation.live_metrics[1]",
+        "must be tensorboard or mlflow, each once at most, not 'wandb'",
+    ),
+    "metrics for a tracker twice": (
+        {"simulation": {"live_metrics": ["mlflow", "mlflow"]}},
+        "simulation.live_metrics[1]",
+        "each once at most",
+    ),
     "secret sum under a robust rule": (
         robust("median", byzantine_sites=1) | secret(),
         "aggregation.combine",

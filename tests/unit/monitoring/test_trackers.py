@@ -155,7 +155,7 @@ def test_follower_writes_what_is_final(
     """Also where it looks between a round and its checkpoint: nothing is taken back."""
     run, recorder = RunFolder(tmp_path), Recorder()
     events = event_samples.private(4)
-    monkeypatch.setattr(trackers, "_tracker", lambda *_: recorder)
+    monkeypatch.setattr(trackers, "tracker_of", lambda *_: recorder)
     clock = Ahead(run, events, step)
     said: list[str] = []
     count = export_metrics(run, "mlflow", follow=True, clock=clock, tell=said.append)
@@ -171,7 +171,7 @@ def test_checkpoint_that_was_lost_begins_anew(
     """A round that was final is measured again: the old points go."""
     run, recorder = RunFolder(tmp_path), Recorder()
     events = event_samples.resumed()
-    monkeypatch.setattr(trackers, "_tracker", lambda *_: recorder)
+    monkeypatch.setattr(trackers, "tracker_of", lambda *_: recorder)
     clock = Ahead(run, events, 4)
     export_metrics(run, "mlflow", follow=True, clock=clock, tell=[].append)
     assert recorder.points == points_of(fold(events))
