@@ -7,7 +7,7 @@ import pytest
 from support.enrolments import Federation
 
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.cli import commands as cli
+from deploy.cli import commands as cli, enrolment_verbs
 from federation.clock import SystemClock
 from privacy.membership.token import Token
 
@@ -47,6 +47,17 @@ def test_invitation_for_another_address(
     assert cli.main(["aggregator", "invite", "site-a", *options]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert Token.parse(facts["token"]).address == "fed.example.org:443"
+
+
+def test_result_of_enroll_is_json_where_it_is_asked_for(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    parsed = cli._parser().parse_args(["enroll", "-", "--json"])
+    enrolment_verbs._print_enrolled(
+        federation.enroll(federation.invite("site-a")), parsed
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["site"], len(facts["digest"])) == ("site-a", 64)
 
 
 @pytest.mark.parametrize(

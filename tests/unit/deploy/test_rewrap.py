@@ -206,7 +206,8 @@ def test_by_url(key: KeyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main([*command, "--json"]) == exit_codes.DONE
     assert json.loads(capsys.readouterr().out)["rewrapped"] == 1
     out = ["--out", str(tmp_path / "out"), "--encryption-key", key.name]
-    assert cli.main(["storage", "decrypt", url, *out]) == exit_codes.DONE
+    assert cli.main(["storage", "decrypt", url, *out, "--json"]) == exit_codes.DONE
+    assert json.loads(capsys.readouterr().out)
     assert (tmp_path / "out" / "README.md").read_bytes() == b"# card"
 
 

@@ -1,6 +1,7 @@
 """Metrics of a run as TensorBoard and MLflow read them."""
 
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -78,6 +79,16 @@ def test_tensorboard_reads_each_point_once(tmp_path: Path):
     )
     assert {place.step for place in wanted if place.name == "loss"} == {0, 1, 2, 3}
     assert MetricStep(f"sites/{AWS}/accuracy", 3) in wanted
+
+
+@pytest.mark.slow
+def test_command_counts_the_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("tensorboard")
+    events = event_samples.two_sites(2)
+    write(RunFolder(tmp_path), events)
+    arguments = ["export-metrics", str(tmp_path), "--to", "tensorboard", "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["points"] == len(points_of(fold(events)))
 
 
 @pytest.mark.slow
