@@ -52,7 +52,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	$(call install,.)
 
 $(READY): pyproject.toml constraints.txt
-	$(call install,'.[aws$(,)flower$(,)gcp$(,)gguf$(,)huggingface$(,)kubernetes$(,)onnx$(,)parquet$(,)tune]' --group dev)
+	$(call install,'.[aws$(,)flower$(,)gcp$(,)gguf$(,)huggingface$(,)kubernetes$(,)mlflow$(,)onnx$(,)parquet$(,)tune]' --group dev)
 
 demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY)) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
