@@ -74,17 +74,20 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 @contextmanager
-def interrupts(do: Callable[[int], None]) -> Iterator[None]:
+def interrupts(
+    do: Callable[[int], None],
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM until the end of the block.
 
     Args:
         do: It is given the signal's number.
+        signals: What is handled, if not both.
     """
 
     def handle(number: int, _frame: object) -> None:
         do(number)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handle) for number in signals]
     try:
         yield

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import signal
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ from cloud_adapters.compute.machine_types import SpotMarket
 from deploy.cli import plan_verb
 from deploy.cli.arguments import load_plan
 from deploy.cli.run_verbs import follow, is_over
-from deploy.cli.terminal import say, say_json, show, tell
+from deploy.cli.terminal import interrupts, say, say_json, show, tell
 from deploy.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
@@ -20,10 +22,50 @@ if TYPE_CHECKING:
     from deploy.fleet.keeping.sizes import Sizer
     from deploy.fleet.keeping.spot_record import SpotRecord
     from federation.job.spec import JobSpec
+    from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
 
 def _up(options: argparse.Namespace) -> int:
+    plan, job = _checked(options)
+    if plan.has_head:
+        return _up_in_cluster(options, plan)
+    if plan.is_head and options.keep:
+        return as_head(plan, options.clock, partial(_up_here, options, plan, job))
+    return _up_here(options, plan, job)
+
+
+def as_head(plan: "DeploymentPlan", clock: "Clock", work: Callable[[], int]) -> int:
+    """Do what a head does, until it is done or its pod has to end.
+
+    Args:
+        plan: The deployment, as the head reads it.
+        clock: Tells time.
+        work: What it does; its result is the exit code.
+
+    Returns:
+        The exit code, which is not 0 if its pod has to end.
+    """
+    from deploy.fleet import pools  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.in_cluster import head_end  # noqa: PLC0415 -- --help
+
+    def end(_number: int) -> None:
+        raise head_end.HeadTerminated
+
+    try:
+        # Ctrl-C of somebody in the pod ends what is shown there, and no aggregator.
+        with interrupts(end, (signal.SIGTERM,)):
+            return work()
+    except head_end.HeadTerminated:
+        pool = pools.local_pool(plan, clock)
+        head_end.stop_aggregator(pool, plan.file.name, clock, tell)
+        return head_end.TERMINATED
+
+
+def _up_here(
+    options: argparse.Namespace, plan: "DeploymentPlan", job: "JobSpec"
+) -> int:
+    """Bring a deployment up from this process, and follow its run."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
         deployment as fleet,
@@ -39,9 +81,6 @@ def _up(options: argparse.Namespace) -> int:
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
 
-    plan, job = _checked(options)
-    if plan.has_head:
-        return _up_in_cluster(options, plan)
     hourly = spending.budget_prices(plan, now=options.clock.now())
     start_allowed = start_wait.allowed_start(
         plan,

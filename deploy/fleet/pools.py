@@ -23,16 +23,19 @@ def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
         ComputeError: The name of a region or a profile is wrong.
         MissingExtra: The library of one is not installed.
     """
-    # A user's own models and data are found from where the deployment file is.
-    here = plan.path.parent.absolute()
-    pools: dict[str, ComputePool] = {
-        LOCAL: LocalPool(folder=nodes_folder(plan), working_folder=here, clock=clock)
-    }
+    pools: dict[str, ComputePool] = {LOCAL: local_pool(plan, clock)}
     named = {plan.file.aggregator.pool, *(site.pool for site in plan.file.sites)}
     if CONTAINERS in named:
         pools[CONTAINERS] = ContainerPool(folder=nodes_folder(plan))
     pools.update((name, _cloud(place, clock)) for name, place in places(plan).items())
     return pools
+
+
+def local_pool(plan: DeploymentPlan, clock: Clock) -> LocalPool:
+    """Open the processes of a deployment on this host."""
+    # A user's own models and data are found from where the deployment file is.
+    here = plan.path.parent.absolute()
+    return LocalPool(folder=nodes_folder(plan), working_folder=here, clock=clock)
 
 
 def places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:

@@ -15,6 +15,8 @@ OWNER = "crossfed-owner"
 ROLE = "crossfed-role"
 NUMBER = "crossfed-number"
 SETTINGS = "crossfed-settings"
+# Of a head: the roster's digest that it was started with.
+ACCEPTED = "crossfed-accepted"
 
 AGGREGATOR = "aggregator"
 # The head of a deployment in a cluster: a pod that runs ``crossfed up``.

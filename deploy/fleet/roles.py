@@ -136,7 +136,8 @@ def _launch(
     spec: NodeSpec,
 ) -> Node:
     """Ask for the node of a number, which its service launches once."""
-    labels = reconcile.labels(deployment.name, deployment.owner, role, number)
+    own = reconcile.labels(deployment.name, deployment.owner, role, number)
+    labels = {**spec.labels, **own}
     return deployment.pools[request.pool].launch(
         replace(spec, labels=labels), f"{deployment.owner}/{role.name}/{number}"
     )

@@ -6,7 +6,6 @@ back and runs the pod's own command on this host.
 
 import json
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube
 from support.forked import Forked, shared
 from support.pod_process import PodProcess
+
+from cloud_adapters.compute.kube_manifest import GRACE_SECONDS
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SITES = ("aws-us-east-1", "gcp-us-central1")
@@ -128,14 +129,14 @@ def nodes(file: Path) -> list[dict[str, Any]]:
 
 
 def lose(kubelet: Kubelet) -> None:
-    """End the head's pod with all that runs in it, as a container ends."""
+    """Have the cluster end the head's pod, which leaves nothing that runs in it."""
     (head,) = (pod for name, pod in kubelet.pods.items() if "head" in name)
     head.end()
-    assert head.process.wait(60) == 143, head.log
-    for started in (kubelet.folder / "volume").glob(
-        "fed/deployment/nodes/*/started.json"
-    ):
-        os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
+    # Kubernetes would kill what still runs then.
+    assert head.process.wait(GRACE_SECONDS) == 143, head.log
+    assert "the aggregator has stopped after" in head.log
+    (node,) = (kubelet.folder / "volume").glob("fed/deployment/nodes/aggregator-*")
+    assert (node / "ended.json").exists()
     wait_for(lambda: not kubelet.runs(head.name), "the cluster sees that it ended", 60)
 
 

@@ -16,7 +16,7 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.in_cluster import bundle
 from deploy.fleet.in_cluster.bundle import HeadBundle
-from deploy.fleet.reconcile import DEPLOYMENT, HEAD, OWNER
+from deploy.fleet.reconcile import ACCEPTED, DEPLOYMENT, HEAD, OWNER
 from deploy.fleet.roles import NodeRequest, Tell
 from deploy.fleet.starting import cluster_head
 from federation.addresses import parse_address
@@ -33,14 +33,16 @@ _UNLISTED_SECONDS = 60.0
 # sites: replacements among them would run for as many hours again.
 _MARGIN_SECONDS = 900.0
 _ENDED = re.compile(r"crossfed head: up ended with ([0-9]{1,3})")
-# A shell that waits for a program ignores SIGTERM. What the program has started ends
-# with the container.
+# A shell that waits for a program ignores SIGTERM, and the first process of a container
+# does so always. ``up`` stops the aggregator; when the shell ends, so does all that is
+# left in the container. The code is not 0: see ``head_end.TERMINATED``.
 _SCRIPT = """\
 set -eu
+trap 'exit 143' TERM
 umask 077
 mkdir -p {folder}
 python -m deploy.fleet.in_cluster.head_files {bundle} {folder}
-trap 'kill "$!"; exit 143' TERM
+trap 'kill "$!"; wait "$!" || :; exit 143' TERM
 code=0
 crossfed up {folder}/{file} --keep{accept} &
 wait "$!" || code=$?
@@ -60,8 +62,8 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
 
     Raises:
         ComputeError: It could not be launched, or nodes of another folder run.
-        JobError: The folder has an aggregator of this host, or deployment file and job
-            are too long.
+        JobError: The folder has an aggregator of this host, deployment file and job
+            are too long, or a head runs that was started with another ``--accept``.
     """
     for pool in deployment.pools.values():
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
@@ -73,7 +75,38 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
             "deployment, or another folder",
             key="aggregator.provider",
         )
-    return roles.fill(deployment, request(deployment, accept), tell)
+    wanted = request(deployment, accept)
+    running = roles.decide(deployment, wanted).node
+    if running is not None:
+        _check_accepted(running, deployment, accept)
+    return roles.fill(deployment, wanted, tell)
+
+
+def _check_accepted(running: Node, deployment: Deployment, accept: str) -> None:
+    """Refuse to give a head that runs a digest to accept: it reads one at its start.
+
+    To replace it would interrupt a round. When it has to sign a roster that it must
+    not, it ends and names the digest, and the next head is started with that.
+
+    Raises:
+        JobError: ``accept`` names another roster than the head's.
+    """
+    given, known = _digits(accept), running.labels.get(ACCEPTED, "")
+    if not given or (known and (given.startswith(known) or known.startswith(given))):
+        return
+    namespace = deployment.plan.file.aggregator.cluster.namespace
+    raise JobError(
+        f"{running.id} runs, and was started with {known or 'no digest'}: give "
+        "crossfed up without --accept to follow it. If it has to accept another "
+        f"roster, it ends and says so. To have it accept {given} now: kubectl -n "
+        f"{namespace} delete job {running.id}, then give this command again, which "
+        "resumes the run",
+        key="--accept",
+    )
+
+
+def _digits(accept: str) -> str:
+    return "".join(accept.split()).lower()
 
 
 def request(deployment: Deployment, accept: str) -> NodeRequest:
@@ -96,7 +129,7 @@ def request(deployment: Deployment, accept: str) -> NodeRequest:
     spec = NodeSpec(
         name=HEAD,
         command=command(accept),
-        labels={},
+        labels={ACCEPTED: _digits(accept)} if accept else {},
         max_seconds=deployment.max_seconds + _MARGIN_SECONDS,
         user_data=given,
         image=machine.image,
@@ -105,7 +138,8 @@ def request(deployment: Deployment, accept: str) -> NodeRequest:
         limits=machine.cluster.limits,
         head=_head(plan),
     )
-    read = f"{spec.command}\n{given}\n{spec.image}\n{spec.identity}\n{spec.limits}"
+    # A head that runs is not replaced for the digest that this command names or omits.
+    read = f"{command('')}\n{given}\n{spec.image}\n{spec.identity}\n{spec.limits}"
     return NodeRequest(machine.pool, spec, f"{read}\n{spec.head}".encode())
 
 

@@ -187,6 +187,35 @@ def test_a_head_is_replaced_only_when_something_has_changed(
     assert len(kube_server.claims) == 1
 
 
+def test_a_running_head_is_not_replaced_for_a_digest(
+    write: Write, kube_server: FakeKube
+):
+    """Neither one that is left out, nor another, which is refused with a way out."""
+    digest = "AB12" * 16
+    with opened(write()) as deployment:
+        first = start.up(deployment, accept=digest, tell=print)
+        for same in ("", digest, "ab12 " * 8):
+            assert start.up(deployment, accept=same, tell=print).id == first.id, same
+        with pytest.raises(JobError, match="without --accept") as caught:
+            start.up(deployment, accept="cd34" * 8, tell=print)
+        assert f"kubectl -n {NAMESPACE} delete job {first.id}" in str(caught.value)
+        assert f"was started with {digest.lower()}" in str(caught.value)
+        assert len(kube_server.created) == 1
+        del kube_server.jobs[first.id], kube_server.pods[first.id]
+        start.up(deployment, accept="cd34" * 8, tell=print)
+    assert "--accept " + "cd34" * 8 in json.dumps(kube_server.created[-1])
+
+
+def test_a_head_that_was_started_without_a_digest_takes_none(
+    write: Write, kube_server: FakeKube
+):
+    with opened(write()) as deployment:
+        start.up(deployment, accept="", tell=print)
+        with pytest.raises(JobError, match="was started with no digest"):
+            start.up(deployment, accept="cd34" * 8, tell=print)
+    assert len(kube_server.created) == 1
+
+
 @pytest.mark.parametrize("budget", ["", "max_dollars = 1.0\n"])
 def test_a_head_has_time_to_end_its_sites(
     write: Write, kube_server: FakeKube, budget: str
