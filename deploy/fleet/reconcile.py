@@ -74,6 +74,16 @@ def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
         )
 
 
+def others(nodes: Iterable[Node], deployment: str) -> Sequence[str]:
+    """Names of other deployments that have nodes in the same place, not gone."""
+    names = {
+        node.labels.get(DEPLOYMENT, "")
+        for node in nodes
+        if node.state is not NodeState.GONE
+    }
+    return sorted(names - {deployment, ""})
+
+
 def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
     """Refuse to share a name with a folder that has launched under it before.
 

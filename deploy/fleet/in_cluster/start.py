@@ -75,11 +75,28 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
             "deployment, or another folder",
             key="aggregator.provider",
         )
+    _warn_of_neighbours(deployment, tell)
     wanted = request(deployment, accept)
     running = roles.decide(deployment, wanted).node
     if running is not None:
         _check_accepted(running, deployment, accept)
     return roles.fill(deployment, wanted, tell)
+
+
+def _warn_of_neighbours(deployment: Deployment, tell: Tell) -> None:
+    """Name other deployments of the namespace, whose launchers can read the volume.
+
+    Who else may launch jobs there cannot be seen with an operator's rights.
+    """
+    machine = deployment.plan.file.aggregator
+    nodes = deployment.pools[machine.pool].nodes({})
+    if names := reconcile.others(nodes, deployment.name):
+        namespace = machine.cluster.namespace
+        tell(
+            f"head: namespace {namespace} also has jobs of {', '.join(names)}. Whoever "
+            f"may launch jobs there can mount the volume of {deployment.name} and read "
+            "its keys: give each deployment a namespace of its own"
+        )
 
 
 def _check_accepted(running: Node, deployment: Deployment, accept: str) -> None:

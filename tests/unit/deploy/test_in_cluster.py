@@ -216,6 +216,28 @@ def test_a_head_that_was_started_without_a_digest_takes_none(
     assert len(kube_server.created) == 1
 
 
+def test_another_deployment_of_the_namespace_is_named(
+    write: Write, kube_server: FakeKube
+):
+    """Its jobs could mount the volume, which has keys; one that is gone could not."""
+    told: list[str] = []
+    with opened(write()) as deployment:
+        start.up(deployment, accept="", tell=told.append)
+        assert not any("namespace" in line for line in told)
+        labels = {reconcile.DEPLOYMENT: "theirs"}
+        spec = NodeSpec(
+            name="x", labels=labels, max_seconds=60.0, image=IMAGE, command=["sh"]
+        )
+        made = kube_server._create(kube_manifest.job(spec, "cd" * 20))
+        start.up(deployment, accept="", tell=told.append)
+        (warning,) = (line for line in told if "namespace" in line)
+        assert f"namespace {NAMESPACE} also has jobs of theirs." in warning
+        assert "can mount the volume of fed" in warning
+        kube_server.finish(made["metadata"]["name"], 0)
+        start.up(deployment, accept="", tell=told.append)
+    assert told.count(warning) == 1
+
+
 @pytest.mark.parametrize("budget", ["", "max_dollars = 1.0\n"])
 def test_a_head_has_time_to_end_its_sites(
     write: Write, kube_server: FakeKube, budget: str
