@@ -53,7 +53,7 @@ def as_head(plan: "DeploymentPlan", clock: "Clock", work: Callable[[], int]) -> 
         raise head_end.HeadTerminated
 
     try:
-        # Ctrl-C of somebody in the pod ends what is shown there, and no aggregator.
+        # Ctrl-C in a shell of the pod ends what is shown there, not the aggregator.
         with interrupts(end, (signal.SIGTERM,)):
             return work()
     except head_end.HeadTerminated:

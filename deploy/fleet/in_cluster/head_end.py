@@ -1,4 +1,4 @@
-"""The end of a head's pod, which the cluster takes away or somebody deletes.
+"""The end of a head's pod, which the cluster takes away or someone deletes.
 
 Kubernetes sends the pod SIGTERM and kills what still runs 30 seconds later. Meanwhile
 the aggregator stops, so that what it knows is on the volume and closed. The next head
