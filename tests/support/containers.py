@@ -30,6 +30,11 @@ def image(party: str) -> str:
     return f"localhost/crossfed-test-{party}:0.1.0-cpu"
 
 
+def environment() -> dict[str, str]:
+    """What podman reads."""
+    return {**os.environ, **SETTINGS}
+
+
 def run(
     *arguments: str, given: str = "", seconds: float = 300
 ) -> subprocess.CompletedProcess[str]:
@@ -41,7 +46,7 @@ def run(
         text=True,
         check=False,
         timeout=seconds,
-        env={**os.environ, **SETTINGS},
+        env=environment(),
     )
 
 
