@@ -41,14 +41,20 @@ def _finite(value: Any) -> Any:
 def tell(text: str) -> None:
     """Write a message for a person, if standard error is still open."""
     with contextlib.suppress(OSError):
-        print(f"crossfed: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"crossfed: {_plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(line: str) -> None:
-    """Write a line of another program's log, without what would control a terminal."""
-    plain = "".join(each if each.isprintable() else " " for each in line)
+    """Write a line of another program's log, if standard error is still open."""
     with contextlib.suppress(OSError):
-        print(plain, file=sys.stderr, flush=True)  # noqa: T201
+        print(_plain(line), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _plain(text: str) -> str:
+    """Remove what would control a terminal: names and errors may be of anyone."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else " " for each in text
+    )
 
 
 def console() -> Any:
@@ -69,7 +75,7 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         # As text: a folder's name may look like markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(_plain(cell)) for cell in row))
     console().print(table)
 
 

@@ -335,7 +335,7 @@ def test_only_new_lines_of_a_log_are_shown():
 
 def test_a_log_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
     show("a\x1b[2J\tb")
-    assert capsys.readouterr().err == "a [2J b\n"
+    assert capsys.readouterr().err == "a [2J\tb\n"
 
 
 def test_down_ends_the_head_first_and_keeps_the_volume(

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 
 from deploy.cli import terminal
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 from federation.typed_json import refuse_constant
 
 
@@ -20,6 +20,18 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     terminal.say_json({"rows": [{"loss": math.nan}, (math.inf, 1.0)]})
     found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
+
+
+def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
+    """Names of nodes and words of services come from others; lines stay lines."""
+    options = argparse.Namespace(verbose=False)
+    terminal.tell("a\x1b[2J\u202eb\n\tc\udcff")
+    terminal.complain(FederationError("node \x9b1m\r"), options)
+    terminal.say_table(["node"], [["x\x1b[2Jy"]])
+    out, err = capsys.readouterr()
+    assert err == "crossfed: a [2J b\n\tc \ncrossfed: node  1m\n"
+    assert "\x1b" not in out
+    assert "x [2Jy" in out
 
 
 def test_an_error_names_one_file(capsys: pytest.CaptureFixture[str]):
