@@ -251,10 +251,10 @@ class CanaryScores:
         self._place = slice(start, start + num_canaries)
         self.scores_m = np.zeros(num_canaries, np.float64)
 
-    def see(self, weights_d: Vector, local_d: Vector) -> None:
+    def see(self, weights_d: Vector, local_d: Vector, *, weight: float = 1.0) -> None:
         """Add an update: weights before and after local training."""
-        self.scores_m += local_d[self._place].astype(np.float64)
-        self.scores_m -= weights_d[self._place]
+        update_m = local_d[self._place].astype(np.float64) - weights_d[self._place]
+        self.scores_m += weight * update_m
 
     def see_sum(self, mean_d: Vector) -> None:
         """Add the mean of the sites' updates that a round opened."""

@@ -11,14 +11,14 @@ from federation.errors import SiteError
 from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
 from federation.vectors import IntegerVector, Vector
 
-Witness = Callable[[Vector, LocalWeights], None]
+Witness = Callable[[int, Vector, LocalWeights], None]
 
 
 class ObservedTrainer(ForwardingTrainer):
     """A ``federation.protocols.Trainer`` around another one."""
 
     def __init__(self, trainer: Trainer, witness: Witness) -> None:
-        """Show the witness the weights before each round, and what came of them.
+        """Show the witness each round, the weights before it, and what came of them.
 
         The arrays are the trainer's own and change after the call.
         """
@@ -37,5 +37,5 @@ class ObservedTrainer(ForwardingTrainer):
             raise SiteError(
                 "a single update with noise meant for the sum cannot be observed"
             )
-        self._witness(weights_d, result)
+        self._witness(arguments["round_index"], weights_d, result)
         return result

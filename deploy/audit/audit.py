@@ -127,7 +127,7 @@ def _check(job: JobSpec, attack: Attack) -> None:
             f"the confidence must be between 0 and 1, not {attack.confidence}"
         )
     _check_model(job)
-    _check_steps(job, attack)
+    _check_unit(job, attack)
     known = [site.name for site in job.sites]
     for name in attack.sites:
         if name not in known:
@@ -145,16 +145,11 @@ def _check(job: JobSpec, attack: Attack) -> None:
         )
 
 
-def _check_steps(job: JobSpec, attack: Attack) -> None:
+def _check_unit(job: JobSpec, attack: Attack) -> None:
     if job.privacy.differential_privacy.unit == "site":
         raise JobError(
             _why_not_sites(job, attack.confidence),
             key="privacy.differential_privacy.unit",
-        )
-    if job.training.accumulate_from:
-        raise JobError(
-            "an audit takes steps of one size: remove this key from a copy of the job",
-            key="training.accumulate_from",
         )
 
 

@@ -8,12 +8,14 @@ from clients.audit.canaries import FACTORY, record_shape
 from clients.training.local_federation import Federation
 from clients.training.private_steps import (
     expected_batch,
+    largest_batch,
     num_private_steps,
     sensitivity_of_sum,
 )
 from federation.errors import JobError
 from federation.job.privacy_job import SecureAggregationSpec
 from federation.job.spec import JobSpec, ModelSpec
+from federation.rounds.local_work import accumulate_in, first_rounds
 from privacy.counts import coarse
 
 # Records of a private step: their sum is rounded, and a margin for that is taken from
@@ -57,6 +59,22 @@ def as_attacked(job: JobSpec) -> JobSpec:
         return job
     privacy = replace(job.privacy, secure_aggregation=SecureAggregationSpec())
     return replace(job, privacy=privacy)
+
+
+def round_weight(job: JobSpec, round_index: int) -> float:
+    """How much a round's update counts in the scores of canaries; 1 in round 1.
+
+    A step of B records draws a canary with a probability proportional to B and divides
+    it by B, so all rounds move a canary's value equally far on average. The standard
+    deviation of their noise is proportional to 1 / B, and the weights of the most
+    powerful weighted sum are inversely proportional to the variance.
+
+    Args:
+        job: The job; no data decides the weights.
+        round_index: From 1.
+    """
+    training = job.training
+    return (accumulate_in(training, round_index) / training.accumulate) ** 2
 
 
 def with_room_in_sums(job: JobSpec, num_canaries: int) -> JobSpec:
@@ -132,25 +150,30 @@ def with_more_records(
 
     Returns:
         The job for this site, and how many records without a gradient bring the rate
-        to that of ``job``: it is never above it, for that is what the ledger is
-        charged for, and less than 1 % below, or than one record's worth without
-        private steps. Batches are no larger, so that they fit memory. Where sums are
-        audited, the learning rate keeps what one record changes of an update.
+        of each round to that of ``job``: it is never above it, for that is what the
+        ledger is charged for, and less than 1 % below, or than one record's worth
+        without private steps. Batches are no larger, so that they fit memory. Where
+        sums are audited, the learning rate keeps what one record changes of an update.
 
     Raises:
         JobError: A private step would draw more records than ``MAX_DRAWN``.
     """
-    training = job.training
-    expected = training.batch_size * training.accumulate
+    training, unit = job.training, _common_step(job)
+    expected = expected_batch(job)
     is_private = job.privacy.differential_privacy.enabled
     enlarge = _on_grid if is_private else _exactly
-    found = enlarge(job, num_records, num_records + num_canaries)
-    accumulate, batch_size, total = found
-    if is_private and accumulate * batch_size > MAX_DRAWN:
+    found = enlarge(unit, num_records, num_records + num_canaries)
+    of_unit, batch_size, total = found
+
+    def enlarged(accumulate: int) -> int:
+        # Of a whole number of common steps, so that all rates are off by one factor.
+        return accumulate // unit.training.accumulate * of_unit
+
+    most = batch_size * enlarged(largest_batch(job) // training.batch_size)
+    if is_private and most > MAX_DRAWN:
         raise JobError(
             f"with {num_canaries} canaries beside {num_records} records a step draws "
-            f"{accumulate * batch_size} records: use fewer canaries, so that it draws "
-            f"at most {MAX_DRAWN}"
+            f"{most} records: use fewer canaries, so that it draws at most {MAX_DRAWN}"
         )
     steps = training.local_steps
     if is_private:
@@ -158,7 +181,10 @@ def with_more_records(
     training = replace(
         training,
         batch_size=batch_size,
-        accumulate=accumulate,
+        accumulate=enlarged(training.accumulate),
+        accumulate_from=tuple(
+            (first, enlarged(value)) for first, value in training.accumulate_from
+        ),
         local_steps=steps,
         local_epochs=None if steps else training.local_epochs,
     )
@@ -171,6 +197,14 @@ def with_more_records(
             job, training=replace(training, optimizer=replace(optimizer, lr=lr))
         )
     return job, total - num_records - num_canaries
+
+
+def _common_step(job: JobSpec) -> JobSpec:
+    """The job with the largest step of which each round's is a whole multiple."""
+    training = job.training
+    sizes = (accumulate_in(training, first) for first in first_rounds(training))
+    common = replace(training, accumulate=math.gcd(*sizes), accumulate_from=())
+    return replace(job, training=common)
 
 
 def _exactly(job: JobSpec, num_records: int, least: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """The run of an audit without canaries, and attacks on its models by their loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from clients import randomness
 from clients.audit.membership_scores import membership_scores, scores_of_persons
-from clients.audit.observed import ObservedTrainer
+from clients.audit.observed import ObservedTrainer, Witness
 from clients.data.datasets import Dataset
 from clients.data.persons import numbered_alike
 from clients.training.local_federation import Federation, SiteData
@@ -95,8 +95,8 @@ class PlainRun:
             self._score(model, train), self._score(model, self._outside[name])
         )
 
-    def _keep(self, name: SiteId) -> Callable[[Vector, LocalWeights], None]:
-        def see(_: Vector, result: LocalWeights) -> None:
+    def _keep(self, name: SiteId) -> Witness:
+        def see(_round: int, _before_d: Vector, result: LocalWeights) -> None:
             self._last[name] = result.weights_d.copy(), result.integers_m.copy()
 
         return see

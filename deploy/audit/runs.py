@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.audit.canaries import CanariedData, CanaryScores, draw_canaries
-from clients.audit.observed import ObservedTrainer
+from clients.audit.observed import ObservedTrainer, Witness
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites, SitePlan
 from clients.training.local_federation import Federation, SiteData
@@ -22,6 +22,7 @@ from clients.training.private_steps import units_at_once
 from deploy.audit.jobs import (
     is_summed,
     records_of_canary,
+    round_weight,
     with_canaried_model,
     with_more_records,
     with_room_in_sums,
@@ -166,7 +167,7 @@ class CanaryRun:
             trainer = trainer_of(federation, name, data, plan, ledger)
             scores = self._scores.get(name)
             if scores is not None and self.noise_shares is None:
-                trainer = ObservedTrainer(trainer, _see_update(scores))
+                trainer = ObservedTrainer(trainer, _see_update(job, scores))
             self._trainers[name] = trainer
         run_rounds(stage, self._trainers, listeners, self._clock)
 
@@ -295,5 +296,9 @@ def _planned(
         ) from error
 
 
-def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalWeights], None]:
-    return lambda weights_d, result: scores.see(weights_d, result.weights_d)
+def _see_update(job: JobSpec, scores: CanaryScores) -> Witness:
+    def see(round_index: int, weights_d: Vector, result: LocalWeights) -> None:
+        weight = round_weight(job, round_index)
+        scores.see(weights_d, result.weights_d, weight=weight)
+
+    return see

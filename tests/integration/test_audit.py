@@ -133,6 +133,17 @@ def test_right_pipelines_stay_below_their_epsilon(training: Any, clipping: str):
     assert all(site.canaries.auc > 0.55 for site in found.sites)
 
 
+def test_rounds_of_larger_steps_are_audited_at_their_own_rates():
+    """A step of every fourth record, then one of all; right noise and half of it."""
+    job = private_job(2.0, batch_size=RECORDS // 4)
+    training = replace(job.training, accumulate_from=((2, 4),))
+    job = replace(job, rounds=2, training=training)
+    kept = audited(job, canaries=6000)
+    broken = audited(job, canaries=6000, noise_times=0.5)
+    assert kept.broken == []
+    assert broken.broken == broken.sites
+
+
 def person_job(noise: float) -> JobSpec:
     """One release of two records of each person."""
     job = private_job(noise)

@@ -199,6 +199,16 @@ def test_scores_add_up_updates_along_the_coordinates():
     assert scores.scores_m.tolist() == [6, 0, -2, 4]
 
 
+def test_updates_of_larger_steps_count_for_more():
+    """By their weight, as far as the canaries have moved."""
+    layout = layout_of(linear_model(), {})
+    scores = CanaryScores(layout, 1)
+    before = np.zeros(layout.size, dtype=np.float32)
+    for weight in (1.0, 16.0):
+        scores.see(before, before + 1, weight=weight)
+    assert scores.scores_m.tolist() == [17]
+
+
 def test_canaries_of_one_sum_have_places_apart():
     """A site's begin where another's end, in data and in scores."""
     data = CanariedData(points(), IS_IN[:2], task="classification", first=2)
