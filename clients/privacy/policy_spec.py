@@ -64,7 +64,9 @@ class PolicySpec:
             differential privacy: the other site can compute this site's update.
         max_rounds: Most rounds of a run.
         max_local_steps: Most local steps of a round: those of a job that fixes them,
-            or `schedule.max_local_steps`. No limit by default, and none for epochs.
+            or `schedule.max_local_steps`. No limit by default.
+        max_local_epochs: Most passes over the site's records in a round
+            (`training.local_epochs`). No limit by default.
         max_accumulate: Most batches of a step in any round: `training.accumulate`, and
             each value in `training.accumulate_from`.
         functions: Functions that a job may use as model or objective:
@@ -94,6 +96,7 @@ class PolicySpec:
     accept_two_sites: bool = False
     max_rounds: int = key(default=10_000, low=1)
     max_local_steps: int | None = key(default=None, low=1)
+    max_local_epochs: int | None = key(default=None, low=1)
     max_accumulate: int = key(default=10_000, low=1)
     functions: tuple[str, ...] = (
         "clients.models:*",

@@ -185,13 +185,17 @@ def _secrecy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 
 
 def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
-    """Rounds, steps of a round, and batches of a step."""
+    """Rounds, steps or epochs of a round, and batches of a step."""
     if job.rounds > policy.max_rounds:
         yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
     limit, most = policy.max_local_steps, bounds(job)[1]
     if limit is not None and most > limit:
         key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"
         yield key, f"allows {limit} local steps a round (policy.max_local_steps)"
+    epochs, limit = job.training.local_epochs, policy.max_local_epochs
+    if epochs is not None and limit is not None and epochs > limit:
+        demand = f"allows {limit} local epochs a round (policy.max_local_epochs)"
+        yield "training.local_epochs", demand
     yield from _batch_faults(job, policy)
 
 

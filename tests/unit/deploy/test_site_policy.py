@@ -114,6 +114,12 @@ def test_default_policy_accepts_no_job_without_privacy():
             "allows 5 (policy.max_rounds)",
         ),
         (
+            small_job(training={"local_epochs": 4}),
+            {**OPEN, "max_local_steps": 1, "max_local_epochs": 3},
+            "training.local_epochs",
+            "allows 3 local epochs a round (policy.max_local_epochs)",
+        ),
+        (
             small_job(training={"local_steps": 1, "accumulate": 10_001}),
             OPEN,
             "training.accumulate",
