@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from clients.factories import check_options
 from clients.models.adapters import with_lora, with_prompt
+from clients.models.tokenizers import note_tokenizer
 from federation.errors import JobError, MissingExtra
 from federation.os_errors import os_errors
 
@@ -127,8 +128,8 @@ def _check_one(**options: object) -> None:
 def tokenizer(folder: str, sha256: str | None = None) -> Any:
     """Load a tokeniser of transformers, for a data source.
 
-    Pass both from the source's options: then the job names the tokeniser, and a site
-    whose files differ refuses it.
+    Pass both from the source's options. Name the digest in ``model.tokenizers`` of the
+    job too: then a site whose source loads another one refuses the job.
 
     Args:
         folder: Where ``save_pretrained`` wrote it.
@@ -142,6 +143,7 @@ def tokenizer(folder: str, sha256: str | None = None) -> Any:
         MissingExtra: transformers is not installed.
     """
     path = checked_folder(folder, sha256, key="data.options", tokenizer=True)
+    note_tokenizer(sha256 or "")
     transformers = _transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from clients.factories import call_factory
+from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.privacy import data_digest
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
@@ -35,11 +36,12 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         watch: Notes what the store is used for that holds them.
 
     Raises:
-        JobError: They would be at an address from someone else, or the job's
-            unit of privacy does not permit how they were prepared.
+        JobError: They would be at an address from someone else, the job's unit of
+            privacy does not permit how they were prepared, or their source has loaded
+            another tokeniser than the job names.
         SiteError: They cannot be loaded; only the site's log says why.
     """
-    data = _own(file, watch) if file.data.source else _rehearsed(file, job)
+    data = _own(file, job, watch) if file.data.source else _rehearsed(file, job)
     check_deployed(
         job,
         file.name,
@@ -90,9 +92,11 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
         )
 
 
-def _own(file: SiteFile, watch: Watch) -> SiteData:
-    with _told_to_the_log(file):
-        return load_data(file.data.source, file.data.options, watch=watch)
+def _own(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
+    with _told_to_the_log(file), noted_tokenizers() as loaded:
+        found = load_data(file.data.source, file.data.options, watch=watch)
+    check_tokenizers(job, loaded, source=file.data.source)
+    return found
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
 from clients.models.model_pool import ModelPool
+from clients.models.tokenizers import check_alike, check_tokenizers, noted_tokenizers
 from clients.privacy.source_check import check_simulated
 from clients.training.local_federation import Federation, SiteData
 from deploy.wiring import store_meters
@@ -61,21 +62,31 @@ def check_sites_are_here(job: JobSpec) -> None:
 def deal_data(
     job: JobSpec, meters: StoreMeters | None = None
 ) -> Mapping[SiteId, SiteData]:
-    """Load the data and give every site its own; apps of Flower bring theirs."""
-    own = {
-        SiteId(site.name): load_data(
-            site.data.source,
-            site.data.options,
-            key=f"sites[{index}].data",
-            watch=_watch(meters, store_meters.site(site)),
-        )
-        for index, site in enumerate(job.sites)
-        if site.data is not None
-    }
+    """Load the data and give every site its own; apps of Flower bring theirs.
+
+    Raises:
+        JobError: A source cannot be called, or sites have loaded different tokenisers.
+        SiteError: A source failed.
+    """
+    own: dict[SiteId, SiteData] = {}
+    tokenizers: dict[str, Sequence[str]] = {}
+    for index, site in enumerate(job.sites):
+        if site.data is not None:
+            with noted_tokenizers() as tokenizers[site.name]:
+                own[SiteId(site.name)] = load_data(
+                    site.data.source,
+                    site.data.options,
+                    key=f"sites[{index}].data",
+                    watch=_watch(meters, store_meters.site(site)),
+                )
+            check_tokenizers(job, tokenizers[site.name], source=site.data.source)
     trained_here = [site for site in job.sites if site.flower_app is None]
     names = [SiteId(site.name) for site in trained_here if site.data is None]
     if job.data is not None and names:
-        own |= _deal(job, job.data, names, meters)
+        with noted_tokenizers() as tokenizers[names[0]]:
+            own |= _deal(job, job.data, names, meters)
+        check_tokenizers(job, tokenizers[names[0]], source=job.data.source)
+    check_alike(tokenizers)
     return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
 
 

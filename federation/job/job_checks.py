@@ -6,6 +6,7 @@ what to write instead; those of differential privacy are in ``privacy_checks``.
 
 import difflib
 import math
+import re
 from collections.abc import Sequence
 
 from federation.compression.choice import FOR_MODELS, unused
@@ -42,6 +43,8 @@ OPTIMIZERS = (
     *("rmsprop", "rprop"),
 )
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
 
 def check(job: JobSpec) -> JobSpec:
     """Refuse what cannot work, is unsafe, or is not built yet.
@@ -71,6 +74,7 @@ def check(job: JobSpec) -> JobSpec:
         check_personal,
         check_ranks,
         _check_zeros,
+        _check_tokenizers,
         _check_simulation,
         check_relays,
         check_selection,
@@ -414,6 +418,16 @@ def _check_buffers(job: JobSpec) -> None:
             raise JobError(
                 f"{role!r} is not a role: use keep, max or from_server",
                 key=f"model.integer_buffers.{pattern}",
+            )
+
+
+def _check_tokenizers(job: JobSpec) -> None:
+    for index, digest in enumerate(job.model.tokenizers):
+        if not _DIGEST.fullmatch(digest):
+            raise JobError(
+                f"is {digest!r:.80}, not a digest of 64 hexadecimal digits in lower "
+                "case: clients.models.tokenizer shows it if none is given",
+                key=f"model.tokenizers[{index}]",
             )
 
 

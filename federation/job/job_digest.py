@@ -46,6 +46,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("schedule", "training_share"), 0.97),
     (("privacy", "differential_privacy", "records_per_person"), 8),
     (("training", "accumulate_from"), []),
+    (("model", "tokenizers"), []),
 )
 
 

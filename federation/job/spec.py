@@ -54,6 +54,9 @@ class ModelSpec:
             loaded; sites compare the first model with it.
         keep_zeros: Trained values that are 0 in `weights` stay 0, as in a model that
             `crossfed prune` has written.
+        tokenizers: SHA-256 digests of the tokenisers that data sources load with
+            `clients.models.tokenizer`. A site whose source loads others, or none,
+            refuses the job; shards are not checked.
     """
 
     factory: str
@@ -62,6 +65,7 @@ class ModelSpec:
     personal: tuple[str, ...] = ()
     weights: str | None = None
     keep_zeros: bool = False
+    tokenizers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,11 @@ def test_tokenizer_is_in_the_job_and_another_is_refused(tmp_path: Path):
     assert caught.value.key == "data.options.sha256"
     with pytest.raises(JobError, match=f"is missing, and .* is {digest}"):
         build_federation(with_folder("ours", None))
+    other = folder_digest(tmp_path / "theirs", tokenizer=True)
+    of_site = with_folder("theirs", other)
+    named = replace(of_site, model=replace(of_site.model, tokenizers=(digest,)))
+    with pytest.raises(JobError, match=f"names {digest}, .* has loaded {other}"):
+        build_federation(named)
 
 
 def test_model_of_a_folder(tmp_path: Path):

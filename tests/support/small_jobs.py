@@ -1,11 +1,12 @@
 """Jobs and data that train in milliseconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from clients.data.datasets import Examples
+from clients.models.tokenizers import note_tokenizer
 from clients.preprocessing import preprocessing
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -57,6 +58,14 @@ def regression_job(
         "sites": [{"name": f"site-{i}"} for i in range(num_sites)],
     }
     return job_file.parse(document | tables)
+
+
+@preprocessing("none")
+def tokenized(digests: Sequence[str]) -> tuple[Examples, Examples]:
+    """``blobs``, as a source that has loaded tokenisers."""
+    for digest in digests:
+        note_tokenizer(digest)
+    return blobs()
 
 
 @preprocessing("none")
