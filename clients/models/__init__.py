@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name.
 
 from clients.models.adapters import with_lora, with_prompt
+from clients.models.freezing import with_weights
 from clients.models.pretrained import hugging_face, tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "tokenizer",
     "with_lora",
     "with_prompt",
+    "with_weights",
 ]
 
 

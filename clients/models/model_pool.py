@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from clients.factories import Factory, call_factory, import_factory, name_of
 from clients.models import lazy_compiler, personal, weights
+from clients.models.freezing import freeze
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
@@ -182,6 +183,7 @@ class ModelPool:
         self._factory = import_factory(job.model.factory, key="model.factory")
         self.objective: Objective = objective_of(job.training, counts_for_nan(job))
         self._options = job.model.options
+        self._frozen = job.model.frozen
         self._seed = torch_seed(job.seed, "initial weights")
         self._privacy = job.privacy.differential_privacy
         self._lock = threading.Lock()
@@ -304,12 +306,14 @@ class ModelPool:
             made = call(self._factory, self._options)
             trainer = made if is_trainer(made) else None
             module: torch.nn.Module = made if trainer is None else trainer.model
+            freeze(module, self._frozen)  # Privacy asks nothing of frozen layers.
             if self._privacy.enabled:
                 # Before any layout is taken. What takes a layer's place may draw.
                 is_site = self._privacy.unit == "site"
                 fit = without_batch_norm if is_site else fit_for_privacy
                 module, replaced = fit(module)
                 self.replaced = tuple(replaced)
+                freeze(module, self._frozen)  # Layers in the place of frozen ones.
         if not self._has_loop:
             return module, None
         if trainer is None:

@@ -49,9 +49,10 @@ def check_tokenizers(job: JobSpec, loaded: Sequence[str], *, source: str) -> Non
     named = set(job.model.tokenizers)
     if not named or set(loaded) == named or "://" in source:
         return
-    found = f"has loaded {_listed(loaded)}" if loaded else "has loaded none"
+    found = _listed(loaded) or "none"
     raise JobError(
-        f"names {_listed(job.model.tokenizers)}, and the data source {unpinned(source)} {found}: "
+        f"names {_listed(job.model.tokenizers)}, and the data source "
+        f"{unpinned(source)} has loaded {found}: "
         "load the job's tokeniser with clients.models.tokenizer in the function itself",
         key=_KEY,
         outside="the data source here has not loaded the tokenisers of the job",

@@ -131,6 +131,7 @@ def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
         integer_buffers={
             f"model.{name}": role for name, role in job.model.integer_buffers.items()
         },
+        frozen=tuple(f"model.{pattern}" for pattern in job.model.frozen),
     )
     every = job.evaluation.every if job.aggregation.weights == "dynamic" else 0
     return replace(job, model=model, evaluation=replace(job.evaluation, every=every))

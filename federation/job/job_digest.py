@@ -47,6 +47,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("privacy", "differential_privacy", "records_per_person"), 8),
     (("training", "accumulate_from"), []),
     (("model", "tokenizers"), []),
+    (("model", "frozen"), []),
 )
 
 

@@ -43,6 +43,8 @@ class ModelSpec:
             (each site keeps its own), `max` (largest of any site) or `from_server`.
             They are never averaged. Others: `max` for `*num_batches_tracked`, else
             `from_server`.
+        frozen: Name patterns of parameters that do not train and never travel. Each
+            site has their values from the factory; a site with others is refused.
         personal: Name patterns of tensors that stay at each site: each trains its own,
             from the factory's first values, keeps them in its state and never sends
             them. Integer and boolean buffers among them get the role `keep`; frozen
@@ -62,6 +64,7 @@ class ModelSpec:
     factory: str
     options: Mapping[str, Any] = key(default={})
     integer_buffers: Mapping[str, str] = key(default={})
+    frozen: tuple[str, ...] = ()
     personal: tuple[str, ...] = ()
     weights: str | None = None
     keep_zeros: bool = False

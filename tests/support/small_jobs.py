@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from clients.data.datasets import Examples
 from clients.models.tokenizers import note_tokenizer
@@ -58,6 +59,13 @@ def regression_job(
         "sites": [{"name": f"site-{i}"} for i in range(num_sites)],
     }
     return job_file.parse(document | tables)
+
+
+def normalised() -> torch.nn.Module:
+    """A model of ``blobs`` whose batch normalisation some units replace."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+    )
 
 
 @preprocessing("none")
