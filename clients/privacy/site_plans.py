@@ -44,8 +44,8 @@ from federation.job import job_digest
 from federation.job.metrics import (
     MAX_LOSS,
     TRAINER,
+    evaluated_of,
     loss_of,
-    metrics_of,
     most_of_a_record,
 )
 from federation.job.spec import JobSpec
@@ -676,7 +676,7 @@ def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | N
         predictions=_predictions(job, data),
         num_records=coarse(len(data)),
         loss=loss_of(job.training),
-        metrics=metrics_of(job.training),
+        metrics=evaluated_of(job.training),
     )
 
 

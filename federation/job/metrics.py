@@ -94,6 +94,7 @@ _MEASURES: Mapping[str, str] = {
     "binary": "auc|calibration",
     "contrastive": "recall_at_[1-9][0-9]?",
 }
+_FROM_HISTOGRAMS = frozenset({"auc", "calibration"})
 
 
 def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
@@ -263,7 +264,8 @@ def _check_measures(job: JobSpec) -> None:
             raise JobError(
                 f"{name!r:.40} cannot be computed for {training.task}: {hint}", key=key
             )
-        if private.enabled and private.held_out == "noise" and job.evaluation.every:
+        is_noised = private.held_out == "noise" and job.evaluation.every > 0
+        if private.enabled and is_noised and name in _FROM_HISTOGRAMS:
             raise JobError(
                 f"{name} is computed from many sums, which would need too much noise "
                 "under differential privacy: leave it out, or set privacy."
