@@ -132,6 +132,16 @@ def _check_job(job: JobSpec, name: str) -> None:
             "model.personal",
         ),
         (
+            bool(job.model.frozen),
+            "it may train whatever it is given; freeze parameters in the factory",
+            "model.frozen",
+        ),
+        (
+            bool(job.model.tokenizers),
+            "nothing there says which tokeniser its data have; leave them out",
+            "model.tokenizers",
+        ),
+        (
             job.training.overlap_steps != 0,
             "nothing there works ahead; remove this key",
             "training.overlap_steps",

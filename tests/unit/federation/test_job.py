@@ -521,6 +521,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.personal",
         "it sends its whole model",
     ),
+    "app that may train what is frozen": (
+        with_app({"model": {"factory": "toy:net", "frozen": ["body.*"]}}),
+        "model.frozen",
+        "it may train whatever it is given",
+    ),
+    "app with a tokeniser that nobody sees": (
+        with_app({"model": {"factory": "toy:net", "tokenizers": ["0" * 64]}}),
+        "model.tokenizers",
+        "nothing there says which tokeniser",
+    ),
     "app that keeps its optimiser": (
         with_app(
             {
