@@ -282,11 +282,15 @@ def words_from(allocate: Allocate, size: int, dtype: DTypeLike) -> Words:
 
 def place(values_d: Vector, allocate: Allocate) -> Vector:
     """Put a vector where an allocator says: itself, if that is in memory."""
-    if allocate is in_memory:
-        return values_d
+    return values_d if allocate is in_memory else copied(values_d, allocate)
+
+
+def copied(values_d: Vector, allocate: Allocate) -> Vector:
+    """Copy a vector into one that an allocator makes, piece by piece."""
     found_d = allocate(values_d.size)
     for piece in chunks(values_d.size):
         found_d[piece] = values_d[piece]
+        give_back(values_d[piece])
         give_back(found_d[piece])
     return found_d
 

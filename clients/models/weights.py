@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from clients.models import personal
 from federation.errors import JobError, LayoutMismatch
 from federation.job.adapters import Factors
+from federation.mapped import give_back
 from federation.vectors import AVERAGED, IntegerVector, Layout, Role, Vector
 
 _INTEGER_TYPES = {
@@ -230,6 +231,7 @@ def load(
     for spec, view in layout.float_views(weights_d):
         held, rows = _held(state[spec.name])
         held.copy_(torch.from_numpy(view[rows].copy()))
+        give_back(view[rows])
     for integer_spec, integer_view in layout.integer_views(integers_m):
         state[integer_spec.name].copy_(torch.from_numpy(integer_view.copy()))
 

@@ -348,7 +348,9 @@ class RingSeal:
         """Return the model as the certificate names it, computed here from a sum."""
         if not work.held.takes_sums:
             return task.weights_d
-        if task.changed_to and task.weights_d.size:
+        if not task.changed_to:
+            return work.held.whole(task)
+        if task.weights_d.size:
             self._follow(task, body, session, work)
         return work.held.receive(task)
 
@@ -389,6 +391,7 @@ class RingSeal:
             size=size,
             num_updates=len(opened.survivors),
             divisor=body.divisor,
+            allocate=work.held.allocate,
         ).mean_d
         work.held.follow(task, mean_f, fragment)
         self._followed = step

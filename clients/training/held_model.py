@@ -5,8 +5,6 @@ Shape suffixes: d float values of the model.
 
 from collections.abc import Callable
 
-import numpy as np
-
 from federation.compression import change
 from federation.compression.codec import Codec, Links, decoded
 from federation.compression.fragments import WHOLE, Fragment
@@ -14,7 +12,7 @@ from federation.errors import ProtocolError
 from federation.messages import RoundTask
 from federation.protocols import OptimizerState, ServerOptimizer
 from federation.rounds.server_optimizer import take_step
-from federation.vectors import Layout, Vector
+from federation.vectors import Allocate, Layout, Vector, copied, in_memory, place
 from privacy.secagg.errors import NotSetUp
 
 _RESTARTED = (
@@ -25,12 +23,13 @@ _RESTARTED = (
 class HeldModel:
     """Decodes a task's model; keeps it if the next task sends only changes.
 
-    It is only in memory: a restarted site receives the whole model again.
+    It is in no durable place: a restarted site receives the whole model again.
 
     Args:
         links: The job's codecs.
         optimizer: The server's, for sites that take its steps themselves.
         layout: Finds the layout of the model.
+        allocate: Makes the vectors of what is held.
     """
 
     def __init__(
@@ -39,8 +38,10 @@ class HeldModel:
         *,
         optimizer: ServerOptimizer,
         layout: Callable[[], Layout],
+        allocate: Allocate = in_memory,
     ) -> None:
         """Hold nothing yet."""
+        self.allocate = allocate
         self._links, self._optimizer, self._layout = links, optimizer, layout
         self._held_d: Vector | None = None
         self._digest = ""  # Of what is held, if it was made of changes.
@@ -63,7 +64,7 @@ class HeldModel:
         weights_d = self._changed(task) if task.changed_to else self.whole(task)
         if self._links.changes:
             if not task.changed_to:  # Its memory is its sender's after the round.
-                weights_d = weights_d.copy()
+                weights_d = copied(weights_d, self.allocate)
             self._held_d, self._digest = weights_d, task.changed_to
         return weights_d
 
@@ -78,7 +79,10 @@ class HeldModel:
         codec = self._links.whole
         _check_type(task, codec)
         if self._links.sums:
-            return task.weights_d[: self._layout().size]
+            size, found = self._layout().size, task.weights_d.size
+            if not found or found % size:  # The optimiser's state may follow.
+                raise ProtocolError(f"was sent {found} values for a model of {size}")
+            return task.weights_d[:size]
         return decoded(codec, task.weights_d, seed=task.round_index)
 
     def follow(
@@ -131,16 +135,19 @@ class HeldModel:
                 )
             return self._held_d
         weights_d, size = self.whole(task), self._layout().size
-        moments = self._optimizer.init(size)
-        given = (task.weights_d.size - size) // size
-        if task.weights_d.size != size * (1 + given) or given not in {0, len(moments)}:
+        moments = {
+            name: place(values_d, self.allocate)
+            for name, values_d in self._optimizer.init(size).items()
+        }
+        given = task.weights_d.size // size - 1
+        if given not in {0, len(moments)}:
             raise ProtocolError(
                 f"was sent {task.weights_d.size} values for a model of {size}"
             )
         for number, name in enumerate(sorted(moments) if given else (), start=1):
             part = slice(number * size, (number + 1) * size)
-            moments[name][:] = task.weights_d[part]
-        self._held_d, self._digest = weights_d.copy(), ""
+            moments[name] = copied(task.weights_d[part], self.allocate)
+        self._held_d, self._digest = copied(weights_d, self.allocate), ""
         self._moments = moments
         return self._held_d
 
@@ -154,7 +161,11 @@ class HeldModel:
         if fault := codec.fault(words, held_d.size):
             raise ProtocolError(f"received a change that cannot be read: {fault}")
         weights_d = change.add(
-            codec, held_d, words, out_d=np.empty_like(held_d), seed=task.based_on
+            codec,
+            held_d,
+            words,
+            out_d=self.allocate(held_d.size),
+            seed=task.based_on,
         )
         if change.digest(weights_d) != task.changed_to:
             self._held_d, self._digest = None, ""

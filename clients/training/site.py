@@ -217,6 +217,7 @@ class Site:
             links,
             optimizer=optimizer,
             layout=lambda: self._current_trainer().layout(),
+            allocate=self.state.allocate,
         )
         self._seal: Seal = PlainSeal(links) if seal is None else seal
         self._trainer: Trainer | None = None

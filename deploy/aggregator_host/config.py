@@ -82,8 +82,9 @@ class AggregatorFile:
         limits: What sites may leave on this host's disk.
         exchange: Where large models travel; the same at all sites.
         platforms: Who vouches for machines that enrol by their cloud identity.
-        disk_mib: Models of this many MiB or more, and the server optimiser's state, are
-            in files of the run's folder, and pass through memory in pieces; 0 for none.
+        disk_mib: Models of this many MiB or more, sums of updates and the server
+            optimiser's state are in files of the run's folder, and pass through memory
+            in pieces; 0 for none.
     """
 
     listen: str = "0.0.0.0:8443"

@@ -11,6 +11,7 @@ import numpy as np
 
 from federation import mapped
 from federation.compression.codec import Codec, Links
+from federation.mapped import give_back
 from federation.protocols import ModelChange
 from federation.vectors import Vector, Words, chunks
 
@@ -72,4 +73,6 @@ def add(
     values = codec.values(words, size=old_d.size, seed=seed)
     for piece in chunks(old_d.size):
         np.add(old_d[piece], values[piece], out=out_d[piece])
+        give_back(old_d[piece])
+        give_back(out_d[piece])
     return out_d

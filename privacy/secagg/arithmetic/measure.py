@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from federation.mapped import give_back
 from federation.vectors import Vector, is_finite, squared_norm
 from privacy.keystream import CHUNK_WORDS, in_ranges
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite
@@ -100,6 +101,7 @@ def _measure(
                 here = slice(first, min(first + step, end))
                 if subtrahend_d is not None:
                     np.subtract(update_d[here], subtrahend_d[here], out=update_d[here])
+                    give_back(subtrahend_d[here])
                 first_row = (first - begin) // _ROW_VALUES
                 _write_row_squares(update_d[here], row_squares[first_row:])
             chunk = begin // CHUNK_WORDS
