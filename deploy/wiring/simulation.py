@@ -221,7 +221,7 @@ def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
     elif resume and not run.exists():
         raise RunNotFound(
             f"there is no run in {run.path} to resume (no events.jsonl): omit --resume "
-            "to start one"
+            "or --extend to start one"
         )
     elif run.exists() and not resume:
         raise RunConflict(

@@ -69,7 +69,7 @@ def test_a_run_is_resumed_that_has_ledgers_and_no_event(tmp_path: Path):
         privacy={"differential_privacy": private},
     )
     folder, site = tmp_path / "mine", SiteId(job.sites[0].name)
-    with pytest.raises(RunNotFound, match="omit --resume to start one"):
+    with pytest.raises(RunNotFound, match="omit --resume or --extend to start one"):
         simulate(job, folder=folder, resume=True)
     with PrivateSites(
         build_federation(job), run_id=RUN, folder=folder, clock=SystemClock()
