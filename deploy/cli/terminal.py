@@ -72,7 +72,8 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for name in names:
-        table.add_column(name, overflow="fold")
+        # A run's name is copied from here: it stays in one line.
+        table.add_column(name, overflow="fold", no_wrap=name == "run")
     for row in rows:
         # As text: a folder's name may look like markup.
         table.add_row(*(Text(_plain(cell)) for cell in row))

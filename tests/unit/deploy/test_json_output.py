@@ -158,6 +158,16 @@ def test_no_color_is_honoured(no_color: str, monkeypatch: pytest.MonkeyPatch):
     assert bool(COLOUR.search(shown.getvalue())) is not bool(no_color)
 
 
+def test_the_name_of_a_run_stays_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    """On a narrow terminal, too, so that it can be copied."""
+    shown = StringIO()
+    narrow = Console(file=shown, width=60)
+    monkeypatch.setattr(terminal, "console", lambda: narrow)
+    name, folder = "20260102-030405-abcdef", "runs/two-clouds-quickstart/" * 3
+    terminal.say_table(("run", "job", "folder"), [(name, "quickstart", folder)])
+    assert name in shown.getvalue()
+
+
 def test_a_table_in_a_pipe_has_no_colours(capsys: pytest.CaptureFixture[str]):
     terminal.say_table(("run", "status"), [("one", "[red]completed")])
     out = capsys.readouterr().out
