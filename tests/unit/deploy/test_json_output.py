@@ -163,9 +163,10 @@ def test_the_name_of_a_run_stays_in_one_line(monkeypatch: pytest.MonkeyPatch):
     shown = StringIO()
     narrow = Console(file=shown, width=60)
     monkeypatch.setattr(terminal, "console", lambda: narrow)
-    name, folder = "20260102-030405-abcdef", "runs/two-clouds-quickstart/" * 3
-    terminal.say_table(("run", "job", "folder"), [(name, "quickstart", folder)])
-    assert name in shown.getvalue()
+    name = "20260102-030405-abcdef"
+    row = (name, "my-federation", "completed", f"runs/{name}")
+    terminal.say_table(("run", "job", "status", "folder"), [row])
+    assert name in shown.getvalue().splitlines()[1]
 
 
 def test_a_table_in_a_pipe_has_no_colours(capsys: pytest.CaptureFixture[str]):
