@@ -498,8 +498,12 @@ def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> N
     """Check that a finished run has a result; also called for a resumed run."""
     _check_progress(job, state, complaints)
     if state.rounds_completed == 0:
+        one = job.rounds == 1
+        none = (
+            "the only round had no" if one else f"none of the {job.rounds} rounds had a"
+        )
         raise QuorumNotMet(
-            f"none of the {job.rounds} rounds had a result (the quorum is "
+            f"{none} result (the quorum is "
             f"{job.minimum_sites} of {job.cohort_size} sites); "
             f"{_said(complaints)}nothing was trained"
         )
