@@ -151,6 +151,15 @@ def _faults_of_job(job: JobSpec) -> Iterator[tuple[str, str]]:
                 "it"
             ),
         )
+    if job.simulation.live_metrics:
+        yield (
+            _TABLE,
+            (
+                "the job's simulation.live_metrics would show every trial to whoever "
+                "reads the metrics, and the bound is for the best trial alone: remove "
+                "it"
+            ),
+        )
     if job.simulation.total_epsilon is not None:
         yield (
             _TABLE,

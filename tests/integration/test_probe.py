@@ -20,6 +20,7 @@ from federation.job.spec import JobSpec
 
 pytestmark = pytest.mark.slow
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
+SIMULATED = {"simulation": {"live_metrics": ["tensorboard"]}}
 SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 1000}}}
 AUTO = {"schedule": {"local_work": "auto", "max_local_steps": 8}}
 LARGER = {"training": {"local_steps": 1, "accumulate_from": [[5, 2]]}}
@@ -35,8 +36,8 @@ def plan_of(job: JobSpec, folder: Path) -> DeploymentPlan:
 
 @pytest.mark.parametrize(
     "tables",
-    [{}, SECURE, AUTO, LARGER],
-    ids=["plain", "secure", "chosen steps", "larger steps"],
+    [SIMULATED, SECURE, AUTO, LARGER],
+    ids=["with metrics", "secure", "chosen steps", "larger steps"],
 )
 def test_a_rehearsal_shows_training_and_evaluation(tmp_path: Path, tables: dict):  # type: ignore[type-arg]
     """Apart, also of a job whose sites would not report them."""

@@ -89,6 +89,7 @@ def _few_rounds(plan: DeploymentPlan, job: JobSpec) -> Mapping[str, Any]:
         changes |= {f"schedule.{name}": None for name in names}
     # Speeds are of examples, and no later round with larger steps is rehearsed.
     changes["training.accumulate_from"] = None
+    changes["simulation.live_metrics"] = None  # The rehearsal keeps no run.
     steps = job.training.local_steps
     if steps is not None and steps > STEPS:
         changes["training.local_steps"] = STEPS

@@ -110,6 +110,11 @@ def test_searches_without_a_bound_are_refused(
     [
         ("", LINE, "needs a job with differential privacy"),
         (f"{PRIVATE}[simulation]\ntotal_epsilon = 9.0", LINE, "total_epsilon"),
+        (
+            f'{PRIVATE}[simulation]\nlive_metrics = ["mlflow"]',
+            LINE,
+            "would show every trial",
+        ),
         (f"{PRIVATE}[selection]\npatience = 2", LINE, "selection.patience"),
         (PRIVATE, "rounds = { low = 1, high = 9 }", "space.rounds"),
         (PRIVATE, "training.batch_size = { low = 1, high = 9 }", "what a trial spends"),
