@@ -117,6 +117,12 @@ def check_job(job: JobSpec) -> None:
     """
     if job.simulation.faults:
         raise JobError("are for simulations only", key="simulation.faults")
+    if job.simulation.live_metrics:
+        raise JobError(
+            "is for simulations only: remove it, and run crossfed export-metrics with "
+            "--follow beside the run",
+            key="simulation.live_metrics",
+        )
     if job.privacy.secure_aggregation.enabled:
         max_examples_of(job, None)
 

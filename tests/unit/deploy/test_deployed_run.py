@@ -12,7 +12,7 @@ from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.deployed_run import DeployedRun
-from deploy.aggregator_host.parties import Parties, check
+from deploy.aggregator_host.parties import Parties, check, check_job
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.cli import commands as cli
 from federation.clock import SystemClock
@@ -187,3 +187,18 @@ def test_command_refuses_a_job_of_a_revoked_site(
     assert cli.main(command) == 2
     assert "sites: revoked: site-2; invite again" in capsys.readouterr().err
     assert not list(home.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    "simulation",
+    [
+        {"faults": [{"site": "site-0", "kind": "crash"}]},
+        {"live_metrics": ["tensorboard"]},
+    ],
+)
+def test_what_only_a_simulation_does_is_refused(simulation: dict[str, Any]):
+    """Or a run would go without it, and nobody would know."""
+    (key,) = simulation
+    with pytest.raises(JobError, match="for simulations only") as caught:
+        check_job(small_job(simulation=simulation))
+    assert caught.value.key == f"simulation.{key}"
