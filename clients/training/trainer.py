@@ -672,8 +672,11 @@ class TorchTrainer:
             if number < len(starts):
                 sums.add(loss.loss, loss.count, loss.metrics)
             if number == 0:
-                notes.on_batch(model, inputs)
+                first = inputs
         found = sums.metrics()
+        # Afterwards: a model that draws random numbers draws the same in every round.
+        if walk:
+            notes.on_batch(model, first)
         notes.on_result(found, walk)
         return found
 

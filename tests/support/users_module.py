@@ -35,6 +35,20 @@ def network(width: int = 8) -> nn.Module:
     return _Network(width)
 
 
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + torch.randn_like(x))
+
+
+def noisy_network() -> nn.Module:
+    """A network that draws random numbers in evaluation, too."""
+    return _Noisy()
+
+
 def dropout_network(inputs: int = 4, classes: int = 3) -> nn.Module:
     """A network that draws random numbers while it trains."""
     return nn.Sequential(

@@ -60,3 +60,20 @@ def test_logits_are_no_probabilities():
     assert not are_probabilities(logits_bk)
     assert not are_probabilities(logits_bk.abs())
     assert are_probabilities(nn.functional.softmax(logits_bk, 1))
+
+
+def test_a_look_draws_no_number_of_an_evaluation():
+    """A resumed run looks again, and must measure what the first one has measured."""
+    noisy = {"factory": "support.users_module:noisy_network"}
+    job = small_job(evaluation={"batch_size": 8}, model=noisy)
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job,
+        SiteId(job.sites[0].name),
+        pool=pool,
+        train=as_dataset(TRAIN, name="train"),
+        held_out=as_dataset(HELD_OUT, name="held out"),
+    )
+    weights = pool.initial_weights()
+    first, second = (trainer.evaluate(*weights, round_index=i) for i in (1, 2))
+    assert first == second
