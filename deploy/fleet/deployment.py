@@ -3,6 +3,7 @@
 ``deployment.json``: the owner's name, which every node carries, and of the last launch
 of each role the number, and after how long its node ends. ``aggregator/``: the
 aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
+``tokens/``: of sites in containers that are about to enrol.
 ``operator.pem``, ``operator.json``: see ``deploy.fleet.bringing_up.operator``.
 ``nodes/``: processes of this host. ``lock``: held by the command that changes any of
 it. ``ended``: there after ``crossfed down``.
@@ -133,6 +134,17 @@ class Deployment:
     def site(self, name: str) -> Path:
         """Folder of a site on this host."""
         return self.plan.folder / "sites" / name
+
+    def token(self, site: SiteMachine) -> Path:
+        """File of the token that a site is about to enrol with.
+
+        The folder of a site in a container belongs to that container's user, and with
+        it all files: a command that was killed would leave a token that the next one
+        must not read.
+        """
+        if self.container(site) is None:
+            return self.site(site.name) / "token"
+        return self.plan.folder / "tokens" / site.name
 
     @property
     def is_ended(self) -> bool:

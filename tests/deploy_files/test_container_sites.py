@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import containers, proxy_server
 from support.containers import podman
-from support.deployment import CLOCK, SITES, crossfed, wait_for
+from support.deployment import CLOCK, CROSSFED, SITES, crossfed, wait_for
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.containers import ContainerPool
@@ -107,6 +108,30 @@ def test_sites_in_containers_train_from_one_command(file: Path):
     assert {killed, kept} < {*ours(file)}
     assert identity.read_bytes() == before
     assert identity.stat().st_uid == containers.USER
+
+
+def test_an_enrolment_that_was_killed_is_taken_up(file: Path):
+    """Its token is still readable, although the site's folder is the container's."""
+    folder = file.parent / "deployments" / "fed"
+    up = subprocess.Popen(
+        [*CROSSFED, "up", str(file), "--detach"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for((folder / "tokens" / SITES[0]).exists, "the site is to enrol")
+        # It has been given to the container's user.
+        wait_for(lambda: owner(folder / "sites" / SITES[0]) == containers.USER, "it is")
+    finally:
+        up.kill()
+        up.wait()
+    crossfed("up", str(file), "--detach")
+    assert not [*(folder / "tokens").iterdir()]
+
+
+def owner(path: Path) -> int:
+    return path.stat().st_uid if path.exists() else -1
 
 
 def assert_closed(found: dict[str, object], file: Path) -> None:

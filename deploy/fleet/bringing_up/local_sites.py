@@ -21,7 +21,6 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import read_private, replace_private
 
 _SETTINGS = "site.toml"
-_TOKEN = "token"  # noqa: S105 -- the name of a file
 
 
 def enroll(
@@ -39,7 +38,7 @@ def enroll(
     """
     folder = deployment.site(site.name)
     address = address_of(deployment, config)
-    pending = folder / _TOKEN
+    pending = deployment.token(site)
     if pending.exists() or not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
         made = _token(config, site.name, pending, random_bytes, deployment)
@@ -93,8 +92,9 @@ def _token(
             clock=deployment.clock,
             address=address,
         )
-    with file_errors("make", pending.parent):
-        own_folder.make(pending.parent)
+    for folder in (deployment.site(site), pending.parent):
+        with file_errors("make", folder):
+            own_folder.make(folder)
     replace_private(pending, made.text.encode())
     return made
 
