@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,6 +57,9 @@ _CLOSED = (
 _KILLED = 137
 _NO_IMAGE = Refusal(MachineRefused, "build or pull the image first")
 _OTHER = Refusal(ComputeError, "see podman's own words")
+# A line of podman's log, as logrus writes it; errors begin with ``Error:``.
+_LOG_LINE = re.compile(r'time="[^"]*" level=\w+ ')
+_SHOWN_LINES = 4
 
 
 def lacks(image: str) -> str:
@@ -115,9 +119,25 @@ class ContainerPool:
             ComputeError: It failed; with what it wrote.
         """
         name = f"{spec.name}-once"
+        # One of a command that was killed goes on by itself: it is replaced.
+        own = (f"--name={self._once(spec.name)}", "--replace", "--stop-timeout=1")
         with self._networked(spec, name) as options:
-            words = ("run", "--rm", "--interactive", *options)
+            words = ("run", "--rm", "--interactive", *own, *options)
             return _podman(*words, spec.image, *spec.command, given=given)
+
+    def end_once(self, name: str) -> None:
+        """End what ``run_once`` of a command that was killed has left running.
+
+        Args:
+            name: Of the node.
+
+        Raises:
+            ComputeError: It could not be ended.
+        """
+        _podman("rm", "--force", "--ignore", "--time=0", self._once(name))
+
+    def _once(self, name: str) -> str:
+        return f"{name}-once-{self._digest}"
 
     def run_in(self, node_id: str, *command: str) -> str:
         """Run a command in a node that is at work, and return its output.
@@ -234,10 +254,21 @@ def _podman(*words: str, given: str = "") -> str:
     """
     done = _call(*words, given=given)
     if done.returncode:
-        said = done.stderr.strip() or done.stdout
+        said = words_of(done.stderr) or done.stdout
         kind = _NO_IMAGE if "image" in said and "not known" in said else _OTHER
         raise kind.told(f"podman {words[0]}", said)
     return done.stdout
+
+
+def words_of(stderr: str) -> str:
+    """The end of what podman and its program have written, without podman's log.
+
+    Its log complains on many hosts, for example that no systemd runs health checks, and
+    the error comes last.
+    """
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    own = [line for line in lines if not _LOG_LINE.match(line)]
+    return "\n".join((own or lines)[-_SHOWN_LINES:])
 
 
 def _call(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:

@@ -59,6 +59,14 @@ class ContainerSite:
         words = ("enroll", "-", "--folder", str(INSIDE), "--organisation", organisation)
         self._run(*words, given=f"{token.text}\n")
 
+    def end_enrolment(self) -> None:
+        """End an enrolment that a command has left running that was killed.
+
+        Raises:
+            ComputeError: It could not be ended.
+        """
+        self.pool.end_once(self.site.name)
+
     def accept(self, roster: Roster) -> None:
         """Have it trust the sites of the aggregator's roster.
 

@@ -146,11 +146,12 @@ def enroll(
     # A machine whose operator signs rosters trusts none before.
     if vouched is None or not vouched.signer:
         _replace(folder / "roster.toml", roster.dumps(members).encode())
-    _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     if not (folder / "site.toml").exists():
         text = _SITE_TOML.read_text(encoding="utf-8")
         text = text.format(name=token.site, address=token.address)
         _replace(folder / "site.toml", text.encode())
+    # The last: whoever finds it finds a site that is complete.
+    _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     return SiteEnrolled(
         site=token.site,
         folder=folder,

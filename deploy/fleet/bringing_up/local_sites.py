@@ -36,13 +36,16 @@ def enroll(
         EnrolmentRefused: It could not be enrolled.
         ComputeError: Its container fails.
     """
-    folder = deployment.site(site.name)
+    folder, pending = deployment.site(site.name), deployment.token(site)
     address = address_of(deployment, config)
-    pending = deployment.token(site)
-    if pending.exists() or not (folder / "site.pem").exists():
+    container = deployment.container(site)
+    if container is not None and pending.exists():
+        container.end_enrolment()
+    # The certificate is written last. A token that is still there then was left by a
+    # command that was killed.
+    if not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
         made = _token(config, site.name, pending, random_bytes, deployment)
-        container = deployment.container(site)
         if container is not None:
             container.enrol(made, organisation or site.name)
         else:
@@ -52,9 +55,9 @@ def enroll(
                 organisation=organisation or site.name,
                 clock=deployment.clock,
             )
-        with file_errors("remove", pending):
-            pending.unlink()
         tell(f"{SITE_PREFIX}{site.name}: enrolled")
+    with file_errors("remove", pending):
+        pending.unlink(missing_ok=True)
     document = {
         "name": site.name,
         "certificate": "site.pem",

@@ -173,6 +173,28 @@ def test_lost_answer_is_asked_for_again(federation: Federation):
     assert len(federation.nodes.known) == 1
 
 
+def test_a_certificate_is_the_last_that_is_written(federation: Federation):
+    """Who finds one finds a complete site, though its command was killed then."""
+    token = federation.invite("site-a")
+    folder = federation.folder / "site-a"
+
+    def connect(*_: object) -> Any:
+        (folder / "site.pem").mkdir(exist_ok=True)  # It cannot be written.
+        return federation.way
+
+    with pytest.raises(KeyFileRefused, match=r"site\.pem"):
+        enrolment_site.enroll(
+            token,
+            folder,
+            organisation="site-a",
+            clock=federation.clock,
+            connect=connect,
+        )
+    assert {"ca.crt", "roster.toml", "site.toml"} < {f.name for f in folder.iterdir()}
+    (folder / "site.pem").rmdir()
+    assert federation.enroll(token).site == "site-a"
+
+
 def test_outage_of_the_superlink_costs_no_token(federation: Federation):
     """The site asks again; the reason stays in the aggregator's log."""
     token = federation.invite("site-a")
