@@ -9,6 +9,7 @@ aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
 it. ``ended``: there after ``crossfed down``.
 """
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,11 +119,13 @@ class Deployment:
         Raises:
             JobError: Sites with networks of their own cannot.
         """
-        if host == LOOPBACK != self.meeting():
+        meeting = self.meeting()
+        if is_out_of_reach(host, meeting):
             raise JobError(
-                f"{self.plan.path}: sites with networks of their own cannot reach an "
-                f"aggregator at {host}: name another folder for it, or an "
-                "address of this host",
+                f"{self.plan.path}: sites with networks of their own reach an "
+                f"aggregator at {meeting} alone, and not at {host}: remove the "
+                "address, or name another folder if its aggregator has it already. "
+                "Sites on other machines cannot be in a file with such sites",
                 key="aggregator.address",
             )
 
@@ -212,6 +215,25 @@ class Deployment:
             places=tuple(found.values()),
         )
         deployment_record.write(self.plan.folder, record)
+
+
+def is_out_of_reach(host: str, meeting: str) -> bool:
+    """Whether sites on this host cannot reach an aggregator, for all that is known.
+
+    Sites with networks of their own have no route but to the place where they meet. A
+    name may lead there.
+
+    Args:
+        host: Address or name of the aggregator.
+        meeting: Where sites of this host meet it, as ``Deployment.meeting``.
+    """
+    if meeting in {LOOPBACK, host}:
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

@@ -1,9 +1,12 @@
-"""The token of a site on this host, between its invitation and its enrolment."""
+"""Where sites on this host meet their aggregator, and what they enrol with."""
 
 import os
 from pathlib import Path
 
+import pytest
+
 from deploy.fleet import deployment as fleet, deployment_file
+from deploy.fleet.deployment import is_out_of_reach
 from federation.clock import SystemClock
 
 FILE = """
@@ -29,3 +32,21 @@ def test_a_token_is_never_in_a_folder_of_a_container(tmp_path: Path):
         plain, boxed = plan.file.sites
         assert deployment.token(plain) == plan.folder / "sites/plain/token"
         assert deployment.token(boxed) == plan.folder / "tokens/boxed"
+
+
+@pytest.mark.parametrize(
+    ("host", "meeting", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", False),
+        ("203.0.113.7", "127.0.0.1", False),
+        # Networks of sites have a route to one place alone.
+        ("198.18.0.1", "198.18.0.1", False),
+        ("127.0.0.1", "198.18.0.1", True),
+        ("203.0.113.7", "198.18.0.1", True),
+        ("2001:db8::7", "198.18.0.1", True),
+        # It may lead there.
+        ("fed.example.org", "198.18.0.1", False),
+    ],
+)
+def test_an_address_that_sites_cannot_reach(host: str, meeting: str, *, expected: bool):
+    assert is_out_of_reach(host, meeting) is expected
