@@ -21,6 +21,18 @@ def leaves(tree: Tree) -> Iterator[Any]:
         yield tree
 
 
+def named_leaves(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
+    """All leaves of a tree with their places, such as ``inputs['age'][0]``."""
+    if isinstance(tree, Mapping):
+        for key, part in tree.items():
+            yield from named_leaves(f"{name}[{key!r}]", part)
+    elif isinstance(tree, (tuple, list)):
+        for index, part in enumerate(tree):
+            yield from named_leaves(f"{name}[{index}]", part)
+    elif tree is not None:
+        yield name, tree
+
+
 def map_tree(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply a function to each leaf, and to those at its place in similar trees."""
     if isinstance(tree, Mapping):

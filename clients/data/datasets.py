@@ -53,7 +53,7 @@ from torch.utils.data import (
 from clients.data.persons import COLUMN, check_persons, of_columns, of_items
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
-from federation.tree import Tree, leaves, map_tree, num_records
+from federation.tree import Tree, leaves, map_tree, named_leaves, num_records
 
 Indices = NDArray[np.int64]
 Batch = tuple[Tree, Tree]
@@ -99,7 +99,8 @@ class Examples:
         parts = {"inputs": self.inputs, "targets": self.targets, "groups": self.groups}
         if not any(True for _ in leaves(self.inputs)):
             raise ValueError("inputs hold no array")
-        for what, array in ((w, a) for w, part in parts.items() for a in leaves(part)):
+        named = (each for part in parts.items() for each in named_leaves(*part))
+        for what, array in named:
             if array.ndim == 0 or array.dtype.kind not in "biuf":
                 is_text = array.dtype.kind in "US"
                 hint = "; replace each text by a number" if is_text else ""

@@ -1,6 +1,8 @@
 """Adapters of peft: what is trained of a model, and how it is averaged."""
 
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,7 +75,8 @@ def with_lora(
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )
     try:
-        adapted = peft.get_peft_model(model, settings)
+        with _no_old_names():
+            adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise JobError(f"peft refuses these adapters: {error}", key=key) from error
     if method == "ffa":
@@ -151,8 +154,18 @@ def with_prompt(model: torch.nn.Module, *, tokens: int = 20) -> torch.nn.Module:
         raise JobError("must be at least 1", key=f"{key}.tokens")
     peft = _peft()
     settings = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=tokens)
-    adapted = peft.get_peft_model(model, settings)
+    with _no_old_names():
+        adapted = peft.get_peft_model(model, settings)
     return _PromptModel(adapted, cut=tokens if task == "CAUSAL_LM" else 0)
+
+
+@contextmanager
+def _no_old_names() -> Iterator[None]:
+    """Hide that peft asks transformers by an old name, which no user can change."""
+    with warnings.catch_warnings():
+        old = ".*is_gradient_checkpointing"
+        warnings.filterwarnings("ignore", old, category=FutureWarning)
+        yield
 
 
 class _PromptModel(torch.nn.Module):

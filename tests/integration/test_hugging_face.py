@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -304,6 +305,13 @@ def test_record_level_privacy_trains_adapters():
         )
     )
     assert result.status == "completed"
+
+
+@pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"prompt": {"tokens": 2}}])
+def test_adapters_show_no_warning_that_users_cannot_mend(options: dict[str, Any]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hugging_face(config=GPT2, **options)
 
 
 def test_adapters_of_a_billion_values_are_a_few_megabytes():

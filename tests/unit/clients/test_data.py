@@ -231,6 +231,11 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ((INPUTS, CLASSES.tolist()), r"is \(ndarray\[6, 2\], list of length 6\)"),
         ((INPUTS, CLASSES[:5]), "there are 6 inputs and 5 targets"),
         ((INPUTS, np.array(["a"] * 6)), "numbers, .* not text of .* replace each"),
+        (
+            ({"a": INPUTS, "b": (INPUTS, CLASSES.astype("U1"))}, CLASSES),
+            r"'b'\]\[1\] must",
+        ),
+        ({"a": CLASSES, "b": CLASSES.astype("U1")}, r"inputs\['b'\] must .* not text"),
         ((np.array(1.0), None), "inputs must be an array of numbers"),
         ((INPUTS[:0], None), "has no example"),
         ([], "has no example"),
