@@ -8,7 +8,8 @@ not safetensors.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,13 +258,14 @@ def _from_folder(kind: Any, path: Path) -> Any:
         )
         _refuse_remote_code(config)
         _refuse_other_files(path, config)
-        model, found = kind.from_pretrained(
-            str(path),
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # They are refused below, by name.
-            output_loading_info=True,
-            **local,
-        )
+        with _quiet(transformers):
+            model, found = kind.from_pretrained(
+                str(path),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # They are refused below, by name.
+                output_loading_info=True,
+                **local,
+            )
     # Files of another form are found by what their readers do with them.
     except (*_DAMAGED, SafetensorError) as error:
         raise JobError(
@@ -275,6 +277,24 @@ def _from_folder(kind: Any, path: Path) -> Any:
         fault = f"its weights are those of another model than its config.json: {fault}"
         raise JobError(f"{path}: {fault}", key=f"{_KEY}.folder", outside=fault)
     return model
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Show no progress bar and no report of new heads: ``_misfit`` checks the rest.
+
+    Every site of a simulation may load the folder several times.
+    """
+    logging = transformers.utils.logging
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
 
 
 def _misfit(model: Any, found: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Models of transformers and adapters of peft, with random weights and no network."""
 
+import importlib
 import json
 import re
 import warnings
@@ -375,6 +376,21 @@ def test_model_of_a_folder(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(JobError, match="use the same files"):
         hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+def test_a_new_head_is_drawn_without_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Every site loads the folder, and would print it again; later loads may."""
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    digest = folder_digest(tmp_path, tokenizer=False)
+    logging = importlib.import_module("transformers.utils.logging")
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    auto = "AutoModelForSequenceClassification"
+    hugging_face(auto, folder=str(tmp_path), sha256=digest)
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
 def test_weights_of_another_model_are_refused_by_their_first_layer(tmp_path: Path):
