@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import agents
+from support.agents import consortium
 from support.small_jobs import small_job
 
 from clients.models.tokenizers import note_tokenizer, noted_tokenizers
@@ -12,7 +14,7 @@ from deploy.site_host import data as site_data
 from deploy.site_host.config import AggregatorSpec, LocalDataSpec, SiteFile
 from deploy.wiring import job_data, parts as wiring
 from federation.errors import JobError
-from federation.job import job_digest
+from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 
 OURS, THEIRS, OTHER = (digit * 64 for digit in "abc")
@@ -87,6 +89,17 @@ def test_a_deployed_site_refuses_a_job_with_another_tokenizer(tmp_path: Path):
     url = f"file://{tmp_path / 'numbers'}"
     job_data.shard(SOURCE, url, {"digests": []}, name="n", report=lambda _: None)
     deployed(job, source=url)
+
+
+def test_the_aggregator_hears_why_a_site_refuses(tmp_path: Path):
+    """Before the first round, without a digest of the site's files."""
+    members = consortium("site-0", "site-1")
+    agent = agents.agent(tmp_path, "site-0", members, data=source(THEIRS))
+    model = job_file.document(job_of([], named=[OURS]))["model"]
+    job = small_job(num_sites=2, model=model)
+    said = agents.propose(agent, members, agents.proposal(job)).refused
+    assert said.startswith("model.tokenizers: the data source here has not loaded")
+    assert THEIRS not in said
 
 
 def test_tokenizers_are_a_part_of_the_job():
