@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from clients.data.datasets import Dataset
+from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.training.predictions import Columns, Predictor
 from cloud_adapters.extras import naming_extras
 from deploy.wiring.job_data import load_data
@@ -124,11 +125,12 @@ def source_of(
     """Load a data source, or that of a run's job; see ``predict``.
 
     Raises:
-        JobError: The source is unknown.
+        JobError: The source is unknown, or has loaded another tokeniser than the job
+            names.
         SiteError: It failed.
     """
+    job = job_file.loads(run.read_job())
     if source == "job":
-        job = job_file.loads(run.read_job())
         if job.data is None:
             raise JobError(
                 "the job's sites have data of their own, so it names no source: name "
@@ -136,7 +138,11 @@ def source_of(
                 key="DATA",
             )
         source, options = job.data.source, {**job.data.options, **options}
-    return load_data(source, options, key="DATA")
+    with noted_tokenizers() as loaded:
+        found = load_data(source, options, key="DATA")
+    if loaded:  # Records here may have become numbers before.
+        check_tokenizers(job, loaded, source=source)
+    return found
 
 
 def _example(job: JobSpec) -> str:

@@ -33,3 +33,15 @@ def test_a_source_of_a_site_is_named_where_the_job_has_none(tmp_path: Path):
     with pytest.raises(JobError) as caught:
         source_of(run, "job", {})
     assert f"site 'a': {blobs} --option 'has=[\"x\"]'" in str(caught.value)
+
+
+def test_another_tokenizer_than_the_jobs_is_refused(tmp_path: Path):
+    """Its numbers mean other words; a source that loads none may hold numbers."""
+    ours, theirs = "a" * 64, "b" * 64
+    run, source = RunFolder(tmp_path), "support.small_jobs:tokenized"
+    model = {"factory": "clients.models:mlp", "tokenizers": [ours]}
+    run.write_job(small_job(model=model))
+    for loaded in ([ours], []):
+        assert len(source_of(run, source, {"digests": loaded})) == 2
+    with pytest.raises(JobError, match=f"{source} has loaded {theirs}"):
+        source_of(run, source, {"digests": [theirs]})
