@@ -117,6 +117,8 @@ def _command(space: "Space", values: Mapping[str, Any]) -> str:
     words = ["crossfed", "simulate", str(space.path)]
     for name, value in values.items():
         words += ["--set", f"{name}={json.dumps(value)}"]
+    if space.spec.engine != "inproc":
+        words += ["--engine", space.spec.engine]
     return shlex.join(words)
 
 

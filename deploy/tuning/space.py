@@ -106,6 +106,8 @@ class TuneSpec:
             `cma_es` (numbers only), `evolutionary` (NSGA-II) or `random`.
         seed: Of the choice of values; drawn secretly with `privacy.selection`.
         pruner: When a trial ends early.
+        engine: `inproc`, or `virtual`: trials run in virtual time, with the speeds in
+            `simulation.machines` of the job.
         privacy: What all trials may spend.
     """
 
@@ -118,6 +120,7 @@ class TuneSpec:
     sampler: str = key(default="tpe", choices=SAMPLERS)
     seed: int = key(default=0, low=0)
     pruner: PrunerSpec = field(default_factory=PrunerSpec)
+    engine: str = key(default="inproc", choices=("inproc", "virtual"))
     privacy: TotalPrivacySpec = field(default_factory=TotalPrivacySpec)
 
 
@@ -157,7 +160,8 @@ class Space:
             job_file.override(document, name, value)
         code_files.pin(document, self.path.parent)
         job = job_file.parse(document)
-        _check_fixed_steps(job)
+        if self.spec.engine != "virtual":
+            _check_fixed_steps(job)
         if goal := _goal_of_metric(self.spec, job):
             job = job_file.parse({**document, **goal})
         if job.model.weights is None:
@@ -170,6 +174,8 @@ class Space:
         """SHA-256 of all that decides what trials compute, files of users included."""
         facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
         del facts["privacy"]["selection"]  # Earlier releases had none.
+        if self.spec.engine == "inproc":
+            del facts["engine"]  # Likewise.
         if self.spec.privacy.selection:  # Then the number of trials is drawn once.
             facts["selection"] = self.spec.privacy.selection, self.spec.trials
         facts["job"] = job_file.document(self.job({}))
@@ -231,6 +237,8 @@ def _checked(spec: TuneSpec, folder: Path) -> Space:
     spec = _filled(spec, str(document.get("name", "")))
     space = Space(spec=spec, document=document, path=path)
     space.job({})  # What is wrong without any value is no fault of a range.
+    if spec.engine == "virtual":
+        _check_speeds(space.job({}))
     _try_ends(space)
     if spec.privacy.selection:
         check_selection(spec, space.job({}))
@@ -240,14 +248,26 @@ def _checked(spec: TuneSpec, folder: Path) -> Space:
 
 
 def _check_fixed_steps(job: JobSpec) -> None:
-    """Refuse a job whose local steps follow its lines, which trials do not have."""
+    """Refuse a job whose local steps follow its lines, which trials here lack."""
     if is_auto(job):
         raise JobError(
-            "'auto' measures lines, and trials have none: in the job, set "
-            "schedule.local_work = 'fixed' and remove max_local_steps and "
-            "training_share; search training.local_steps",
+            "'auto' measures lines, and trials have none: set engine to 'virtual' in "
+            "the search; or, in the job, schedule.local_work = 'fixed' without "
+            "max_local_steps and training_share, and search training.local_steps",
             key="schedule.local_work",
         )
+
+
+def _check_speeds(job: JobSpec) -> None:
+    """Refuse virtual time without the speed of a site, which would fail each trial."""
+    known = {machine.site for machine in job.simulation.machines}
+    for site in job.sites:
+        if site.name not in known:
+            raise JobError(
+                f"virtual time needs the speed of every site, and {site.name!r} has "
+                "none: add a table with its name and examples_per_second to the job",
+                key="simulation.machines",
+            )
 
 
 def _check_budget(space: Space) -> None:

@@ -67,6 +67,7 @@ def run_trial(
                 space.job(values),
                 folder=own,
                 resume=RunFolder(own).exists(),
+                engine=spec.engine,
                 listeners=[watch],
                 stop_requested=lambda: stop_requested() or watch.ends_early(),
                 report=False,

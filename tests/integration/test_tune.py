@@ -139,6 +139,28 @@ def test_poor_trials_end_early(tmp_path: Path) -> None:
     assert all(best.value >= (t.last or 0) for t in early)
 
 
+MACHINES = """
+[[simulation.machines]]
+site = "a"
+examples_per_second = 16.0
+[[simulation.machines]]
+site = "b"
+examples_per_second = 1.6
+"""
+
+
+def test_trials_in_virtual_time(tmp_path: Path):
+    """A round takes what the slowest site needs at the stated speed."""
+    job = "evaluation.every = 3\n" + JOB + MACHINES  # Not in the second round.
+    done = search(tmp_path, keys='engine = "virtual"', job=job, trials=2)
+    assert done.best is not None
+    for trial in done.trials:
+        events = (trial.folder / "events.jsonl").read_text().splitlines()
+        _, second, _ = (json.loads(e) for e in events if '"RoundFinished"' in e)
+        records = 16 * int(trial.values["training.local_steps"])
+        assert second["seconds"] == pytest.approx(records / 1.6, rel=0.01)
+
+
 def test_trials_in_processes(tmp_path: Path) -> None:
     tuning = search(tmp_path, trials=2, workers=2)
     assert [t.state for t in tuning.trials] == ["completed"] * 2

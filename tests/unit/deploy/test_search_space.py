@@ -220,3 +220,29 @@ def test_local_steps_that_follow_lines_are_not_searched(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(schedule + JOB)
     with pytest.raises(JobError, match=r"schedule.local_work: 'auto' .*trials have"):
         load(path)
+
+
+MACHINES = """
+[[simulation.machines]]
+site = "a"
+examples_per_second = 100.0
+[[simulation.machines]]
+site = "b"
+examples_per_second = 50.0
+"""
+
+
+def test_virtual_time_has_lines_if_every_site_has_a_speed(tmp_path: Path) -> None:
+    """Also for steps that follow lines; the search is another one."""
+    keys = "training.batch_size = { low = 4, high = 8 }"
+    path = write(tmp_path, keys)
+    before = load(path).digest()
+    path.write_text('engine = "inproc"\n' + path.read_text())
+    assert load(path).digest() == before
+    path.write_text(path.read_text().replace("inproc", "virtual"))
+    with pytest.raises(JobError, match=r"machines: virtual time needs .* and 'a' has"):
+        load(path)
+    schedule = 'schedule = { local_work = "auto", max_local_steps = 20 }\n'
+    (tmp_path / "job.toml").write_text(schedule + JOB + MACHINES)
+    assert load(path).digest() != before
+    assert load(path).job({"training.batch_size": 5}).training.batch_size == 5
