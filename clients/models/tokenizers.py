@@ -19,13 +19,18 @@ _LOADED: ContextVar[list[str] | None] = ContextVar("_LOADED", default=None)
 
 @contextmanager
 def noted_tokenizers() -> Iterator[Sequence[str]]:
-    """Collect the digests of the tokenisers that this thread loads meanwhile."""
+    """Collect the digests of the tokenisers that this thread loads meanwhile.
+
+    A collection around this one gets them as well, at the end.
+    """
     loaded: list[str] = []
     token = _LOADED.set(loaded)
     try:
         yield loaded
     finally:
         _LOADED.reset(token)
+        for digest in loaded:
+            note_tokenizer(digest)
 
 
 def note_tokenizer(sha256: str) -> None:
@@ -56,6 +61,22 @@ def check_tokenizers(job: JobSpec, loaded: Sequence[str], *, source: str) -> Non
         "load the job's tokeniser with clients.models.tokenizer in the function itself",
         key=_KEY,
         outside="the data source here has not loaded the tokenisers of the job",
+    )
+
+
+def notice(job: JobSpec, loaded: Sequence[str]) -> str:
+    """Advise to name tokenisers in a job that allows any; empty if it need not.
+
+    Args:
+        job: The job.
+        loaded: Digests, of ``noted_tokenizers``.
+    """
+    if job.model.tokenizers or not loaded:
+        return ""
+    listed = ", ".join(f'"{digest}"' for digest in sorted(set(loaded)))
+    return (
+        "any tokeniser is allowed: to have sites with another one refuse this job, set "
+        f"model.tokenizers = [{listed}]"
     )
 
 

@@ -75,6 +75,7 @@ def _forget_output() -> None:
 
 def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
+    from clients.models import tokenizers  # noqa: PLC0415 -- imports torch
     from clients.models.starting_weights import initial_weights  # noqa: PLC0415
     from clients.training.first_batch import check_first_batches  # noqa: PLC0415
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
@@ -85,7 +86,8 @@ def _check_job(options: argparse.Namespace) -> int:
 
     runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit(), wiring.torch_threads(job):
-        federation = wiring.build_federation(job)
+        with tokenizers.noted_tokenizers() as loaded:
+            federation = wiring.build_federation(job)
         initial_weights(job, federation.pool)
         found = job_check.forecast(federation, options.clock, options.speeds)
         check_first_batches(federation)
@@ -104,6 +106,8 @@ def _check_job(options: argparse.Namespace) -> int:
         say(f"each site trains {own:,} values more for itself (model.personal)")
     for line in found.lines():
         say(line)
+    if advice := tokenizers.notice(job, loaded):
+        say(advice)
     say("the job is sound")
     return DONE
 
