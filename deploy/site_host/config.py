@@ -157,7 +157,7 @@ class SiteFile:
         roster_signer: Public key of the operator of several sites, 64 hexadecimal
             digits: rosters that it has signed are accepted without a person. Empty if
             people compare digests.
-        aggregator: The aggregator.
+        aggregator: Where the aggregator is, and how it proves itself.
         data: The site's data.
         compute: What it trains with.
         policy: What every job must promise.

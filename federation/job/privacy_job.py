@@ -181,8 +181,9 @@ class PrivacySpec:
     """Protection beyond keeping data at its site.
 
     Attributes:
-        secure_aggregation: Secure aggregation.
-        differential_privacy: Differential privacy.
+        secure_aggregation: Hides single updates from the aggregator.
+        differential_privacy: Bounds what the model reveals about a record, person or
+            site.
     """
 
     secure_aggregation: SecureAggregationSpec = SecureAggregationSpec()

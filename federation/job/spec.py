@@ -144,7 +144,7 @@ class OptimizerSpec:
         adamw_parameters: With `muon`, name patterns of further weight matrices for
             AdamW, for example an output head that the model registers before other
             layers.
-        weight_decay: Weight decay.
+        weight_decay: Factor of the optimiser's weight decay, as in `torch.optim`.
         state: `fresh`: momentum, moments and step count start at 0 in every round.
             `keep`: each site continues with its own state from the last round in which
             it trained.
@@ -643,20 +643,19 @@ class JobSpec:
         rounds: Rounds to run.
         seed: Seed of all randomness in a simulation: initial weights, partition,
             example order, cohorts.
-        model: The model.
+        model: What is trained: a function that builds it, and its starting weights.
         data: The data that is split among the sites without data of their own.
-        training: Local training.
-        evaluation: Evaluation.
+        training: How each site trains between two exchanges.
+        evaluation: How often, and how, sites measure the model on held-out data.
         selection: Which model the run leaves; that of the last round without it.
-        aggregation: Aggregation.
-        communication: Communication.
-        schedule: Schedule.
-        privacy: Privacy.
-        simulation: Simulation.
-        storage: Storage.
+        aggregation: How the aggregator combines updates and steps the global model.
+        communication: What travels between sites and aggregator, and in which codec.
+        schedule: Which sites a round asks, how many must answer, and by when.
+        privacy: Secure aggregation and differential privacy; neither by default.
+        simulation: Faults, machines and other settings for simulations only.
+        storage: Where runs are kept.
         sites: The sites, one `[[sites]]` table each.
-        relays: Relays between sites and the aggregator, one `[[relays]]` table each;
-            in simulations only.
+        relays: Relays between sites and the aggregator, one `[[relays]]` table each.
     """
 
     name: str

@@ -117,7 +117,7 @@ class SizeSpec:
     """A machine that a site may have instead, between rounds.
 
     Attributes:
-        type: Its type.
+        type: The cloud's name of the machine type, such as `g5.xlarge`.
         speed: Work per second, in any unit that is the same for all sizes of the site.
         dollars_per_hour: Its price in the site's market; by default that of the table.
     """
@@ -143,7 +143,7 @@ class SiteMachine:
         on_demand_dollars_per_hour: What a machine on demand would cost, if this one is
             a spot machine that a deadline may move.
         dollars_per_gigabyte: What traffic costs that leaves its machine.
-        machine: The machine.
+        machine: What machine the site runs on.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
         policy: As `[policy]` in `site.toml`.
