@@ -166,8 +166,9 @@ class SiteFile:
         relay: The relay through which this site takes part in runs; by default it
             connects to the aggregator.
         serve: Only for a relay: whom it serves.
-        disk_mib: From this size of a model in MiB on, what its updates have left out is
-            in a file of `folder`, and passes through memory in pieces; 0 for never.
+        disk_mib: From this size of a model in MiB on, what its updates have left out,
+            and the model and momentum that it follows by itself, are in files of
+            `folder`, and pass through memory in pieces; 0 for never.
     """
 
     name: str
