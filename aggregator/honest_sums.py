@@ -16,10 +16,11 @@ from aggregator.weighting import ROUNDING, most_trained_on
 from federation.compression.rotation import padded
 from federation.job.metrics import (
     MAX_PREDICTIONS,
-    evaluated_of,
+    has_noised_results,
     loss_of,
     metrics_of,
     reported_loss_of,
+    reported_of,
 )
 from federation.job.spec import JobSpec
 from privacy.counts import coarse
@@ -137,8 +138,9 @@ def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
 def _sum_faults(
     kind: str, totals: _Totals, asked: SumTerms, *, is_asked: bool
 ) -> _Faults:
-    of_kind = evaluated_of if kind == train.EVALUATION else metrics_of
-    metrics = of_kind(asked.job.training)
+    job, training = asked.job, asked.job.training
+    is_held_out = kind == train.EVALUATION
+    metrics = reported_of(job) if is_held_out else metrics_of(training)
     count, loss, *values = (
         totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )
@@ -152,11 +154,8 @@ def _sum_faults(
             yield f"{count:g} predictions in {kind} have {name} of {value:g}"
     if count == 0 and loss:
         yield f"no prediction in {kind} has a loss"
-    private, training = asked.job.privacy.differential_privacy, asked.job.training
-    noised = (
-        kind == train.EVALUATION and private.enabled and private.held_out == "noise"
-    )
-    metric = loss_of(training) if noised else reported_loss_of(training)
+    is_noised = is_held_out and has_noised_results(job)
+    metric = loss_of(training) if is_noised else reported_loss_of(training)
     # Each site rounds its loss to a micronat.
     slack = asked.num_updates * _MICRO + metric.reach * count * ROUNDING
     if not metric.low * count - slack <= loss * _MICRO <= metric.high * count + slack:

@@ -15,9 +15,9 @@ from federation.ids import SiteId
 from federation.job.metrics import (
     MAX_PREDICTIONS,
     Metric,
-    evaluated_of,
     metrics_of,
     most_of_a_record,
+    reported_of,
 )
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
@@ -118,7 +118,7 @@ def sums_fault(
         introduced: What sites have signed before the first round.
     """
     training, each = metrics_of(job.training), most_of_a_record(job.training)
-    held_out = evaluated_of(job.training)
+    held_out = reported_of(job)
 
     def fault(answer: SiteUpdate | SiteEvaluation, steps: range | None) -> str:
         said = introduced.get(answer.site)

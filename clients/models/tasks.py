@@ -25,6 +25,7 @@ from federation.tree import Tree
 
 Values = Mapping[str, torch.Tensor]
 _PAIR = 2
+_GAP_STEPS = 1 << 24  # of a gap of 1; sums of 2^29 such gaps are exact in float64
 
 
 def regression(
@@ -211,12 +212,17 @@ def calibration_gaps(confidence_b: torch.Tensor, correct_b: torch.Tensor) -> Val
 
     The expected calibration error is the sum of the absolute sums over the number of
     records (Guo et al. 2017, arXiv:1706.04599, equation 3, whose bins these are).
+
+    Each record is in one bin, whatever the model makes of it, and NaN counts as a gap
+    of 1. Gaps are multiples of 2^-24, so that sums in float64 do not depend on the
+    order: noise on them is made for a record that changes one of them.
     """
     # Bins are open below and closed above.
     bins_b = (confidence_b * CALIBRATION_BINS).ceil().long() - 1
-    gap_b = confidence_b - correct_b
+    exact_b = (confidence_b.double() - correct_b.double()).nan_to_num(nan=1.0)
+    gap_b = (exact_b.clamp(-1, 1) * _GAP_STEPS).round() / _GAP_STEPS
     return {
-        f"calibration_{number}": gap_b * (chosen_b)
+        f"calibration_{number}": gap_b * chosen_b
         for number, chosen_b in _members(bins_b, CALIBRATION_BINS)
     }
 

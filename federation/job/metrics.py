@@ -8,7 +8,7 @@ the job, and so part of its digest, which every site accepts and every mask key 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from federation.errors import JobError
 from federation.job import code_files
@@ -42,16 +42,28 @@ class Metric:
         low: Least that one prediction adds to it.
         high: Most that one prediction adds to it.
         is_whole: Whether it counts predictions.
+        histogram: The histogram that it is a cell of: each prediction adds to one cell
+            only. Empty for a sum that is no cell.
     """
 
     low: float = -math.inf
     high: float = math.inf
     is_whole: bool = False
+    histogram: str = ""
 
     @property
     def reach(self) -> float:
         """Largest absolute value of one prediction."""
         return max(-self.low, self.high)
+
+    @property
+    def with_noise(self) -> "Metric":
+        """Bounds of a mean that has noise: a cell's are on both sides of 0.
+
+        Noise of mean 0 makes many cells that hold little negative. Raised to 0, they
+        would be too large on average, and so would be what many cells add up to.
+        """
+        return replace(self, low=-self.reach) if self.histogram else self
 
 
 CORRECT: Mapping[str, Metric] = {"correct": Metric(low=0.0, high=1.0, is_whole=True)}
@@ -94,7 +106,6 @@ _MEASURES: Mapping[str, str] = {
     "binary": "auc|calibration",
     "contrastive": "recall_at_[1-9][0-9]?",
 }
-_FROM_HISTOGRAMS = frozenset({"auc", "calibration"})
 
 
 def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
@@ -124,11 +135,13 @@ def measured_of(training: TrainingSpec) -> Mapping[str, Metric]:
     count, found = CORRECT["correct"], dict[str, Metric]()
     for measure in training.measures:
         if measure == "auc":
+            # A record is in one cell of both sides together.
+            cell = replace(count, histogram=measure)
             sides = [f"auc_{side}" for side in ("pos", "neg")]
-            found |= {f"{s}_{b}": count for s in sides for b in range(AUC_BINS)}
+            found |= {f"{s}_{b}": cell for s in sides for b in range(AUC_BINS)}
         elif measure == "calibration":
             # Confidence less hits: the error needs no more of a bin.
-            gap = Metric(low=-1.0, high=1.0)
+            gap = Metric(low=-1.0, high=1.0, histogram=measure)
             found |= {f"calibration_{b}": gap for b in range(CALIBRATION_BINS)}
         else:
             found[measure] = count
@@ -145,6 +158,21 @@ def cells_of(training: TrainingSpec) -> Mapping[str, Metric]:
 def evaluated_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """All metrics that are reported on held-out data."""
     return {**metrics_of(training), **cells_of(training)}
+
+
+def reported_of(job: JobSpec) -> Mapping[str, Metric]:
+    """All metrics of held-out data, with bounds that hold for what leaves a site."""
+    exact = evaluated_of(job.training)
+    if not has_noised_results(job):
+        return exact
+    return {name: metric.with_noise for name, metric in exact.items()}
+
+
+def has_noised_results(job: JobSpec) -> bool:
+    """Whether results on held-out data leave a site with noise."""
+    private = job.privacy.differential_privacy
+    is_noised = private.enabled and private.held_out == "noise"
+    return is_noised and job.evaluation.every > 0
 
 
 def has_own_bounds(training: TrainingSpec) -> bool:
@@ -184,7 +212,7 @@ def check_objective(job: JobSpec) -> None:
     """
     training, key = job.training, "training.metrics"
     _check_classes(job)
-    _check_measures(job)
+    _check_measures(training)
     _check_apart(job)
     _check_options(training)
     if has_own_bounds(training):
@@ -244,9 +272,8 @@ def _check_options(training: TrainingSpec) -> None:
             raise JobError("must be a number above 0", key=key)
 
 
-def _check_measures(job: JobSpec) -> None:
-    """Refuse measures that the task does not have, or whose noise is too large."""
-    training, private = job.training, job.privacy.differential_privacy
+def _check_measures(training: TrainingSpec) -> None:
+    """Refuse measures that the task does not have."""
     form = _MEASURES.get(training.task, "")
     for at, name in enumerate(training.measures):
         key = f"training.measures[{at}]"
@@ -264,15 +291,6 @@ def _check_measures(job: JobSpec) -> None:
             raise JobError(
                 f"{name!r:.40} cannot be computed for {training.task}: {hint}", key=key
             )
-        is_noised = private.held_out == "noise" and job.evaluation.every > 0
-        if private.enabled and is_noised and name in _FROM_HISTOGRAMS:
-            raise JobError(
-                f"{name} is computed from many sums, which would need too much noise "
-                "under differential privacy: leave it out, or set privacy."
-                'differential_privacy.held_out to "public" if the held-out data is '
-                "public",
-                key=key,
-            )
 
 
 def _check_apart(job: JobSpec) -> None:
@@ -287,8 +305,7 @@ def _check_apart(job: JobSpec) -> None:
             'unit = "site", or another task',
             key="training.task",
         )
-    is_noised = private.held_out == "noise" and job.evaluation.every > 0
-    if is_noised and (task == "contrastive" or task in LABELLED):
+    if has_noised_results(job) and (task == "contrastive" or task in LABELLED):
         raise JobError(
             f"held-out results of {task} cannot get noise, since one record changes "
             "how many predictions are made, or those of other records: set "

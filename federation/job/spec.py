@@ -209,7 +209,8 @@ class TrainingSpec:
             shows. At most 32; not with noise on held-out results.
         measures: Further measures on held-out data: `auc` (`binary`), `calibration`
             (`classification`, `binary`), `recall_at_K` (`classification`,
-            `contrastive`). Not with noise on held-out results.
+            `contrastive`). Each makes noise on held-out results larger, if there is
+            any.
         max_tokens: Maximum number of predictions in one record of a language task
             (`causal_lm`: its tokens minus one) or of `segmentation` (its pixels). A
             site refuses longer records; the largest count that it may add to a sum

@@ -19,7 +19,7 @@ from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
 from federation.job.adapter_ranks import links_of
-from federation.job.metrics import Metric, evaluated_of, metrics_of
+from federation.job.metrics import Metric, metrics_of, reported_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
 from federation.messages import (
     LedgerAnchor,
@@ -387,7 +387,7 @@ class Traffic:
     ) -> SiteMessage:
         facts, secure, training = self.facts[site], self.secure, self.job.training
         spent = self._spent(index, end)
-        held_out = _sums(evaluated_of(training), facts.held_out, end)
+        held_out = _sums(reported_of(self.job), facts.held_out, end)
         if secure is not None:
             num_bytes = secure.update(index) if kind is TaskKind.TRAIN else 0
             return MaskedUpdate(
@@ -504,8 +504,9 @@ def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
 
 def _sums(metrics: Mapping[str, Metric], count: int, end: int) -> MetricSums:
     number = _LONG if end else _SHORT
+    # A minus sign is a byte more.
     sums = {
-        name: end * count if metric.is_whole else number
+        name: end * (-count if metric.low < 0 else count) if metric.is_whole else number
         for name, metric in metrics.items()
     }
     return MetricSums(count=count, loss_sum=number, metrics=sums)

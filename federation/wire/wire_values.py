@@ -82,6 +82,16 @@ def count(value: object, name: str, maximum: int = MAX_COUNT) -> int:
     return value
 
 
+def _whole(value: object, name: str) -> int:
+    """Check a sum over predictions: a count that noise may have made negative."""
+    if type(value) is not int or not -MAX_COUNT <= value <= MAX_COUNT:
+        raise WireError(
+            f"{name} is {value!r:.80}, not a whole number of at most {MAX_COUNT} to "
+            "either side of 0"
+        )
+    return value
+
+
 def flag(value: object, name: str) -> bool:
     """Check true or false."""
     if type(value) is not bool:
@@ -176,7 +186,7 @@ def read_sums(value: object, _name: str) -> MetricSums:
         count=count(fields["count"], "count"),
         loss_sum=_float(fields["loss_sum"], "loss_sum"),
         metrics={
-            name: _float(item, name) if isinstance(item, str) else count(item, name)
+            name: _float(item, name) if isinstance(item, str) else _whole(item, name)
             for name, item in _metrics(found).items()
         },
     )
@@ -289,7 +299,7 @@ def write_one_line(value: str, _name: str) -> str:
 def write_sums(sums: MetricSums, _name: str) -> str:
     """Write sums over examples."""
     members = {
-        name: write_count(item, name) if isinstance(item, int) else _hex(float(item))
+        name: f"{_whole(item, name)}" if isinstance(item, int) else _hex(float(item))
         for name, item in _metrics(sums.metrics).items()
     }
     members["count"] = write_count(sums.count, "count")

@@ -3,6 +3,9 @@
 Found by the names of the sums, so that a user's objective that returns ``tp``, ``fp``
 and ``fn`` has an F1 score too. Each is the exact value over the pooled data, but the
 area under the curve and the calibration error, whose scores are in bins.
+
+With noise, cells of histograms may be negative. They are used as they are, since noise
+of both signs cancels out in a sum over cells; only the result is brought to [0, 1].
 """
 
 import math
@@ -47,11 +50,13 @@ def derived(sums: MetricSums) -> Mapping[str, float]:
         }
     sides = [[f"auc_{side}_{b}" for b in range(AUC_BINS)] for side in ("pos", "neg")]
     if _has(sums, (*sides[0], *sides[1])):
-        result["auc"] = _auc(*([found[name] for name in names] for names in sides))
+        area = _auc(*([found[name] for name in names] for names in sides))
+        if area is not None:
+            result["auc"] = area
     gaps = [f"calibration_{b}" for b in range(CALIBRATION_BINS)]
     if _has(sums, gaps):
         total = math.fsum(abs(found[name]) for name in gaps)
-        result["calibration_error"] = total / sums.count
+        result["calibration_error"] = min(1.0, total / sums.count)
     return {**result, **_of_confusion(sums)}
 
 
@@ -64,17 +69,20 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _auc(pos: Sequence[float], neg: Sequence[float]) -> float:
+def _auc(pos: Sequence[float], neg: Sequence[float]) -> float | None:
     """Share of the pairs of a positive and a negative record in the right order.
 
-    Pairs in one bin count half. NaN if there is no pair.
+    Pairs in one bin count half. None if there is no pair, or if noise leaves nothing of
+    one side. The noise on both sides is independent, so neither the number of pairs nor
+    that of those in the right order is biased by it.
     """
+    if sum(pos) <= 0 or sum(neg) <= 0:
+        return None
     below, right = 0.0, 0.0
     for p, n in zip(pos, neg, strict=True):
         right += p * (below + n / 2)
         below += n
-    pairs = sum(pos) * below
-    return right / pairs if pairs else math.nan
+    return min(max(right / (sum(pos) * below), 0.0), 1.0)
 
 
 def _of_confusion(sums: MetricSums) -> Mapping[str, float]:

@@ -25,9 +25,14 @@ _FINEST_GRID = 2.0**-10
 class HeldOutMechanism:
     """Adds noise to the sums over a site's held-out records.
 
-    Each record adds at most 1 to each of k sums: its predictions over ``predictions``,
+    Each record adds at most 1 to each of k parts: its predictions over ``predictions``,
     and its loss and metrics over ``predictions`` times the most that their bounds
-    allow. So the sums of neighbouring data differ by at most ``sqrt(k)``.
+    allow. All cells of a histogram are one part: a record of one prediction adds to
+    one cell, and the Euclidean norm of what several add is at most the sum of their
+    absolute values. So the sums of neighbouring data, which differ by one record that
+    was added or removed, differ by at most ``sqrt(k)`` in Euclidean norm, with
+    ``k = 2 + metrics that are no cells + histograms`` (Dwork and Roth, The Algorithmic
+    Foundations of Differential Privacy, 2014, example 3.2 and theorem A.1).
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity.
@@ -65,7 +70,7 @@ class HeldOutMechanism:
 
         Returns:
             Sums that may leave the site: at least one prediction, and loss and metrics
-            that so many predictions can have.
+            that so many predictions can have. Cells of histograms may be negative.
         """
         reach = [metric.reach for metric in (*self.metrics.values(), self.loss)]
         scales = np.array([1, *reach]) * self.predictions
@@ -80,7 +85,7 @@ class HeldOutMechanism:
             count=count,
             loss_sum=_possible(loss, self.loss, count),
             metrics={
-                name: _possible(value, metric, count)
+                name: _possible(value, metric.with_noise, count)
                 for (name, metric), value in zip(
                     self.metrics.items(), values, strict=True
                 )
@@ -99,12 +104,14 @@ class HeldOutMechanism:
         return max(_FINEST_GRID, 2.0 ** (bits - _MANTISSA_BITS))
 
     def _mechanism(self) -> GaussianMechanism:
-        num_sums = 2 + len(self.metrics)
+        histograms = [metric.histogram for metric in self.metrics.values()]
+        num_parts = 2 + histograms.count("") + len({*histograms} - {""})
         return GaussianMechanism(
-            # Bringing a sum to the grid moves each of the two by half a step.
-            clip_norm=math.sqrt(num_sums) * (1 + self._grid),
+            # Bringing a sum to the grid moves each of the two by half a step. A cell
+            # that a record does not add to is not moved: its sum is exact in float64.
+            clip_norm=math.sqrt(num_parts) * (1 + self._grid),
             noise_multiplier=self.noise_multiplier,
-            size=num_sums,
+            size=2 + len(self.metrics),
         )
 
 

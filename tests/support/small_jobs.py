@@ -91,6 +91,16 @@ def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Exampl
 
 
 @preprocessing("none")
+def first_or_not(num_train: int = 60, num_held_out: int = 12) -> tuple[Any, Any]:
+    """Those of ``blobs``, with target 1 for the first cloud and otherwise 0."""
+    train, held_out = (
+        Examples(inputs=part.inputs, targets=(part.targets == 0).astype(np.int64))
+        for part in blobs(num_train, num_held_out)
+    )
+    return train, held_out
+
+
+@preprocessing("none")
 def visits(num_persons: int = 60) -> tuple[Examples, Examples]:
     """Four records of each of some persons, and three of each of 20 held-out ones."""
 

@@ -5,7 +5,7 @@ per slot. The contract names the slots; no one sees a site's values; the aggrega
 sees their sums. Masks continue with ``prg.apply_masks_``, under keys of their
 own label.
 
-Fractions are integers in steps of 2^-32, counts are integers. Every slot has a
+Fractions are integers in steps of 2^-32, other numbers are integers. Every slot has a
 bound per site, and N times the bound stays below 2^63, so sums do not wrap.
 
 Shape suffix: s slots.
@@ -36,6 +36,7 @@ class SlotKind(StrEnum):
 
     FRACTION = "fraction"  # float, either sign, in steps of 2^-32
     COUNT = "count"  # int, not negative
+    INTEGER = "integer"  # int, either sign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Slot:
 
     Attributes:
         name: What the contract calls it.
-        kind: Fraction or count.
+        kind: Fraction, count or integer.
         bound: Largest absolute value of one site, at least 1.
     """
 
@@ -65,8 +66,8 @@ class HeaderSpec:
 
     Guarantee:
         ``num_sites * bound * 2^32 < 2^63`` for fractions and ``num_sites * bound <
-        2^63`` for counts: sums do not wrap. A sum of fractions is off by at most
-        ``num_sites * 2^-33``, a sum of counts by nothing.
+        2^63`` for whole numbers: sums do not wrap. A sum of fractions is off by at most
+        ``num_sites * 2^-33``, a sum of whole numbers by nothing.
 
     Attributes:
         slots: In their order in the vector.
@@ -95,12 +96,12 @@ def encode_header(spec: HeaderSpec, values: Mapping[str, float]) -> HeaderWords:
 
     Args:
         spec: The slots.
-        values: One number per slot, by name; an integer for a count.
+        values: One number per slot, by name; whole but for fractions.
 
     Raises:
         UpdateOutOfRange: A number is not finite or beyond its slot's bound.
-        ValueError: A slot has no number, a number has no slot, or a count is not
-            an integer.
+        ValueError: A slot has no number, a number has no slot, or one that must be
+            whole is not an integer.
     """
     names = {slot.name for slot in spec.slots}
     if names != set(values):
@@ -113,7 +114,7 @@ def encode_header(spec: HeaderSpec, values: Mapping[str, float]) -> HeaderWords:
 
 
 def decode_header(spec: HeaderSpec, words_s: HeaderWords) -> Mapping[str, float]:
-    """Read the sums of unmasked headers: floats for fractions, ints for counts.
+    """Read the sums of unmasked headers: floats for fractions, otherwise ints.
 
     Raises:
         SumOutOfRange: A sum is larger than honest sites together make it.
@@ -133,15 +134,16 @@ def decode_header(spec: HeaderSpec, words_s: HeaderWords) -> Mapping[str, float]
 
 def _encode(slot: Slot, value: float) -> int:
     # Messages leave the value out: it is what the header hides.
-    if slot.kind is SlotKind.COUNT:
+    least = 0 if slot.kind is SlotKind.COUNT else -slot.largest_word
+    if slot.kind is not SlotKind.FRACTION:
         if not isinstance(value, int):
             raise ValueError(f"slot {slot.name!r} needs an integer")
-        word, least = value, 0
+        word = value
     else:
         if not math.isfinite(value):
             raise UpdateOutOfRange(f"the value of slot {slot.name!r} is not finite")
         # Exact: scaling by a power of two, then rounding to the nearest integer.
-        word, least = round(math.ldexp(value, FRACTION_BITS)), -slot.largest_word
+        word = round(math.ldexp(value, FRACTION_BITS))
     if not least <= word <= slot.largest_word:
         raise UpdateOutOfRange(
             f"the value of slot {slot.name!r} is beyond the contract's bound of "
@@ -158,6 +160,6 @@ def _decode(slot: Slot, word: int, num_sites: int) -> float:
             f"the sum of slot {slot.name!r} is impossible for {num_sites} honest "
             f"sites: {A_LIE}"
         )
-    if slot.kind is SlotKind.COUNT:
+    if slot.kind is not SlotKind.FRACTION:
         return word
     return math.ldexp(word, -FRACTION_BITS)

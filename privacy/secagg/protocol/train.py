@@ -11,6 +11,7 @@ rounds may continue without a site, such numbers are on a coarse public grid: se
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,9 +52,9 @@ _MOST_STEPS_BYTES = 16 << 20  # Of a model of 17 billion values.
 WEIGHT = "weight"
 TRAINING, EVALUATION = "training", "evaluation"
 _COUNTS = ("count", "loss", *CORRECT)
-_COUNTED_CELLS = tuple(
-    f"{EVALUATION}_{kind}_" for kind in (CONFUSION, "auc", "recall_at")
-)
+_RECALL = re.compile(rf"{EVALUATION}_recall_at_\d+")
+# With noise they may be negative; without it, ``aggregator.honest_sums`` refuses that.
+_CELL = re.compile(rf"{EVALUATION}_({CONFUSION}_\d+|auc_(pos|neg))_\d+")
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"
 # Of updates in few levels: values beyond the outermost one; and the sum of the squares
@@ -157,17 +158,16 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
     fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
     counts = [f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _COUNTS]
     counts.append(CLIPPED)
-    slots = [
-        Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
-        if name in counts or name.startswith(_COUNTED_CELLS)
-        else Slot(
-            name=name,
-            kind=SlotKind.FRACTION,
-            bound=fractions.get(name, _LARGEST_METRIC),
-        )
-        for name in names
-    ]
-    return HeaderSpec(slots=tuple(slots), num_sites=num_sites)
+
+    def slot(name: str) -> Slot:
+        if name in counts or _RECALL.fullmatch(name):
+            return Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        if _CELL.fullmatch(name):
+            return Slot(name=name, kind=SlotKind.INTEGER, bound=_LARGEST_COUNT)
+        bound = fractions.get(name, _LARGEST_METRIC)
+        return Slot(name=name, kind=SlotKind.FRACTION, bound=bound)
+
+    return HeaderSpec(slots=tuple(map(slot, names)), num_sites=num_sites)
 
 
 def counts_coarsely(contract: Contract) -> bool:

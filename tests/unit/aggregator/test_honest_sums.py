@@ -164,6 +164,34 @@ def test_loss_of_an_objective_stays_within_its_bounds(loss: int, is_lie: bool): 
         check_totals(totals, terms)
 
 
+def cells(held_out: str, cell: float) -> tuple[Mapping[str, float], SumTerms]:
+    """Sums of 100 predictions of a binary task, with one cell that is not 0."""
+    training = {"task": "binary", "measures": ["auc"], "local_steps": 3}
+    job = private_job(held_out=held_out)
+    job = replace(job, training=small_job(training=training).training)
+    contract = Parties(4).contract(
+        header_slots=header_slots(job),
+        weight_rule="uniform",
+        max_examples=1,
+        differential_privacy=RECORD,
+    )
+    totals = dict.fromkeys(header_slots(job), 0.0) | {
+        "weight": 4.0,
+        "evaluation_count": 100,
+        "evaluation_auc_pos_7": cell,
+    }
+    return totals, asked(job=job, contract=contract)
+
+
+def test_cells_of_histograms_may_be_negative_with_noise_only():
+    """By no more than the number of predictions, to which each site cuts them off."""
+    for noised in (-100, -1, 100):
+        check_totals(*cells("noise", noised))
+    for held_out, lie in (("noise", -101), ("noise", 101), ("public", -1)):
+        totals, terms = cells(held_out, lie)
+        refused(totals, f"have auc_pos_7 of {lie}", terms)
+
+
 def test_site_with_more_held_out_data_counts_for_no_more():
     """Its mean loss and its accuracy stay."""
     sums = MetricSums(count=400, loss_sum=100.0, metrics={"correct": 300})

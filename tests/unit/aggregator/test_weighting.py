@@ -11,7 +11,7 @@ from support.small_jobs import small_job
 from aggregator.weighting import MAX_EXAMPLES, SignedCounts, sums_fault, weight_of
 from federation.errors import InvalidUpdate
 from federation.ids import RunId, SiteId
-from federation.job.metrics import MAX_PREDICTIONS
+from federation.job.metrics import MAX_PREDICTIONS, evaluated_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteUpdate
 
@@ -225,6 +225,24 @@ def test_possible_metrics(job: JobSpec, metrics: dict[str, float]):
 def test_impossible_metrics(job: JobSpec, metrics: dict[str, float]):
     """Beyond their bounds, of another kind, or not the job's."""
     assert judged(job, metrics) == "reported an impossible number of predictions"
+
+
+@pytest.mark.parametrize("held_out", ["noise", "public"])
+def test_cells_of_histograms_may_be_negative_with_noise_only(held_out: str):
+    """By no more than the number of predictions."""
+    private = {"unit": "record", "target_epsilon": 8.0, "held_out": held_out}
+    job = small_job(
+        training={"local_steps": 1, "task": "binary", "measures": ["auc"]},
+        aggregation={"weights": "uniform"},
+        privacy={"differential_privacy": private},
+    )
+    for cell, is_noised in ((10, False), (0, False), (-10, True), (-11, None)):
+        metrics = dict.fromkeys(evaluated_of(job.training), 0) | {"auc_neg_3": cell}
+        sums = MetricSums(count=10, loss_sum=1.0, metrics=metrics)
+        answer = replace(_update(100), training=None, evaluation=sums)
+        fault = sums_fault(job)(answer, None)
+        is_possible = is_noised is False or (is_noised and held_out == "noise")
+        assert bool(fault) != bool(is_possible)
 
 
 def test_count_below_zero_is_none():

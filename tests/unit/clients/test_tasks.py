@@ -379,12 +379,6 @@ REFUSED: Mapping[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "training.measures[0]",
         "the measures are auc",
     ),
-    "measure with noise": (
-        {"measures": ["calibration"]},
-        DP,
-        "training.measures[0]",
-        "too much noise",
-    ),
     "pairs of a private batch": (
         {"task": "contrastive"},
         DP,

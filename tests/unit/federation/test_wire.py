@@ -159,6 +159,13 @@ def test_secret_of_a_round_survives_the_journey():
     assert wire.decode(wire.encode_bytes(SECURE_ROUND)).secure == SECURE_ROUND.secure
 
 
+def test_cells_that_noise_made_negative_survive_the_journey():
+    """Of a histogram of held-out records."""
+    sums = replace(SUMS, metrics={"auc_pos_0": -3, "calibration_0": -0.5})
+    sent = wire.encode_bytes(replace(UPDATE, evaluation=sums))
+    assert wire.decode(sent).evaluation == sums
+
+
 @pytest.mark.parametrize("message", SMALL)
 def test_small_messages_survive_the_journey(message: wire.WireMessage):
     """Messages without vectors arrive as they were sent."""
@@ -324,7 +331,7 @@ def _spent(**fields: Any) -> dict[str, Any]:
         ({"layout_digest": "AB" * 32}, "layout_digest"),
         ({"num_steps": 2**53}, "num_steps"),
         ({"training": replace(SUMS, count=-1)}, "count is -1"),
-        ({"evaluation": replace(SUMS, metrics={"correct": -2})}, "correct is -2"),
+        ({"evaluation": replace(SUMS, metrics={"auc": -(2**53)})}, "auc is -"),
         ({"phases": (Phase(name="a", start_seconds=0, seconds=0),) * 65}, "at most 64"),
         (_phases(name="two\nlines"), "name"),
         (_phases(name="x" * 65), "name"),

@@ -42,6 +42,23 @@ def test_sums_are_those_of_the_values():
     assert sums["examples"] == 3 * 10**9 + 3
 
 
+def test_integers_have_either_sign():
+    """As cells of histograms with noise; a count that is negative is a lie."""
+    for kind in (SlotKind.INTEGER, SlotKind.COUNT):
+        slot = Slot(name="x", kind=kind, bound=9)
+        spec = HeaderSpec(slots=(slot,), num_sites=3)
+        words_s = header.encode_header(spec, {"x": 5})
+        words_s -= np.uint64(12)
+        if kind is SlotKind.COUNT:
+            with pytest.raises(SumOutOfRange, match="'x' is impossible"):
+                header.decode_header(spec, words_s)
+        else:
+            assert header.decode_header(spec, words_s) == {"x": -7}
+            assert header.encode_header(spec, {"x": -7}) == words_s
+            with pytest.raises(UpdateOutOfRange, match="bound of 9"):
+                header.encode_header(spec, {"x": -10})
+
+
 def test_layout_of_words():
     """Order of the slots; steps of 2^-32; two's complement."""
     words_s = header.encode_header(SPEC, {"weight": 0.5, "loss": -1.0, "examples": 7})
