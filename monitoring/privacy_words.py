@@ -198,7 +198,7 @@ def accuracy_noise(
     """
     if event is None or not _counts_right(event):
         return None
-    noise = _count_noise(planned, event)
+    noise = count_noise(planned, event) / event.pooled.count
     return noise * math.hypot(1, event.pooled.accuracy) if noise else None
 
 
@@ -213,7 +213,7 @@ def loss_noise(
     """
     if event is None or not _counts_right(event):
         return None
-    noise = _count_noise(planned, event)
+    noise = count_noise(planned, event) / event.pooled.count
     return noise * math.hypot(MAX_LOSS, event.pooled.loss) if noise else None
 
 
@@ -222,11 +222,11 @@ def _counts_right(event: ModelEvaluated) -> bool:
     return event.pooled.count > 0 and "correct" in event.pooled.metrics
 
 
-def _count_noise(planned: PrivacyPlanned | None, event: ModelEvaluated) -> float:
-    """Standard deviation of the noise on a count of predictions, as a part of it."""
+def count_noise(planned: PrivacyPlanned | None, event: ModelEvaluated) -> float:
+    """Standard deviation of the noise on a count of predictions of all sites."""
     noises = _noises(planned)
     variance = sum((noises.get(site) or 0.0) ** 2 for site in event.sites)
-    return math.sqrt(variance) / event.pooled.count
+    return math.sqrt(variance)
 
 
 def _noises(planned: PrivacyPlanned | None) -> dict[str, float | None]:

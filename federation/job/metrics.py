@@ -127,7 +127,7 @@ def confusion_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """Cells of the confusion matrix, row by row; empty if the job names no classes."""
     labels = range(len(training.classes))
     names = (f"{CONFUSION}_{label}_{found}" for label in labels for found in labels)
-    return dict.fromkeys(names, CORRECT["correct"])
+    return dict.fromkeys(names, replace(CORRECT["correct"], histogram=CONFUSION))
 
 
 def measured_of(training: TrainingSpec) -> Mapping[str, Metric]:
@@ -211,7 +211,7 @@ def check_objective(job: JobSpec) -> None:
         JobError: The first such thing.
     """
     training, key = job.training, "training.metrics"
-    _check_classes(job)
+    _check_classes(training)
     _check_measures(training)
     _check_apart(job)
     _check_options(training)
@@ -315,11 +315,10 @@ def _check_apart(job: JobSpec) -> None:
         )
 
 
-def _check_classes(job: JobSpec) -> None:
-    """Refuse a confusion matrix without classes, or one with too much noise."""
-    classes, private = job.training.classes, job.privacy.differential_privacy
-    fault = ""
-    if job.training.task not in {"classification", "segmentation"}:
+def _check_classes(training: TrainingSpec) -> None:
+    """Refuse a confusion matrix of classes that the task does not have."""
+    classes, fault = training.classes, ""
+    if training.task not in {"classification", "segmentation"}:
         fault = (
             "names classes: set training.task to classification or segmentation, or "
             "leave it out"
@@ -328,12 +327,6 @@ def _check_classes(job: JobSpec) -> None:
         fault = f"must be 2 to {MAX_CLASSES} different names"
     elif any(not (0 < len(c) <= MAX_CLASS_CHARS and c.isprintable()) for c in classes):
         fault = f"must be printable names of at most {MAX_CLASS_CHARS} characters"
-    elif private.enabled and private.held_out == "noise":
-        fault = (
-            "asks for a confusion matrix, whose many counts would need too much noise "
-            "under differential privacy: leave it out, or set privacy."
-            'differential_privacy.held_out to "public" if the held-out data is public'
-        )
     if classes and fault:
         raise JobError(fault, key="training.classes")
 

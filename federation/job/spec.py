@@ -206,7 +206,8 @@ class TrainingSpec:
             secure aggregation require bounds.
         classes: Names of the classes, from label 0 on. With them, `classification` and
             `segmentation` report a confusion matrix on held-out data, which the report
-            shows. At most 32; not with noise on held-out results.
+            shows. At most 32. It makes noise on held-out results larger, if there is
+            any.
         measures: Further measures on held-out data: `auc` (`binary`), `calibration`
             (`classification`, `binary`), `recall_at_K` (`classification`,
             `contrastive`). Each makes noise on held-out results larger, if there is

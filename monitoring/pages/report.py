@@ -152,6 +152,7 @@ def render(
             tiles=_tiles(view),
             panels=panels.of_run(view) if figures is None else figures,
             confusion=_confusion(view),
+            cell_noise=_cell_noise(view),
             colours=plots.site_colours(view),
             sites=sites,
             rounds=view.rounds[-MAX_ROUND_ROWS:],
@@ -299,13 +300,27 @@ def _confusion(view: RunView) -> Sequence[ConfusionRow]:
     return [
         ConfusionRow(
             name,
-            tuple((number, round(100 * number / max(sum(row), 1))) for number in row),
+            tuple(
+                (number, round(100 * (_share(number, sum(row)) or 0))) for number in row
+            ),
             sum(row),
-            row[label] / sum(row) if sum(row) else None,
-            row[label] / columns[label] if columns[label] else None,
+            _share(row[label], sum(row)),
+            _share(row[label], columns[label]),
         )
         for label, (name, row) in enumerate(zip(names, rows, strict=False))
     ]
+
+
+def _cell_noise(view: RunView) -> str:
+    """Standard deviation of the noise on a pooled count; empty without noise."""
+    last = view.last_evaluated
+    noise = privacy_words.count_noise(view.privacy, last) if last else 0.0
+    return f"{noise:.2g}" if noise else ""
+
+
+def _share(part: int, whole: int) -> float | None:
+    """From 0 to 1, also of counts that noise made negative; None of nothing."""
+    return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
 
 
 def _listed_sites(view: RunView) -> Sequence[SiteView]:

@@ -95,12 +95,18 @@ def _of_confusion(sums: MetricSums) -> Mapping[str, float]:
         [sums.metrics[f"{CONFUSION}_{label}_{other}"] for other in range(size)]
         for label in range(size)
     ]
-    both = [row for row in _hits_and_misses(found) if sum(row)]
-    if not both:
+    # With noise, a class that hardly occurs may have less than nothing.
+    scores = [
+        min(max(2 * hit / (2 * hit + miss), 0.0), 1.0)
+        for hit, miss in _hits_and_misses(found)
+        if 2 * hit + miss > 0
+    ]
+    if not scores:
         return {}
     return {
-        "macro_f1": sum(2 * hit / (2 * hit + miss) for hit, miss in both) / len(both),
-        "mean_iou": sum(hit / (hit + miss) for hit, miss in both) / len(both),
+        "macro_f1": sum(scores) / len(scores),
+        # hit / (hit + miss), which is in [0, 1] where F1 is.
+        "mean_iou": sum(f1 / (2 - f1) for f1 in scores) / len(scores),
     }
 
 

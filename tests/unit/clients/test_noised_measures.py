@@ -1,5 +1,6 @@
 """Measures of held-out records that leave with noise."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,17 @@ from privacy.dp.held_out import HeldOutMechanism
 
 PRIVATE = {"unit": "record", "target_epsilon": 60.0, "delta": 1e-5, "clip_norm": 1.0}
 SECURE = {"enabled": True, "clip_norm": 5.0, "two_sites_waiver": True}
-TASKS = {
-    "classification": ("blobs", 3, ["recall_at_1", "recall_at_2", "calibration"]),
-    "binary": ("first_or_not", 1, ["auc", "calibration"]),
+CLASSES = {
+    "measures": ["recall_at_1", "recall_at_2", "calibration"],
+    "classes": ["ash", "birch", "cedar"],
+}
+TASKS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
+    "classification": ("blobs", 3, CLASSES),
+    "binary": ("first_or_not", 1, {"measures": ["auc", "calibration"]}),
 }
 
 
-def job_of(task: str, *measures: str, **privacy: Any) -> JobSpec:
+def job_of(task: str, more: Mapping[str, Any], **privacy: Any) -> JobSpec:
     source, outputs, _ = TASKS[task]
     return small_job(
         num_sites=2,
@@ -43,7 +48,7 @@ def job_of(task: str, *measures: str, **privacy: Any) -> JobSpec:
             "task": task,
             "local_steps": 2,
             "batch_size": 32,
-            "measures": list(measures),
+            **more,
         },
         aggregation={"weights": "uniform"},
         privacy=privacy,
@@ -52,14 +57,14 @@ def job_of(task: str, *measures: str, **privacy: Any) -> JobSpec:
 
 @pytest.mark.parametrize(
     ("task", "parts"),
-    [("classification", (3, 6)), ("binary", (6, 8))],
-    ids=["three more sums", "two histograms"],
+    [("classification", (3, 7)), ("binary", (6, 8))],
+    ids=["two sums and two histograms", "two histograms"],
 )
 def test_noise_grows_with_each_part_that_is_released(task: str, parts: tuple[int, int]):
     """A record adds 1 to count, loss, each sum, and to one cell of each histogram."""
 
-    def of(*measures: str) -> Any:
-        job = job_of(task, *measures, differential_privacy=PRIVATE)
+    def of(more: Mapping[str, Any]) -> Any:
+        job = job_of(task, more, differential_privacy=PRIVATE)
         with PrivateSites(
             build_federation(job),
             run_id=RunId("r"),
@@ -68,7 +73,7 @@ def test_noise_grows_with_each_part_that_is_released(task: str, parts: tuple[int
         ) as sites:
             return sites.plans[SiteId("site-0")].held_out
 
-    plain, more = of(), of(*TASKS[task][2])
+    plain, more = of({}), of(TASKS[task][2])
     # The same epsilon, by more noise.
     multiplier = plain.event().noise_multiplier
     assert more.event().noise_multiplier == pytest.approx(multiplier, rel=1e-9)
@@ -81,7 +86,7 @@ def test_noise_grows_with_each_part_that_is_released(task: str, parts: tuple[int
 def test_measures_leave_with_noise(task: str, masks: dict[str, Any]):
     """In the clear and in a secure sum; little noise leaves them nearly the same."""
     noised = simulate(
-        job_of(task, *TASKS[task][2], differential_privacy=PRIVATE, **masks)
+        job_of(task, TASKS[task][2], differential_privacy=PRIVATE, **masks)
     )
     found = noised.metrics
     assert 0 <= found["calibration_error"] < 0.5
@@ -100,14 +105,17 @@ def test_measures_leave_with_noise(task: str, masks: dict[str, Any]):
     else:
         assert found["recall_at_1"] == pytest.approx(noised.accuracy, abs=0.02)
         assert found["recall_at_1"] + 0.1 < found["recall_at_2"] < 1
+        matrix = np.array(noised.summary()["final"]["confusion"])
+        assert matrix.sum() == pytest.approx(4000, abs=100)
+        assert matrix.trace() / matrix.sum() == pytest.approx(noised.accuracy, abs=0.02)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("task", TASKS)
 def test_one_record_changes_one_cell_of_each_histogram(task: str, scale: float):
     """Also where the model makes infinity or NaN of it, beside any other records."""
-    _, outputs, measures = TASKS[task]
-    training = job_of(task, *measures).training
+    _, outputs, more = TASKS[task]
+    training = job_of(task, more).training
     objective, metrics = objective_of(training), evaluated_of(training)
     logits = torch.randn(9, outputs, generator=torch.Generator().manual_seed(5))
     logits[4] *= scale

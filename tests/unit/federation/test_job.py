@@ -112,11 +112,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "printable names",
     ),
     "class without a name": (classes("a", ""), "training.classes", "printable names"),
-    "confusion matrix with noise": (
-        classes("a", "b") | private(),
-        "training.classes",
-        'held_out to "public"',
-    ),
     "confusion matrix of an app of Flower": (
         classes("a", "b") | with_app(),
         "training.classes",

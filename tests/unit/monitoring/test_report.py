@@ -37,6 +37,7 @@ from monitoring.pages.plots import (
 from monitoring.pages.report import FAILURE_MEANINGS, render, write_report
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views.result_json import result
+from monitoring.views.round_view import metrics_of
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import RunView
 
@@ -181,6 +182,31 @@ def test_confusion_matrix_has_names_counts_and_shares():
     assert ">75.0 %</td>" in section  # recall of cat
     assert ">85.7 %</td>" in section  # precision of cat
     assert section.count(">-</td>") == 2  # of a class that nobody has or predicts
+
+
+def test_confusion_matrix_with_noise_has_shares_of_0_to_1():
+    """Counts may be negative, and more than their row or column."""
+    counts = [[590, -3, 11], [-7, 4, 0], [2, -9, 5]]
+    events = event_samples.private(1)
+    cells = {f"confusion_{i}_{j}": counts[i][j] for i in range(3) for j in range(3)}
+    sums = MetricSums(count=600, loss_sum=2.0, metrics={"correct": 590, **cells})
+    view = fold(
+        replace(event, classes=("a", "b", "c"))
+        if isinstance(event, RunStarted)
+        else replace(event, pooled=sums)
+        if isinstance(event, ModelEvaluated)
+        else event
+        for event in events
+    )
+    page = page_with(view)
+    section = page[page.index('id="confusion"') : page.index('id="sites"')]
+    assert ">-7</td>" in section
+    assert "c predicted as a: 0 %" in section
+    assert section.count(">-</td>") == 3  # recall of b and c, and precision of b
+    assert ">100.0 %</td>" in section  # precision of a, 590 / 585
+    assert "noise on a count has a standard deviation of" in section
+    found = metrics_of(sums)
+    assert 0 < found["mean_iou"] < found["macro_f1"] < 1
 
 
 def test_run_without_class_names_has_no_confusion_matrix():
