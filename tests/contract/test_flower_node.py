@@ -99,7 +99,7 @@ def test_large_messages_leave_no_copy_behind(running: Running):
     try:
         for _ in range(2):
             running.ask("train", size)
-        wait_for(lambda: _traced() < size / 4, "the last copy is gone")
+            wait_for(lambda: _traced() < size / 4, "the last copy is gone")
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
