@@ -1,5 +1,6 @@
 """The pod of a head that has to end: SIGTERM, and 30 seconds until it is killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -69,14 +70,23 @@ def test_the_aggregator_of_a_head_stops_before_its_pod_is_killed(
     assert "the next head resumes the run" in told
 
 
-def test_an_aggregator_that_does_not_stop_in_time_is_named(plan: DeploymentPlan):
+def test_an_aggregator_that_does_not_stop_in_time_is_named(
+    plan: DeploymentPlan, tmp_path: Path
+):
     """Its pod is killed, and says so before."""
     told: list[str] = []
     pool, node = aggregator(plan)
-    head_end.stop_aggregator(pool, "fed", VirtualClock(0.0), told.append)
+    (started,) = tmp_path.rglob("started.json")
+    process = json.loads(started.read_text())["pid"]
+    os.kill(process, signal.SIGSTOP)
+    try:
+        head_end.stop_aggregator(pool, "fed", VirtualClock(0.0), told.append)
+    finally:
+        os.kill(process, signal.SIGCONT)
     assert f"aggregator ended not within 25 s: aggregator ({node.id})" in told[1]
     assert "it is killed with the pod, which costs at most one round" in told[1]
     assert head_end.STOP_SECONDS < kube_manifest.GRACE_SECONDS
+    wait_for(lambda: pool.nodes({})[0].state is NodeState.GONE, "its node has ended")
 
 
 def test_a_head_without_an_aggregator_ends(plan: DeploymentPlan):
