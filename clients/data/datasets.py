@@ -8,8 +8,8 @@ A dataset of a user's is one of
   arrays, nested as you like, and an objective gets batches in the same nesting;
 - any map-style dataset: ``len(d)``, and ``d[i]`` returning ``(x, y)`` or a dict; with
   an attribute ``targets`` it can be dealt out by class; a list of such items;
-- a ``torch.utils.data.DataLoader``, for its dataset and its ``collate_fn``; an
-  ``IterableDataset``, which is read to its end;
+- a ``torch.utils.data.DataLoader``, for its dataset, its ``collate_fn`` and its worker
+  processes (``reading``); an ``IterableDataset``, which is read to its end;
 - columns of one length: a dict of arrays, or a frame of pandas.
 
 Of dicts and columns, ``labels``, ``label`` or ``targets`` holds the targets, and all
@@ -50,6 +50,7 @@ from torch.utils.data import (
     default_convert,
 )
 
+from clients.data.loader_workers import LoaderWorkers
 from clients.data.persons import COLUMN, check_persons, of_columns, of_items
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
@@ -243,6 +244,7 @@ class _View:
     group_names: tuple[str, ...]
     all_persons: NDArray[Any] | None = None
     items: Any = None
+    workers: LoaderWorkers | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -336,7 +338,7 @@ def _labels_of(targets: object, size: int) -> Indices | None:
 
 
 def _from_loader(loader: "DataLoader[Any]", *, name: str) -> _View:
-    """Take dataset and collate of a loader; batches and their order are the job's."""
+    """Take all of a loader but its batches and their order, which are the job's."""
     data, usual = loader.dataset, (RandomSampler, SequentialSampler)
     if not isinstance(data, IterableDataset) and not isinstance(loader.sampler, usual):
         raise SiteError(
@@ -345,7 +347,8 @@ def _from_loader(loader: "DataLoader[Any]", *, name: str) -> _View:
             "sampler, or repeat records in the dataset"
         )
     is_own = loader.collate_fn not in {default_collate, default_convert}
-    return _from_items(data, name=name, collate=loader.collate_fn if is_own else None)
+    view = _from_items(data, name=name, collate=loader.collate_fn if is_own else None)
+    return dataclasses.replace(view, workers=LoaderWorkers.of(loader))
 
 
 def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View:

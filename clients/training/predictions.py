@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.data.datasets import Dataset
+from clients.data.datasets import Batch, Dataset, Indices
+from clients.data.reading import BatchReader
 from clients.models.applying import apply_model
 from clients.models.trained import trained_model
 from clients.ranks.peers import NO_PEERS, Sums
@@ -60,29 +61,33 @@ class Predictor:
             SiteError: Model and records do not fit, or the scores of a record are NaN
                 and the task predicts classes.
         """
-        for start in range(0, len(data), self._size):
-            rows = np.arange(start, min(start + self._size, len(data)))
-            inputs, targets = map_tree(
-                lambda part: part.to(self._pool.device), data.batch(rows)
-            )
-            try:
-                outputs = self._outputs(inputs, targets)
-            except FederationError:
-                raise
-            except Exception as error:
-                # A model may raise anything. This translates and does not continue.
-                raise model_misfit(error) from error
-            found = columns_of(self._training, outputs)
-            for name, values in found.items():
-                if values.shape[:1] != rows.shape:
-                    raise SiteError(
-                        f"the model returned {name!r} of shape {list(values.shape)} "
-                        f"for a batch of {len(rows)} records: it must return a row for "
-                        "each"
-                    )
-            if self._training.task in _OF_CLASSES:
-                check_scores(outputs, inputs, start, part)
-            yield found
+        starts = range(0, len(data), self._size)
+        walk = (np.arange(i, min(i + self._size, len(data))) for i in starts)
+        with BatchReader(data, walk, seed=0) as reader:
+            for rows in reader:
+                yield self._predicted(reader.batch(rows), rows, part)
+
+    def _predicted(self, batch: Batch, rows: Indices, part: str) -> Columns:
+        """Columns of the predictions of one batch."""
+        inputs, targets = map_tree(lambda part: part.to(self._pool.device), batch)
+        try:
+            outputs = self._outputs(inputs, targets)
+        except FederationError:
+            raise
+        except Exception as error:
+            # A model may raise anything. This translates and does not continue.
+            raise model_misfit(error) from error
+        found = columns_of(self._training, outputs)
+        for name, values in found.items():
+            if values.shape[:1] != rows.shape:
+                raise SiteError(
+                    f"the model returned {name!r} of shape {list(values.shape)} "
+                    f"for a batch of {len(rows)} records: it must return a row for "
+                    "each"
+                )
+        if self._training.task in _OF_CLASSES:
+            check_scores(outputs, inputs, int(rows[0]), part)
+        return found
 
     def metrics(self) -> MetricSums | None:
         """The task's sums over the records so far; None if they have no labels."""

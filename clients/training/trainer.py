@@ -28,6 +28,7 @@ from clients.data.datasets import (
     first_not_finite,
     not_finite_records,
 )
+from clients.data.reading import BatchReader
 from clients.models import personal, weights
 from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
@@ -463,22 +464,26 @@ class TorchTrainer:
             if interrupted is not None:
                 begin += interrupted.resume(sums)
             step = before + begin
-            accumulate = accumulate_in(training, round_index)
-            walk = groups(self._indices(round_index, steps), accumulate)
-            for group in islice(walk, begin, stop):
-                num_examples = self.peers.total(sum(map(len, group)))
-                for number, chosen in enumerate(group, start=1):
-                    with self.peers.adding(wrapped, last=number == len(group)):
-                        self._add_gradient(
-                            wrapped, chosen, num_examples, sums, optimizer.scaled
-                        )
-                optimizer.step(step)
-                step += 1
-                if interrupted is not None:
-                    interrupted.after_step(step - before, sums)
-                if self.ends_early():
-                    break
+            with self._reader(round_index, steps, begin, stop) as reader:
+                for group in groups(iter(reader), accumulate_in(training, round_index)):
+                    self._add_gradients(wrapped, reader, group, sums, optimizer.scaled)
+                    optimizer.step(step)
+                    step += 1
+                    if interrupted is not None:
+                        interrupted.after_step(step - before, sums)
+                    if self.ends_early():
+                        break
         return sums.metrics(), step - first_step
+
+    def _reader(
+        self, round_index: int, steps: range, begin: int, stop: int | None
+    ) -> BatchReader:
+        """What reads the batches of a round's steps from ``begin`` to ``stop``."""
+        size = accumulate_in(self.job.training, round_index)
+        last = None if stop is None else stop * size
+        walk = islice(self._indices(round_index, steps), begin * size, last)
+        seed = torch_seed(self._seed, "reading", self.site, round_index)
+        return BatchReader(self.train, walk, seed=seed, first=begin * size)
 
     def _interrupted(
         self,
@@ -519,18 +524,43 @@ class TorchTrainer:
                 raise error
             _LOG.warning("site %s: %s", self.site, error)
 
-    def _add_gradient(
+    def _add_gradients(
         self,
         model: torch.nn.Module,
-        chosen: Indices,
-        num_examples: int,
+        reader: BatchReader,
+        group: list[Indices],
         sums: Sums,
         scaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Add the gradient of one batch of a step of so many examples."""
-        # A rank without an example goes through one all the same, and counts nothing.
-        read = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
-        inputs, targets = self._on_device(self.train.batch(read))
+        """Add the gradients of one step's batches."""
+        num_examples = self.peers.total(sum(map(len, group)))
+        for number, chosen in enumerate(group, start=1):
+            # A rank without an example goes through one all the same, and counts
+            # nothing.
+            read = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
+            batch = reader.batch(read)
+            with self.peers.adding(model, last=number == len(group)):
+                self._add_gradient(
+                    model,
+                    batch,
+                    sums,
+                    scaled,
+                    size=len(chosen),
+                    num_examples=num_examples,
+                )
+
+    def _add_gradient(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        sums: Sums,
+        scaled: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        size: int,
+        num_examples: int,
+    ) -> None:
+        """Add the gradient of a batch that counts for ``size`` examples of a step."""
+        inputs, targets = self._on_device(batch)
         with self._autocast():
             loss = self._objective(model, inputs, targets)
         if not loss.total.requires_grad:
@@ -538,12 +568,12 @@ class TorchTrainer:
                 "the loss has no gradient: in the model (model.factory), compute the "
                 "logits from its parameters, without detach(), item() or no_grad()"
             )
-        if len(chosen) == 0:
+        if size == 0:
             (loss.total * 0.0).backward()  # type: ignore[no-untyped-call]
             return
         # Every example of a step counts the same, whatever its batch and its rank;
         # the mean over the ranks is still to be taken.
-        share = len(chosen) * self.peers.count / num_examples
+        share = size * self.peers.count / num_examples
         mean = loss.total / (max(loss.count, 1) / share)
         scaled(mean).backward()  # type: ignore[no-untyped-call]
         sums.add(loss.loss, loss.count, loss.metrics)
@@ -662,17 +692,20 @@ class TorchTrainer:
         walk = [np.arange(i, min(i + size, total)) for i in starts]
         if self.peers.is_sharded and len(walk) * rank.world_size * size < total:
             walk.append(np.arange(1))  # Others need this rank's part once more.
-        for number, chosen in enumerate(telling_ahead(self.held_out, iter(walk))):
-            inputs, targets = self._on_device(self.held_out.batch(chosen))
-            if self.private is not None and max_loss is not None:
-                # What one record adds to the sums is promised here too.
-                self.check_apart(model, (inputs, targets), gradients=False)
-            with self._autocast():
-                loss = self._objective(model, inputs, targets, max_loss=max_loss)
-            if number < len(starts):
-                sums.add(loss.loss, loss.count, loss.metrics)
-            if number == 0:
-                first = inputs
+        told = telling_ahead(self.held_out, iter(walk))
+        seed = torch_seed(self._seed, "reading", self.site, "held-out")
+        with BatchReader(self.held_out, told, seed=seed) as reader:
+            for number, chosen in enumerate(reader):
+                inputs, targets = self._on_device(reader.batch(chosen))
+                if self.private is not None and max_loss is not None:
+                    # What one record adds to the sums is promised here too.
+                    self.check_apart(model, (inputs, targets), gradients=False)
+                with self._autocast():
+                    loss = self._objective(model, inputs, targets, max_loss=max_loss)
+                if number < len(starts):
+                    sums.add(loss.loss, loss.count, loss.metrics)
+                if number == 0:
+                    first = inputs
         found = sums.metrics()
         # Afterwards: a model that draws random numbers draws the same in every round.
         if walk:

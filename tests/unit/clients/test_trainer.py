@@ -11,6 +11,7 @@ import torch
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from clients.data.batches import epoch_order
 from clients.data.datasets import Dataset, Examples, as_dataset
@@ -601,3 +602,22 @@ def test_steps_grow_from_a_round_on():
         weights_d = result.weights_d
     assert found.num_steps == 2
     np.testing.assert_allclose(found.weights_d, weights_d, atol=1e-6)
+
+
+def test_workers_of_a_loader_change_no_result():
+    """Neither which records make a step nor what is evaluated."""
+    job = job_of({"local_steps": 3, "batch_size": 8, "accumulate": 2})
+    weights_d = {}
+    for num_workers in (0, 1):
+        read = {"num_workers": num_workers, "batch_size": 1}
+        parts = [
+            as_dataset(DataLoader(TensorDataset(*part), **read), name="blobs")
+            for data in (TRAIN, HELD_OUT)
+            for part in [data.batch(np.arange(len(data)))]
+        ]
+        pool = ModelPool(job)
+        trainer = TorchTrainer(job, SITE, pool=pool, train=parts[0], held_out=parts[1])
+        result = trainer.fit(*pool.initial_weights(), round_index=1)
+        sums = trainer.evaluate(result.weights_d, result.integers_m, round_index=1)
+        weights_d[num_workers] = (result.weights_d.tobytes(), sums)
+    assert weights_d[0] == weights_d[1]

@@ -1,0 +1,151 @@
+"""Reading batches, in worker processes where a user's ``DataLoader`` asks for some.
+
+The job decides which records make a batch, and so a loader's own batches and order do
+not count. Its workers do: each reads and collates whole batches of the walk that a
+round takes, ahead of the step that needs them. What a dataset draws from the generators
+of torch, ``random`` and ``numpy.random`` in a worker depends on the number of the batch
+alone, not on the worker, so that it is the same with any number of workers and in a
+round that is taken up in the middle.
+"""
+
+import random
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from clients.data.datasets import Batch, Dataset, Indices
+from clients.data.loader_workers import LoaderWorkers
+from clients.randomness import torch_seed
+from federation.errors import SiteError
+
+_WORDS = 2**32
+
+
+class BatchReader:
+    """Reads the batches of one walk through a dataset.
+
+    Iterate over it for the indices of each batch, and ask for each batch once and in
+    that order. Close it, or use it as a context, to end its workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        walk: Iterable[Indices],
+        *,
+        seed: int,
+        first: int = 0,
+    ) -> None:
+        """Prepare; workers start with the first batch.
+
+        Args:
+            dataset: What is read.
+            walk: Indices of each batch.
+            seed: Of what the dataset draws in workers.
+            first: Number of the first batch of the walk.
+        """
+        self._dataset = dataset
+        self._walk = enumerate(walk, start=first)
+        self._seed = seed
+        self._ready: deque[tuple[Indices, Batch | None]] = deque()
+        workers = getattr(dataset, "workers", None)
+        self._indices = (
+            self._by_workers(workers)
+            if isinstance(workers, LoaderWorkers)
+            else self._here()
+        )
+
+    def __enter__(self) -> Self:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers."""
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, if there are any; batches can no longer be asked for."""
+        self._indices.close()
+        self._ready.clear()
+
+    def __iter__(self) -> Iterator[Indices]:
+        """Yield the indices of each batch.
+
+        Raises:
+            SiteError: A worker process has ended, or takes too long.
+        """
+        return self._indices
+
+    def batch(self, indices: Indices) -> Batch:
+        """Return the batch of these indices, which iteration has just yielded.
+
+        What a worker could not read is read again here, so that an error of a user's
+        code comes with its own frames. So is a batch that was not announced.
+        """
+        announced, found = self._ready.popleft() if self._ready else (None, None)
+        if announced is indices and found is not None:
+            return found
+        return self._dataset.batch(indices)
+
+    def _here(self) -> Generator[Indices]:
+        for _, indices in self._walk:
+            yield indices
+
+    def _by_workers(self, workers: LoaderWorkers) -> Generator[Indices]:
+        loader: DataLoader[Any] = DataLoader(
+            _Batches(self._dataset, self._seed),  # type: ignore[arg-type]
+            sampler=self._walk,
+            batch_size=None,
+            collate_fn=_unchanged,
+            # Else the loader would draw from the generator that models draw from.
+            generator=torch.Generator().manual_seed(self._seed),
+            **workers.settings,
+        )
+        batches = iter(loader)
+        try:
+            while (read := _next(batches)) is not None:
+                self._ready.append(read)
+                yield read[0]
+        finally:
+            del batches  # Which ends the processes of a walk that is left early.
+
+
+class _Batches:
+    """Batches by number and indices, as a worker reads them."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, Indices]) -> tuple[Indices, Batch | None]:
+        number, indices = key
+        drawn = torch_seed(self._seed, "batch", number)
+        # The process is a worker's, in which nothing else draws.
+        torch.manual_seed(drawn)  # noqa: TID251
+        random.seed(drawn)
+        np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
+        try:
+            return indices, self._dataset.batch(indices)
+        except Exception:  # noqa: BLE001 - The site reads it again, and then raises it.
+            return indices, None
+
+
+def _unchanged(read: Any) -> Any:
+    return read
+
+
+def _next(batches: Iterator[Any]) -> tuple[Indices, Batch | None] | None:
+    try:
+        found: tuple[Indices, Batch | None] | None = next(batches, None)
+    except RuntimeError as error:
+        # Of torch: a worker was killed, or its timeout is over.
+        fault = (
+            "a worker process of the DataLoader that the data source returned has "
+            "failed: give it more memory or time, or set num_workers=0"
+        )
+        raise SiteError(f"{fault} ({error})", outside=fault) from error
+    return found
