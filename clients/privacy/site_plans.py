@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from clients.data.datasets import Dataset
+from clients.data.privacy_units import held_out_units, num_units
 from clients.privacy import ledger_memory, standardise, sum_plan as sum_privacy
 from clients.privacy.ledger_memory import (
     ClosableLedger,
@@ -29,7 +30,6 @@ from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
 from clients.privacy.standardise import Statistics, StatisticsMemory
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
-from clients.training.privacy_units import held_out_units, num_units
 from clients.training.private_steps import (
     PrivateTraining,
     events_by_round,

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from clients.data.datasets import Batch, Dataset, Indices
+from clients.data.privacy_units import num_units, persons_of
 from clients.privacy.site_memory import Document, SiteMemory
-from clients.training.privacy_units import num_units, persons_of
 from federation.errors import CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
 from federation.job.spec import JobSpec

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.data.datasets import Dataset
-from clients.privacy import standardise
-from clients.privacy.masking import SumNoise
-from clients.training.local_federation import Federation
-from clients.training.privacy_units import (
+from clients.data.privacy_units import (
     held_out_units,
     num_units,
     plural_of_units,
 )
+from clients.privacy import standardise
+from clients.privacy.masking import SumNoise
+from clients.training.local_federation import Federation
 from clients.training.private_steps import (
     largest_batch,
     sampling_rate,

@@ -45,6 +45,7 @@ def state_of(
         carries=optimizer.name if optimizer.state == "keep" else "",
         leaves_out=job.privacy.secure_aggregation.levels is not None
         or job.training.overlap_steps > 0
+        or job.training.control_variates
         or job.training.precision == "fp16",
         codec=links.up.name if links.feedback else "",
         counts_steps=is_auto(job),

@@ -14,6 +14,7 @@ from clients.factories import call_factory, import_factory
 from clients.models.fixed_ranks import FixedRanks
 from clients.models.hidden_matrices import hidden_matrices
 from clients.ranks.peers import NO_PEERS, Peers
+from clients.training.control_variates import add_variates
 from clients.training.half_precision import LossScale
 from federation.errors import JobError
 from federation.job.code_files import unpinned
@@ -178,6 +179,7 @@ class LocalOptimizer:
         *,
         lora_rank: int | None = None,
         peers: Peers = NO_PEERS,
+        variates: Sequence[tuple[torch.nn.Parameter, torch.Tensor]] = (),
     ) -> None:
         """Begin a round of a model that holds the global weights.
 
@@ -187,6 +189,7 @@ class LocalOptimizer:
             kept: What an earlier round has kept, if the job asks for that.
             lora_rank: Ranks of adapters that the site trains; None for all.
             peers: The site's ranks, which take the same steps.
+            variates: What is added to the gradient of each parameter in every step.
 
         Raises:
             SiteError: The site trains some ranks of a sharded model.
@@ -195,6 +198,7 @@ class LocalOptimizer:
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
         self._fixed = FixedRanks(self._named, lora_rank)
+        self._variates = variates
         self._scale = LossScale(job.training.precision, peers)
         self._anchor = (
             [p.detach().clone() for p in self._parameters]
@@ -242,6 +246,7 @@ class LocalOptimizer:
     def _take(self, number: int) -> None:
         training = self._job.training
         self._fixed.clear_gradients()
+        add_variates(self._variates)
         if (
             training.proximal_mu
         ):  # The gradient of mu/2 |x - theta|^2: it depends on no record.

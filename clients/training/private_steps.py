@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clients.data.privacy_units import plural_of_units
 from clients.ranks.peers import NO_PEERS, Peers
-from clients.training.privacy_units import plural_of_units
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
 from federation.rounds.local_work import accumulate_in, first_rounds, in_round

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
+from clients.training.control_variates import if_counted
 from clients.training.error_feedback import ErrorFeedback
 from clients.training.held_model import HeldModel
 from clients.training.kept_steps import LeftAtStep
@@ -403,7 +404,10 @@ class Work:
     ) -> LocalWeights | LocalUpdate:
         """Train; change nothing where training fails and nothing may show that."""
         task = self.task
-        given: FitArguments = {"round_index": task.round_index, "kept": kept.arrays}
+        given: FitArguments = {
+            "round_index": task.round_index,
+            "kept": if_counted(kept.arrays, task.counted),
+        }
         if task.steps is not None:
             given["steps"] = task.steps
         try:

@@ -28,6 +28,7 @@ from clients.data.datasets import (
     first_not_finite,
     not_finite_records,
 )
+from clients.data.privacy_units import held_out_units, num_units, persons_of
 from clients.data.reading import BatchReader
 from clients.models import personal, weights
 from clients.models.evaluation_notes import EvaluationNotes
@@ -38,10 +39,11 @@ from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
+from clients.training.control_variates import ControlVariates
 from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps
 from clients.training.kept_steps import KeptSteps, start_digest
-from clients.training.local_steps import LocalOptimizer, groups
+from clients.training.local_steps import LocalOptimizer, groups, rate_of
 from clients.training.overlap import (
     AheadSteps,
     OwnWeights,
@@ -50,7 +52,6 @@ from clients.training.overlap import (
     mixed,
     own_weights,
 )
-from clients.training.privacy_units import held_out_units, num_units, persons_of
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -346,8 +347,16 @@ class TorchTrainer:
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
+        variates = ControlVariates.begin(self.job, kept, weights_d)
         optimizer = LocalOptimizer(
-            model, self.job, kept, lora_rank=self._lora_rank, peers=self.peers
+            model,
+            self.job,
+            kept,
+            lora_rank=self._lora_rank,
+            peers=self.peers,
+            variates=variates.gradients(layout, model.named_parameters())
+            if variates
+            else (),
         )
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
@@ -395,6 +404,7 @@ class TorchTrainer:
             training=training,
             kept={
                 **self._kept(optimizer, local_d, local_m),
+                **self._variates(variates, local_d, round_index, steps),
                 **self._personal(model, kept),
             },
         )
@@ -428,6 +438,19 @@ class TorchTrainer:
         if self.private is not None or not self._is_protected:
             raise NotFinite(UNSTABLE)
         return personal.unchanged(kept)
+
+    def _variates(
+        self,
+        variates: ControlVariates | None,
+        local_d: Vector,
+        round_index: int,
+        steps: range,
+    ) -> Arrays:
+        """What the next round begins with to correct its gradients."""
+        if variates is None:
+            return NO_ARRAYS
+        rates = (rate_of(self.job, number) for number in steps)
+        return variates.arrays(local_d, rates=rates, round_index=round_index)
 
     def _kept(
         self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector

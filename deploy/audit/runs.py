@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from clients.audit.canaries import CanariedData, CanaryScores, draw_canaries
 from clients.audit.observed import ObservedTrainer, Witness
+from clients.data.privacy_units import num_units
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites, SitePlan
 from clients.training.local_federation import Federation, SiteData
-from clients.training.privacy_units import num_units
 from clients.training.private_steps import units_at_once
 from deploy.audit.jobs import (
     is_summed,

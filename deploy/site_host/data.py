@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from clients.data.privacy_units import note_on_persons
 from clients.factories import call_factory
 from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.privacy import data_digest
@@ -11,7 +12,6 @@ from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.source_check import check_deployed
 from clients.training.local_federation import SiteData
-from clients.training.privacy_units import note_on_persons
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
 from deploy.wiring import parts as wiring

@@ -103,6 +103,11 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "training.optimizer.state",
         ),
         (
+            job.training.control_variates,
+            f"ranks keep no control variates: {one}, or remove this key",
+            "training.control_variates",
+        ),
+        (
             job.training.task == TRAINER,
             f"a Trainer's loop runs in one process: {one}, or name another task",
             "training.task",

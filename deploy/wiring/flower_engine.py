@@ -120,6 +120,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
         or layout.num_personal > 0
         or job.training.optimizer.state == "keep"
         or job.training.overlap_steps > 0
+        or job.training.control_variates
         or job.privacy.secure_aggregation.levels is not None
         or job.communication.links.feedback > 0
     )

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from aggregator import model_export
+from clients.data.privacy_units import note_on_persons
 from clients.models.starting_weights import initial_weights, notice, pinned
 from clients.privacy.dataset_name import lineage
 from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
-from clients.training.privacy_units import note_on_persons
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import extension, parts as wiring, run_store, virtual_engine

@@ -87,6 +87,8 @@ def check_exact(job: JobSpec) -> None:
         ),
         "kept optimiser state would be of other factors: leave out "
         "training.optimizer.state": job.training.optimizer.state == "keep",
+        "control variates would be of other factors: leave out "
+        "training.control_variates": job.training.control_variates,
         "overlap_steps mixes an older weight with the residual of the round": (
             job.training.overlap_steps > 0
         ),

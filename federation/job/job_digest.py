@@ -35,6 +35,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "max_tokens"), 1 << 16),
     (("training", "overlap_steps"), 0),
     (("training", "overlap_mix"), 0.5),
+    (("training", "control_variates"), False),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
     (("communication", "fragments"), 1),

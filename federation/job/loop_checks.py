@@ -15,7 +15,13 @@ _OF_THE_TRAINER: Mapping[str, str] = {
     "options": "label_smoothing_factor, or compute_loss_func of the Trainer",
 }
 # Keys that change steps in ways which such a loop does not know.
-_OF_OUR_LOOP = ("proximal_mu", "normalized_steps", "overlap_steps", "max_tokens")
+_OF_OUR_LOOP = (
+    "proximal_mu",
+    "normalized_steps",
+    "control_variates",
+    "overlap_steps",
+    "max_tokens",
+)
 
 
 def check_loop(job: JobSpec) -> None:

@@ -240,6 +240,9 @@ class TrainingSpec:
             of its steps, so that a site that takes more steps in its epochs counts by
             its weight only. With `local_epochs` and plain `sgd`. Best near the mean
             number of steps of the sites.
+        control_variates: SCAFFOLD: each site corrects its gradients for the drift of
+            its own records, without further bytes. With `local_steps`, plain `sgd`, and
+            all sites in every round.
         precision: `fp32`; or `bf16` or `fp16`: autocast of the forward pass, with
             float32 weights. With `fp16`, each site scales its loss, and skips steps
             whose gradients overflow; not with clipped gradients of records.
@@ -267,6 +270,7 @@ class TrainingSpec:
     clip_grad_norm: float | None = key(default=None, above=0.0)
     proximal_mu: float = key(default=0.0, low=0.0)
     normalized_steps: int | None = key(default=None, low=1)
+    control_variates: bool = False
     precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
     device: str = "auto"
     threads: int = key(default=1, low=1)

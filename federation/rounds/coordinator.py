@@ -252,7 +252,7 @@ def _run_round(
     new_state = replace(
         new_state,
         anchors=join_anchors(state.anchors, record.sums.anchors),
-        counted=_counted(state, record, status),
+        counted=_counted(job, state, record, status),
         suspicions=record.verdicts.suspicions or state.suspicions,
         members=record.members.end_round(),
         **_after_steps(job, state, record, status),
@@ -304,9 +304,15 @@ def _after_steps(
     return {"steps_taken": record.steps.stop, "times": times}
 
 
-def _counted(state: RunState, record: RoundRecord, status: str) -> Mapping[SiteId, int]:
+def _counted(
+    job: JobSpec, state: RunState, record: RoundRecord, status: str
+) -> Mapping[SiteId, int]:
     """Note whose updates are a part of the model, if sites need to know that."""
-    if status != "completed" or not record.links.feedback:
+    if status != "completed":
+        return state.counted
+    if job.training.control_variates:  # A round of these needs all sites.
+        return dict.fromkeys(record.cohort, record.round_index)
+    if not record.links.feedback:
         return state.counted
     return {**state.counted, **record.counted}
 

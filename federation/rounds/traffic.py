@@ -343,7 +343,8 @@ class Traffic:
     ) -> RoundTask:
         links, trains = self._links, kind is TaskKind.TRAIN
         all_count = self.job.cohort_size == len(self.job.sites)
-        settles = links.feedback > 0 and trains and (end == 1 or all_count)
+        told = links.feedback > 0 or self.job.training.control_variates
+        settles = told and trains and (end == 1 or all_count)
         charges = end * self._is_private * (index - 1)
         steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)
         secure = 0 if self.secure is None else self.secure.task(index, kind)

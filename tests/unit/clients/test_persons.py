@@ -11,7 +11,7 @@ from support.small_jobs import small_job
 from clients.data.datasets import Examples, as_dataset
 from clients.data.partition import partition
 from clients.data.persons import as_persons, numbered_alike
-from clients.training.privacy_units import (
+from clients.data.privacy_units import (
     held_out_units,
     note_on_persons,
     num_units,
