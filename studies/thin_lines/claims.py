@@ -140,7 +140,7 @@ def _halved_latency(shares: Sequence[Result]) -> Claim:
 
 
 def _utilisation(shares: Sequence[Result]) -> Iterator[Claim]:
-    source, claim = "Wang and He, table 1", "GPUs are used 95 % in place of 60 %"
+    source, claim = "Wang and He, table 1", "GPUs are used 95 % instead of 60 %"
     measured = [row for row in shares if row["part"] == "measured"]
     if not measured:
         yield Claim(source=source, claim=claim, found="-", verdict=_NO_ROWS)

@@ -49,16 +49,18 @@ _TABLED = (10.0, 100.0, 1000.0)
 
 _INTRODUCTION = """# Loss, bytes and waiting on thin lines
 
-Between clouds the line is the scarce part. This page compares how training uses it:
-loss against bytes, bytes by formula beside bytes that interfaces counted, and the share
-of time in which sites train. `python studies/thin_lines/report.py` writes it from the
-rows in `studies/thin_lines/measured`, and with `--measure` adds rows that are missing;
-each script in [the study](../../studies/thin_lines) says what it measures.
+Between clouds, bandwidth is the scarce resource. This page compares how training
+methods use thin lines (slow network links): loss against bytes, bytes by formula
+compared with bytes that network interfaces counted, and the share of time in which
+sites train. `python studies/thin_lines/report.py` generates the page from the rows in
+`studies/thin_lines/measured`, and with `--measure` adds missing rows; each script in
+[the study](../../studies/thin_lines) documents what it measures.
 
 Four sites train a byte-level GPT on the sources of Python's standard library, each on
-other packages. All methods begin with one model, take the same number of steps and read
-the same batches. The machine is small and shared: take ratios from these tables, not
-seconds. The load is the mean number of processes that wanted one of its two cores.
+different packages. All methods start from the same model, take the same number of steps
+and read the same batches. The machine is small and shared: compare ratios in these
+tables, not seconds. The load is the mean number of processes that wanted one of its two
+cores. H is the number of local steps in a round.
 """
 
 
@@ -191,7 +193,7 @@ def _loss(rows: Sequence[Result]) -> Iterator[str]:
         return
     yield "![Held-out loss against bytes](../images/thin-lines-loss.svg)\n"
     yield (
-        "Each row at the best of the learning rates that were tried with the first "
+        "Each row uses the best of the learning rates that were tried with the first "
         'seed. "Fewer" compares bytes in\nboth directions with float32 gradients at '
         "every step.\n"
     )
@@ -219,12 +221,12 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
         yield _missing("baselines") + "\n"
         return
     yield (
-        "Each site is a network namespace at the end of a shaped line; a parameter "
-        "server's own line is not shaped. A step takes\nthe stated seconds by waiting, "
-        "as if a device of its own worked, and more only where sites wait for each "
-        "other or for this\nmachine's cores. Kilobytes are those of one site at a "
-        "step, each way; interfaces count headers, too. Losses come from runs\nof all "
-        "steps on loopback.\n"
+        "Each site is a network namespace with a shaped link; a parameter server's "
+        "own link is not shaped. A step waits for\nthe stated seconds, as if each site "
+        "had its own device, and takes longer only if sites wait for each other or for "
+        "this\nmachine's cores. Kilobytes are those of one site in one step, in each "
+        "direction; interfaces also count headers. Losses\nare from complete runs on "
+        "loopback.\n"
     )
     heads = (
         "method",
@@ -272,10 +274,10 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
     if zero is not None:
         formula = zero["formula_each_way"] / _KILO
         yield (
-            f"FSDP's interfaces count {zero['interface_up'] / _KILO:,.0f} kB where the "
-            f"formula of ZeRO-3 has {formula:,.0f}: it fits "
-            "a reduce-scatter\nof gloo that sends as much as an all-reduce, which "
-            f"would be {formula * 4 / 3:,.0f}. Compression at every step "
+            f"FSDP's interfaces count {zero['interface_up'] / _KILO:,.0f} kB, while "
+            f"the formula of ZeRO-3 gives {formula:,.0f}. A\nreduce-scatter of gloo "
+            "that sends as much as an all-reduce, which would be "
+            f"{formula * 4 / 3:,.0f}, fits this. Compression at every step\n"
             "sends to all other sites, so its bytes grow with their number.\n"
         )
 
@@ -288,10 +290,10 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
     yield "### Computed\n"
     yield (
         "1.3M parameters: the product's virtual engine sends every message. 1B "
-        "parameters: the same sizes of messages and model of\ntime, and no training; "
-        "a step of one second stands for one large GPU, of 0.1 s for several. Both "
-        "leave out what encoding,\nmasking and adding up take. DDP is a ring by "
-        "formula. Points are measured (below).\n"
+        "parameters: the same message sizes and time model,\nwithout training; a step "
+        "of one second represents one large GPU, of 0.1 s several. Both exclude the "
+        "time for encoding,\nmasking and adding. DDP (distributed data parallel) is "
+        "computed as a ring. Points are measured (below).\n"
     )
     for part, name in (("virtual", "1.3M parameters"), ("billion", "1B parameters")):
         if _shown(rows, part):
@@ -320,12 +322,12 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         yield _missing("utilisation") + "\n"
         return
     yield (
-        "`crossfed up` on this machine, four sites in networks of their own, and DDP "
-        "on lines of the same width. The model\nof time has one constant for each kind "
-        "of update, the seconds that messages take besides their bytes, from the\nrows "
-        "marked *c*. DDP is predicted as a ring, without one. A step takes the stated "
-        "seconds by waiting; what a busy\nmachine adds to messages is in the rounds. "
-        "What overlap costs in loss is not measured here.\n"
+        "`crossfed up` on this machine, with four sites in their own networks, and DDP "
+        "on links of the same bandwidth. The time\nmodel has one constant for each "
+        "kind of update, the fixed time of messages, which is calibrated by the rows\n"
+        "marked *c*. DDP is predicted as a ring, without a constant. A step waits for "
+        "the stated seconds; delays of messages\non the busy machine are part of the "
+        "rounds. The loss due to overlap is not measured here.\n"
     )
     heads = (
         "exchange",
@@ -368,9 +370,9 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
 def _claims(rows: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     yield "## Claims of others\n"
     yield (
-        "Two papers about training in clouds state savings without algorithm, model "
-        "or bandwidth (Wang and He, INCOFT 2025; Huang,\nITPHSS 2025). Verdicts follow "
-        "from the rows above: within 10 % of a claim counts as reproduced.\n"
+        "Two papers about training in clouds state savings without the algorithm, "
+        "model or bandwidth (Wang and He, INCOFT 2025; Huang,\nITPHSS 2025). Verdicts "
+        "follow from the rows above: within 10 % of a claim counts as reproduced.\n"
     )
     yield table_line("source", "claim", "here", "verdict")
     yield table_line(*["---"] * 4)

@@ -53,26 +53,26 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
         yield f"No rows yet: `{command}` measures them.\n"
         return
     yield (
-        "All rows of a size start from one model, which synchronous training with "
-        'AdamW has made. "Later rounds" leaves out the first,\nwhich sends 16 bits a '
-        "value up and the whole model down. One seed: differences of about 0.01 say "
-        "nothing.\n"
+        "All rows of a size start from the same model, trained synchronously with "
+        'AdamW. "Later rounds" excludes the first, which\nsends 16 bits per value up '
+        "and the whole model down. With one seed, differences of about 0.01 are not "
+        "significant.\n"
     )
     for own in by_size(rows).values():
         yield from _losses(own)
     yield "## Loss by wall-clock\n"
     yield (
         f"Computed, not measured: from the rows above and their bytes, with steps of "
-        f"{STEP_SECONDS:g} s at every site. A synchronous\nrun exchanges by a ring at "
-        "each step; in rounds a site receives, trains and sends, one after another. "
-        "Latency, encoding\nand masking are left out, and nothing overlaps.\n"
+        f"{STEP_SECONDS:g} s at every site. A synchronous\nrun exchanges in a ring at "
+        "each step; in a round a site receives, trains and sends, one after another. "
+        "Latency, encoding\nand masking are excluded, and nothing overlaps.\n"
     )
     if panels(rows):
         yield (
             f"![Training loss against minutes]({picture})\n\nEach point is the mean "
-            "training loss of a round at the sites' own models, or of as many "
-            "synchronous steps.\nRows of the first measurement kept only their last "
-            "loss, so the picture lacks them.\n"
+            "training loss of a round with the sites' own models, or of the same "
+            "number of synchronous steps.\nRows of the first measurement stored only "
+            "their last loss, so they are not in the picture.\n"
         )
     for own in by_size(rows).values():
         yield from _minutes(own)
