@@ -71,7 +71,6 @@ class RunCheckpoints:
     Attributes:
         store: Where the checkpoints lie.
         prefix: Of all their keys: empty, or ending in a slash.
-        run_id: The run.
         job: The resolved job as nested plain values (``job_file.document``).
         layout: Layout of the run's model.
         keep: How many checkpoints to keep, at least 1.

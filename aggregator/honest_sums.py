@@ -44,7 +44,6 @@ class SumTerms:
     """The task of the sites in a sum, and the rules of their answers.
 
     Attributes:
-        job: The job.
         contract: What they agreed to.
         num_updates: n, the sites in the sum.
         round_index: The round, from 1.

@@ -140,7 +140,6 @@ class Manifest(RunProgress):
 
     Attributes:
         key: Where it is.
-        run_id: The run.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
         weights: Integer and float values of the model.

@@ -55,9 +55,7 @@ class PlainRelay:
     """Sends the weighted mean of its sites' updates.
 
     Attributes:
-        name: Its name.
         num_values: Float values of the model, d.
-        layout_digest: Digest of its layout.
         weight_of: How much an update counts: as at the aggregator.
         combine: The mean.
         fault_of: What is wrong with the sums of an update: as at the aggregator.
@@ -156,7 +154,6 @@ class SecureRelay:
     """Sends the sum of its sites' masked words, and the signed heads of all.
 
     Attributes:
-        name: Its name.
         identity: Its own, which the contract pins.
         contract: Between the aggregator and the sites; it has nothing secret.
         book: Of the setup in force, as it passed through this relay.

@@ -42,7 +42,6 @@ class SecureExchange:
     """Takes steps of the protocol with the sites of one run.
 
     Attributes:
-        run_id: The run.
         grid: The way to the sites.
         deadline_seconds: How long a step may take.
         run_setup_of: Where to note which keys a site has.

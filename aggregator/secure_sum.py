@@ -65,7 +65,6 @@ class SecureGather:
     """The ``federation.rounds.gather.Gather`` that sees masked updates only.
 
     Attributes:
-        job: The job.
         layout: Of the model.
         grid: The way to the sites.
         identity: The aggregator's own.

@@ -92,7 +92,7 @@ def most_trained_on(
     """Most predictions that one site makes in a round's training; None if unknown.
 
     Args:
-        job: The job.
+        job: Sets the batch size, and the steps or epochs of a round.
         examples: That the site holds at most; None if that is unknown.
         round_index: The round, from 1: steps of later rounds may be larger.
         steps: Those that were chosen for the round; None for the most that the job
@@ -114,7 +114,7 @@ def sums_fault(
     It takes the answer, and the local steps that were chosen for its round, if any.
 
     Args:
-        job: The job.
+        job: Sets the metrics, and the steps or epochs of a round.
         introduced: What sites have signed before the first round.
     """
     training, each = metrics_of(job.training), most_of_a_record(job.training)

@@ -289,7 +289,7 @@ class Outcome:
         dollars: Paid.
         is_late: Whether work was left at the deadline; it is then finished on demand.
         launches: Number of machines.
-        on_demand_slots: Slots on demand.
+        on_demand_slots: Time slots of on-demand machines.
     """
 
     dollars: float

@@ -64,8 +64,8 @@ class RunStarted(RunEvent):
 
     Attributes:
         at: When.
-        run_id: The run.
-        job_name: Name of its job.
+        run_id: ID of the run, such as ``20261122-162539-ce1c61``.
+        job_name: ``name`` in the job file.
         rounds: Rounds that the job plans.
         first_round: The round that this coordinator starts with.
         sites: Every site of the job.
@@ -246,7 +246,7 @@ class LocalWorkChosen(RoundEvent):
 
     Attributes:
         at: When.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         first_step: Local steps of the run before it.
         num_steps: Its local steps.
         reason: ``start``: nothing is measured yet; ``measured``; or ``probe``: a round
@@ -282,7 +282,7 @@ class SiteAnswered(RoundEvent):
 
     Attributes:
         at: When.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         site: The site that answered.
         asked_seconds: When its task was sent, counted from the start of the round.
         answered_seconds: When its answer arrived, counted from the start of the round.
@@ -324,7 +324,7 @@ class SiteFailed(RoundEvent):
 
     Attributes:
         at: When.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         site: The site that failed.
         kind: Why.
         message: What happened, in one line.
@@ -438,7 +438,7 @@ class GroupsCompared(RoundEvent):
 
     Attributes:
         at: When.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         groups: Names of the sites of each group.
         norms: Euclidean norm of each group's mean update; None if it has no sum.
         distances: Its distance from the combined update; None if it has no sum.
@@ -530,7 +530,7 @@ class CheckpointSaved(RoundEvent):
 
     Attributes:
         at: When.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         bytes_written: New bytes in the store.
         seconds: How long it took.
     """

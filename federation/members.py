@@ -76,7 +76,7 @@ class Members:
         """Note that a site leaves; repeating it changes nothing.
 
         Args:
-            site: The site.
+            site: Leaves now, or after its round if it finishes that.
             reason: Why, in one line.
             finishes: Whether it does what is left of the round that it is in.
         """

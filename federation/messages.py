@@ -205,7 +205,7 @@ class RoundMessage:
     """What every task and every answer says first.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round; see each message.
         site: Who is asked, or who answers.
     """
@@ -220,7 +220,7 @@ class RoundTask(RoundMessage):
     """One site's task in one round.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: 1 for the first round.
         site: The site that gets the task.
         kind: Whether to train and answer with an update, or only to evaluate.
@@ -276,7 +276,7 @@ class SecureTask(RoundMessage):
     """One site's task in a step of the secure aggregation protocol.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round; 0 for the setup of the run.
         site: The site that gets the task.
         step: Which step.
@@ -303,7 +303,7 @@ class MaskedUpdate(RoundMessage):
     through the sum over all sites.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round of the task.
         site: The site that answers.
         layout_digest: Digest of the layout of the site's model.
@@ -333,7 +333,7 @@ class SiteUpdate(RoundMessage):
     """A site's answer to a training task.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round of the task.
         site: The site that answers.
         layout_digest: Digest of the layout of the site's model.
@@ -379,7 +379,7 @@ class SiteEvaluation(RoundMessage):
     """A site's answer to an evaluation task.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round of the task.
         site: The site that answers.
         evaluation: Sums over the site's held-out data.
@@ -403,7 +403,7 @@ class SiteFailure(RoundMessage):
     """A report, by a site or the grid, that no update will come.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round of the task.
         site: The site that failed.
         kind: Why.
@@ -423,7 +423,7 @@ class RelayedTasks(RoundMessage):
     """What a relay is asked in one message: tasks of sites behind it.
 
     Attributes:
-        run_id: The run.
+        run_id: ID of the run; messages of other runs are rejected.
         round_index: The round of all of them.
         site: The relay.
         tasks: One for each of its sites that is asked, in the order of the job.

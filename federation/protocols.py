@@ -179,7 +179,7 @@ class RoundCharges(TypedDict):
     """What ``Trainer.pay`` must charge.
 
     Attributes:
-        round_index: The round.
+        round_index: Number of the round, from 1.
         trains: Whether ``fit`` is called in it.
         evaluations: How often ``evaluate`` is.
         anchor: How many charges the site's ledger must hold before this one.
@@ -195,7 +195,7 @@ class EvaluateArguments(TypedDict):
     """What a ``Trainer`` is given for an evaluation, besides the global model.
 
     Attributes:
-        round_index: The round.
+        round_index: Number of the round, from 1.
         kept: What an earlier round has kept; see ``LocalResult.kept``.
     """
 
@@ -342,7 +342,7 @@ class ObjectInfo:
     """A store's information on an object.
 
     Attributes:
-        key: Its key.
+        key: Name of the object within its store.
         size: Bytes.
         version: Opaque; changes whenever the content changes.
         crc32c: Checksum of the content, as 8 hexadecimal digits; None if unknown.
@@ -624,7 +624,7 @@ class RoundTime:
     """What a round took.
 
     Attributes:
-        round_index: The round.
+        round_index: Number of the round, from 1.
         num_steps: Its local steps.
         seconds: From its first task to its result, on the aggregator's clock.
         train_seconds: How long the site trained that answered last, by its own clock;

@@ -189,7 +189,6 @@ class AuditFindings:
     """An audit's findings.
 
     Attributes:
-        job_name: Name of the job.
         unit: Its unit of privacy.
         num_sites: Sites of the job.
         noise_shares: Sites whose noise was in each sum that the attacker saw; None

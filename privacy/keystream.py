@@ -186,7 +186,7 @@ class MaskStreams:
     while every mask is applied to it. One object serves one thread.
 
     Args:
-        masks: The masks.
+        masks: Each has its own stream; all are applied to a chunk.
         bits: Width of a word in the stream: 16, 24, 32 or 64.
         first_word: Index in the stream of the first word that will be masked.
         num_words: How many will be masked.

@@ -70,7 +70,6 @@ class Ordering(TypedDict):
 
     Attributes:
         seed: The job's seed.
-        site: The site.
         shuffle: An order of the data's own; uniformly random where it gives None.
         rank: Who asks; ``ALONE`` by default. It gets ``rank.share(num_examples)``
             examples of an epoch.

@@ -81,7 +81,7 @@ class Examples:
         targets: The same, or None if the inputs are their own targets; integers of
             shape ``(n,)`` are classes.
         groups: Shape ``(n,)``: index of each example's group in ``group_names``.
-        group_names: Names of the groups.
+        group_names: Name of each group, by index.
         persons: Shape ``(n,)``: whose record each example is; integers or texts, of
             which equal ones are one person.
 

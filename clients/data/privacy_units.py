@@ -18,7 +18,7 @@ def persons_of(job: JobSpec, train: Dataset) -> Persons | None:
     """Group training records by person; None where every record is a unit.
 
     Args:
-        job: The job.
+        job: Sets the unit of privacy.
         train: Training records of a site.
 
     Raises:
@@ -62,7 +62,7 @@ def note_on_persons(job: JobSpec, train: Dataset) -> str:
     """Say that a person with several records is protected less than a record.
 
     Args:
-        job: The job.
+        job: Sets the unit of privacy.
         train: Training records of a site.
 
     Returns:
@@ -87,7 +87,7 @@ def held_out_units(job: JobSpec, train: Dataset, held_out: Dataset) -> Dataset:
     the training records or one held-out record, and the two budgets hold side by side.
 
     Args:
-        job: The job.
+        job: Sets the unit of privacy.
         train: Training records of a site.
         held_out: Its held-out records.
 

@@ -83,7 +83,6 @@ class HomeHead:
 
     Attributes:
         version: Of this format.
-        site: The site.
         seq: Number of this write, from 1.
         fence: Number of the holder, which only rises.
         changes: How often the files have changed.
@@ -156,7 +155,7 @@ class HomeLease:
     Args:
         store: The home's own.
         clock: Its monotonic time decides; the other is only shown.
-        site: The site.
+        site: Name of the site whose home it is.
         node: Name of this machine.
         seconds: How long this process may be silent before another takes over.
     """

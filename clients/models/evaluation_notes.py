@@ -43,8 +43,6 @@ class EvaluationNotes:
     """Looks at one evaluation of a site.
 
     Attributes:
-        job: The job.
-        site: The site.
         held_out: What it evaluates on.
         noted: What was logged about the model, which all sites of a simulation share.
         is_over: Whether there is nothing more to look at.

@@ -171,7 +171,7 @@ class ModelPool:
         """Build the first instance, with the job's seed.
 
         Args:
-            job: The job.
+            job: Names the factory, the device and the seed.
             place_: Puts a new model where it trains. A rank of a site says so, and
                 needs no initial weights; without it models go to the job's device.
 

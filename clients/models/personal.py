@@ -36,7 +36,7 @@ def load(module: torch.nn.Module, layout: Layout, values_p: Vector) -> None:
 
     Args:
         module: A module that is not sharded.
-        layout: Its layout.
+        layout: Names the personal tensors, in the order of the values.
         values_p: Shape ``(p,)``.
     """
     if not layout.num_personal:

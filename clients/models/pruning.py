@@ -49,7 +49,7 @@ def prune_(
     section 3.1); at least one output of a layer stays.
 
     Args:
-        model: The model.
+        model: Changed in place.
         fraction: Share of the weights, or of each layer's outputs.
         kind: ``value`` or ``channel``.
 
@@ -127,7 +127,7 @@ def holding_zeros(
     personal parts: they begin as the factory made them, and nothing has pruned them.
 
     Args:
-        model: The model.
+        model: Its trained zeros get no gradient.
         enabled: Whether to do anything.
         personal_patterns: See ``ModelSpec.personal``.
     """

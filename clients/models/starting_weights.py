@@ -48,7 +48,7 @@ def pinned(job: JobSpec, folder: Path) -> JobSpec:
     """Add the digest to the name of a job's weights, if it has none.
 
     Args:
-        job: The job.
+        job: As read from its file; ``model.weights`` may lack a digest.
         folder: What a path is relative to; the working folder is looked in as well.
 
     Raises:
@@ -107,7 +107,7 @@ def check_first(
     """Check, at a site, that a run starts from the weights that its job names.
 
     Args:
-        job: The job.
+        job: Names the weights with their digest.
         pool: The site's own model, whose frozen tensors never travel.
         weights_d: The first model as it arrived, shape ``(d,)``.
         integers_m: Its integer values, shape ``(m,)``.

@@ -41,7 +41,7 @@ def regression(
     Several numbers of a record count by their mean.
 
     Args:
-        model: The model.
+        model: Called with the inputs.
         inputs: Of the batch.
         targets: Floating point, in the same shape as the model's result.
         loss: ``mse``, ``mae`` or ``huber``.
@@ -73,7 +73,7 @@ def binary(
     """Yes or no: one logit per record, ``(B,)`` or ``(B, 1)``, and targets 0 or 1.
 
     Args:
-        model: The model.
+        model: Called with the inputs.
         inputs: Of the batch.
         targets: Integers or floating point.
         positive_weight: What the loss of a record with target 1 counts.
@@ -138,7 +138,7 @@ def contrastive(
     al. 2021, arXiv:2103.00020, figure 3); hits count from the first to the second.
 
     Args:
-        model: The model.
+        model: Called with the inputs.
         inputs: Of the batch.
         temperature: What cosines are divided by.
         measures: ``recall_at_K`` among the records of the batch.

@@ -68,7 +68,7 @@ def notice(job: JobSpec, loaded: Sequence[str]) -> str:
     """Advise to name tokenisers in a job that allows any; empty if it need not.
 
     Args:
-        job: The job.
+        job: Its ``model.tokenizers`` lists the digests that it allows.
         loaded: Digests, of ``noted_tokenizers``.
     """
     if job.model.tokenizers or not loaded:

@@ -275,7 +275,7 @@ def own_spans(
 
     Args:
         module: A model that every rank has, whole or in parts.
-        layout: Its layout.
+        layout: Layout of the whole model.
         is_first: Whether this is the first rank, which writes what all have.
     """
     state = module.state_dict()
@@ -323,7 +323,7 @@ def copy_untrained(
 
     Args:
         module: The model: says which parameters require a gradient.
-        layout: Its layout.
+        layout: Layout of the whole model.
         source_d: Shape ``(d,)``.
         out_d: Shape ``(d,)``; written to.
     """

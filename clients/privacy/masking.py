@@ -85,7 +85,6 @@ class LevelRound:
     """A round of few levels at one site.
 
     Attributes:
-        round_index: The round.
         residual_d: What earlier rounds left out; overwritten.
     """
 

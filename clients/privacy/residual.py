@@ -38,7 +38,6 @@ class Residual:
         left_d: What the round's words left out: rotated, of padded length.
         words_w: The words, without masks.
         plan: What they were rounded by.
-        round_index: The round.
         drift_d: Where rounds exchange one fragment of the model: how far the site's own
             values of the others are from the model, shape ``(d,)``.
     """

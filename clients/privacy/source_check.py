@@ -41,7 +41,7 @@ def check_simulated(
     """Check the sources of a simulation.
 
     Args:
-        job: The job.
+        job: Sets the unit of privacy, and may vouch for sources.
         site_data: Training and held-out data of every site that trains here.
 
     Raises:
@@ -71,7 +71,7 @@ def check_deployed(
     """Check what a deployed site trains on.
 
     Args:
-        job: The job.
+        job: Sets the unit of privacy.
         site: Name of the site.
         train: Its training data.
         source: Of its own data; empty for its part of the job's, in a rehearsal.

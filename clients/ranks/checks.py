@@ -35,7 +35,7 @@ def check_devices(job: JobSpec, num_ranks: int, *, is_sharded: bool = False) -> 
     """Check that each rank finds a GPU, where they are used.
 
     Args:
-        job: The job.
+        job: Sets ``training.device``.
         num_ranks: Of the site.
         is_sharded: Whether each holds a part of the model.
 

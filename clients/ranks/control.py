@@ -74,7 +74,6 @@ class Fit:
     """Agent to rank: train from the weights in the shared memory.
 
     Attributes:
-        round_index: The round.
         num_steps: Its local steps; 0 for the job's number.
         first_step: Local steps of the run before, with ``num_steps``.
         loss_scale: What the round before has kept of it; empty for nothing.
@@ -91,7 +90,6 @@ class Evaluate:
     """Agent to rank: evaluate the weights in the shared memory.
 
     Attributes:
-        round_index: The round.
         max_loss: What the loss of a prediction is clipped to, in nats; 0 for nothing.
     """
 

@@ -155,7 +155,7 @@ def fit_of(round_index: int, kept: Arrays, steps: range | None) -> Fit:
     """What ranks are asked to train.
 
     Args:
-        round_index: The round.
+        round_index: Number of the round, from 1.
         kept: What the site has kept of an earlier round. Ranks take the scale of the
             loss; a job that keeps more is refused for ranks.
         steps: Local steps of the run; None for the job's number.

@@ -44,7 +44,7 @@ class InterruptedSteps:
 
         Args:
             kept: Where the state is kept.
-            round_index: The round.
+            round_index: Number of the round, from 1.
             start: Computes ``kept_steps.start_digest`` of what training begins with.
             pool: Of the model.
             model: It.

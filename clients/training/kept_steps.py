@@ -100,10 +100,7 @@ class KeptSteps:
     """The local steps of one run at one site, if it was interrupted.
 
     Attributes:
-        site: The site.
         store: Its own.
-        run_id: The run.
-        job: Its job.
         clock: Tells time.
         leaves: Whether the site leaves without finishing its round.
         confirm: Called when a state is stored: it reaches the site's home, if any.
@@ -143,7 +140,7 @@ class KeptSteps:
         """Begin a round, and return what is kept of it; None for a new beginning.
 
         Args:
-            round_index: The round.
+            round_index: Number of the round, from 1.
             start: Computes ``start_digest``, which is needed if there is a state.
             model_bytes: Of the values of the model; see ``most_bytes``.
         """
@@ -204,7 +201,7 @@ class KeptSteps:
         """Keep a step's state if the site leaves now, or if a copy is due.
 
         Args:
-            round_index: The round.
+            round_index: Number of the round, from 1.
             start: Computes ``start_digest``.
             snapshot: Copies the state; returns None if this one cannot be kept.
 

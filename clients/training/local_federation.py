@@ -57,7 +57,6 @@ class Federation:
     """Model and data of a job, ready for its sites.
 
     Attributes:
-        job: The job.
         pool: The model.
         site_data: Training and held-out data of each site, in the job's order.
         order_seed: Of the order of examples and of what models draw in training, in

@@ -184,8 +184,8 @@ class LocalOptimizer:
         """Begin a round of a model that holds the global weights.
 
         Args:
-            model: The model.
-            job: The job.
+            model: Trained in place.
+            job: Sets the optimiser and its schedule.
             kept: What an earlier round has kept, if the job asks for that.
             lora_rank: Ranks of adapters that the site trains; None for all.
             peers: The site's ranks, which take the same steps.

@@ -164,7 +164,7 @@ def event_of(
     """Describe what a site releases by one round of training.
 
     Args:
-        job: The job.
+        job: Sets the batch size and the local steps.
         num_records: Training records that the site holds.
         mechanism: Of ``PrivateTraining.mechanism``.
 
@@ -221,8 +221,8 @@ class PrivateGradient:
         """Take fresh keys.
 
         Args:
-            model: The model.
-            job: The job.
+            model: Trained in place.
+            job: A job with a unit of privacy.
             private: How it is made private.
             num_records: Training records of the whole site.
             persons: Whose they are, if a step samples persons.
@@ -297,7 +297,7 @@ class PrivateGradient:
 
         Args:
             model: The one that this is the gradient of.
-            layout: Its layout.
+            layout: Layout of the flat vector.
             lr: Learning rate.
             out_d: Shape ``(d,)``; zero where nothing is trained.
         """

@@ -70,7 +70,6 @@ class FoundSettings:
     """What training at one site has shown.
 
     Attributes:
-        site: The site.
         rates: The range test.
         rate: Where the loss fell fastest; None where it never fell.
         noise_scale: Of gradients at the weights that a run begins with, in records;

@@ -280,7 +280,6 @@ class Work:
     """What a site does for one task, for any seal.
 
     Attributes:
-        task: The task.
         find_trainer: Finds the trainer, which is loaded for it.
         state: What the site keeps of the run.
         clock: Measures how long the work takes.

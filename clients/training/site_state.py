@@ -72,7 +72,6 @@ class SiteState:
     """The state of one site in one run.
 
     Attributes:
-        site: The site.
         layout: Of the run's model.
         store: The site's own.
         rounds: States that stay, newest first: one more than the rounds that a

@@ -116,7 +116,6 @@ class TorchTrainer:
     """Trains a job's model on the data of one site.
 
     Attributes:
-        job: The job.
         site: Name of the site.
         pool: Where models come from.
         train: What to train on.
@@ -334,8 +333,8 @@ class TorchTrainer:
         """Train a model that holds the weights to begin with.
 
         Args:
-            model: The model.
-            round_index: The round.
+            model: Trained in place.
+            round_index: Number of the round, from 1.
             weights_d: The global weights.
             kept: What an earlier round has kept, or the first steps of this one.
             steps: Those of the round, counted over the run from 0.

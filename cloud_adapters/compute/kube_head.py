@@ -26,7 +26,7 @@ def claim(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
     """Write the claim of a head's volume.
 
     Args:
-        head: The head.
+        head: Settings of the aggregator's pod.
         labels: By which it is found.
     """
     return {
@@ -49,7 +49,7 @@ def service(head: ClusterHead, labels: Mapping[str, str]) -> Manifest:
     """Write the Service that leads to a head's pod, inside the cluster alone.
 
     Args:
-        head: The head.
+        head: Settings of the aggregator's pod.
         labels: By which it is found.
     """
     return {

@@ -52,7 +52,6 @@ class SpotPrice:
     """What a spot machine costs in one zone, from a time on.
 
     Attributes:
-        zone: The zone.
         at: When the price began, in seconds since 1970.
         dollars_per_hour: The price.
     """

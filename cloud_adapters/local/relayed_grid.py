@@ -81,7 +81,7 @@ class RelayedGrid:
 
         Args:
             grid: Reaches the sites.
-            relays: The relays.
+            relays: Sites that none of them serves are reached directly.
             clock: The grid's.
             in_order: Whether sums come in the order in which their relays were asked,
                 after the answers of sites without one: then floating-point sums are the

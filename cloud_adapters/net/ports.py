@@ -34,7 +34,7 @@ def await_free(
 
     Args:
         host: Name or address of this machine.
-        port: Port.
+        port: TCP port on that host.
         advice: What to do if it cannot, for the message.
         clock: Tells time.
         patience_seconds: How long to wait for another process to end.

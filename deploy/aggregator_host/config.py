@@ -112,7 +112,6 @@ class AggregatorConfig:
 
     Attributes:
         file: What was read.
-        folder: The folder.
     """
 
     file: AggregatorFile

@@ -91,7 +91,7 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
     """Refuse what a deployed run cannot do.
 
     Args:
-        job: The job.
+        job: As submitted, before the run starts or resumes.
         parties: Whom the aggregator believes.
         resumed: Whether the run has begun, so that it may do without a site.
 

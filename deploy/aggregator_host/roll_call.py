@@ -35,7 +35,6 @@ class SignedRollCall:
 
     Attributes:
         question: What is asked now: the signed proposal, or then the statements.
-        run_id: The run.
         aggregator: Signs.
         roster: Pins the sites' keys.
         relays: The sites behind each relay of the job.

@@ -145,7 +145,7 @@ def with_more_records(
     Where persons are protected, read "person" for "record".
 
     Args:
-        job: The job.
+        job: The audited job.
         num_records: Records that the site holds.
         num_canaries: Records that it holds beside them.
 

@@ -76,7 +76,7 @@ def follow(
 
     Args:
         options: Of the verb.
-        run: The run.
+        run: Folder whose events are shown.
         look: Called again and again while nothing happens in it.
         is_pause: Whether the caller resumes it if it was stopped: that is no outcome.
     """

@@ -222,7 +222,7 @@ def check_identity(key: Path, roster_file: Path, *, lost: str) -> Iterator[Check
 
     Args:
         key: Its key file.
-        roster_file: Its roster.
+        roster_file: Roster that should pin the public key.
         lost: What to do if there is no such key.
     """
     public = None

@@ -186,8 +186,8 @@ class Deployment:
         """Write down that a role is about to be launched with a number.
 
         Args:
-            role: The role.
-            number: The number.
+            role: Name of the node: a site's, or ``aggregator``.
+            number: Counts the launches for the role, from 1.
             max_seconds: After so long, the node ends by itself.
 
         Raises:

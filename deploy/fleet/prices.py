@@ -25,7 +25,7 @@ class MachinePrice:
 
     Attributes:
         provider: The cloud.
-        region: Its region.
+        region: As its cloud names it, such as `us-east-1`.
         machine: Type of machine.
         gpus: Number of its GPUs.
         gpu: Their model.
@@ -143,7 +143,7 @@ class Prices:
     Attributes:
         as_of: Day of the newest price.
         currency: Always `USD`.
-        machines: Machines.
+        machines: One `[[machines]]` table for each type and region.
         egress: Traffic, one `[[egress]]` table for each cloud.
         transfer: Traffic inside clouds, one `[[transfer]]` table for each cloud.
         storage: Object storage, one `[[storage]]` table for each cloud.

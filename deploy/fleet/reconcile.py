@@ -42,7 +42,6 @@ class Decision:
     """What to do for one role.
 
     Attributes:
-        role: The role.
         node: The node that fills it; None if one must be launched.
         number: The number to launch it with, if there is none.
         end: Nodes to end first.
@@ -141,7 +140,7 @@ def decide(
     with the same number, of which the service launches one node at most.
 
     Args:
-        role: The role.
+        role: Has the settings that its node must have.
         nodes: All nodes that are known, of every role.
         launched: The last number that a node of this role was launched with, as
             written down; 0 for none.

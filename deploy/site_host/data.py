@@ -32,7 +32,7 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
 
     Args:
         file: Names them, unless it is a rehearsal with the job's dataset.
-        job: The job.
+        job: As proposed by the aggregator.
         watch: Notes what the store is used for that holds them.
 
     Raises:

@@ -70,7 +70,6 @@ class SiteEnrolled:
 
     Attributes:
         site: Its name.
-        folder: The folder.
         expires: When its certificate expires, in seconds since 1970.
         fingerprint: Of its identity, for people to compare.
         roster: The roster that it trusts.

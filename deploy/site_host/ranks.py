@@ -232,7 +232,7 @@ def ranked_trainer(
     """Start the site's ranks for a run and end them after it.
 
     Args:
-        job: The job.
+        job: Trained by all ranks.
         file: The site's configuration.
         layout: Layout of the model.
         private: Of the site's plan; ranks draw their keys themselves.

@@ -69,8 +69,6 @@ class _RelayedRun:
     """What a relay knows of a run.
 
     Attributes:
-        run_id: The run.
-        job: Its job.
         num_values: Float values of its model.
         sites: Those behind this relay, in the order of the job.
     """

@@ -52,7 +52,6 @@ class ProposedRun:
     """A run that was proposed to a site, with model and data.
 
     Attributes:
-        run_id: The run.
         sealed: Its proposal, as the aggregator signed it.
         federation: Its job and model, and only this site's data.
         anchor: How many charges the aggregator knows the site's ledger to hold.
@@ -343,7 +342,7 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
 
     Args:
         config: The operator's ``site.toml``.
-        job: The job.
+        job: Says whether secure aggregation is on.
         sealed: The run's proposal, as the aggregator signed it.
 
     Returns:

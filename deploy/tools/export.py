@@ -44,7 +44,6 @@ class Export:
     """The result of an export.
 
     Attributes:
-        run_id: The run.
         url: Where it is.
         sha256: Digests of its objects by key, as they were read back.
         bytes_written: What was sent; objects that were there already are not.

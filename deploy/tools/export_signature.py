@@ -47,7 +47,7 @@ def sign(identity: Identity, run_id: str, files: Mapping[str, str]) -> bytes:
 
     Args:
         identity: Of the signer.
-        run_id: The run.
+        run_id: ID of the exported run.
         files: SHA-256 of each file by name.
     """
     facts = {

@@ -39,7 +39,6 @@ class PredictionsFile:
     """What was predicted.
 
     Attributes:
-        run_id: The run.
         sha256: Of the model's file.
         path: The file of predictions.
         records: How many records it has.

@@ -129,8 +129,8 @@ def site_model(
     Args:
         job: The run's job.
         shared: The run's exported model.
-        run_id: The run.
-        site: The site.
+        run_id: ID of the run that the state must belong to.
+        site: Site whose personal parts are joined.
         store: Where the site keeps its state of the run.
 
     Returns:

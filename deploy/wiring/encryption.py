@@ -28,7 +28,7 @@ def encrypted(job: JobSpec, store: ObjectStore, *, run_id: str = "") -> ObjectSt
     Objects are bound to job and run, so that one of another run does not pass.
 
     Args:
-        job: The job.
+        job: Its ``storage.encryption`` names the wrapping key.
         store: The run's place; or that of all runs of the job.
         run_id: The run; empty for all.
 
@@ -101,7 +101,7 @@ def encrypted_with(key: KeyName, store: ObjectStore, *, place: str) -> ObjectSto
     """Encrypt objects of a store, if there is a key.
 
     Args:
-        key: The key.
+        key: Names a wrapping key, or none.
         store: Any.
         place: What its objects are bound to: ``DATASET`` or ``EXPORT``.
 

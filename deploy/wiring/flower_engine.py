@@ -34,7 +34,6 @@ class FlowerSimulation:
     """Sites in Ray's processes.
 
     Attributes:
-        job: The job.
         layout: Layout of its model.
         folder: The run's folder, where sites keep what never leaves them.
         clock: Of deadlines.

@@ -31,7 +31,7 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
     """Build the model and split the data of a simulation.
 
     Args:
-        job: The job.
+        job: Job of the simulation.
         meters: Note what the stores of the sites' data are used for.
 
     Raises:
@@ -146,7 +146,7 @@ def plain_gather(
 
     Args:
         federation: Job and model.
-        run_id: The run.
+        run_id: ID of the run; answers of other runs are rejected.
         grid: The way to the sites.
         introduced: What sites have signed of their data, and are held to; none in a
             simulation.

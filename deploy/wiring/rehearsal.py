@@ -165,7 +165,7 @@ def rehearse(
 
     Args:
         federation: Model and data.
-        run_id: The run.
+        run_id: ID of the run, which contracts contain.
         private: What the sites promise; None without differential privacy.
 
     Raises:

@@ -74,7 +74,6 @@ class InProcess:
     """Sites in threads of this process.
 
     Attributes:
-        job: The job.
         sites: Who they are.
         make: Makes one of them, at first and after a restart.
         clock: Of deadlines and faults.
@@ -135,7 +134,6 @@ class Run:
 
     Attributes:
         federation: Job and model.
-        run_id: The run.
         clock: Tells time.
         store: Holds the checkpoints.
         emit: Where events go.

@@ -37,9 +37,7 @@ class RunRecord:
     Nothing is written before it begins.
 
     Attributes:
-        job: The job.
         run: The run's folder; None to keep everything in memory.
-        run_id: The run.
         pool: Holds the model: its layout, and what of it is frozen.
         clock: Tells time.
         meters: Of every store of the run.

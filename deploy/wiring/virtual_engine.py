@@ -44,7 +44,6 @@ class VirtualMachines:
     """Sites on the machines and lines of the job; a ``SiteSource``.
 
     Attributes:
-        job: The job.
         make: Makes a site, at first and after a restart.
         clock: The aggregator's.
         clocks: The sites' own, in the order of the job.

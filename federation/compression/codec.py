@@ -365,7 +365,7 @@ def encoded_over(
     """Encode a vector in its own memory, if that has room for the words.
 
     Args:
-        codec: The codec.
+        codec: The job's codec for updates.
         vector_d: The vector; of no use afterwards.
         residual_d: As in ``Codec.encode``.
         seed: As there.

@@ -45,7 +45,7 @@ class Largest:
 
     Attributes:
         fraction: Share of a block's values that is sent; at least one is.
-        place_bits: Bits of a place.
+        place_bits: Bits of an index within a block.
     """
 
     fraction: float

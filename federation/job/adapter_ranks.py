@@ -202,7 +202,7 @@ def check_adapters(job: JobSpec, layout: Layout) -> None:
     """Refuse ranks by site that the model's adapters do not have.
 
     Args:
-        job: The job.
+        job: Names the ranks of its sites.
         layout: Of its model.
 
     Raises:

@@ -60,7 +60,6 @@ class ServerParts:
     """What the round loop works with; ``deploy.wiring.run`` chooses.
 
     Attributes:
-        run_id: The run.
         engine: Name of the engine, for the record.
         layout: Layout of the model.
         gather: How the cohort's work becomes one update: in the clear, or in secret.
@@ -186,7 +185,7 @@ def _run_round(
     """Run the next round.
 
     Args:
-        job: The job.
+        job: Sets the cohort, the quorum and the deadline.
         parts: Everything else.
         state: The state after the round before.
         spare_d: Memory for the combined update, shape ``(d,)``.

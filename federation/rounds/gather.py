@@ -98,8 +98,6 @@ class PlainGather:
     """Every update is seen, checked and folded in on arrival.
 
     Attributes:
-        job: The job.
-        run_id: The run.
         layout: Of the model.
         grid: The way to the sites.
         weight_of: How much an update counts.

@@ -26,7 +26,6 @@ class RoundEvents:
     """Emits what happens in a round, with times from its start.
 
     Attributes:
-        round_index: The round.
         clock: Time.
         start: When the round began, on the monotonic clock.
         emit: Where events go.

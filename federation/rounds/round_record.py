@@ -44,8 +44,6 @@ class RoundRecord:
     takes that part.
 
     Attributes:
-        run_id: The run.
-        round_index: The round.
         cohort: The sites that are asked.
         clock: Time.
         links: The codecs of both directions, for the model.

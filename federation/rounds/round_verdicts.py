@@ -39,8 +39,6 @@ class RoundVerdicts:
     Messages of strangers, of other rounds and second answers settle nothing.
 
     Attributes:
-        run_id: The run.
-        round_index: The round.
         kind: What the sites were asked for.
         cohort: Who was asked.
         layout: Of the model.

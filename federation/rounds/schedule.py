@@ -18,7 +18,6 @@ class OpenTask:
     """A task that a site was sent.
 
     Attributes:
-        site: The site.
         round_index: The round in which it was sent.
         based_on: The round whose model it was sent.
         fragment: Which part of the model.
@@ -35,7 +34,6 @@ class Arrival:
     """The end of a task: an answer, or the note that none will come.
 
     Attributes:
-        task: The task.
         counts: Whether the answer is a part of the next model.
     """
 

@@ -33,7 +33,7 @@ def score_of(job: JobSpec, sums: RoundSums, score: Score) -> float | None:
     Definition 1).
 
     Args:
-        job: The job.
+        job: Names the metric and the combine rule.
         sums: Of the round.
         score: The job's metric of results; None if they lack it.
 
@@ -54,7 +54,7 @@ def judge(job: JobSpec, state: RunState, score: float | None) -> RunState:
     """Compare the model of a state with the best one so far.
 
     Args:
-        job: The job.
+        job: Says which model to keep, and whether a larger score is better.
         state: Its model was evaluated.
         score: The job's metric of it; None if no site evaluated it.
 

@@ -137,7 +137,6 @@ class Traffic:
     """What a job sends.
 
     Attributes:
-        job: The job.
         layout: Of its model; what is frozen is not in its vectors.
         facts: What each site holds.
         secure: Sizes of its messages, if the job has secure aggregation.

@@ -307,7 +307,7 @@ def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
     """Build a message from its header and payload.
 
     Args:
-        kind: Its kind.
+        kind: Determines which fields it must have.
         fields: Its header; of any content.
         payload: Its payload, of which vectors are views.
 

@@ -54,7 +54,6 @@ class _LiveExport:
     """Writes metrics to one place.
 
     Attributes:
-        run: The run.
         name: The place.
     """
 

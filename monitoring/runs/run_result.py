@@ -41,7 +41,6 @@ class RunResult:
     Attributes:
         status: ``completed``, ``stopped``, or ``exhausted`` if the sites' privacy
             budgets allowed no further round.
-        run_id: The run.
         rounds_completed: Rounds after which the weights changed.
         rounds_now: Rounds that this call ran: 0 if all were done before.
         loss: Pooled held-out loss of the model that the run leaves, in nats; None if it

@@ -268,7 +268,7 @@ def export_metrics(
     """Write each metric of a run once, even if this is repeated or killed.
 
     Args:
-        run: The run.
+        run: Folder of a run, which may still be running.
         name: ``tensorboard`` or ``mlflow``.
         follow: Go on until the run ends.
         clock: Tells how long to wait.

@@ -24,7 +24,6 @@ class LinkBytes:
     """Bytes of the link to a site, in the whole run.
 
     Attributes:
-        site: The site.
         down: Fewest and most bytes to it.
         up: The same from it.
     """

@@ -21,7 +21,6 @@ class Use:
 
     Attributes:
         name: Name of the layer in the model.
-        layer: The layer.
         inputs: What it was called with, shape ``(B, ...)``.
         edge: The place of its outputs in autograd's graph.
         before: The place of its inputs there; None if they need no gradient.

@@ -52,7 +52,6 @@ class MatrixUse:
     """One use of a matrix.
 
     Attributes:
-        layer: The layer.
         rows: The outputs' gradients, shape ``(B, T, o)``, float32; for an embedding
             the tokens, shape ``(B, T)``, int64.
         columns_bti: Inputs of a linear layer, or the gradients of an embedding's
@@ -267,7 +266,7 @@ def add_weighted_(
 
     Args:
         sum_oi: Shape of the matrix, float64; added to in place.
-        use: The use.
+        use: Gradients of the outputs, and the inputs, of one call.
         factors: Scale of each record, shape ``(B,)``.
         bad: Which records add nothing whatever their values; None for none.
     """

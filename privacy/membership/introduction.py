@@ -47,7 +47,6 @@ class SiteAnchor:
     """How many charges a site's ledger of the run must hold, as the aggregator knows.
 
     Attributes:
-        site: The site.
         anchor: The largest that it has answered with.
     """
 
@@ -61,7 +60,6 @@ class Proposal:
 
     Attributes:
         version: Of this message.
-        run_id: The run.
         job: Text of the job file.
         release: Release of crossfed at the aggregator.
         code_hash: Of the code that computes from a site's data; 64 hexadecimal digits.
@@ -91,7 +89,6 @@ class Statements:
 
     Attributes:
         version: Of this message.
-        run_id: The run.
         introductions: As they were signed, in base64.
     """
 
@@ -170,7 +167,7 @@ def seal_statements(
     """Sign what sites have answered, to pass it on to all of them.
 
     Args:
-        run_id: The run.
+        run_id: ID of the run that the statements are for.
         introductions: What each site has sent, under its own signature.
         aggregator: Signs.
     """

@@ -157,7 +157,7 @@ def request_enrolment(
         token: The invitation.
         organisation: Who answers for the site, in words.
         release: Release of crossfed at the site.
-        identity: Its identity.
+        identity: The site's signing key (Ed25519).
         node_key: The key that Flower knows it by.
         key: The key of its certificate.
         platform: Cloud that vouches for this machine, if the token has no secret.

@@ -50,7 +50,6 @@ class PinResult:
 
     Attributes:
         roster: The file.
-        serial: Its serial.
         digest: Of the roster, in hexadecimal digits; None for a draft.
         sites: How many it pins.
         party: Whose key was pinned.

@@ -64,8 +64,6 @@ class Study:
 
     Attributes:
         job: Keys that all rows have in common, as nested tables.
-        size: The size.
-        rows: The rows.
     """
 
     job: Mapping[str, Any]

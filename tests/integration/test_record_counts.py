@@ -44,7 +44,6 @@ class Overheard:
     """A site's agent, and every message that leaves it.
 
     Attributes:
-        agent: The agent.
         said: Each message, with the form alone of what is hidden.
     """
 

@@ -148,9 +148,9 @@ def play(
     """Play a round of P2 in which some sites do not do as they should.
 
     Args:
-        run: The run.
+        run: The sites after a setup.
         dealers: What they do instead.
-        round_index: The round.
+        round_index: Number of the round, from 1.
         absent: Who does not answer at all.
         silent: Who answers, consents, and releases nothing.
     """

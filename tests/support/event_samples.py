@@ -60,7 +60,6 @@ class Script:
         lost: Rounds without quorum.
         message: What a failed site says.
         warning: A warning of the first round.
-        job_name: Name of the job.
         secure: Whether the aggregator sees sums only.
         epsilon_cap: What each site may spend; None without privacy.
         public: Whether held-out results leave without noise, though there is privacy.

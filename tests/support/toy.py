@@ -190,7 +190,6 @@ class Toy:
     """One run: a coordinator, or several one after another on one store.
 
     Attributes:
-        job: The job.
         clock: Time; nothing waits.
         store: Where the checkpoints lie.
         events: What the coordinators have told.

@@ -52,7 +52,6 @@ class Write:
     """One object that is to be written.
 
     Attributes:
-        key: Its key.
         metadata: Its writer's.
         put_id: Random; tells this write from all others when an answer is lost.
         if_absent: Fail if the key is taken.

@@ -55,7 +55,7 @@ def bring_up(
     Sites of this host have enrolled before.
 
     Args:
-        deployment: The deployment.
+        deployment: Launches are recorded in its folder.
         config: Its aggregator, which serves.
         address: Where sites reach it.
         accept: Digits of the digest of a roster that names sites of other operators,
@@ -150,7 +150,6 @@ class _SiteStarts:
     """The start of all machines of a deployment, until they have enrolled.
 
     Attributes:
-        deployment: The deployment.
         operator: Checks what they enrol with.
         tell: Called with a word about every step.
     """

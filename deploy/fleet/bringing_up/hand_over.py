@@ -26,9 +26,9 @@ def hand_over(
     """Submit the job, or resume or find its newest run.
 
     Args:
-        deployment: The deployment.
+        deployment: Its aggregator serves already.
         config: Its aggregator.
-        job: Its job.
+        job: Read from the file that the deployment names.
         random_bytes: ``os.urandom``.
         tell: Called with a word about what was done.
 

@@ -22,7 +22,7 @@ def program(
     """A node of this host that runs a command of crossfed.
 
     Args:
-        deployment: The deployment.
+        deployment: The node belongs to it.
         role: Name of the node.
         words: The command, without ``crossfed``.
         line: What connects it; None if it is in this host's network.

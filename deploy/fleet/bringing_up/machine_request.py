@@ -42,9 +42,9 @@ def request(
     """The machine of a site, with all that it does when it starts.
 
     Args:
-        deployment: The deployment.
+        deployment: The machine belongs to it.
         operator: The machine trusts the rosters that it signs.
-        site: The site.
+        site: Its name, and the type and place of its machine.
         address: Where sites reach the aggregator.
     """
     plan, machine = deployment.plan, site.machine

@@ -52,7 +52,7 @@ class CarbonTable:
         """The intensity of a region at a time; of two rows, the later one counts.
 
         Args:
-            region: The region.
+            region: As its cloud names it, such as ``us-east-1``.
             now: Seconds since 1970.
         """
         rows = [each for each in self.intensity if each.region == region]

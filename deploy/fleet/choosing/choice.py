@@ -46,7 +46,6 @@ class MachineOffer:
 
     Attributes:
         provider: The cloud.
-        region: Its region.
         zone: Its zone; empty for any of the region.
         machine: Type of machine.
         market: How it is paid.

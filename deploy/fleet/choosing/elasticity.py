@@ -59,7 +59,6 @@ class FederationLoad:
     """A federation between two rounds.
 
     Attributes:
-        sites: Its sites.
         other_seconds: What a round takes besides its slowest site.
         other_dollars_per_hour: What runs besides the sites.
         rounds_left: Rounds to come.
@@ -80,7 +79,6 @@ class Resize:
     """A site's next machine.
 
     Attributes:
-        site: The site.
         size: The machine that it moves to.
         reason: Why, in words.
     """

@@ -36,7 +36,6 @@ class Sighting:
     """Whether a zone had capacity, as a machine or a launch has shown.
 
     Attributes:
-        zone: The zone.
         at: When, in seconds since 1970.
         has_capacity: Whether a machine ran; else it was lost, or a launch refused.
         is_given_up: Whether that machine was ended by its user: nothing is known of the

@@ -56,7 +56,7 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
     """Start the head of a deployment, or replace one that has other settings.
 
     Args:
-        deployment: The deployment.
+        deployment: One with its aggregator in a cluster.
         accept: As ``crossfed up --accept``.
         tell: Called with a word about every step.
 
@@ -130,7 +130,7 @@ def request(deployment: Deployment, accept: str) -> NodeRequest:
     """The job of a deployment's head.
 
     Args:
-        deployment: The deployment.
+        deployment: One with its aggregator in a cluster.
         accept: As ``crossfed up --accept``.
 
     Raises:
@@ -195,7 +195,7 @@ def follow(
     """Show the log of a head until it ends.
 
     Args:
-        deployment: The deployment.
+        deployment: One with its aggregator in a cluster.
         launched: Its head.
         tell: Called with a word about the head itself.
         show: Called with each line of its log.

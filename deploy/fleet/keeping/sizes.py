@@ -57,7 +57,7 @@ class Sizer:
         Args:
             plan: The deployment.
             prices: The table; None if every machine has a stated price.
-            run: Its run.
+            run: Folder whose events are read after each round.
             rounds: Rounds of the job.
             tell: Called with a word about every change.
 

@@ -29,7 +29,6 @@ class SiteSighting:
     """What was seen of one site's machines.
 
     Attributes:
-        site: The site.
         machine: Its type of machine.
         seen: What was seen.
     """

@@ -24,7 +24,7 @@ def mean_price(
 
     Args:
         prices: Of any zones, the oldest first.
-        zone: The zone.
+        zone: Prices of other zones are ignored.
         begin: Seconds since 1970.
         end: The same; the price at ``begin`` counts alone if it is not later.
 

@@ -95,7 +95,7 @@ def forecast(
 
     Args:
         plan: The deployment.
-        job: Its job.
+        job: Its messages and steps are predicted.
         sizes_of: Sizes the messages of a job.
         speeds: Stated or measured; None for bytes only.
         clock: To tell how old prices are.

@@ -33,7 +33,6 @@ class Terms:
     """What a ledger is about: its first line.
 
     Attributes:
-        run_id: The run.
         site: The site, whose records are protected.
         job_digest: SHA-256 of the job, in hexadecimal digits.
         delta: Probability that is left to chance, for each purpose.
@@ -68,7 +67,6 @@ class Charge:
 
     Attributes:
         seq: Place in the ledger, from 1; the header is 0.
-        round_index: The round.
         purpose: ``train`` spends on training records, ``evaluate`` on held-out ones.
             These are different records, so each purpose has the whole budget
             (parallel composition).

@@ -141,7 +141,6 @@ class RelayMember:
     """A relay that adds up masked words of some sites.
 
     Attributes:
-        name: Its name.
         public_key: Its pinned Ed25519 key, 32 bytes.
         numbers: The client numbers of its sites, increasing.
     """
@@ -188,7 +187,6 @@ class Contract(Message):
     Its encoding has the attributes in this order.
 
     Attributes:
-        run_id: The run.
         suite: Protocol and primitives; ``xsa-v2``.
         code_hash: SHA-256 of the code that sites run.
         layout_digest: SHA-256 of the model's layout (names, shapes, roles).

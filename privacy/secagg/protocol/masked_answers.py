@@ -32,7 +32,6 @@ class CheckedAnswer:
 
     Attributes:
         masked: The answer.
-        head: Its head.
         member: The site.
     """
 

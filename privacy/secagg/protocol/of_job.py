@@ -44,9 +44,9 @@ def contract_of(
     """Write down what all parties of a run agree to.
 
     Args:
-        job: The job.
+        job: Its digest is part of the contract.
         layout: Layout of its model.
-        run_id: The run.
+        run_id: ID of the run that the contract is for.
         roster: Pins the parties, relays among them.
         promises: What the sites promise; empty without differential privacy.
         ring_noise_std: Noise of one site inside the sum, in steps of the grid.
@@ -105,7 +105,7 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
     """Fields of a contract that follow from the job, with any members of the sum.
 
     Args:
-        job: The job.
+        job: A job with secure aggregation.
         max_examples: Most examples of a site, where the job does not say.
 
     Raises:
@@ -176,7 +176,7 @@ def max_examples_of(job: JobSpec, largest: int | None) -> int:
     """Return the most examples that a site of a contract may have.
 
     Args:
-        job: The job.
+        job: Its ``max_examples`` is used if it is set.
         largest: The largest site's number, if it is known; deployed sites keep theirs.
 
     Raises:

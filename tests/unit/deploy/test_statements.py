@@ -54,7 +54,6 @@ class Meeting:
 
     Attributes:
         members: Everybody's keys.
-        site: The site.
         proposal: As it was sealed.
         signed: What each site has sent.
         folder: Of all sites.
