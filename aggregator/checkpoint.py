@@ -70,7 +70,7 @@ class RunCheckpoints:
 
     Attributes:
         store: Where the checkpoints lie.
-        prefix: Of all their keys: empty, or ending in a slash.
+        prefix: Prefix of all their keys: empty, or ending in a slash.
         job: The resolved job as nested plain values (``job_file.document``).
         layout: Layout of the run's model.
         keep: How many checkpoints to keep, at least 1.

@@ -20,7 +20,7 @@ class SurveyEntry:
     """One checkpoint.
 
     Attributes:
-        key: Of its manifest.
+        key: Key of its manifest.
         round_index: Its round; None if the manifest cannot be read.
         written: When, in seconds since 1970; None if the store does not know.
         size: Bytes of all that it needs, each object once.
@@ -105,7 +105,7 @@ def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
 
     Args:
         store: Where they are.
-        prefix: Of all keys: empty, or ending in a slash.
+        prefix: Prefix of all keys: empty, or ending in a slash.
         verify: Read every byte and compare digests, and not only sizes.
 
     Raises:
@@ -160,7 +160,7 @@ def prune(store: ObjectStore, prefix: str, *, keep: int, now: float) -> PruneRes
 
     Args:
         store: Where they are.
-        prefix: Of all keys: empty, or ending in a slash.
+        prefix: Prefix of all keys: empty, or ending in a slash.
         keep: How many to keep, at least 1.
         now: Seconds since 1970.
 

@@ -36,7 +36,7 @@ class ExactAdapters:
     """Makes a round's combine rule from the model that it began with.
 
     Attributes:
-        layout: Of the model.
+        layout: Layout of the model.
         factors: All adapters.
     """
 

@@ -95,10 +95,10 @@ class GroupGather:
 
     Attributes:
         job: Its ``privacy.secure_aggregation.groups`` says how many.
-        layout: Of the model.
+        layout: Layout of the model.
         grid: The way to the sites.
         identity: The aggregator's own.
-        contract: Of all sites; those of the groups follow from it.
+        contract: Contract of all sites; those of the groups follow from it.
         allocate: Makes the vectors of sums.
         schedule: A round is opened once, with all its sites.
     """

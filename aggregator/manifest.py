@@ -45,7 +45,7 @@ class Chunk:
 
     Attributes:
         key: Below the prefix of the checkpoints.
-        sha256: Of its content, as 64 hexadecimal digits.
+        sha256: SHA-256 of its content, as 64 hexadecimal digits.
         start: Where it begins in its blob.
         size: Bytes.
     """
@@ -61,7 +61,7 @@ class Blob:
     """A safetensors file: one object, or chunks of it one after another.
 
     Attributes:
-        sha256: Of the whole file, as 64 hexadecimal digits.
+        sha256: SHA-256 of the whole file, as 64 hexadecimal digits.
         size: Bytes.
         chunk_bytes: Size of each chunk but the last; 0 if it is one object.
         chunks: Digests of the chunks; empty if it is one object.

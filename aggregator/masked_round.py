@@ -71,7 +71,7 @@ class MaskedRound:
             setup: What the round rests on.
             facts: The round.
             size: That of the model; None for evaluations.
-            plan: Of a sum in few levels.
+            plan: Plan of a sum in few levels.
             allocate: Makes the vectors of the sum and of its mean.
         """
         self.protocol = AggregatorRound(setup=setup, facts=facts)

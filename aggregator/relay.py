@@ -156,7 +156,7 @@ class SecureRelay:
     Attributes:
         identity: Its own, which the contract pins.
         contract: Between the aggregator and the sites; it has nothing secret.
-        book: Of the setup in force, as it passed through this relay.
+        book: Book of the setup in force, as it passed through this relay.
     """
 
     name: SiteId

@@ -45,7 +45,7 @@ class SecureExchange:
         grid: The way to the sites.
         deadline_seconds: How long a step may take.
         run_setup_of: Where to note which keys a site has.
-        held: Of each site the round of the newest model that it is known to have.
+        held: For each site, the round of the newest model that it is known to have.
     """
 
     run_id: RunId

@@ -65,7 +65,7 @@ class SecureGather:
     """The ``federation.rounds.gather.Gather`` that sees masked updates only.
 
     Attributes:
-        layout: Of the model.
+        layout: Layout of the model.
         grid: The way to the sites.
         identity: The aggregator's own.
         contract: What all have agreed on.

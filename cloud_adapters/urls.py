@@ -39,7 +39,7 @@ class StoreUrl:
     Attributes:
         scheme: ``file``, ``memory``, ``s3`` or ``gs``.
         place: Folder or bucket; empty in memory.
-        prefix: Of every key in the bucket, without slashes at its ends.
+        prefix: Prefix of every key in the bucket, without slashes at its ends.
     """
 
     scheme: str
@@ -59,7 +59,7 @@ class StoreOptions:
     Attributes:
         endpoint: URL of a service other than the cloud's own; if empty, that of
             ``AWS_ENDPOINT_URL`` or ``STORAGE_EMULATOR_HOST``, or the cloud's.
-        region: Of an S3 bucket; the environment's if empty.
+        region: Region of an S3 bucket; the environment's if empty.
         bucket_owner: Account number that an S3 bucket must belong to; any if empty.
         kms_key: Key with which the service itself encrypts what is written: an ARN
             for ``s3``, ``projects/...`` for ``gs``; as the bucket is configured if

@@ -80,7 +80,7 @@ class RunStarted(RunEvent):
         weights: File of weights that the run began with, and its digest; empty where
             the model's factory drew them.
         relays: Names of the relays between sites and the aggregator.
-        relayed: Of each relay, its sites.
+        relayed: For each relay, its sites.
     """
 
     run_id: str

@@ -453,7 +453,7 @@ class ObjectStore(Protocol):
         By code points. Checksums and metadata are not promised; ``stat`` has them.
 
         Args:
-            prefix: Of the keys.
+            prefix: Prefix of the keys.
             start_after: Only keys behind this one.
         """
         ...

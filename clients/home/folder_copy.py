@@ -202,7 +202,7 @@ class FolderCopy:
         """Whether the folder has the same file; None if it has none of that name.
 
         Args:
-            file: Of the home.
+            file: File of the home.
             or_more: Whether the folder's may have grown.
         """
         if not self._path_of(file).exists():

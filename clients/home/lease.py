@@ -55,7 +55,7 @@ class StoredPiece:
         pack: Key of the object.
         offset: First byte in it.
         length: Number of bytes.
-        sha256: Of these bytes.
+        sha256: SHA-256 of these bytes.
     """
 
     pack: str
@@ -82,7 +82,7 @@ class HomeHead:
     """The contents of a home, and who may change it.
 
     Attributes:
-        version: Of this format.
+        version: Version of this format.
         seq: Number of this write, from 1.
         fence: Number of the holder, which only rises.
         changes: How often the files have changed.
@@ -91,7 +91,7 @@ class HomeHead:
         lease_seconds: How long the holder may be silent.
         released: Whether it has left.
         renewed_at: Seconds since 1970 by the holder's clock, for people.
-        files: Of the site.
+        files: Files of the site.
     """
 
     version: int = VERSION
@@ -240,7 +240,7 @@ class HomeLease:
         """Renew the lease, and replace the files if there are any.
 
         Args:
-            files: Of the site; None for no change.
+            files: Files of the site; None for no change.
             released: Whether this is the last write.
 
         Raises:

@@ -26,7 +26,7 @@ class LocalCharges:
 
     Attributes:
         path: Where.
-        contents: Of a ledger; None if it is a number of a round.
+        contents: Contents of a ledger; None if it is a number of a round.
         answered: The round.
     """
 

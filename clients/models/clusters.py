@@ -134,8 +134,8 @@ def best_cluster(
 
     Args:
         model: From ``clusters``.
-        inputs: Of the batch.
-        targets: Of the batch.
+        inputs: Inputs of the batch.
+        targets: Targets of the batch.
         task: ``classification``, which returns ``loss`` and ``accuracy``, or a
             built-in task with one prediction per record.
 

@@ -71,7 +71,7 @@ def distill(
 
     Args:
         model: The student: logits ``(B, K)``.
-        inputs: Of the batch.
+        inputs: Inputs of the batch.
         targets: The teacher's logits ``(B, K)``, floating point; or classes ``(B,)``,
             which count by their cross-entropy.
         temperature: T above, > 0.

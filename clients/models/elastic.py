@@ -115,9 +115,9 @@ def consolidated(
     """An objective: another one, and in training the penalty above.
 
     Args:
-        model: Of the architecture that ``memory`` was made with.
-        inputs: Of the batch.
-        targets: Of the batch.
+        model: Model of the architecture that ``memory`` was made with.
+        inputs: Inputs of the batch.
+        targets: Targets of the batch.
         memory: Folder of the run of ``fisher``, or its file, at every site.
         sha256: Digest of that file, so that all sites have the same.
         strength: How much the old data counts; at least 0.

@@ -65,7 +65,7 @@ def hugging_face(
             safetensors.
         sha256: Digest of the files of ``folder``; needed with it. It is part of the
             job, so that each site has the same files.
-        dtype: Of the parameters: ``float32`` or ``bfloat16``.
+        dtype: Type of the parameters: ``float32`` or ``bfloat16``.
         gradient_checkpointing: Compute activations again in the backward pass.
         lora: Train only low-rank adapters, by peft: ``rank``, ``alpha``, ``targets``
             (names of layers), ``train`` (names of layers that are trained as they
@@ -166,7 +166,7 @@ def checked_folder(
     """Check that a folder holds the files that the job names.
 
     Args:
-        folder: Of a model or a tokeniser.
+        folder: Folder of a model or a tokeniser.
         sha256: What ``folder_digest`` returned for the author of the job.
         key: Table of the job file with both.
         tokenizer: Whether only the tokeniser's files count.

@@ -280,8 +280,8 @@ def _digest(arrays: Iterable[tuple[str, NDArray[Any]]], codec: Codec, name: str)
 
     Args:
         arrays: By name, in the order of names.
-        codec: Of the way down.
-        name: Of the file, for errors.
+        codec: Codec of the downlink.
+        name: Name of the file, for errors.
     """
     whole = hashlib.sha256(b"crossfed/starting-weights\0")
     for key, array in arrays:

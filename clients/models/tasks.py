@@ -42,7 +42,7 @@ def regression(
 
     Args:
         model: Called with the inputs.
-        inputs: Of the batch.
+        inputs: Inputs of the batch.
         targets: Floating point, in the same shape as the model's result.
         loss: ``mse``, ``mae`` or ``huber``.
         delta: Error from which on ``huber`` is linear, in units of the targets.
@@ -74,7 +74,7 @@ def binary(
 
     Args:
         model: Called with the inputs.
-        inputs: Of the batch.
+        inputs: Inputs of the batch.
         targets: Integers or floating point.
         positive_weight: What the loss of a record with target 1 counts.
         measures: ``auc`` and ``calibration``.
@@ -139,7 +139,7 @@ def contrastive(
 
     Args:
         model: Called with the inputs.
-        inputs: Of the batch.
+        inputs: Inputs of the batch.
         temperature: What cosines are divided by.
         measures: ``recall_at_K`` among the records of the batch.
 

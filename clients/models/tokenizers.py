@@ -46,7 +46,7 @@ def check_tokenizers(job: JobSpec, loaded: Sequence[str], *, source: str) -> Non
     Args:
         job: Without ``model.tokenizers`` it allows any.
         loaded: Digests, of ``noted_tokenizers``.
-        source: Of the data. Shards hold numbers, and load no tokeniser.
+        source: Source of the data. Shards hold numbers, and load no tokeniser.
 
     Raises:
         JobError: The source has loaded others, fewer or none.

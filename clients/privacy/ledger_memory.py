@@ -56,7 +56,7 @@ class LifetimeBudget:
             one record changed the others have still spent what they have.
         epsilon: The most; None to count and not to limit.
         delta: The probability that goes with it; None for the smallest of the runs.
-        key: Of the limit, for messages.
+        key: Key of the limit, for messages.
     """
 
     dataset: str
@@ -208,8 +208,8 @@ def check_plan(
 
     Args:
         memory: The site's.
-        budget: Of all runs on the data.
-        terms: Of the run.
+        budget: Budget of all runs on the data.
+        terms: Terms of the run.
         planned: All that the run will release, if nothing is done twice.
 
     Raises:
@@ -241,7 +241,7 @@ class RememberedLedger:
     Args:
         ledger: The run's own.
         memory: The site's.
-        budget: Of all runs on the data.
+        budget: Budget of all runs on the data.
         planned: All that the run will release, if nothing is done twice.
 
     Raises:

@@ -65,7 +65,7 @@ class Residual:
         """Return what to add to the next update; the residual itself is used up.
 
         Args:
-            contract: Of the run.
+            contract: Contract of the run.
             left_out: Whether the round's sum was opened without this site.
         """
         if left_out:

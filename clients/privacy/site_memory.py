@@ -82,7 +82,7 @@ class ConfirmedMemory:
     """Another memory, whose updates are also durable elsewhere when they return.
 
     Attributes:
-        memory: Of this machine.
+        memory: Memory of this machine.
         confirm: Makes durable elsewhere what it holds now.
     """
 

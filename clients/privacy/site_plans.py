@@ -101,7 +101,7 @@ class LedgerContext:
     Attributes:
         memory: Remembers charges over all runs; None if nothing does.
         key: Signs heads of ledgers; None where sites have no keys.
-        budget: Of all runs on the site's data.
+        budget: Budget of all runs on the site's data.
         is_anchor: Whether a ledger is held to what the memory knows of its run. In a
             simulation it is not: a person may copy a run and continue with both.
         lineage: Names the site's data, for what is released of them once.
@@ -202,7 +202,7 @@ class PrivateSites:
         federation: Model and data.
         run_id: The run that the ledgers are of.
         folder: The run's; ledgers are in ``sites/NAME``. None keeps nothing.
-        clock: Of the entries.
+        clock: Clock of the entries.
         stated: What sites have stated that they need, where noise adds up inside
             the secure sum and some of them are elsewhere.
         keeping: What a site keeps beside its ledgers.

@@ -86,7 +86,7 @@ def contract_policy(
 
     Args:
         job: The job as it was proposed.
-        layout: Of the site's own model.
+        layout: Layout of the site's own model.
         run_id: The run that was proposed.
         policy: What the operator demands.
         roster: Whom the site trusts.

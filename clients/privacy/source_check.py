@@ -74,7 +74,7 @@ def check_deployed(
         job: Sets the unit of privacy.
         site: Name of the site.
         train: Its training data.
-        source: Of its own data; empty for its part of the job's, in a rehearsal.
+        source: Source of its own data; empty for its part of the job's, in a rehearsal.
         vouched: What the operator says of the source (``data.preprocessing``).
 
     Raises:

@@ -36,7 +36,7 @@ def check_devices(job: JobSpec, num_ranks: int, *, is_sharded: bool = False) -> 
 
     Args:
         job: Sets ``training.device``.
-        num_ranks: Of the site.
+        num_ranks: Number of ranks of the site.
         is_sharded: Whether each holds a part of the model.
 
     Raises:

@@ -102,7 +102,7 @@ class FitReply:
     """Rank to agent: training is done, and rank 0 has put the weights in the memory.
 
     Attributes:
-        num_examples: Of the whole site.
+        num_examples: Number of examples of the whole site.
         num_steps: Optimiser steps.
         count: Predictions of all ranks; -1 if the sums are withheld.
         loss_sum: Their losses, in nats.

@@ -22,7 +22,7 @@ class SharedModel:
         """Make the memory, or map what another process has made.
 
         Args:
-            layout: Of the model.
+            layout: Layout of the model.
             file: File descriptor that was inherited; it is closed with the memory.
         """
         size = max(1, 8 * layout.num_integers + 4 * layout.size)

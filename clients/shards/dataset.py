@@ -29,7 +29,7 @@ class ReadOptions:
 
     Attributes:
         version: The one that is wanted; any if empty.
-        order: Of an epoch: ``examples`` as data in memory is read, or ``shards``,
+        order: Order of an epoch: ``examples`` as data in memory is read, or ``shards``,
             which reads each shard once (``clients.shards.order``).
         window: Shards whose examples are shuffled together in the order ``shards``.
         memory_bytes: Of the shards that are open.

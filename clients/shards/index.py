@@ -70,7 +70,7 @@ class Split:
     """The training or the held-out part of a dataset.
 
     Attributes:
-        examples: Of all its shards.
+        examples: Number of examples in all its shards.
         input_shape: Shape of one example's inputs.
         targets: ``none``, ``class`` (one integer per example) or ``array``.
         target_shape: Shape of one example's targets.

@@ -31,10 +31,10 @@ class RowLayout:
     Attributes:
         examples: How many.
         first: Number of the first in its split.
-        input_shape: Of one example.
+        input_shape: Input shape of one example.
         input_type: NumPy's name of the type.
         has_classes: Whether each example has a class.
-        target_shape: Of one example.
+        target_shape: Target shape of one example.
         target_type: Empty if there are no targets but classes.
     """
 

@@ -46,7 +46,7 @@ class LossScale:
         """Begin with a large scale.
 
         Args:
-            precision: Of the job.
+            precision: Precision of the job.
             peers: The site's ranks, which skip the same steps.
         """
         self._is_used = precision == "fp16"

@@ -46,7 +46,7 @@ class InterruptedSteps:
             kept: Where the state is kept.
             round_index: Number of the round, from 1.
             start: Computes ``kept_steps.start_digest`` of what training begins with.
-            pool: Of the model.
+            pool: Pool of the model's instances.
             model: It.
             optimizer: Its optimiser.
             seed: What the global generators begin with where the model draws.

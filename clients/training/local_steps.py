@@ -236,7 +236,7 @@ class LocalOptimizer:
         In float16, one whose gradients overflow is skipped.
 
         Args:
-            number: Of the step, counted over the run from 0.
+            number: Number of the step, counted over the run from 0.
         """
         if self._scale.unscale_(self._parameters):
             self._take(number)

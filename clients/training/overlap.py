@@ -79,7 +79,7 @@ def arrived(
     Args:
         own_m: The site's own, after the steps that it took ahead.
         integers_m: The model's.
-        layout: Of the model.
+        layout: Layout of the model.
     """
     largest_m = np.maximum(own_m, integers_m)
     found_m = np.where(layout.integer_mask(Role.MAX), largest_m, integers_m)

@@ -137,8 +137,8 @@ def check_scores(outputs: Tree, inputs: Tree, start: int, part: str) -> None:
     """Check that every record has scores to choose a class by.
 
     Args:
-        outputs: Of a batch, with a row for each record.
-        inputs: Of the batch.
+        outputs: Outputs of a batch, with a row for each record.
+        inputs: Inputs of the batch.
         start: Number of its first record in the part.
         part: Which part of the data source it is from.
 
@@ -176,7 +176,7 @@ def columns_of(training: TrainingSpec, outputs: Tree) -> Columns:
 
     Args:
         training: The job's table.
-        outputs: Of a batch.
+        outputs: Outputs of a batch.
 
     Raises:
         SiteError: There is no tensor among them.

@@ -166,7 +166,7 @@ def event_of(
     Args:
         job: Sets the batch size and the local steps.
         num_records: Training records that the site holds.
-        mechanism: Of ``PrivateTraining.mechanism``.
+        mechanism: Returned by ``PrivateTraining.mechanism``.
 
     Raises:
         SiteError: The site holds too few records.
@@ -188,7 +188,7 @@ def events_by_round(
         job: The job; larger steps of later rounds (``training.accumulate_from``) have
             a larger sampling rate. The schedule is in the job, so no data decides it.
         num_records: Training records that the site holds.
-        mechanism: Of ``PrivateTraining.mechanism``.
+        mechanism: Returned by ``PrivateTraining.mechanism``.
 
     Returns:
         First round of each kind, increasing from 1, and the event of one such round.

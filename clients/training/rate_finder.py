@@ -51,8 +51,8 @@ class RateRange:
     """Losses by learning rate.
 
     Attributes:
-        rates: Of each step, growing.
-        losses: Of each step's batch, before the step.
+        rates: Rate of each step, growing.
+        losses: Loss of each step's batch, before the step.
         smoothed: Their running mean.
         diverged: Whether the test ended because the loss grew.
         skipped: Steps that float16 did not take, since gradients overflowed.
@@ -237,7 +237,7 @@ class RangeRecord:
 
         Args:
             rate: Its learning rate.
-            loss: Of its batch, before the step.
+            loss: Loss of its batch, before the step.
             is_skipped: Whether float16 did not take it. An infinite loss of such a
                 step has changed no weight, so it counts only if it does not pass.
         """

@@ -86,7 +86,7 @@ class TrainResult(Generic[SealedT]):
         num_examples: As in ``LocalResult``.
         num_steps: As there.
         training: As there.
-        evaluation_after: Of the site's own model, if asked.
+        evaluation_after: Evaluation of the site's own model, if asked.
     """
 
     sealed: SealedT
@@ -103,7 +103,7 @@ class WorkResult(Generic[SealedT]):
 
     Attributes:
         trained: None if the task was to evaluate only.
-        evaluation: Of the global model, if asked.
+        evaluation: Evaluation of the global model, if asked.
         phases: Where the time went.
         resources: What the work took.
 

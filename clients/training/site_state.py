@@ -72,7 +72,7 @@ class SiteState:
     """The state of one site in one run.
 
     Attributes:
-        layout: Of the run's model.
+        layout: Layout of the run's model.
         store: The site's own.
         rounds: States that stay, newest first: one more than the rounds that a
             coordinator may go back.

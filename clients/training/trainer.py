@@ -122,7 +122,7 @@ class TorchTrainer:
         held_out: What to evaluate on.
         private: Makes every gradient differentially private; None for none.
         peers: The site's other ranks; each of them calls what this one calls.
-        seed: Of the order of examples and of what a model draws in training; the
+        seed: Seed of the order of examples and of what a model draws in training; the
             job's by default.
         ends_early: Asked after every local step: whether to take no more, since the
             machine is about to go. What the steps have led to is the round's result.

@@ -66,7 +66,7 @@ def encode(
     Args:
         weights_d: The global weights that training began with, shape ``(d,)``.
         result: What training produced.
-        codec: Of updates.
+        codec: Codec of updates.
         seed: The round.
         residual_d: What earlier updates have left out; replaced.
 

@@ -46,7 +46,7 @@ class LoopTrainer:
         pool: Where models come from, each with its Trainer.
         train: What to train on.
         held_out: What to evaluate on.
-        seed: Of the order of examples and of what a model draws in training; the
+        seed: Seed of the order of examples and of what a model draws in training; the
             job's by default.
         ends_early: Asked after every local step: whether to take no more, since the
             machine is about to go.

@@ -129,7 +129,7 @@ class ContainerPool:
         """End what ``run_once`` of a command that was killed has left running.
 
         Args:
-            name: Of the node.
+            name: Name of the node.
 
         Raises:
             ComputeError: It could not be ended.

@@ -69,7 +69,7 @@ class GcePool:
 
     Attributes:
         project: Id of the project.
-        clients: Of google-cloud-compute.
+        clients: Clients of google-cloud-compute.
         retry: How to repeat what fails for a moment.
     """
 

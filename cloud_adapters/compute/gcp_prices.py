@@ -136,7 +136,7 @@ class GcpPrices:
 
     Attributes:
         key: An API key for the Cloud Billing API.
-        url: Of the service.
+        url: URL of the service.
     """
 
     key: str = field(repr=False)

@@ -43,7 +43,7 @@ class KubePool:
     Attributes:
         namespace: Where they are.
         place: Cluster and namespace, for messages.
-        clients: Of the official library.
+        clients: Clients of the official library.
         clock: Tells time.
         tries: How often to make a request that fails for a moment.
         page_size: How many jobs to ask for at once.

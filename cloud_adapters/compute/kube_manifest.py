@@ -81,7 +81,7 @@ def job(spec: NodeSpec, digest: str) -> Manifest:
 
     Args:
         spec: The node; ``limits`` is stated.
-        digest: Of the launch's token.
+        digest: Digest of the launch's token.
     """
     labels = {**labels_of(spec), TOKEN_LABEL: digest}
     if spec.head is not None:

@@ -105,8 +105,8 @@ def joined(folder: Path, node_id: str, line: Line, serves: str = "") -> Iterator
     """Have a network for one node, until no process is left in it.
 
     Args:
-        folder: Of all nodes.
-        node_id: Of this one.
+        folder: Folder of all nodes.
+        node_id: ID of this node.
         line: What connects it to the bridge.
         serves: Its address, if the others are to reach it there; see ``served``.
 

@@ -63,7 +63,7 @@ def serve(
     """Be a node until it is asked to end, its time is over or ``stopped`` is set.
 
     Args:
-        folder: Of the node.
+        folder: Folder of the node.
         clock: Tells time.
         stopped: Set it to end the node.
         started: Called as soon as the node is one, or was before.

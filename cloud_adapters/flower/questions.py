@@ -132,7 +132,7 @@ class Batch:
     """The open tasks of one call of ``FlowerGrid.send``.
 
     Attributes:
-        task_ids: Of its tasks, by their places.
+        task_ids: IDs of its tasks, by their places.
         deadline_seconds: How long a site may take.
         waiting: Tasks that have not gone out, with their places.
         ahead: How far they may go out ahead of the next one to be handed on.

@@ -73,7 +73,7 @@ def instruction(
 
     Args:
         task: Weights are float32, shape ``(d,)``; integers int64, shape ``(m,)``.
-        layout: Of the run's model.
+        layout: Layout of the run's model.
         spec: The app's names.
         settings: See ``settings_of``.
     """
@@ -100,7 +100,7 @@ def read_update(
     Args:
         content: What it sent.
         task: What it answers.
-        layout: Of the run's model.
+        layout: Layout of the run's model.
         spec: The app's names.
         evaluation: Of the global weights, from its other answer; None if not asked.
 

@@ -81,7 +81,7 @@ class FlowerApps(FlowerApi):
         Args:
             api: Flower's own grid.
             job: Says what each app calls things.
-            layout: Of the run's model.
+            layout: Layout of the run's model.
             nodes: The node of each site that runs an app and takes part.
         """
         self._api = api

@@ -42,7 +42,7 @@ def answer(request: bytes) -> bytes:
     """Answer a SuperNode that asks for the bundle of a run.
 
     Args:
-        request: Of Flower's call ``get-fab``.
+        request: Request of Flower's call ``get-fab``.
 
     Returns:
         What a SuperLink answers, with the bundle of this release.

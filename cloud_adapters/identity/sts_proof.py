@@ -111,7 +111,7 @@ class StsVerifier:
         """Say which machine has signed a question.
 
         Args:
-            proof: Of ``prove``.
+            proof: Returned by ``prove``.
             binding: What it must have been made for.
             region: Whose STS to ask, as the operator says.
 

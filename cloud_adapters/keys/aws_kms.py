@@ -96,9 +96,9 @@ class AwsKms:
         """Use a key; nothing is asked yet.
 
         Args:
-            arn: Of a key or an alias.
+            arn: ARN of a key or an alias.
             endpoint_url: Instead of the region's own.
-            client: Of boto3, instead of one with the environment's credentials.
+            client: Client of boto3, instead of one with the environment's credentials.
             retry: How often to try.
 
         Raises:

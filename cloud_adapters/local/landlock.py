@@ -35,7 +35,7 @@ def hide(folder: Path, names: Collection[str]) -> bool:
 
     Args:
         folder: Where they are.
-        names: Of the files, which need not exist.
+        names: Names of the files, which need not exist.
 
     Returns:
         Whether they are hidden now: false where the kernel has no Landlock.

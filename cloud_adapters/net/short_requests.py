@@ -35,9 +35,9 @@ def ask(
     Args:
         url: ``https://``, or ``http://`` if the operator has configured that.
         max_bytes: Longest answer.
-        method: Of HTTP.
-        body: Of the request.
-        headers: Of the request; ``Host`` replaces the URL's.
+        method: HTTP method.
+        body: Body of the request.
+        headers: Headers of the request; ``Host`` replaces the URL's.
 
     Raises:
         PlatformUnavailable: There is no answer, or it is too long.

@@ -57,8 +57,8 @@ class ProxySettings:
 
     Attributes:
         listen: ``ADDRESS:PORT`` where sites connect.
-        superlink_port: Of the SuperLink on the loopback.
-        service_port: Of health and enrolment on the loopback.
+        superlink_port: Port of the SuperLink on the loopback.
+        service_port: Port of health and enrolment on the loopback.
         folder: Holds ``ca.crt``, ``ca.crl``, ``server.crt`` and ``server.key``.
         work: Folder of nginx's own: configuration, pid, logs, what does not fit into
             memory.

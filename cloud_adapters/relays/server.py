@@ -105,13 +105,13 @@ class CloudServer(loopback_http.Server):
 
         Args:
             desk: What sites are asked.
-            context: Of TLS, with a certificate.
+            context: TLS context, with a certificate.
             host: Address of this machine to listen at.
             port: Where to listen; 0 for any that is free.
             clock: Measures how long requests take.
             scratch: Folder for long answers, on a disk with room for those of all
                 sites; None to hold them in memory.
-            limits: Of time and connections.
+            limits: Limits of time and connections.
         """
         self.desk, self.limits, self.clock = desk, limits, clock
         self.scratch, self._context = scratch, context

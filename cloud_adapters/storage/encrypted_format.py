@@ -104,8 +104,8 @@ class Trailer:
 
     Attributes:
         size: Bytes of the content.
-        crc32c: Of the content, as 8 hexadecimal digits.
-        sha256: Of the content, as 64 hexadecimal digits.
+        crc32c: CRC32C of the content, as 8 hexadecimal digits.
+        sha256: SHA-256 of the content, as 64 hexadecimal digits.
         metadata_digest: SHA-256 of the object's metadata; 32 bytes.
     """
 

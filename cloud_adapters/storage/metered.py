@@ -33,8 +33,8 @@ def way_to(scheme: str, region: str, *, from_cloud: str, from_region: str) -> st
     """Name the route between a place and a store, which determines the price.
 
     Args:
-        scheme: Of the store's URL.
-        region: Of the bucket; empty if unknown.
+        scheme: Scheme of the store's URL.
+        region: Region of the bucket; empty if unknown.
         from_cloud: Cloud of the place: ``aws``, ``gcp``, another, or empty if unknown.
         from_region: Its region there; empty if unknown.
 

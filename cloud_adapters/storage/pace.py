@@ -26,7 +26,7 @@ def in_time(
     and one that has all its bytes is done, however slowly they came.
 
     Args:
-        pieces: Of the body, each waited for no longer than the socket's timeout;
+        pieces: Pieces of the body, each waited for no longer than the socket's timeout;
             closed at the end.
         doing: For the message: ``read s3://bucket/key``.
         clock: Tells time.

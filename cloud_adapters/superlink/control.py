@@ -40,7 +40,7 @@ class FlowerControl:
         Args:
             address: ``127.0.0.1:PORT``.
             root_certificates: PEM of the authority that speaks for it.
-            secret: Of its interface Control.
+            secret: Secret of its Control API.
         """
         self._address = address
         self._client = ControlHttpClient.from_server_address(

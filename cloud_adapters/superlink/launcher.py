@@ -69,7 +69,7 @@ class Launch:
     """What a coordinator's process is given through its standard input.
 
     Attributes:
-        address: Of the SuperLink.
+        address: Address of the SuperLink.
         authority: File of the certificates that speak for it.
         bundle: SHA-256 of the only bundle that may be loaded, in hexadecimal.
         parent: Process with which it ends.

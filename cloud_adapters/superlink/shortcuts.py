@@ -57,7 +57,7 @@ def only_for(prefix: str, call: Call) -> Call:
     """Restrict a middleware to the paths of one interface.
 
     Args:
-        prefix: Of these paths.
+        prefix: Prefix of these paths.
         call: Its ``__call__``; it keeps the next application as ``app``.
     """
 
@@ -83,7 +83,7 @@ class _Next:
 
     Attributes:
         app: The application.
-        scope: Of the request.
+        scope: Scope of the request.
         receive: Its body.
         send: Takes the answer.
         has_begun: Whether there is one.

@@ -42,7 +42,7 @@ class Reference:
         field: The message's field that it is.
         name: Last part of the object's key, 32 hexadecimal digits.
         size: Bytes.
-        sha256: Of the content, 64 hexadecimal digits.
+        sha256: SHA-256 of the content, 64 hexadecimal digits.
         message: Which of the messages in one frame has the field; 0 if there is one.
     """
 

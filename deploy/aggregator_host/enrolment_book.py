@@ -128,7 +128,7 @@ class EnrolmentBook:
     """The whole record.
 
     Attributes:
-        version: Of the file.
+        version: Version of the file.
         invitations: That may still be used.
         bound: The same of machines; one for a site at most.
         members: Enrolled sites.

@@ -24,7 +24,7 @@ class RosterSignature:
     """An operator's signature of a roster.
 
     Attributes:
-        digest: Of the roster, hexadecimal.
+        digest: Digest of the roster, hexadecimal.
         signature: Hexadecimal.
     """
 

@@ -59,7 +59,7 @@ class SiteRow:
             revoked; seconds since 1970.
         organisation: Who answers for it; empty where that is not known.
         release: Release of crossfed that it last came with; likewise.
-        fingerprint: Of its identity; likewise.
+        fingerprint: Fingerprint of its identity; likewise.
     """
 
     site: str
@@ -76,8 +76,8 @@ class Overview:
 
     Attributes:
         sites: Invited, then enrolled, then revoked.
-        serial: Of the roster; 0 if there is none.
-        digest: Of the roster, hexadecimal; empty while it has no sites.
+        serial: Serial of the roster; 0 if there is none.
+        digest: Digest of the roster, hexadecimal; empty while it has no sites.
     """
 
     sites: tuple[SiteRow, ...]

@@ -21,7 +21,7 @@ def command(
     """Return the command that starts a SuperExec.
 
     Args:
-        address: Of the SuperLink, ``127.0.0.1:PORT``.
+        address: Address of the SuperLink, ``127.0.0.1:PORT``.
         folder: The aggregator's: its authority speaks for the SuperLink, and its
             secrets are hidden from coordinators.
         bundle: SHA-256 of the only bundle that is started, in hexadecimal.

@@ -80,7 +80,7 @@ class Attack:
     Attributes:
         sites: Whose promise is tested; empty for every site's.
         canaries: m, at each of them.
-        confidence: Of the bounds.
+        confidence: Confidence of the bounds.
         random_bytes: Draws which canaries are in.
     """
 

@@ -115,7 +115,7 @@ def forecast(
 
     Args:
         federation: The job, its model and its data.
-        clock: Of the plan of privacy.
+        clock: Clock of the privacy plan.
         speeds: A speeds file.
 
     Raises:

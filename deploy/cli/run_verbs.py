@@ -75,7 +75,7 @@ def follow(
     """Show a run until it ends; Ctrl-C does not stop the run.
 
     Args:
-        options: Of the verb.
+        options: Options of the verb.
         run: Folder whose events are shown.
         look: Called again and again while nothing happens in it.
         is_pause: Whether the caller resumes it if it was stopped: that is no outcome.

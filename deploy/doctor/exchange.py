@@ -30,7 +30,7 @@ def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Ch
     """Write and read an object, as a run would.
 
     Args:
-        spec: Of the store.
+        spec: Settings of the store.
         site: Whose configuration names it; None for the aggregator's.
         clock: Measures how long it takes.
     """

@@ -63,9 +63,9 @@ class _Trial:
 
     Attributes:
         store: It.
-        scheme: Of its URL.
-        key: Of the object that is written.
-        content: Of that object.
+        scheme: Scheme of its URL.
+        key: Key of the object that is written.
+        content: Content of that object.
     """
 
     store: ObjectStore
@@ -120,7 +120,7 @@ def checks(url: str, options: StoreOptions) -> Iterator[Check]:
     """Test a store until the first failure.
 
     Args:
-        url: Of the store, as in a job.
+        url: URL of the store, as in a job.
         options: What the URL does not say.
     """
     options = replace(options, retry=Retry(deadline_seconds=PATIENCE_SECONDS))

@@ -97,7 +97,7 @@ class ContainerAggregator:
     """An aggregator in a container.
 
     Attributes:
-        image: Of its container.
+        image: Image of its container.
         folder: Its folder on this host.
         pool: Runs its container.
         labels: By which its container is found.

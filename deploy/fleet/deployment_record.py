@@ -74,8 +74,8 @@ def adopt(folder: Path, name: str, owner: str) -> None:
     so that a command there finds them as its own.
 
     Args:
-        folder: Of the deployment; it is made if there is none.
-        name: Of the deployment.
+        folder: Folder of the deployment; it is made if there is none.
+        name: Name of the deployment.
         owner: Random name of the other folder.
 
     Raises:

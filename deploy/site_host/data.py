@@ -73,7 +73,7 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
     Args:
         file: Names the data.
         data: Training and held-out data, as they are now.
-        memory: Of the site.
+        memory: Memory of the site.
 
     Raises:
         SiteError: They cannot be read; only the site's log says why.

@@ -71,7 +71,7 @@ class SiteEnrolled:
     Attributes:
         site: Its name.
         expires: When its certificate expires, in seconds since 1970.
-        fingerprint: Of its identity, for people to compare.
+        fingerprint: Fingerprint of its identity, for people to compare.
         roster: The roster that it trusts.
         newer: A newer roster that the aggregator has; None if there is none.
     """
@@ -100,7 +100,7 @@ def enroll(
 
     Args:
         token: What the aggregator's operator has sent.
-        folder: Of the site; it is made if there is none.
+        folder: Folder of the site; it is made if there is none.
         organisation: Who answers for the site, in words.
         clock: Tells time.
         connect: Opens the connection.

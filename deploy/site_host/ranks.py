@@ -235,7 +235,7 @@ def ranked_trainer(
         job: Trained by all ranks.
         file: The site's configuration.
         layout: Layout of the model.
-        private: Of the site's plan; ranks draw their keys themselves.
+        private: Plan of private steps; ranks draw their keys themselves.
         statistics: What records are standardised by; None for nothing.
         order_seed: Of the order of examples, below 2^256; the job's seed by default.
 

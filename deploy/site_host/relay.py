@@ -66,7 +66,7 @@ def serve(
         path: ``site.toml``.
         port: Where to listen on the loopback; 0 for any that is free.
         stopped: Ends it.
-        clock: Of waits and of times in its log.
+        clock: Clock of waits and of times in its log.
         listener: Called with a word about what happens.
 
     Raises:

@@ -115,7 +115,7 @@ def open_run(
         config: The operator's ``site.toml``.
         keys: Under secure aggregation.
         folder: What the site keeps of this run.
-        clock: Of the ledger.
+        clock: Clock of the ledger.
         stated: What all sites have stated that they need; None unless noise is in the
             sum.
         stack: Closes what was opened.

@@ -69,7 +69,7 @@ def serve(
     Args:
         path: ``site.toml``.
         departure: Ends it, and says why.
-        clock: Of the agent.
+        clock: Clock of the agent.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
         standby: Called before the site waits for the machine that holds its home.

@@ -32,7 +32,7 @@ class VerifiedExport:
     Attributes:
         url: Where it is.
         run_id: The run that the model is of.
-        public_key: Of the signer, in hexadecimal digits.
+        public_key: Public key of the signer, in hexadecimal digits.
         sha256: Digests of all files by name, as they were read.
     """
 
@@ -46,7 +46,7 @@ def sign(identity: Identity, run_id: str, files: Mapping[str, str]) -> bytes:
     """Sign an export: the content of ``signature.json``.
 
     Args:
-        identity: Of the signer.
+        identity: Identity of the signer.
         run_id: ID of the exported run.
         files: SHA-256 of each file by name.
     """

@@ -121,7 +121,7 @@ def records_of(model: torch.nn.Module, data: Dataset, *, task: str) -> Tree:
     Args:
         model: The run's model.
         data: At least two records.
-        task: Of the job.
+        task: Task of the job.
 
     Raises:
         JobError: There are fewer.

@@ -128,7 +128,7 @@ def examine(path: Path, key: HeadKey | None = None) -> Finding:
 
     Args:
         path: The file.
-        key: Of the site, which must have signed its head; None to believe the head.
+        key: Key of the site, which must have signed its head; None to believe the head.
     """
     try:
         contents = read_file(path, key)

@@ -61,8 +61,8 @@ def check_parity(
     """Compare the outputs of two models for the same records.
 
     Args:
-        reference: Of the run's model, records first.
-        found: Of the exported model, in the same order: arrays or tensors.
+        reference: Results of the run's model, records first.
+        found: Results of the exported model, in the same order: arrays or tensors.
         tolerance: Largest relative error.
 
     Raises:

@@ -39,7 +39,7 @@ class PredictionsFile:
     """What was predicted.
 
     Attributes:
-        sha256: Of the model's file.
+        sha256: SHA-256 of the model's file.
         path: The file of predictions.
         records: How many records it has.
         metrics: The task's results on these records by name; empty without labels.
@@ -66,7 +66,7 @@ def predict(
         run: A run that has left a model.
         source: ``module:function`` or the URL of a dataset; ``job`` for the data source
             of the run's own job, whose options are kept unless ``options`` has them.
-        options: Of the source.
+        options: Options of the source.
         out: A new file, ending in ``.jsonl``, ``.npz`` or ``.parquet``.
         split: Which part of the source: ``held_out``, ``train`` or ``all``, which has
             the training part first, and says of each record which one it is.

@@ -94,7 +94,7 @@ def opened(
     Args:
         place: URL; or a folder, run id or job's name.
         root: Folder of all runs.
-        key: Of the objects. Without it, that of the run's job.
+        key: Key of the objects. Without it, that of the run's job.
         service: Where the store of a URL is, if that is not what the URL says.
         is_changed: Whether no other process of this machine may work on the run.
 

@@ -23,7 +23,7 @@ class LedgerMark:
 
     Attributes:
         seq: Its place; the header is 0.
-        hash: Of the line, which covers all lines before it.
+        hash: Hash of the line, which covers all lines before it.
     """
 
     seq: int
@@ -53,7 +53,7 @@ def marks_below(
     stays, so that ``spending.spent`` finds it and ends the search.
 
     Args:
-        folder: Of the trial's run.
+        folder: Folder of the trial's run.
         before: Earlier marks.
     """
     found = dict(before)

@@ -41,7 +41,7 @@ class SelectionDraw:
 
     Attributes:
         trials: How many there are.
-        seed: Of their values.
+        seed: Seed of their values.
     """
 
     trials: int
@@ -172,10 +172,10 @@ def release(
     a name that follows from these.
 
     Args:
-        folder: Of the search.
+        folder: Folder of the search.
         space: What was searched.
-        run: Of the best trial.
-        values: Of the keys that were searched.
+        run: Run of the best trial.
+        values: Values of the keys that were searched.
         value: The metric of the best trial.
         found: What it costs.
 

@@ -60,7 +60,7 @@ def check_sound(space: "Space", number: int, values: "Mapping[str, Choice]") -> 
 
     Args:
         space: What is searched.
-        number: Of the trial, from 0.
+        number: Number of the trial, from 0.
         values: That were drawn for it.
 
     Raises:

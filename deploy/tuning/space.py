@@ -98,13 +98,13 @@ class TuneSpec:
         job: The job file whose keys are searched, relative to this file.
         trials: How many runs there are; with `privacy.selection` their expected number.
         space: The keys and their values.
-        name: Of the search; by default, the job's name.
+        name: Name of the search; by default, the job's name.
         metric: `loss`, `accuracy`, or a metric of the job's objective, of the last
             model of a run.
         direction: `minimize` or `maximize`; needed for metrics of your own.
         sampler: How values are chosen: `tpe` (tree-structured Parzen estimators),
             `cma_es` (numbers only), `evolutionary` (NSGA-II) or `random`.
-        seed: Of the choice of values; drawn secretly with `privacy.selection`.
+        seed: Seed of the choice of values; drawn secretly with `privacy.selection`.
         pruner: When a trial ends early.
         engine: `inproc`, or `virtual`: trials run in virtual time, with the speeds in
             `simulation.machines` of the job.
@@ -131,7 +131,7 @@ class Space:
     Attributes:
         spec: What the file says, with defaults filled in.
         document: The job, without the keys that are searched.
-        path: Of the job file, beside which files of users are found.
+        path: Path of the job file, beside which files of users are found.
     """
 
     spec: TuneSpec

@@ -29,7 +29,7 @@ class SearchSpending:
     """What a search has spent.
 
     Attributes:
-        events: Of all trials, by site and purpose.
+        events: Events of all trials, by site and purpose.
         delta: The largest of the ledgers.
         trials: The same of each trial, in their order.
     """
@@ -112,10 +112,10 @@ def refusal(
     far is counted at what its delta leaves.
 
     Args:
-        job: Of the trial.
+        job: Job of the trial.
         so_far: What earlier trials have spent.
-        epsilon_cap: Of all trials.
-        delta: Of all trials.
+        epsilon_cap: Cap of all trials together.
+        delta: Delta of all trials.
     """
     private = job.privacy.differential_privacy
     # A search with a budget is refused if its job has none of them.

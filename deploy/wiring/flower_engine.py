@@ -36,7 +36,7 @@ class FlowerSimulation:
     Attributes:
         layout: Layout of its model.
         folder: The run's folder, where sites keep what never leaves them.
-        clock: Of deadlines.
+        clock: Clock of deadlines.
     """
 
     job: JobSpec

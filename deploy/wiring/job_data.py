@@ -111,7 +111,7 @@ def shard(
     Args:
         source: ``module:function``, or the URL of another dataset.
         url: Where to.
-        options: Of the source.
+        options: Options of the source.
         name: What the dataset is called.
         report: Is told of progress.
         service: Where the store of ``url`` is, if that is not what the URL says.

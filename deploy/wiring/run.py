@@ -76,7 +76,7 @@ class InProcess:
     Attributes:
         sites: Who they are.
         make: Makes one of them, at first and after a restart.
-        clock: Of deadlines and faults.
+        clock: Clock of deadlines and faults.
         faults: Misfortunes to rehearse.
     """
 

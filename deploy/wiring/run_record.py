@@ -40,7 +40,7 @@ class RunRecord:
         run: The run's folder; None to keep everything in memory.
         pool: Holds the model: its layout, and what of it is frozen.
         clock: Tells time.
-        meters: Of every store of the run.
+        meters: Meters of every store of the run.
         introduce: Makes the events about data and promises, once the run has
             begun.
         listeners: Called with every event after it has been noted.

@@ -72,7 +72,7 @@ class StoreMeters:
             store: Any; the encrypted bytes are counted of one that is below an
                 encrypted one.
             user: By whom.
-            region: Of the bucket; empty if unknown.
+            region: Region of the bucket; empty if unknown.
             cache: What reads of this user are spared by.
         """
         scheme = store.url.partition("://")[0]

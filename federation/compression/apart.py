@@ -30,7 +30,7 @@ def fitted(
 
     Args:
         links: The codecs.
-        layout: Of the model.
+        layout: Layout of the model.
         sent_d: Marks the values of the site's updates, shape ``(d,)``; all by default.
     """
     spans = tuple(_spans(layout))

@@ -36,7 +36,7 @@ class Levels:
     """Records of a scale and one code for each value.
 
     Attributes:
-        bits: Of a code, 8 or 4.
+        bits: Bits of a code, 8 or 4.
         top: The largest level, in scales.
         nearest: Values by their scale to codes.
         levels: Levels by code, of shape ``(2 ** bits,)``.

@@ -81,7 +81,7 @@ class Codec(Protocol):
             out: Where the words go. May be the beginning of the vector's own memory.
             residual_d: What earlier words of this sender have left out; added before
                 encoding. Holds afterwards what these leave out.
-            seed: Of the round, the same at every party; not secret.
+            seed: Seed of the round, the same at every party; not secret.
 
         Raises:
             BeyondCodec: A value cannot be encoded; ``out`` is then of no use.
@@ -95,7 +95,7 @@ class Codec(Protocol):
         found here: who folds them looks for these.
 
         Args:
-            words: Of the codec's type.
+            words: Words of the codec's type.
             size: Values of the vector that they should stand for.
         """
         ...

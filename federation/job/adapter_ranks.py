@@ -62,8 +62,8 @@ def fixed_part(name: str, rank: int) -> tuple[slice, ...] | None:
     """Index of what a site of some rank does not train of a tensor; None for nothing.
 
     Args:
-        name: Of the tensor, in the model's state.
-        rank: Of the site.
+        name: Name of the tensor, in the model's state.
+        rank: Rank of the site.
     """
     axis = rank_axis(name)
     if axis is None:
@@ -203,7 +203,7 @@ def check_adapters(job: JobSpec, layout: Layout) -> None:
 
     Args:
         job: Names the ranks of its sites.
-        layout: Of its model.
+        layout: Layout of its model.
 
     Raises:
         JobError: The model has no adapters, they have too small a rank, or no site

@@ -35,7 +35,7 @@ def check_factors(factors: Iterable[Factors], layout: Layout) -> None:
 
     Args:
         factors: All adapters.
-        layout: Of the model.
+        layout: Layout of the model.
 
     Raises:
         JobError: A factor stays at its site, or a weight is also that of another layer.

@@ -98,7 +98,7 @@ class PlainGather:
     """Every update is seen, checked and folded in on arrival.
 
     Attributes:
-        layout: Of the model.
+        layout: Layout of the model.
         grid: The way to the sites.
         weight_of: How much an update counts.
         combine: Combines the updates.

@@ -70,7 +70,7 @@ class ChosenSteps:
     """The local steps of a round, and why.
 
     Attributes:
-        steps: Of the run, counted from 0.
+        steps: Steps of the run, counted from 0.
         reason: ``start`` (nothing is measured yet), ``measured``, or ``probe`` (a
             round of another length, to tell steps from waiting).
         pace: As measured; None if it is not known.
@@ -131,7 +131,7 @@ def batches_before(training: TrainingSpec, round_index: int, first_step: int) ->
     """Batches of the run that a site has taken before a round.
 
     Args:
-        training: Of the job.
+        training: The job's ``training`` table.
         round_index: The round, from 1.
         first_step: Local steps of the run before it.
     """
@@ -161,7 +161,7 @@ def pace_of(times: Sequence[RoundTime], *, overlap_steps: int) -> Pace | None:
     """Measure the pace of rounds; None if they do not show it.
 
     Args:
-        times: Of earlier rounds, in their order.
+        times: Times of earlier rounds, in their order.
         overlap_steps: Steps of a round that are taken while messages are on their way.
     """
     if not times:

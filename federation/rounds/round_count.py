@@ -15,7 +15,7 @@ def completed_rounds(events: Iterable[Event]) -> int:
     them replaces what the one before it said.
 
     Args:
-        events: Of all coordinators of one run, in their order.
+        events: Events of all coordinators of one run, in their order.
     """
     completed: set[int] = set()
     for event in events:

@@ -141,8 +141,8 @@ class RoundEvents:
 
         Args:
             model_round: Rounds that made the model.
-            verdicts: Of the round.
-            sums: Of the round.
+            verdicts: Verdicts of the round.
+            sums: Sums of the round.
             replies: Of an exchange only for evaluation; else they came with updates.
         """
         pooled = sums.pooled_evaluation()

@@ -50,7 +50,7 @@ class RoundRecord:
         verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
-        counted: Of each site whose update has a weight, the round of its task.
+        counted: For each site whose update has a weight, the round of its task.
         members: Who takes part, as far as this round has shown.
         steps: Local steps of the run that sites take; None for the job's number.
     """

@@ -41,7 +41,7 @@ class RoundVerdicts:
     Attributes:
         kind: What the sites were asked for.
         cohort: Who was asked.
-        layout: Of the model.
+        layout: Layout of the model.
         in_secret: Whether there is secure aggregation: then the only sound answer is
             a ``MaskedUpdate``.
         based_on: The round whose model answers are based on; by default the one

@@ -34,7 +34,7 @@ def score_of(job: JobSpec, sums: RoundSums, score: Score) -> float | None:
 
     Args:
         job: Names the metric and the combine rule.
-        sums: Of the round.
+        sums: Sums of the round.
         score: The job's metric of results; None if they lack it.
 
     Returns:

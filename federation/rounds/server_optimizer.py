@@ -59,7 +59,7 @@ def take_step(
 
     Args:
         optimizer: The server optimiser.
-        layout: Of the model.
+        layout: Layout of the model.
         weights_d: theta; not changed.
         moments: The optimiser's state; overwritten.
         delta_f: Delta of a fragment, shape ``(f,)``; overwritten.
@@ -115,7 +115,7 @@ def keep_zeros_(layout: Layout, *, before_d: Vector, after_d: Vector) -> None:
     """Set parameters of a new model to zero where those of the one before are zero.
 
     Args:
-        layout: Of the model; running statistics are not parameters.
+        layout: Layout of the model; running statistics are not parameters.
         before_d: The model before the step, shape ``(d,)``.
         after_d: The model after it, shape ``(d,)``; overwritten.
     """

@@ -137,7 +137,7 @@ class Traffic:
     """What a job sends.
 
     Attributes:
-        layout: Of its model; what is frozen is not in its vectors.
+        layout: Layout of its model; what is frozen is not in its vectors.
         facts: What each site holds.
         secure: Sizes of its messages, if the job has secure aggregation.
         measured: Whether sites measure more than time, as they do but in virtual time.

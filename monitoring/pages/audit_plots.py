@@ -31,7 +31,7 @@ def draw_site(name: str, site: SiteFindings) -> Mapping[str, str]:
     """Draw both figures of a site: name to SVG text.
 
     Args:
-        name: Of the site, as identifiers in the page may hold it.
+        name: Name of the site, as identifiers in the page may hold it.
         site: What was found.
     """
     return draw(

@@ -92,7 +92,7 @@ class ModelFile:
 
     Attributes:
         size: Bytes.
-        sha256: Of its content, as 64 hexadecimal digits.
+        sha256: SHA-256 of its content, as 64 hexadecimal digits.
         num_tensors: Tensors in it.
         num_values: Values in all of them.
         types: Their types as the format names them, such as ``F32``.

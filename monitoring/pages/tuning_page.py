@@ -20,12 +20,12 @@ class TrialRow:
     Attributes:
         number: From 0.
         state: ``completed``, ``ended early``, ``failed`` or ``not finished``.
-        values: Of the keys that are searched, by their dotted names.
+        values: Values of the keys that are searched, by their dotted names.
         value: The metric of its last model; None unless it was completed.
         last: The metric that was reported last.
         rounds: Round of that report.
         reason: Why it failed; empty if it did not.
-        folder: Of its run.
+        folder: Folder of its run.
     """
 
     number: int
@@ -43,13 +43,13 @@ class Tuning:
     """A search, finished or not.
 
     Attributes:
-        name: Of the search.
+        name: Name of the search.
         metric: What is searched for.
         direction: ``minimize`` or ``maximize``.
         sampler: How values are chosen.
         wanted: Trials that there will be.
         trials: Those so far, in the order of their numbers.
-        ranges: Of each key its ends as a tuple, or its choices as a list.
+        ranges: For each key, its ends as a tuple, or its choices as a list.
         logarithmic: Keys that were drawn on a logarithmic axis.
         importance: Share of each key in how much results differ; they add up to 1.
         epsilon: What all trials have spent together: the largest of any site; None

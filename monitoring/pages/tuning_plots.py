@@ -43,8 +43,8 @@ def draw_tuning(
     Args:
         metric: What is searched for.
         is_larger_better: Whether a larger metric is better.
-        results: Of all trials, in the order of their numbers.
-        ranges: Of each key its ends as a tuple, or its choices as a list.
+        results: Results of all trials, in the order of their numbers.
+        ranges: For each key, its ends as a tuple, or its choices as a list.
         logarithmic: Keys on a logarithmic axis.
         importance: Share of each key.
     """

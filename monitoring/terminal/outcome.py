@@ -15,7 +15,7 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
 
     Args:
         view: The run.
-        status: Of a run whose last coordinator ended before its first event; by
+        status: Status of a run whose last coordinator ended before its first event; by
             default what the events say.
     """
     yield f"status      {status or view.status}"

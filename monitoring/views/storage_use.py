@@ -23,7 +23,7 @@ class StorageTotal:
     """All uses together.
 
     Attributes:
-        all_uses: Of all operations.
+        all_uses: Uses of all operations.
         spared_calls: Reads that disk caches made unnecessary.
         spared_bytes: What they would have received.
     """

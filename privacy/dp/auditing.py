@@ -150,7 +150,7 @@ def epsilon_lower_bound(
         canaries: m, see ``p_value``.
         guesses: r.
         correct: v.
-        delta: Of the guarantee in question.
+        delta: Delta of the guarantee in question.
         confidence: Above 0 and below 1, 0.95 for instance.
 
     Returns:
@@ -211,7 +211,7 @@ class Roc:
             false_positives: Largest share of the records that were out to be taken
                 for records that were in. With fewer than its inverse of these
                 records, not one may be.
-            confidence: Of the interval.
+            confidence: Confidence of the interval.
 
         Returns:
             The rate, and the ends of its Clopper-Pearson interval for this threshold.
@@ -324,7 +324,7 @@ def epsilon_of_independent(
         in_i: Scores of records that were in, shape ``(i,)``, in an order that says
             nothing of them.
         out_o: Scores of records that were out, shape ``(o,)``, likewise.
-        delta: Of the guarantee in question.
+        delta: Delta of the guarantee in question.
         confidence: Above 0 and below 1.
 
     Returns:

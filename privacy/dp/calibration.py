@@ -41,7 +41,7 @@ def noise_multiplier(
         delta: From ``accountant.MIN_DELTA``, below 1.
         sampling_rate: Probability of each record to be in a step, in (0, 1].
         steps: Steps of the whole run, those held in reserve included.
-        slack: Of each step; see ``events.Event``.
+        slack: Slack of each step; see ``events.Event``.
         beside: What else is released of the same records.
         more: Further steps with the same noise: sampling rate and number of each kind.
 

@@ -61,7 +61,7 @@ def scores_without_noise(is_in_m: Truth, events: Iterable[PrivacyEvent]) -> Scor
 
     Args:
         is_in_m: Which canaries are in, shape ``(m,)``.
-        events: Of the run.
+        events: Events of the run.
     """
     never = math.prod((1 - e.sampling_rate) ** e.steps for e in events)
     error = math.sqrt(2 * never * (1 - never) / max(1, int(is_in_m.sum())))
@@ -73,7 +73,7 @@ def one_run(curve: TradeOff, guesses: Guesses) -> float:
     """Test a curve by the number of right guesses, for any dependence of canaries.
 
     Args:
-        curve: Of adding or removing one canary.
+        curve: Curve of adding or removing one canary.
         guesses: Their number was fixed before scores were looked at.
 
     Returns:
@@ -101,7 +101,7 @@ def p_value_of_guesses(
     of v - 1, v - 2, ..., and their sum must not exceed 1.
 
     Args:
-        curve: Of adding or removing one canary.
+        curve: Curve of adding or removing one canary.
         canaries: m, each in the data with probability 1/2, independently.
         guesses: r at most m; which canaries are guessed may depend on the output.
         correct: v at most r.
@@ -154,7 +154,7 @@ def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> float:
     twice the smaller one.
 
     Args:
-        curve: Of adding or removing one canary.
+        curve: Curve of adding or removing one canary.
         scores_m: Shape ``(m,)``; the higher, the more a canary seems to be in.
         is_in_m: Shape ``(m,)``; whether it is.
 

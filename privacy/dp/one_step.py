@@ -34,7 +34,7 @@ def distributions(
     Args:
         noise_multiplier: Standard deviation over sensitivity, > 0.
         sampling_rate: Probability of the record to be in the step, in (0, 1].
-        width: Of a cell, > 0, in units of epsilon.
+        width: Width of a cell, > 0, in units of epsilon.
 
     Guarantee:
         Each dominates the true distribution but for the rounding of floats, by which

@@ -95,7 +95,7 @@ class _Waypoint:
     """A tensor inside a model.
 
     Attributes:
-        name: Of the module.
+        name: Name of the module.
         kind: ``input`` or ``output`` of any module; ``layer`` for what a trained layer
             was called with, ``gradient`` by what it gave, ``result`` of the model.
         values: Shape ``(B, ...)``.

@@ -41,7 +41,7 @@ class Revocations:
     """The contents of a revocation list.
 
     Attributes:
-        number: Of the list.
+        number: Number of the list.
         revoked: When each certificate was revoked, in seconds since 1970, by serial
             number.
     """
@@ -131,7 +131,7 @@ class Authority:
         """Certify a site by its signing request; PEM.
 
         Args:
-            name: Of the site; the name in the request is ignored.
+            name: Name of the site; the name in the request is ignored.
             request: PKCS #10, PEM.
 
         Raises:
@@ -167,7 +167,7 @@ class Authority:
 
         Args:
             revoked: When each was revoked, in seconds since 1970, by serial number.
-            number: Of the list, above that of the one before.
+            number: Number of the list, above that of the one before.
         """
         now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
         builder = (

@@ -59,12 +59,12 @@ class Proposal:
     """The run that the aggregator proposes to a site.
 
     Attributes:
-        version: Of this message.
+        version: Version of this message.
         job: Text of the job file.
         release: Release of crossfed at the aggregator.
         code_hash: Of the code that computes from a site's data; 64 hexadecimal digits.
         nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
-        anchors: Of the sites that have charged something in this run.
+        anchors: Anchors of the sites that have charged something in this run.
         num_values: Float values of the model, for relays, which do not build it.
     """
 
@@ -88,7 +88,7 @@ class Statements:
     """The answers of all sites of a run to its proposal, passed on to each.
 
     Attributes:
-        version: Of this message.
+        version: Version of this message.
         introductions: As they were signed, in base64.
     """
 
@@ -102,7 +102,7 @@ class Introduction:
     """A site's answer to a proposal.
 
     Attributes:
-        version: Of this message.
+        version: Version of this message.
         site: Its name.
         proposal: SHA-256 of the proposal, or of the statements, that this answers; 64
             hexadecimal digits.

@@ -49,7 +49,7 @@ def new(
     """Make an identity and its file.
 
     Args:
-        name: Of the site, or of the aggregator.
+        name: Name of the site, or of the aggregator.
         random_bytes: ``os.urandom``.
         out: The file, which must not exist; ``NAME.pem`` by default.
         passphrase_file: Its first line encrypts the file.

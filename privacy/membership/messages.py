@@ -65,8 +65,8 @@ class Enrolment:
 
     Attributes:
         kind: ``enrolment``.
-        version: Of this message.
-        secret: Of the token, hexadecimal; empty if a platform vouches.
+        version: Version of this message.
+        secret: Secret of the token, hexadecimal; empty if a platform vouches.
         site: Its name.
         organisation: Who answers for it, in words.
         release: Release of crossfed at the site.
@@ -101,7 +101,7 @@ class Renewal:
 
     Attributes:
         kind: ``renewal``.
-        version: Of this message.
+        version: Version of this message.
         site: Its name.
         made_at: When, in seconds since 1970.
         release: Release of crossfed at the site.
@@ -127,7 +127,7 @@ class EnrolmentReply:
     """The aggregator's answer.
 
     Attributes:
-        version: Of this message.
+        version: Version of this message.
         certificate: The site's, PEM; empty if none was asked for.
         roster: Text of the roster.
         signature: Of the roster by the operator of its sites, hexadecimal; empty if

@@ -50,10 +50,10 @@ class PinResult:
 
     Attributes:
         roster: The file.
-        digest: Of the roster, in hexadecimal digits; None for a draft.
+        digest: Digest of the roster, in hexadecimal digits; None for a draft.
         sites: How many it pins.
         party: Whose key was pinned.
-        fingerprint: Of that key.
+        fingerprint: Fingerprint of that key.
         changed: Whether the roster did not pin it before.
         missing: What the draft lacks; empty for a roster.
     """

@@ -18,7 +18,7 @@ def strays(url: str) -> Iterator[str]:
     The store never reads them, but a program that opens the folder itself would.
 
     Args:
-        url: Of a store. Others than folders have no strays.
+        url: URL of a store. Others than folders have no strays.
     """
     if not url.startswith(_SCHEME):
         return

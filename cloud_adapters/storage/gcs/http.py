@@ -52,9 +52,9 @@ class Ask:
 
     Attributes:
         doing: For messages: ``read gs://bucket/key``.
-        method: Of HTTP.
+        method: HTTP method.
         url: Below the endpoint; or whole, of an upload session.
-        params: Of the query.
+        params: Parameters of the query.
         headers: Besides those for authentication.
         body: The content.
         json: Instead of a body.

@@ -56,8 +56,8 @@ def told_apart(
 
     Args:
         http: The way to the service.
-        bucket: Of the object.
-        name: Of the object.
+        bucket: Bucket of the object.
+        name: Name of the object.
         doing: For messages.
         error: The refusal.
 

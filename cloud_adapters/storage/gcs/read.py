@@ -26,7 +26,7 @@ class ObjectRead:
 
     Attributes:
         http: The way to the service.
-        path: Of the object, below the endpoint.
+        path: Path of the object, below the endpoint.
         doing: For messages.
         version: The generation that it must be of, or None.
         clock: Tells how long a body takes.

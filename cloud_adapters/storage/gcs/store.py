@@ -75,7 +75,7 @@ class GcsStore:
 
         Args:
             bucket: Its name.
-            prefix: Of every key, without a slash at the end; empty for the whole
+            prefix: Prefix of every key, without a slash at the end; empty for the whole
                 bucket.
             endpoint: Instead of Google's own, such as a private network's. To one
                 without TLS goes no token, unless ``credentials`` are given.

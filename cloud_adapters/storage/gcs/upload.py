@@ -141,7 +141,7 @@ def insert(
         http: The way to the service.
         new: The object.
         content: All of it.
-        sums: Of the content; the service compares.
+        sums: Checksums of the content; the service compares.
         generation: That the object must have now; ``0`` for none, None for any.
 
     Raises:
@@ -169,7 +169,7 @@ class UploadSession:
     """The upload of one object, chunk by chunk.
 
     Attributes:
-        sums: Of what has been sent.
+        sums: Checksums of what has been sent.
         is_all_sent: Whether the last chunk is on its way, or has arrived.
     """
 

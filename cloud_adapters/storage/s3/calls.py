@@ -188,11 +188,11 @@ class S3Calls:
     """One bucket and prefix, and how requests to it are made.
 
     Attributes:
-        clients: Of boto3; used by many threads.
+        clients: Clients of boto3; used by many threads.
         bucket: Its name.
         prefix: Before every key: empty, or ends with ``/``.
         retry: How often to try.
-        encryption: Of new objects.
+        encryption: Encryption of new objects.
         owner: Account number that the bucket must belong to; None for any.
     """
 
@@ -219,7 +219,7 @@ class S3Calls:
         Args:
             operation: Method of the client.
             doing: What for, and where; for messages.
-            **parameters: Of the operation, the bucket aside.
+            **parameters: Parameters of the operation, the bucket aside.
 
         Raises:
             StoreError: It failed; ``s3_errors`` says which one when.

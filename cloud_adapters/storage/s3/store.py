@@ -74,7 +74,7 @@ class S3Store:
         Args:
             bucket: Its name.
             prefix: Before every key, without slashes at its ends; may be empty.
-            endpoint_url: Of a service other than Amazon's.
+            endpoint_url: Endpoint URL of a service other than Amazon's.
             region: Of the bucket; by default, that of the profile or environment.
             encryption: By the service; as the bucket is configured, by default.
             bucket_owner: Account number that the bucket must belong to: without it, a

@@ -204,7 +204,7 @@ def situation(
 
     Args:
         rest: Of the work.
-        known: Of the market.
+        known: What is known of the market.
         offers: What can be had now; one of them on demand.
         now: Seconds since 1970.
     """

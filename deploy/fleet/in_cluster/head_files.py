@@ -18,7 +18,7 @@ def write(given: Path, folder: Path) -> None:
 
     Args:
         given: The bundle.
-        folder: Of the head.
+        folder: Folder of the head.
 
     Raises:
         CorruptObject: The bundle or the volume's record is damaged, or the volume

@@ -23,7 +23,7 @@ def mean_price(
     published, since histories are limited.
 
     Args:
-        prices: Of any zones, the oldest first.
+        prices: Prices of any zones, the oldest first.
         zone: Prices of other zones are ignored.
         begin: Seconds since 1970.
         end: The same; the price at ``begin`` counts alone if it is not later.
@@ -54,7 +54,7 @@ def paid_prices(
     Args:
         plan: The deployment as its file has it. A price that the file states for a
             site counts instead of what is published.
-        record: Of the prices.
+        record: Record of the prices.
         nodes: All nodes of the deployment.
         now: Seconds since 1970.
     """

@@ -25,7 +25,7 @@ def storage(
     Args:
         own: The job.
         prices: The table.
-        speeds: Of the lines; None if they are not known.
+        speeds: Speeds of the lines; None if they are not known.
 
     Returns:
         ``bytes``, D, of the model and of the checkpoints that are kept, which hold the

@@ -66,7 +66,7 @@ def alternatives(
 
     Args:
         federation: The job, its model and its data.
-        speeds: Of sites and lines, with prices; None if they are not known.
+        speeds: Speeds of sites and lines, with prices; None if they are not known.
         sizes_of: Sizes the messages of a job, as ``check-job`` does.
 
     Returns:

@@ -26,7 +26,7 @@ def check(image: str, *, address: str, listen: str, gpus: int) -> None:
     """Refuse the table of an aggregator whose pod could not work.
 
     Args:
-        image: Of its container.
+        image: Image of its container.
         address: Where sites reach it; empty for its Service.
         listen: Where it listens; empty for ``PORT``.
         gpus: How many its pod would get.

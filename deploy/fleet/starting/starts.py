@@ -166,7 +166,7 @@ class Starts:
         """Count a failure, and report it.
 
         Args:
-            role: Of the machine.
+            role: Role of the machine.
             node: The machine.
             log: Its console.
             what: What it did, for the message.

@@ -41,7 +41,7 @@ class AggregatorMachine:
             the aggregator's folder alone and a network in which it reaches its sites
             and this host, and nothing else. A container needs root, and sites that
             are containers or namespaces of this host.
-        image: Of such a container or of the pod: an image of an aggregator
+        image: Image of such a container or of the pod: an image of an aggregator
             (deploy/containers); of a pod with its digest, `NAME@sha256:...`.
         address: `HOST:PORT` where sites reach it; by default a free port of the
             loopback interface, chosen once, or of a pod that of its Service.

@@ -60,7 +60,7 @@ class LedgerHead(NamedTuple):
     Attributes:
         seq: Place of the line.
         digest: Its hash.
-        signature: Of both, by the site; empty where sites have no keys.
+        signature: Signature of both, by the site; empty where sites have no keys.
     """
 
     seq: int
@@ -185,7 +185,7 @@ def verify(
     """Check a ledger's bytes against its head, which was read before them.
 
     Args:
-        data: Of the ledger.
+        data: Content of the ledger.
         head: What is beside it.
         name: What errors call the ledger.
         key: The site's, which must have signed the head; None to believe the head.

@@ -91,8 +91,8 @@ class Contents:
         terms: Its header.
         charges: In their order.
         num_recoveries: How often a torn line was removed.
-        hashes: Of every line, by its place.
-        time: Of the last line.
+        hashes: Hash of every line, by its place.
+        time: Time of the last line.
         torn_bytes: Length of an unfinished line at the end, which is not counted.
     """
 

@@ -62,8 +62,8 @@ def recover(
     2. Every charge that is missing is written, and a new head with it.
 
     Args:
-        folder: Of the ledger; nothing need be in it.
-        terms: Of the run at this site.
+        folder: Folder of the ledger; nothing need be in it.
+        terms: Terms of the run at this site.
         anchor: The largest that is known.
         events: What each charge of a purpose is made as, in this run.
         once: What training is charged for once, before all else.

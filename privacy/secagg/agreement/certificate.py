@@ -133,7 +133,7 @@ class ModelTrail:
         Args:
             data: Encoded ``Certificate``.
             round_index: The round that is asked for.
-            model_digest: Of the model that came, computed by this site.
+            model_digest: Digest of the received model, computed by this site.
 
         Raises:
             CertificateRefused: Model, round, context or list are other ones, or the

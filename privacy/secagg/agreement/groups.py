@@ -158,8 +158,8 @@ def outcome_of(
 
     Args:
         draw: What is drawn.
-        commitments: Of each member, by its number.
-        secrets: Of each member, likewise.
+        commitments: Commitment of each member, by its number.
+        secrets: Secret of each member, likewise.
 
     Raises:
         DrawRefused: A secret is missing, or is not the one committed to.

@@ -147,7 +147,7 @@ def largest_sum_norm(
     a site's q is at most that of its u and half of all steps.
 
     Args:
-        plan: Of the round.
+        plan: Plan of the round.
         num_updates: n.
         weight: Sum of the weights.
         clip_norm: C.
@@ -210,7 +210,7 @@ class LevelSite:
             residual_d: Rotated, of padded length; holds the new residual afterwards. Of
                 a norm beyond ``KEPT`` clip norms, the excess is given up.
             masks: Streams of 64-bit words; empty to pack only.
-            measured: Of this very update, if it is known already.
+            measured: Measurements of this update, if they are known already.
 
         Raises:
             UpdateNotFinite: A value is NaN or infinite; nothing was written.
@@ -306,7 +306,7 @@ def return_(
     Args:
         residual_d: Rotated, of padded length; changed.
         words_w: Of this site alone, without masks.
-        plan: Of the round that they were made for.
+        plan: Plan of the round that they were made for.
         digits: How they are packed.
     """
     numbers_v = np.empty(digits.per_word * BLOCK_VALUES, np.float32)
@@ -351,7 +351,7 @@ def open_levels(
 
     Args:
         words_w: The sum.
-        plan: Of its round.
+        plan: Plan of its round.
         digits: How digits are packed.
         rotation: The run's.
         size: d.

@@ -26,7 +26,7 @@ def sum_words(many: Iterable[Octets], *, size: int, bits: int) -> Octets:
     """Add masked words of several sites, each modulo ``2^bits``.
 
     Args:
-        many: Of each site, shape ``(size,)``; only read.
+        many: One vector for each site, shape ``(size,)``; only read.
         size: Bytes of each.
         bits: 16, 24, 32 or 64.
 

@@ -112,7 +112,7 @@ def seal_(
         weight: In (0, 1].
         masks: Streams to apply; empty to encode only.
         rounding_key: 32 fresh bytes of the system's entropy, used once.
-        measured: Of this very update, if it is known already.
+        measured: Measurements of this update, if they are known already.
         noise: This site's share of the noise, of the standard deviation that the
             spec has room for; None where the spec has none.
         threads: Ranges to work on at the same time; the result is the same, but for

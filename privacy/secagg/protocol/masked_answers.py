@@ -104,8 +104,8 @@ def relayed_round(
     site compares with the model itself.
 
     Args:
-        task: Of the site.
-        contract: Of the run.
+        task: Task of the site.
+        contract: Contract of the run.
         book: The last that passed through the relay, encoded; empty if none did.
 
     Returns:

@@ -97,7 +97,7 @@ class TrainBody:
         setup_hash: h_U of the setup that the round rests on.
         confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
             otherwise empty.
-        certificate: Of the newest round with a sum.
+        certificate: Certificate of the newest round with a sum.
         update_clip: What updates are clipped to in this round, in weight units: the
             contract's clip norm, unless clipping adapts.
         plan: Levels and steps of the updates; None where they are words of the ring.
@@ -153,7 +153,7 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
 
     Args:
         num_sites: N.
-        names: Of ``slots_of``.
+        names: As ``slots_of`` returns them.
     """
     fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
     counts = [f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _COUNTS]
@@ -226,7 +226,7 @@ def write_sums(
     Args:
         kind: ``TRAINING`` or ``EVALUATION``.
         sums: What the site reports.
-        slots: Of the contract.
+        slots: Slots of the contract.
 
     Raises:
         UpdateOutOfRange: The loss is not a number that fits, for example NaN.

@@ -31,10 +31,10 @@ def masked(
     """Windows of words, some of them masked; labels are those (BERT's task).
 
     Args:
-        part: Of the site, from 0.
+        part: Number of the site, from 0.
         parts: Number of sites.
         most: Windows for training; a tenth as many are held out.
-        share: Of the words that are masked.
+        share: Share of the words that are masked.
 
     Returns:
         (train, held_out): ``input_ids`` and ``labels``, both ``(n, 48)``.
@@ -56,7 +56,7 @@ def labelled(
     """A few windows of each package, and which one it is.
 
     Args:
-        part: Of the site, from 0.
+        part: Number of the site, from 0.
         parts: Number of sites.
         per_class: Windows of each package for training, and as many held out.
     """

@@ -37,7 +37,7 @@ def docstrings(
     Place ``t`` of the labels is byte ``t`` of the text; the task ``sft`` shifts them.
 
     Args:
-        part: Of the site, from 0.
+        part: Number of the site, from 0.
         parts: Number of sites; a hash of the signature decides which one has it.
         most: Functions for training; about a ninth as many are held out.
     """

@@ -67,7 +67,7 @@ def views(
     """A site's digits: ``image`` ``(n, 1, 8, 8)`` and ``words`` ``(n, 4)``.
 
     Args:
-        part: Of the site, from 0.
+        part: Number of the site, from 0.
         parts: Number of sites that share the digits.
         has: The views that this site has.
         wrong: Probability that a word is any other word.

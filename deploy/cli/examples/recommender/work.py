@@ -60,7 +60,7 @@ def purchases(day: int = 0, users: int = 1500, seed: int = 0) -> tuple[Pairs, Pa
     Args:
         day: From 0.
         users: Users of the site who buy something on that day.
-        seed: Of the site: its users prefer some tastes to others.
+        seed: Seed of the site: its users prefer some tastes to others.
 
     Returns:
         (train, held_out), by user: nobody is in both.

@@ -65,7 +65,7 @@ def scenes(
     """Images ``(n, 1, 24, 24)``, uint8, and classes ``(n, 24, 24)``: (train, held_out).
 
     Args:
-        camera: Of the site: each has its own contrast and noise.
+        camera: Camera of the site: each has its own contrast and noise.
         images: Training images; a quarter as many are held out.
         shapes: Shapes of an image; later ones hide parts of earlier ones.
     """
