@@ -205,7 +205,7 @@ def _look(store: ObjectStore, prefix: str) -> _Store:
 def _verify(
     objects: CheckpointObjects, chunks: Mapping[str, Chunk], known: dict[str, str]
 ) -> str:
-    """Say what is wrong with objects; each is read once, however often it is named."""
+    """Say what is wrong with objects; each is read once, even if named often."""
     new = {key: chunk for key, chunk in chunks.items() if key not in known}
     damages = objects.damages(list(new.values()))
     known |= dict(zip(new, damages, strict=True))

@@ -2,8 +2,8 @@
 
 A job whose ``model.factory`` or ``data.source`` returns a ``transformers.Trainer`` uses
 its model, or its datasets and collator; with the task ``trainer`` also its loop, see
-``clients.training.users_loop``. transformers is not imported here: whoever returns a
-Trainer has imported it.
+``clients.training.users_loop``. transformers is not imported here: code that returns
+a Trainer has imported it.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
 What came through an object store is a read-only view of a mapped file (see
 ``cloud_adapters.transport.frames``). The kernel reads a page of it when someone looks
-there, and counts it as this process's memory until the whole file is let go. Whoever
-reads such a vector from its begin to its end gives back each piece when it has been
+there, and counts it as this process's memory until the whole file is let go. Code
+that reads such a vector from begin to end gives back each piece when it has been
 read: a model of any size then takes a piece's memory. To look there again is allowed,
 and costs what reading from the kernel's cache does.
 

@@ -66,7 +66,7 @@ def note_on_persons(job: JobSpec, train: Dataset) -> str:
         train: Training records of a site.
 
     Returns:
-        A text for whoever may see the data; empty if there is nothing to say.
+        A text for those who may see the data; empty if there is nothing to say.
     """
     unit, ids = job.privacy.differential_privacy.unit, train.persons
     if unit not in {"record", "joint"} or ids is None:

@@ -225,7 +225,7 @@ class Home:
             raise HomeConflict(
                 f"{url} is at fence {head.fence}, change {head.changes}, but this "
                 f"folder was stored at fence {record.fence}, change {record.changes}: "
-                "the store was put back from a copy. Restore the newest version of "
+                "the store was restored from a copy. Restore the newest version of "
                 f"its object 'head'; or, if this folder is the newest copy, remove "
                 f"that object and {path}"
             )

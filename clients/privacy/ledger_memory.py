@@ -1,6 +1,6 @@
 """What a site remembers of its ledgers, in a separate place, over all runs.
 
-A run's ledger is in the run's folder, which may be deleted or put back. The site's
+A run's ledger is in the run's folder, which may be deleted or restored. The site's
 memory knows two things of every run: how many charges its ledger held, so that one
 that has lost some is noticed; and what was charged, so that all runs on one dataset
 together have a budget that no deleted folder refills.
@@ -111,7 +111,7 @@ def adopt(
     """Count charges of another ledger of the site that its memory lacks.
 
     As after an upgrade from a release that remembered no charges, or where the memory
-    was put back from a backup.
+    was restored from a backup.
 
     Raises:
         JobError: The ledger is about other neighbours than those before it.

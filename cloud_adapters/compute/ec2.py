@@ -6,7 +6,7 @@ a token belongs to one set of parameters. So a command that is killed, and repea
 these seconds while an earlier zone has machines again, may launch a second instance:
 the next look finds both, and ``crossfed up`` ends one.
 
-Whoever repeats a launch may ask for something else than before: settings, the rest of
+A repeated launch may request something else than before: settings, the rest of
 a budget and what an image's name means all change. The service refuses that for as long
 as it knows the token. Then the token's instance counts: that which is listed within a
 minute, or else one that is gone.
@@ -54,7 +54,7 @@ _STATES: Mapping[str, NodeState] = {
     "terminated": NodeState.GONE,
 }
 _ASKED = frozenset({"", "Client.UserInitiatedShutdown"})
-# Of an instance that has shut itself down; one that is taken back has a code of the
+# Of an instance that has shut itself down; one that is preempted has a code of the
 # service's. Source: API reference, StateReason.
 _BY_ITSELF = "Client.InstanceInitiatedShutdown"
 # The service tells it in no other way.

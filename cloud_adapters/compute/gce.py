@@ -4,7 +4,7 @@ A launch is found again by a label with the digest of its token, which is also i
 instance's name: a zone has one instance of a name, and the service remembers for days
 which it has made. Instances that were deleted are not listed.
 
-The service deletes an instance when its time is over or it is taken back, whatever
+The service deletes an instance when its time is over or it is preempted, whatever
 runs on it. One that shuts itself down is stopped only, and its disk still costs.
 
 Source: Compute Engine API reference, v1, ``instances``, ``zoneOperations``.

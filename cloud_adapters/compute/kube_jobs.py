@@ -237,7 +237,7 @@ class KubePool:
     def _begun(self, node: Node, doing: str, *, is_new: bool) -> Node:
         """A node that runs; or that has ended, which a new one must not have.
 
-        Whoever launches would take it for one of before, and launch another.
+        The caller would take it for one of before, and launch another.
         """
         if is_new and node.state is NodeState.GONE:
             raise ComputeError(

@@ -1,8 +1,9 @@
 """The job of a node, as Kubernetes is asked for it. Pure: a node in, a manifest out.
 
-It has no secrets: whoever may list jobs can read it. The pod fulfils the Pod Security
-Standard ``restricted``, gets no token of the cluster's API unless it is the head of its
-deployment, and ends by itself, by two deadlines: the job's and the kubelet's.
+It has no secrets: anyone who may list jobs can read it. The pod fulfils the Pod
+Security Standard ``restricted``, gets no token of the cluster's API unless it is the
+head of its deployment, and ends by itself, by two deadlines: the job's and the
+kubelet's.
 
 Source: Kubernetes API reference, ``batch/v1`` and ``core/v1``; labels of spot nodes:
 documentation of GKE, EKS, AKS and Karpenter.
@@ -38,7 +39,7 @@ _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 ZONE = "topology.kubernetes.io/zone"
 MACHINE = "node.kubernetes.io/instance-type"
 _GPU = "nvidia.com/gpu"
-# How nodes say that they may be taken back: a label and its value.
+# How nodes say that they may be preempted: a label and its value.
 _SPOT = (
     ("cloud.google.com/gke-spot", "true"),
     ("eks.amazonaws.com/capacityType", "SPOT"),

@@ -232,7 +232,8 @@ def _notes(job: Any) -> Mapping[str, str]:
 def _given(job: Any) -> Mapping[str, Any]:
     """What was given; empty if someone has removed it, or put something else there.
 
-    Whoever may launch jobs in the namespace can write it, and must hide no other node.
+    Anyone who may launch jobs in the namespace can write it, and must not hide another
+    node.
     """
     try:
         found = json.loads(_notes(job).get(kube_manifest.GIVEN, ""))

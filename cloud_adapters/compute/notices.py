@@ -32,7 +32,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """The machine will be taken back.
+    """The machine will be preempted.
 
     Attributes:
         seconds: How long it stays, as far as the cloud says.

@@ -188,7 +188,7 @@ class Node:
             cannot know.
         failed: Whether its service says that it ended by itself, and too early: its
             program with an error, or a machine that has shut itself down. It was
-            neither told to end nor taken back.
+            neither ended by a command nor preempted.
         finished: Whether its service says that its program ended by itself, without an
             error.
     """

@@ -25,7 +25,7 @@ from cloud_adapters.flower.questions import (
     QuestionNote,
     num_ahead,
 )
-from cloud_adapters.flower.roll_call import ANYBODY, Attendance
+from cloud_adapters.flower.roll_call import ANYONE, Attendance
 from cloud_adapters.transport.frame_references import PackedFrame
 from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inquiry, Word
@@ -121,7 +121,7 @@ class FlowerGrid:
         sites: Sequence[SiteId],
         *,
         clock: Clock,
-        attendance: Attendance = ANYBODY,
+        attendance: Attendance = ANYONE,
         delivery: Delivery = Delivery(),
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:

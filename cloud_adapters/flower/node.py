@@ -258,7 +258,7 @@ class FlowerNode:
             self._forget(letters)
 
     def _await_taken(self, letters: "queue.Queue[Envelope | Exception]") -> None:
-        """Give the aggregator time to take the last answer; whoever asks again has."""
+        """Give the aggregator time to take the last answer, or until a new task."""
         while letters.empty() and self._left_of(LAST_TAKEN_SECONDS) > 0:
             if self.stopped.wait(STOP_POLL_SECONDS):
                 break
@@ -332,8 +332,8 @@ class FlowerNode:
             self._free.clear()  # Nothing is looked for while the site begins.
             letters.put(envelope)
         else:
-            # Who asks after questions reads what is whole, and a word in pieces would
-            # keep the next task waiting for three round trips.
+            # A request for the state of a question reads what is whole, and a word in
+            # pieces would keep the next task waiting for three round trips.
             is_word = flower_site.read_word(reply.content) is not None
             connection.send(reply, 0.0, whole=is_word)
         return True

@@ -75,7 +75,7 @@ class Question:
         name: The same in every message that is about it.
         task: What is asked.
         asked: What outlives the question.
-        inquiry: When to ask after it; None where nothing is lost.
+        inquiry: When to ask for its state; None where nothing is lost.
     """
 
     index: int

@@ -128,7 +128,7 @@ class Attendance:
         return call.nodes
 
 
-ANYBODY = Attendance()
+ANYONE = Attendance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class _Call:
         required: Sites that must answer.
         lack: What those who are missing did not do.
         out: Messages to which a reply may come, by their ids; with the time of those
-            that ask after the question.
+            that ask for the state of the question.
     """
 
     api: FlowerApi

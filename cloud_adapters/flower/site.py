@@ -56,8 +56,8 @@ _Record = Mapping[str, Any]
 _NOTHING: _Record = {}
 _STYPE = f"crossfed.wire.v{wire.VERSION}"
 _BYTES_STYPE = "crossfed.bytes.v1"
-# A message that asks after the question that it names; one that asks for the answer
-# once more; and the word that answers the former.
+# A message that asks for the state of the question that it names; one that asks for
+# the answer once more; and the word that answers the former.
 PROBE = "query.question"
 AGAIN = "query.answer"
 _WORD = "word"

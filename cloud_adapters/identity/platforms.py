@@ -1,7 +1,7 @@
 """Proofs of who a machine is, by the cloud that runs it: made there, checked here.
 
 In a cluster of Kubernetes the proof is the binding itself, which names the pod's keys:
-whoever expects the pod has read it in the pod's log.
+the command that expects the pod has read it in the pod's log.
 """
 
 import re
@@ -49,7 +49,7 @@ def prover(
 def shown_keys(log: str) -> str:
     """Which keys a pod has made, as its log says; empty if it does not yet.
 
-    The first line counts: it is written before the pod asks anybody anything, and no
+    The first line counts: it is written before the pod sends any request, and no
     line after it can be taken for it, since what others say is never a whole line.
     """
     found = (_LINE.fullmatch(line.strip()) for line in log.split("\n"))

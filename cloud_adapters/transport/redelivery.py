@@ -2,7 +2,7 @@
 
 Flower delivers at most once: what a SuperLink, a proxy or a connection holds when it
 dies is lost without notice. So the aggregator gives every question a name that
-stays the same however often the question is sent, and probes for one that has been out
+stays the same each time the question is sent, and probes for one that has been out
 for some seconds, by a message that is its name and nothing else. The site answers with
 a word: that it does not know the name, upon which the question is sent again; that it
 works on it, upon which there is nothing to do but wait; or that it has answered, and
@@ -58,7 +58,7 @@ class Inquiry:
         self._next = now + self._wait
 
     def is_due(self, now: float) -> bool:
-        """Whether to ask after it; if so, that is taken as done."""
+        """Whether to ask for its state; if so, that is taken as done."""
         if now < self._next:
             return False
         self._wait = min(2 * self._wait, MOST_SECONDS)

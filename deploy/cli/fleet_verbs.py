@@ -55,11 +55,11 @@ def _down(options: argparse.Namespace) -> int:
         found: dict[str, Any] = {"ended": ended, "left": [*map(_left, left)]}
         say_json(found | ({"deleted_bytes": deleted} if is_purged else {}))
         return DONE
-    say(f"{ended} nodes ended; nothing of deployment {plan.file.name} runs")
+    say(f"{ended} nodes ended; deployment {plan.file.name} has no running node")
     if is_purged:
         say(f"{deleted / _MIB:.1f} MiB of runs and results deleted")
     if left:
-        say(f"what stays, at prices of {table.as_of}:")
+        say(f"what remains, at prices of {table.as_of}:")
         names = ("what", "MiB", "dollars a month", "where")
         say_table(names, ([str(cell) for cell in _left_cells(e)] for e in left))
     return DONE

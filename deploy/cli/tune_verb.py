@@ -103,12 +103,12 @@ def _print_selected(selected: "SelectionRelease") -> None:
     terms = f"at delta {found.delta:.2g}"
     say(f"selected    {selected.folder}")
     say(
-        f"            epsilon {found.epsilon:.4g} {terms} for whoever sees nothing "
+        f"            epsilon {found.epsilon:.4g} {terms} for those who see nothing "
         f"else of this search ({found.distribution}, {found.mean:g} trials expected)"
     )
     say(
-        f"            epsilon {found.composed:.4g} {terms} for whoever sees all of so "
-        "many trials"
+        f"            epsilon {found.composed:.4g} {terms} for those who see all "
+        "trials, if there were as many"
     )
 
 

@@ -184,7 +184,7 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
     """A key file: owner, mode, encryption, and whether it is a key at all.
 
     Returns:
-        The lines, and the public half if it can be had without a passphrase.
+        The lines, and the public half if no passphrase is needed.
     """
     try:
         status, pem = _look(path)

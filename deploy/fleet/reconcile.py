@@ -88,7 +88,7 @@ def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
 
     Two commands may start together in two folders: neither finds a node, and each
     launches its own. Who has the oldest node keeps the name; of two as old, one of
-    them. So whoever looks comes to the same answer, as soon as it sees both.
+    them. So all come to the same answer, as soon as they see both.
 
     Raises:
         ComputeError: The oldest node that is not gone has another owner.

@@ -118,7 +118,7 @@ class ComputeSpec:
         restarts: How many times a round is retried after a rank died.
         timeout_seconds: How long a rank waits for the others in one step before it
             fails.
-        notices: Whose notice makes the site leave before its machine is taken back:
+        notices: Whose notice makes the site leave before its machine is preempted:
             `aws` asks the metadata service of EC2 (spot interruption, two minutes),
             `gcp` that of Compute Engine (preemption, 30 seconds).
         keep_steps_seconds: Time between two copies of a round's local steps that are

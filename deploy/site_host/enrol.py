@@ -149,7 +149,7 @@ def enroll(
         text = _SITE_TOML.read_text(encoding="utf-8")
         text = text.format(name=token.site, address=token.address)
         _replace(folder / "site.toml", text.encode())
-    # The last: whoever finds it finds a site that is complete.
+    # The last, so that a folder with it is a complete site.
     _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     return SiteEnrolled(
         site=token.site,

@@ -300,7 +300,7 @@ def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
     """Add every ledger in the folders of other runs to the site's memory.
 
     It knows them already, unless they are of an earlier release, or the memory was
-    put back from a backup.
+    restored from a backup.
 
     Raises:
         PrivacyError: One that it does not know is damaged, so that what it spent is

@@ -60,8 +60,8 @@ class SelectionCost:
     Attributes:
         distribution: That the number of trials was drawn from.
         mean: Expected number of trials.
-        epsilon: For whoever sees the best trial and nothing else of the search.
-        composed: For whoever sees all trials, if there were as many as expected.
+        epsilon: For those who see the best trial and nothing else of the search.
+        composed: For those who see all trials, if there were as many as expected.
         delta: The delta of both.
     """
 

@@ -155,9 +155,9 @@ def _faults_of_job(job: JobSpec) -> Iterator[tuple[str, str]]:
         yield (
             _TABLE,
             (
-                "the job's simulation.live_metrics would show every trial to whoever "
-                "reads the metrics, and the bound is for the best trial alone: remove "
-                "it"
+                "the job's simulation.live_metrics would show every trial to anyone "
+                "who reads the metrics, and the bound is for the best trial alone: "
+                "remove it"
             ),
         )
     if job.simulation.total_epsilon is not None:

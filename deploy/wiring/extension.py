@@ -1,4 +1,4 @@
-"""Extend a run: record that its job has more rounds, before anybody works on them."""
+"""Extend a run: record that its job has more rounds, before anyone works on them."""
 
 from dataclasses import replace
 

@@ -26,7 +26,7 @@ class RingNoise:
     """Rounded Gaussians for some spans of an update's words.
 
     A ``privacy.secagg.arithmetic.seal.Noise``. Values outside the spans carry nothing
-    of anybody's records and stay as they are. Noise too large for one draw is the sum
+    of any records and stay as they are. Noise too large for one draw is the sum
     of up to four: of independent draws, as the sum over sites is.
 
     Attributes:

@@ -6,8 +6,8 @@ than one run, however many runs there were: Liu and Talwar 2019 (arXiv:1811.0797
 the geometric distribution; Papernot and Steinke 2022 (arXiv:2110.03620), whose Theorems
 2 and 6 these bounds are. A fixed or published number of runs has no such bound.
 
-The bound holds for whoever sees the best result alone. Who sees all trials, as the
-aggregator of a federation does, sees their composition.
+The bound holds for those who see the best result alone. The aggregator of a federation
+sees all trials: for it, their composition holds.
 
 Shape suffixes: a orders.
 """
@@ -166,7 +166,7 @@ def epsilon_of_best(
         trials: How their number is drawn.
 
     Returns:
-        An upper bound for whoever sees the best trial's releases and no other, nor the
+        An upper bound for those who see the best trial's releases and no other, nor the
         number of trials; infinity if none can be given.
     """
     events = tuple(events)

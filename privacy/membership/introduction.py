@@ -131,8 +131,8 @@ class Introduction:
 def release() -> str:
     """The release that this process runs.
 
-    Read once: whoever installs another beside a running agent changes the files that
-    say which one it is, and not the agent.
+    Read once: installing another beside a running agent changes the files that name the
+    release, and not the agent.
     """
     return metadata.version("crossfed")
 

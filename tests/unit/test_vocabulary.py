@@ -97,6 +97,15 @@ PLAIN = {
     ),
     r"(?:may|need not|they|that) lie (?:in|at|there|beside|behind)": "is stored / is",
     r"without a word": "without notice",
+    r"whoever": "anyone who / those who / the ... that",
+    r"anybody(?:'s)?": "anyone",
+    r"however often": "each time / even if often",
+    r"(?:can|could|may) be had": "is available",
+    r"asks? after": "ask for the state of",
+    r"(?:(?:is|are|was|were|be|been|nor)|machines?|nodes?|pods?) taken back": (
+        "is preempted / is undone"
+    ),
+    r"put back from": "restored from",
     r"stands? (?:twice|there|beside|before|in the)": "is there twice / is in",
     r"(?:has|have|had) (?:not )?told": "has reported",
     r"in whatever (?!order)": "in any",

@@ -53,7 +53,7 @@ def start(
     host, _ = parse_address(address, key="aggregator.address")
     deployment.check_host(host)
     if not path.exists():
-        # A folder that is not whole has no keys that anybody trusts yet.
+        # No one trusts the keys of an incomplete folder yet.
         draft = deployment.aggregator.with_name("aggregator.new")
         with file_errors("remove", draft):
             if draft.exists():

@@ -1,9 +1,10 @@
 """Sites that are pods of a Kubernetes cluster: what is launched, and who enrols.
 
 A pod has no identity that its keys could be bound to before it has made them. So it
-writes their digest to its log, and asks the aggregator again and again; whoever has
-launched it reads the log through the cluster's API server, and invites these keys and
-no others. No secret is in the manifest, and the pod needs none of the cluster's API.
+writes their digest to its log, and asks the aggregator again and again; the command
+that launched it reads the log through the cluster's API server, and invites these keys
+and no others. No secret is in the manifest, and the pod needs none of the cluster's
+API.
 """
 
 from collections.abc import Mapping

@@ -121,7 +121,7 @@ def decide(situation: Situation, offers: Sequence[MachineOffer], now: float) -> 
 
     Args:
         situation: Where the site is.
-        offers: What can be had now; at least one of them on demand.
+        offers: Machines available now; at least one of them on demand.
         now: Seconds since 1970.
 
     Raises:

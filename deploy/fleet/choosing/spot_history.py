@@ -156,7 +156,7 @@ def place_of(offer: MachineOffer) -> str:
 def is_believed(
     offer: MachineOffer, sightings: Sequence[Sighting], *, now: float, slot_hours: float
 ) -> bool:
-    """Whether a spot machine may be had now: nothing has shown otherwise of late."""
+    """Whether a spot machine may be available: nothing recent shows otherwise."""
     zone = place_of(offer)
     since = now - _BELIEVED_SLOTS * slot_hours * _HOUR
     last = max(

@@ -1,7 +1,7 @@
 """What the head of a deployment reads when its pod starts. Pure: values in, text out.
 
-A deployment file for the pod, and the job. There is no secret in it: whoever may list
-pods can read it.
+A deployment file for the pod, and the job. There is no secret in it: anyone who may
+list pods can read it.
 """
 
 import json

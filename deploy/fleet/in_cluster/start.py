@@ -93,9 +93,9 @@ def _warn_of_neighbours(deployment: Deployment, tell: Tell) -> None:
     if names := reconcile.others(nodes, deployment.name):
         namespace = machine.cluster.namespace
         tell(
-            f"head: namespace {namespace} also has jobs of {', '.join(names)}. Whoever "
-            f"may launch jobs there can mount the volume of {deployment.name} and read "
-            "its keys: give each deployment a namespace of its own"
+            f"head: namespace {namespace} also has jobs of {', '.join(names)}. Anyone "
+            f"who may launch jobs there can mount the volume of {deployment.name} and "
+            "read its keys: give each deployment a namespace of its own"
         )
 
 

@@ -1,6 +1,6 @@
 """What the pod of a site runs: it enrols, and then works. Pure: words in, words out.
 
-There are no secrets in it, since whoever may list jobs can read it.
+There are no secrets in it, since anyone who may list jobs can read it.
 """
 
 import shlex

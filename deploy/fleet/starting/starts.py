@@ -170,7 +170,7 @@ class Starts:
             node: The machine.
             log: Its console.
             what: What it did, for the message.
-            is_known: Whether it failed by itself, and was not taken back.
+            is_known: Whether it failed by itself, and was not preempted.
         """
         self._in_a_row[role] += 1
         self._said_so[role] += is_known

@@ -63,7 +63,7 @@ class CloudMachine:
         accelerators: How many of them.
         requires: What the machine needs at least, in place of its type: the cheapest
             that the region and its zones have is taken when the site is first started.
-        market: `on-demand`, or `spot`, which is cheaper and may be taken back.
+        market: `on-demand`, or `spot`, which is cheaper and may be preempted.
         image: What it starts from: the name of a container's image, which has none by
             default; the id of an AMI or `/aws/service/...` on AWS;
             `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for

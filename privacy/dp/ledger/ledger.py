@@ -203,7 +203,7 @@ class _Account:
             f"{name} holds {here.train} charges of training and {here.evaluate} of "
             f"evaluation, but site {self.terms.site!r} is known to have made "
             f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: charges "
-            "are missing, as after a file was deleted or put back from a backup, so "
+            "are missing, as after a file was deleted or restored from a backup, so "
             f"nothing is released. Restore the newest ledger. {ledger_files.RECOVER}"
         )
 

@@ -54,7 +54,7 @@ from privacy.secagg.errors import DrawRefused, OutOfOrder, TooFewSites
 
 SECRET_BYTES = 32
 MIN_GROUPS = 3  # Of two that differ, it cannot be known which is wrong.
-MAX_DRAWS = 3  # Outcomes that anybody may choose from, on the same data.
+MAX_DRAWS = 3  # Outcomes that anyone may choose from, on the same data.
 
 _MAX_COMMITMENT_BYTES = 512
 _MAX_OFFER_BYTES = 1 << 17

@@ -247,7 +247,7 @@ def test_a_store_that_was_put_back_is_refused(holder: Machine, store: AwkwardSto
     for key, content in {**packs, KEY: old}.items():
         store.put(key, [content])
     again = Machine(holder.folder, store)
-    with pytest.raises(HomeConflict, match="was put back from a copy"):
+    with pytest.raises(HomeConflict, match="was restored from a copy"):
         again.enter()
     store.delete(KEY)
     with pytest.raises(HomeConflict, match="holds no home, but this folder"):
