@@ -108,7 +108,7 @@ def _print_selected(selected: "SelectionRelease") -> None:
     )
     say(
         f"            epsilon {found.composed:.4g} {terms} for those who see all "
-        "trials, if there were as many"
+        f"of {found.mean:g} trials"
     )
 
 
