@@ -39,7 +39,7 @@ pytestmark = [
 
 # What ``up`` tells in the course of its work; the first one whenever it is given.
 LINES = (
-    "aggregator: serves after",
+    "aggregator: ready after",
     "aggregator: launched",
     "site-aws-us-east-1: launched",
     "site-gcp-us-central1: launched",

@@ -118,7 +118,7 @@ def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) 
                 f"{trouble}. Its log ends:\n{pool.log(newest.id)[-_SHOWN_LOG:]}"
             )
         clock.sleep(_LOOK_SECONDS)
-    tell(f"aggregator: serves after {clock.monotonic() - begin:.1f} s")
+    tell(f"aggregator: ready after {clock.monotonic() - begin:.1f} s")
 
 
 def _trouble(config: AggregatorConfig, address: str) -> str | None:
