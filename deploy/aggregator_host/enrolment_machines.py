@@ -16,7 +16,7 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import replace_private
 
 _REQUESTS, _SIGNATURE = "machines", "roster.signature"
-_ADVICE = "remove it, and give crossfed up again, which signs the roster again"
+_ADVICE = "remove it, and run crossfed up again, which signs the roster again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ class EnrolmentService:
         ):
             raise EnrolmentRefused(
                 f"no machine of {asked.platform!r} is invited as site {asked.site!r} "
-                "yet: the aggregator's operator gives crossfed up or crossfed "
+                "yet: the aggregator's operator must run crossfed up or crossfed "
                 "aggregator invite",
                 status=enrolment.TOO_EARLY,
             )

@@ -131,7 +131,7 @@ def _up_here(
         if is_over(run):
             watch.keeper.end()
         else:
-            tell("its machines are no longer kept: give the command again to keep them")
+            tell("its machines are no longer kept: run the command again to keep them")
     return code
 
 

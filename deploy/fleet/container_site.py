@@ -171,7 +171,7 @@ class ContainerAggregator:
         ]
         if not alive:
             raise ComputeError(
-                "the aggregator's container has ended: give this command again"
+                "the aggregator's container has ended: run this command again"
             )
         config = "--aggregator" if verb == "run" else "--config"
         end = (config, str(_CONFIG), "--json")

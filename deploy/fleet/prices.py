@@ -176,7 +176,7 @@ class Prices:
             kind = "a spot" if spot else "an on-demand"
             raise JobError(
                 f"the price table has no price of {kind} {machine} of {provider} in "
-                f"{region!r} (it has {places}): add it to a table of yours and name "
+                f"{region!r} (it has {places}): add it to your own table and name "
                 "that with --prices",
                 key="machines",
             )

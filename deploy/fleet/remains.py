@@ -185,7 +185,7 @@ def purge(deployment: Deployment, job: JobSpec | None) -> tuple[int, Sequence[Pa
     """Delete runs and results of a deployment whose nodes have ended.
 
     Those of a job in a bucket go from there, too. A run folder with a ledger stays as
-    it is. Given again after it was interrupted, this continues.
+    it is. Called again after it was interrupted, this continues.
 
     Args:
         deployment: Of what.

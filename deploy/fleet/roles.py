@@ -231,6 +231,6 @@ def _check_clock(deployment: Deployment, pool: str, node: Node, begin: float) ->
     raise ComputeError(
         f"this host's clock is {seconds / 60:.0f} minutes {way} that of {pool}: "
         "certificates would not be valid on machines, and hours and dollars would be "
-        f"wrong. Set it (timedatectl, chrony) and give this command again; {node.id} "
+        f"wrong. Set it (timedatectl, chrony) and run this command again; {node.id} "
         "is ended"
     )

@@ -1,7 +1,7 @@
 """When a start was first asked for, kept for the next command.
 
 ``start.at_latest_hours`` counts from the first ``crossfed up`` that waits. Its machine
-may restart, or a person may give the command again: that must not restart the wait.
+may restart, or a person may run the command again: that must not restart the wait.
 The record is removed when the machines of the deployment have been started, and by
 ``crossfed down``: a command that is killed before that has started nothing for good.
 """

@@ -50,7 +50,7 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     if told == str(first) and not ended:
         raise first
     raise type(first)(
-        f"{told}; {ended} other nodes were ended. Give this command again"
+        f"{told}; {ended} other nodes were ended. Run this command again"
     ) from first
 
 
@@ -91,7 +91,7 @@ def still_running(deployment: Deployment) -> str:
     if not words:
         return ""
     return (
-        f"{'; '.join(words)}. Give this command again to continue, or crossfed down to "
+        f"{'; '.join(words)}. Run this command again to continue, or crossfed down to "
         "end them; crossfed nodes lists them"
     )
 

@@ -106,6 +106,9 @@ PLAIN = {
         "is preempted / is undone"
     ),
     r"put back from": "restored from",
+    r"of yours": "your",
+    r"(?:gives?|given|giving|gave) (?:[\w`]+ ){0,3}again": "run / call again",
+    r"(?:gives?|gave) (?:crossfed \w+|the command|this command)": "run",
     r"stands? (?:twice|there|beside|before|in the)": "is there twice / is in",
     r"(?:has|have|had) (?:not )?told": "has reported",
     r"in whatever (?!order)": "in any",

@@ -45,7 +45,7 @@ def hand_over(
         tell(
             f"the job waits for {', '.join(missing)} to enrol: invite each with "
             "crossfed aggregator invite SITE --config "
-            f"{config.folder}/aggregator.toml, then give this command again"
+            f"{config.folder}/aggregator.toml, then run this command again"
         )
         return None
     runs = [

@@ -186,7 +186,7 @@ class Operator:
             raise RosterRefused(
                 f"the roster was not signed: it names site {site!r}, which this "
                 "deployment does not start. Compare the fingerprint that crossfed "
-                "aggregator sites shows with its operator, then give crossfed up with "
+                "aggregator sites shows with its operator, then run crossfed up with "
                 f"--accept {found.digest.hex()}; if nobody knows it, revoke it with "
                 f"crossfed aggregator revoke {site}"
             )

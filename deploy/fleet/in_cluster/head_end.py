@@ -54,5 +54,5 @@ def stop_aggregator(pool: ComputePool, name: str, clock: Clock, tell: Tell) -> N
         )
     tell(
         "head: the next head resumes the run: the cluster starts one if it has taken "
-        "this pod away; otherwise, give crossfed up again"
+        "this pod away; otherwise, run crossfed up again"
     )

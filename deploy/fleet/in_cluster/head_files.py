@@ -25,9 +25,9 @@ def write(given: Path, folder: Path) -> None:
             belongs to another deployment.
         StoreUnavailable: The volume is full or cannot be written.
     """
-    bundle = durable_json.read(given, HeadBundle, advice="give crossfed up again")
+    bundle = durable_json.read(given, HeadBundle, advice="run crossfed up again")
     if bundle is None:
-        raise CorruptObject(f"{given} is missing: give crossfed up again")
+        raise CorruptObject(f"{given} is missing: run crossfed up again")
     deployment_record.adopt(folder / FOLDER, bundle.name, bundle.owner)
     for name, text in ((JOB, bundle.job), (FILE, bundle.deployment)):
         durable_files.replace_file(folder / name, [text.encode()])

@@ -113,10 +113,10 @@ def _check_accepted(running: Node, deployment: Deployment, accept: str) -> None:
         return
     namespace = deployment.plan.file.aggregator.cluster.namespace
     raise JobError(
-        f"{running.id} runs, and was started with {known or 'no digest'}: give "
+        f"{running.id} runs, and was started with {known or 'no digest'}: run "
         "crossfed up without --accept to follow it. If it has to accept another "
         f"roster, it ends and says so. To have it accept {given} now: kubectl -n "
-        f"{namespace} delete job {running.id}, then give this command again, which "
+        f"{namespace} delete job {running.id}, then run this command again, which "
         "resumes the run",
         key="--accept",
     )
@@ -258,7 +258,7 @@ def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:
         return code
     tell(
         f"{node.id} has ended ({node.trouble or 'no reason is known'}), and its sites "
-        "wait for it: give crossfed up again, which continues, or crossfed down"
+        "wait for it: run crossfed up again, which continues, or crossfed down"
     )
     return FAILED
 

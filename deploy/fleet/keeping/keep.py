@@ -113,11 +113,11 @@ class Keeper:
         if limit is not None and spent >= limit:
             self._end(
                 f"the budget is spent: ${spent:,.2f} of max_dollars = {limit:g}. Raise "
-                "it and give crossfed up again, which resumes the run"
+                "it and run crossfed up again, which resumes the run"
             )
         elif self._is_over(now):
             self._end(
-                f"max_hours = {self._plan.file.max_hours:g} are over: give crossfed up "
+                f"max_hours = {self._plan.file.max_hours:g} are over: run crossfed up "
                 "again, which resumes the run"
             )
         else:

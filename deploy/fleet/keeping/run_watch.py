@@ -88,7 +88,7 @@ class RunWatch:
         if failed := self.starts.not_started:
             raise ComputeError(
                 f"{', '.join(failed)}: not started; the console of its machine is "
-                "above. Fix what it says, and give crossfed up again, which resumes "
+                "above. Fix what it says, and run crossfed up again, which resumes "
                 "the run"
             )
         for who, aggregators in (
@@ -104,7 +104,7 @@ class RunWatch:
             elif aggregators or who in self._worked:
                 why = f" ({ours[-1].trouble})" if ours and ours[-1].trouble else ""
                 raise ComputeError(
-                    f"{who} ended{why}: give crossfed up again, which resumes the run"
+                    f"{who} ended{why}: run crossfed up again, which resumes the run"
                 )
 
     def _tell_once(self, node_id: str, message: str) -> None:
@@ -115,7 +115,7 @@ class RunWatch:
     def read_logs(self, *, is_new: bool = True) -> None:
         """Report why sites on this host cannot load their data.
 
-        This is for no one else: the operator of these sites gave the command.
+        This is for no one else: the operator of these sites runs the command.
 
         Args:
             is_new: Whether lines that were not there before are reported.

@@ -184,5 +184,5 @@ class Starts:
             self._tell(
                 f"{role}: {_MOST_FAILED} machines in a row could not start it or "
                 "failed soon, and no more are launched: fix what the console says, and "
-                "give crossfed up again"
+                "run crossfed up again"
             )

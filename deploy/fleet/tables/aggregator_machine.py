@@ -23,7 +23,7 @@ from federation.job.job_keys import key
 # What to do about an aggregator that `crossfed up` does not start, by its provider.
 _ELSEWHERE = dict.fromkeys(
     CLOUDS,
-    "install crossfed on a machine of that cloud and give crossfed up there, with its "
+    "install crossfed on a machine of that cloud and run crossfed up there, with its "
     "address as aggregator.address",
 )
 

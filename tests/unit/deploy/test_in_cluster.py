@@ -164,7 +164,7 @@ def test_a_volume_keeps_its_numbers_under_a_new_owner(tmp_path: Path):
 def test_a_bundle_that_is_damaged_or_missing_is_refused(tmp_path: Path):
     for content in ("{", '{"name": "fed"}'):
         (tmp_path / "given").write_text(content)
-        with pytest.raises(CorruptObject, match="give crossfed up again"):
+        with pytest.raises(CorruptObject, match="run crossfed up again"):
             head_files.write(tmp_path / "given", tmp_path)
     with pytest.raises(SystemExit, match="is missing"):
         head_files.main([str(tmp_path / "none"), str(tmp_path)])
@@ -278,7 +278,7 @@ def test_a_head_that_is_taken_away_says_what_to_do(write: Write, kube_server: Fa
         head = start.up(deployment, accept="", tell=print)
         deployment.pools[deployment.plan.file.aggregator.pool].terminate([head.id])
         assert start.follow(deployment, head, told.append, print) == 1
-        assert "give crossfed up again, which continues" in told[-1]
+        assert "run crossfed up again, which continues" in told[-1]
         del kube_server.jobs[head.id]
         with pytest.raises(ComputeError, match="is not listed any more"):
             start.follow(deployment, head, told.append, print)
