@@ -260,8 +260,9 @@ class AggregatorRound:
             ]
             self._phase = _RoundPhase.LOST
             raise TooFewSites(
-                f"{len(self._heads)} sites answered, but the contract requires "
-                f"{self._contract.quorum}; missing: {', '.join(absent)}"
+                f"{len(self._heads)} of {len(self._cohort)} sites answered, but the "
+                f"contract requires {self._contract.quorum}; missing: "
+                f"{', '.join(absent)}"
             )
         self._survivors = tuple(sorted(self._heads))
         single = self._contract.setting is Setting.P1
