@@ -51,7 +51,7 @@ class ControlVariates:
         """Bring a site's variate up to the model that a round begins with.
 
         Args:
-            job: The job.
+            job: Says whether there are any.
             kept: What the site has kept of its last round; see ``if_counted``.
             weights_d: The model, ``x``.
 
@@ -92,7 +92,7 @@ class ControlVariates:
         Args:
             local_d: The site's weights after its steps, ``y_i``.
             rates: Learning rate of each step of the round.
-            round_index: The round.
+            round_index: The round that these steps belong to.
         """
         return {
             _VARIATE: self.variate_d,

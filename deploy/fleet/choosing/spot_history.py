@@ -205,7 +205,7 @@ def situation(
     Args:
         rest: Of the work.
         known: What is known of the market.
-        offers: What can be had now; one of them on demand.
+        offers: What is available now; one of them on demand.
         now: Seconds since 1970.
     """
     on_demand = min(
