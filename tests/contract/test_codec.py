@@ -471,7 +471,7 @@ def test_a_scale_that_no_codec_makes_is_refused(codec: Codec):
         words = codec.encode(np.ones(size, np.float32))
         words[place : place + 2] = scale % 256, scale // 256
         fault = codec.fault(words, size)
-        assert "a scale that is negative or not finite" in fault, (place, hex(scale))
+        assert "negative or not finite" in fault, (place, hex(scale))
 
 
 def test_places_outside_of_a_block_or_twice_are_refused():
@@ -491,7 +491,7 @@ def test_places_outside_of_a_block_or_twice_are_refused():
     bad = words.copy()
     last = codec.num_words(100)
     bad[last + 4] = 50  # Of a last block of 50, from 0 on.
-    assert "a place outside of its block of 50 values" in codec.fault(bad, size)
+    assert "block of 50 values" in codec.fault(bad, size)
 
 
 @each_small

@@ -377,15 +377,15 @@ def test_another_authority_ends_the_node(
     """Nothing is sent to who cannot prove to be the aggregator."""
     other = Authority.create("other", clock=SystemClock())
     text = _ended(flower_node_process.echo_node(key, server.address, other.pem))
-    assert f"{server.address} does not prove that it is the aggregator" in text
-    assert "compare its address and the certificate authority" in text
+    assert f"{server.address} does not prove that" in text
+    assert "certificate authority" in text
 
 
 def test_another_name_ends_the_node(server: SuperLink, key: ec.EllipticCurvePrivateKey):
     """A certificate holds for the names that are in it."""
     address = server.address.replace("127.0.0.1", "localhost")
     node = flower_node_process.echo_node(key, address, server.authority)
-    assert "does not prove that it is the aggregator" in _ended(node)
+    assert "it is the aggregator" in _ended(node)
 
 
 class FastClock(SystemClock):
@@ -408,7 +408,7 @@ def test_key_that_was_never_registered_ends_the_node(server: SuperLink):
     )
     text = _ended(node)
     assert words
-    assert "stop the other agent that uses it; or enrol the site" in text
+    assert "stop the other agent" in text
 
 
 def test_unreachable_aggregator_is_tried_again():

@@ -144,7 +144,8 @@ def test_lost_state_is_said_and_the_site_begins_afresh(
         for info in list(store.list()):
             store.delete(info.key)
         assert state.before(RUN, 2) == NOTHING
-    assert "site a has no state of a round before round 2" in caplog.text
+    assert "a has no state" in caplog.text
+    assert "before round 2" in caplog.text
     assert "starts afresh" in caplog.text
 
 
@@ -226,10 +227,8 @@ def test_state_of_another_run_model_or_optimiser_is_not_used(
     state = state_in(store, layout, carries=optimizer)
     with caplog.at_level(logging.WARNING):
         assert state.before(RunId(run), 2) == NOTHING
-    assert (
-        "site a does not use sites/a/state-0000000001, "
-        f"which belongs to another {other}" in caplog.text
-    )
+    file = "sites/a/state-0000000001"
+    assert f"{file}, which belongs to another {other}" in caplog.text
     assert "starts afresh" in caplog.text
     state.keep(RunId(run), 2, {"v": np.array([2])})
     assert state.before(RunId(run), 3).arrays["v"] == 2

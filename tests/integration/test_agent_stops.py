@@ -160,7 +160,7 @@ def test_agent_ends_within_seconds(federation: Deployment):
     wait_for(lambda: _cpu_seconds(agent) > before + WORK_SECONDS, "the agent works")
     # The other is as busy, and would be to the end of the test.
     assert _stop(federation, *SITES) <= STOP_SECONDS
-    assert "the interrupted task will be sent again" in _log(federation)[begin:]
+    assert "interrupted task will be" in _log(federation)[begin:]
 
     _start(federation, SITE)
     assert "trying again" not in _log(federation)[begin:]
@@ -220,5 +220,5 @@ def _take_back(made: Deployment, site: str, held: Mapping[str, Path]) -> None:
         made.start_site(site, **endpoint)
         assert made.processes.pop(site).wait(60) == 0
         assert _log(made, site).count("connected to") == before
-        assert "this site takes no task" in _log(made, site)
+        assert "site takes no task" in _log(made, site)
     path.write_text(settings)

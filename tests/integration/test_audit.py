@@ -166,7 +166,7 @@ def test_audit_of_persons_separates_right_noise_from_half():
     assert broken.broken == broken.sites
     (site,) = kept.sites
     assert site.promise == broken.sites[0].promise
-    assert "all records of one person" in site.promise.terms
+    assert "records of one person" in site.promise.terms
     assert site.membership.final.num_in == RECORDS
     assert site.membership.final.num_out == 20
 
@@ -300,14 +300,14 @@ def test_attacks_that_make_no_sense_are_refused(attack: Attack, message: str):
 def test_objective_of_a_users_own_is_not_audited():
     """Canaries push along a cross-entropy, and the scores are one."""
     job = small_job(training={"local_steps": 1, "task": "m:f"})
-    with pytest.raises(JobError, match="work only with the cross-entropy"):
+    with pytest.raises(JobError, match="only with the cross-entropy"):
         audit(job, Attack())
 
 
 def test_a_model_with_personal_parts_is_not_audited():
     """What is attacked is the model that leaves the sites."""
     model = {"factory": "clients.models:mlp", "personal": ["3.*"]}
-    with pytest.raises(JobError, match="not whole without their personal parts"):
+    with pytest.raises(JobError, match="without their personal parts"):
         audit(small_job(model=model), Attack())
 
 
@@ -315,7 +315,7 @@ def test_steps_that_follow_lines_are_not_audited():
     """Runs of an audit have none, and no option --engine."""
     schedule = {"local_work": "auto", "max_local_steps": 20}
     job = small_job(schedule=schedule, training={"local_steps": 5})
-    with pytest.raises(JobError, match="the runs of an audit have none"):
+    with pytest.raises(JobError, match="runs of an audit"):
         audit(job, Attack())
 
 
@@ -438,7 +438,7 @@ def test_command_leaves_its_own_folder_and_no_run(server: ForkServer, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--out", "taken"), 1, "taken is not empty: an audit needs an empty"),
+        (("--out", "taken"), 1, "taken is not empty:"),
         (("--site", "middle"), 2, "no site 'middle'; it has left, right"),
         (("--canaries", "0"), 2, "100 to 1000000 canaries, not 0"),
         (("--set", "rounds=0"), 2, "rounds"),

@@ -257,9 +257,9 @@ def test_canaries_too_many_for_one_sum_are_refused():
 @pytest.mark.parametrize(
     ("num_sites", "target", "message"),
     [
-        (16, 8.0, r"16 right ones show an epsilon of 1\.23 .*the job's 8 cannot be"),
-        (64, 2.0, r"64 right ones show an epsilon of 2\.85 .*exceeds the job's target"),
-        (4, 1.0, r"4 right ones show an epsilon of 0\.00 .*the job's 1 cannot be"),
+        (16, 8.0, r"16 right ones.*epsilon of 1\.23 .*job's 8 cannot be"),
+        (64, 2.0, r"64 right ones.*epsilon of 2\.85 .*the job's target"),
+        (4, 1.0, r"4 right ones.*epsilon of 0\.00 .*job's 1 cannot be"),
     ],
 )
 def test_whole_sites_are_refused_with_what_an_audit_could_show(

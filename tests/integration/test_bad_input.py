@@ -64,8 +64,8 @@ def test_wrong_authority(place: Place):
     other = Authority.create("other", clock=SystemClock())
     (place.path.parent / "ca.crt").write_bytes(other.pem)
     told = crossfed("site", "up", "--config", str(place.path), code=2).stderr
-    assert f"{place.proxy.address} does not prove that it is the aggregator" in told
-    assert "compare its address and the certificate authority" in told
+    assert f"{place.proxy.address} does not prove that" in told
+    assert "certificate authority" in told
     assert "Traceback" not in told
     found = place.examined(SystemClock())["aggregator"]
     assert found.status == "problem"
@@ -81,7 +81,7 @@ def test_doctor_tells_all_that_is_wrong_at_once(place: Place):
     (place.path.parent / "node.pem").chmod(0o644)
     told = crossfed("doctor", "--site", str(place.path), code=1).stdout
     assert f"problem  aggregator: {address} cannot be reached" in told
-    assert "running, that its port is open" in told
+    assert "running, that its port" in told
     assert "problem  data: there is no index.json in file:///nowhere" in told
     assert "problem  node key: " in told
     assert told.count("problem  ") == 3

@@ -227,7 +227,7 @@ def test_second_coordinator_is_refused(
     with coordinator(place) as first:
         second = finish(server, place, *HELD)
         assert second.code == 1
-        assert "another process is using run" in second.stderr
+        assert "process is using run" in second.stderr
         assert "Traceback" not in second.stderr
         (place / GO).touch()
         assert first.wait(timeout=60) == 0
@@ -247,7 +247,7 @@ def test_one_of_two_coordinators_without_a_lock_wins(
         codes = [first.wait(timeout=60), second.code]
     said = (place / "stderr").read_text() + second.stderr
     assert codes == [1, 0], said
-    assert "another coordinator of this run" in said
+    assert "another coordinator" in said
     assert "Traceback" not in said
     assert (place / "run/model.safetensors").read_bytes() == baseline.model
 

@@ -175,7 +175,7 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "60 examples (4)" in text
     assert "0: 20, 1: 20, 2: 20" in text
-    assert "every shard matches the index" in text
+    assert "shard matches the index" in text
     assert cli.main(["data", "info", url, "--json"]) == exit_codes.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["dataset"] == "three clouds"

@@ -262,7 +262,7 @@ def test_site_that_is_killed_goes_on_with_few_levels(federation: Deployment):
     assert isinstance(completed, int)
     assert 9 <= completed < 12
     log = (federation.folder / f"{SITES[1]}.log").read_text()
-    assert "has no state of a round" not in log
+    assert "has no state" not in log
 
 
 @pytest.mark.long  # In one process: test_extension.py.
@@ -328,7 +328,7 @@ def test_kept_optimisers_outlive_a_kill_on_either_side(
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
     log = (federation.folder / f"{SITES[1]}.log").read_text()
-    assert "has no state of a round" not in log
+    assert "has no state" not in log
 
 
 @pytest.mark.long  # In one process: test_deployed_noise.py.
@@ -465,10 +465,8 @@ def test_every_party_has_its_copy_of_a_users_file(
     other = federation.folder / SITES[1] / "work.py"
     other.write_text(other.read_text() + "# Another version.\n")
     refused = crossfed("run", str(job), "--aggregator", federation.config, code=2)
-    assert (
-        f"site {SITES[1]!r} does not take part: model.factory: ./work.py is not the "
-        "file that the job names"
-    ) in refused.stderr
+    assert f"site {SITES[1]!r} does not take part: model.factory: " in refused.stderr
+    assert "work.py is not the file" in refused.stderr
     assert f"{other} has changed" in (federation.folder / f"{SITES[1]}.log").read_text()
 
 

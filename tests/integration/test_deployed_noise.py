@@ -258,6 +258,6 @@ def test_contract_with_less_noise_than_was_planned_is_refused(place: Place):
         place.run(kind=Thrifty)
     failed = [e for e in place.seen if isinstance(e, events.SiteFailed)]
     assert {each.site for each in failed} == set(SITES)
-    assert all("but this site relies on 0.86" in each.message for each in failed)
+    assert all("site relies on 0.86" in each.message for each in failed)
     for name in SITES:
         assert not [line for line in place.ledger(name) if "purpose" in line]

@@ -38,7 +38,7 @@ def test_site_beyond_the_bound_declines():
 
 def test_bound_that_no_site_keeps_loses_every_round():
     """And nobody's update was encoded."""
-    with pytest.raises(QuorumNotMet, match="the only round had no result"):
+    with pytest.raises(QuorumNotMet, match=r"only round .*no result"):
         run(secure_job(rounds=1, element_bound=1e-6))
 
 

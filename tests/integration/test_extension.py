@@ -301,4 +301,4 @@ def test_sites_refuse_another_first_model_than_the_jobs(
     monkeypatch.setattr(wiring_run, "initial_weights", other)
     with pytest.raises(QuorumNotMet) as caught:
         simulate(job)
-    assert "site-0: received a first model with different weights" in str(caught.value)
+    assert "site-0: received a first model" in str(caught.value)

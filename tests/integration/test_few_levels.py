@@ -525,7 +525,7 @@ def test_damaged_residual_is_refused(caplog: pytest.LogCaptureFixture):
     found = run(job, store=store, fault=spoiling(flip, store))
     assert SITE not in found.answered(3)
     assert {site for site, _ in found.failures(3)} == {SITE}
-    assert "its content does not match its digest" in caplog.text
+    assert "not match its digest" in caplog.text
     assert "to start afresh" in caplog.text
 
 
@@ -699,7 +699,7 @@ def test_replayed_sum_is_refused(caplog: pytest.LogCaptureFixture):
     found = run(level_job(threshold=3, rounds=5, **SUMS), wraps=wraps, fault=note)
     assert SITE not in found.answered(3)
     assert SITE in found.answered(5)
-    assert "no keys for this run" in caplog.text
+    assert "no keys for this" in caplog.text
     assert {digest(found.state.weights_d)} == set(held_models(found).values())
 
 

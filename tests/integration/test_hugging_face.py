@@ -261,7 +261,7 @@ def test_records_that_do_not_fit_a_prompt_are_explained():
     """Padding is not classified, and a record and its prompt have their places."""
     model = hugging_face(config=GPT2, prompt={"tokens": 5})
     assert model(torch.ones(1, 7, dtype=torch.long)).shape == (1, 7, 16)
-    with pytest.raises(SiteError, match="prompt of 5 tokens are longer than the 12"):
+    with pytest.raises(SiteError, match=r"of 5 tokens .*than the 12"):
         model(torch.ones(1, 8, dtype=torch.long))
     with pytest.raises(IndexError):
         model(torch.full((1, 7), 16))
@@ -352,7 +352,7 @@ def test_tokenizer_is_in_the_job_and_another_is_refused(tmp_path: Path):
         return job(data=data, rounds=1)
 
     assert simulate(with_folder("ours", digest)).status == "completed"
-    with pytest.raises(JobError, match="use the same files at all sites") as caught:
+    with pytest.raises(JobError, match="the same files") as caught:
         build_federation(with_folder("theirs", digest))
     assert caught.value.key == "data.options.sha256"
     with pytest.raises(JobError, match=f"is missing, and .* is {digest}"):
@@ -467,7 +467,7 @@ def test_weights_outside_the_digest_are_never_read(tmp_path: Path, name: str, by
         config = json.loads(written.read_text())
         written.write_text(json.dumps({**config, "transformers_weights": name}))
     digest = folder_digest(tmp_path / "model", tokenizer=False)
-    with pytest.raises(JobError, match="only safetensors in the folder itself"):
+    with pytest.raises(JobError, match="only safetensors"):
         hugging_face(folder=str(tmp_path / "model"), sha256=digest)
 
 
@@ -514,17 +514,17 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
         (
             {"config": {**GPT2, "attn_implementation": "owner/kernel"}},
             "model.options",
-            "attn_implementation names code of the hub",
+            "attn_implementation names code",
         ),
         (
             {"config": {**GPT2, "attn_implementation": {"text": "owner/kernel"}}},
             "model.options",
-            "names code of the hub",
+            "code of the hub",
         ),
         (
             {"config": {**GPT2, "text_config": {"_attn_implementation": "a/b"}}},
             "model.options",
-            "_attn_implementation names code of the hub",
+            "_attn_implementation names code",
         ),
         ({"config": GPT2, "dtype": "int8"}, "model.options.dtype", "use one of"),
         (
@@ -634,7 +634,7 @@ def test_svd_trains_and_secure_aggregation_refuses_both():
     for method in ("fedex", "svd"):
         lora = {"rank": 2, "method": method}
         secure = {"secure_aggregation": SECURE}
-        with pytest.raises(JobError, match="shows it only their sum"):
+        with pytest.raises(JobError, match="shows it only their"):
             ModelPool(job(options={"lora": lora}, privacy=secure))
 
 

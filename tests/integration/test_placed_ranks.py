@@ -299,5 +299,5 @@ def test_without_a_compiler_ranks_train_all_the_same(
         assert_like_one(trainer, alone(job, pool, BLOBS), pool, atol=3e-6)
     logged = capfd.readouterr().err.splitlines()
     assert len(logged) == 1
-    assert "torch.compile does not work here, so it is not used" in logged[0]
+    assert "torch.compile does not work here" in logged[0]
     assert "No working C++ compiler found" in logged[0]

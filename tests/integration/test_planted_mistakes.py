@@ -214,4 +214,4 @@ def test_check_job_finds_a_model_that_mixes_records(
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(table))
     assert commands.main(["check-job", str(file)]) == 2
-    assert "when the batch has other records" in capsys.readouterr().err
+    assert "batch has other records" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_budget_for_no_round_is_refused():
     job = job_file.load(
         JOB, ["rounds=2", f"{DP}.noise_multiplier=0.5", f"{DP}.target_epsilon=0.5"]
     )
-    with pytest.raises(BudgetExceeded, match="round 1 is beyond the privacy budget"):
+    with pytest.raises(BudgetExceeded, match=r"round 1 .*the privacy budget"):
         simulate(job)
 
 

@@ -174,7 +174,7 @@ def test_a_killed_run_goes_on_elsewhere(tables: Any, tmp_path: Path):
 def test_nothing_to_resume(tables: Any, tmp_path: Path):
     """An empty bucket is no error of the store."""
     job = small_job(**tables)
-    with pytest.raises(RunNotFound, match="no run of the job 'small' in"):
+    with pytest.raises(RunNotFound, match="of the job 'small' in"):
         run_store.newest_folder(job, tmp_path)
     with pytest.raises(RunNotFound, match="to resume"):
         simulate(job, folder=tmp_path / "run", resume=True)

@@ -179,7 +179,7 @@ def test_bundle_is_that_of_the_site(relay: Relay, proxy: RunningProxy):
     ("body", "complaint"),
     [
         (GetFabRequest(hash_str="ab" * 32).SerializeToString(), "'abababababababab'"),
-        (b"\xff\xff", "a malformed request for a bundle"),
+        (b"\xff\xff", "malformed request"),
     ],
 )
 def test_another_bundle_does_not_come_in(
@@ -254,7 +254,7 @@ def test_aggregator_that_is_away_is_tried_again(
 
 def test_one_works_in_a_folder(relay: Relay):
     """An agent and a relay of one site would answer for each other."""
-    with pytest.raises(FederationError, match="another agent or relay is running in"):
+    with pytest.raises(FederationError, match="another agent or relay"):
         Relay(relay.folder).run()
 
 

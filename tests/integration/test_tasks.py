@@ -171,7 +171,7 @@ def test_own_optimizer_is_checked(spec: JobSpec, key: str, text: str):
     [
         ({"name": "rmsprob"}, "did you mean 'rmsprop'"),
         ({"name": "lbfgs"}, "is not a choice"),
-        ({"name": "sgd", "options": {"momentum": 0.9}}, "has keys of its own"),
+        ({"name": "sgd", "options": {"momentum": 0.9}}, "keys of its own"),
         ({"name": "x:y", "weight_decay": 0.1}, "give it in options"),
     ],
 )

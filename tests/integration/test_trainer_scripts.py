@@ -240,7 +240,7 @@ def test_settings_that_do_not_fit_a_round_are_refused(
 def test_a_job_and_its_trainer_must_agree():
     for training in ({"batch_size": 8}, {"accumulate": 2}):
         federation = build_federation(job(training=training))
-        with pytest.raises(JobError, match="use the same value in both"):
+        with pytest.raises(JobError, match="same value in both"):
             federation.trainer(SiteId("site-0"))
     with pytest.raises(JobError, match=r"needs a transformers\.Trainer"):
         ModelPool(
@@ -256,7 +256,7 @@ def test_first_batches_find_what_is_wrong():
     with pytest.raises(SiteError, match=r"no number 'precision'.* it has loss, hits"):
         check_first_batches(build_federation(job(training=wanted)))
     arrays = job(data={"source": "support.hugging_face:examples"})
-    with pytest.raises(SiteError, match="map-style datasets or lists of dicts"):
+    with pytest.raises(SiteError, match="map-style datasets"):
         check_first_batches(build_federation(arrays))
     nothing = job(data={"source": SCRIPT, "options": {"no_data": True}})
     with pytest.raises(SiteError, match="has none as train_dataset"):
@@ -303,5 +303,5 @@ def test_script_of_the_page_trains_with_ten_changed_lines(
     def inside() -> Any:
         return make_trainer()
 
-    with pytest.raises(ValueError, match="at the top of a file"):
+    with pytest.raises(ValueError, match="top of a file"):
         crossfed.patch(inside, "federation.toml")

@@ -322,5 +322,5 @@ def test_an_older_copy_of_a_trial_is_refused(tmp_path: Path) -> None:
     search(tmp_path, trials=1, job=job)
     shutil.rmtree(trial)
     (tmp_path / "older").rename(trial)
-    with pytest.raises(CorruptObject, match="an older copy is in its place"):
+    with pytest.raises(CorruptObject, match=r"older copy .*its place"):
         search(tmp_path, trials=2, job=job)

@@ -196,7 +196,7 @@ def test_secure_aggregation_runs_in_virtual_time():
 def test_site_without_a_speed_is_refused():
     """No speed is made up."""
     job = plain_job(simulation={"machines": machines_of(plain_job())[1:]})
-    with pytest.raises(JobError, match="needs the speed of every site"):
+    with pytest.raises(JobError, match="speed of every site"):
         simulate(job, engine="virtual")
 
 

@@ -411,7 +411,7 @@ def test_lie_in_the_last_evaluation_leaves_no_metrics():
     """The model is there, its metrics are none, and the warning says why."""
     found = lied(SCALING, Lies(header={"evaluation_correct": 1 << 20}, round_index=3))
     assert found.statuses() == ["completed", "completed"]
-    assert "no site evaluated the final model" in found.warnings()
+    assert any("evaluated the final model" in text for text in found.warnings())
     assert any("a site lied" in text for text in found.warnings())
 
 

@@ -179,7 +179,7 @@ def test_what_the_server_sets_is_not_sent_up():
     words = encoded_over(links.up, delta_d.copy())
     assert words.size == place.size - OUTPUTS * INPUTS
     assert links.up.fault(words, place.size) == ""
-    assert "of identity are not the" in links.up.fault(words[:-1], place.size)
+    assert "identity are not" in links.up.fault(words[:-1], place.size)
     np.testing.assert_array_equal(decoded(links.up, words, place.size), delta_d)
     np.testing.assert_array_equal(links.up.encode(delta_d), words)
     with pytest.raises(ValueError, match="residual"):

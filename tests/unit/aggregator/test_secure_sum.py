@@ -247,7 +247,7 @@ def test_lost_evaluation_leaves_a_model_without_metrics():
 
     found = run(secure_job(rounds=1), fault=fault)
     assert found.statuses() == ["completed"]
-    assert "no site evaluated the final model" in found.warnings()
+    assert any("evaluated the final model" in text for text in found.warnings())
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def test_a_job_without_evaluations_has_none(kind: TaskKind):
     place = make(held_out=None, evaluates=False)
     answer = place.site.handle(task(1, kind))
     assert isinstance(answer, SiteFailure)
-    assert "the job has no evaluations" in answer.message
+    assert "job has no evaluations" in answer.message
     assert (place.inner.at_work, charged(place.ledger)) == ([], [])
     place.trainer.pay(round_index=2, trains=True, evaluations=0)
     with pytest.raises(RuntimeError, match="not charged"):

@@ -110,7 +110,7 @@ def test_an_ensemble_is_the_mean_of_probabilities(tmp_path: Path):
     ("changes", "key", "message"),
     [
         ({"weights": "nowhere"}, "members[1].weights", "no file .*nowhere at this"),
-        ({"weights": __file__}, "members[1].weights", "is not a safetensors file"),
+        ({"weights": __file__}, "members[1].weights", "not a safetensors file"),
         ({"options": {"inputs": 2, "classes": 3}}, "members[1].weights", "not fit"),
         ({"sha256": ""}, "members[1]", "give factory and weights"),
     ],

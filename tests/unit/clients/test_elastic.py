@@ -101,7 +101,7 @@ def test_the_file_of_another_run_is_refused(tmp_path: Path):
             trained().train(), INPUTS, LABELS, memory=str(tmp_path), sha256="00"
         )
     assert caught.value.key == "training.options.sha256"
-    with pytest.raises(JobError, match="give a number of at least 0"):
+    with pytest.raises(JobError, match="number of at least 0"):
         consolidated(trained(), INPUTS, LABELS, memory="", sha256="", strength=-1.0)
 
 

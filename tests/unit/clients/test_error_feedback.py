@@ -127,7 +127,7 @@ def test_a_damaged_residual_is_refused(changes: dict[str, Any], text: str):
     bad = KeptState(arrays={**kept.arrays, **changes}, facts=kept.facts)
     with pytest.raises(CorruptObject, match=text) as caught:
         settled(bad, LINKS, size=SIZE, counted=0)
-    assert "restore its files, or delete them to start afresh" in str(caught.value)
+    assert "restore its files" in str(caught.value)
 
 
 @pytest.mark.parametrize("facts", [{}, {"sent_round": "1"}, {"sent_round": True}])
@@ -167,5 +167,5 @@ def test_a_residual_with_a_changed_bit_is_refused():
     content = bytearray(store.read(info.key))
     content[-1] ^= 1
     store.put(info.key, [bytes(content)])
-    with pytest.raises(CorruptObject, match="does not match its digest"):
+    with pytest.raises(CorruptObject, match="not match its digest"):
         state.before(RUN, 2)

@@ -49,7 +49,7 @@ def test_labels_out_of_range_are_found_wherever_they_are(label: int):
 def test_columns_that_differ_by_site_are_named():
     inputs, targets = arrays()
     named = {"values": inputs, "labels": targets}
-    with pytest.raises(SiteError, match="give all sites the same columns") as found:
+    with pytest.raises(SiteError, match="the same columns") as found:
         check_first_batches(federation((inputs, targets), named))
     assert "{values: float32}, and those of site 'site-0' are float32" in str(
         found.value

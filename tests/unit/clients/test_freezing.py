@@ -114,6 +114,6 @@ def test_the_first_tensor_that_does_not_fit_is_named(tmp_path: Path):
     with pytest.raises(JobError, match=r"'1.bias' is \[5\] .* nothing in the file"):
         with_weights(net(), str(file), new=HEAD)
     save_file(net().state_dict() | {"7.weight": torch.zeros(1)}, file)
-    with pytest.raises(JobError, match=r"'7.weight' is not in the model"):
+    with pytest.raises(JobError, match=r"'7\.weight' .*in the model"):
         with_weights(net(), str(file), new=HEAD)
     with_weights(net(), str(file), new=(*HEAD, "7.*"))

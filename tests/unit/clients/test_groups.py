@@ -151,12 +151,12 @@ def test_draws_are_counted_and_cost_a_site_each():
     everybody = Everybody()
     everybody.draw()
     everybody.again(10)
-    with pytest.raises(DrawRefused, match="site-10 did not reveal a secret"):
+    with pytest.raises(DrawRefused, match="site-10 did not reveal"):
         everybody.draw()
-    with pytest.raises(DrawRefused, match="site-10 did not reveal a secret"):
+    with pytest.raises(DrawRefused, match="site-10 did not reveal"):
         everybody.again(9)
     everybody.again(9, 10)
-    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+    with pytest.raises(DrawRefused, match="in no other draw"):
         everybody.again(8, 9, 10)
 
 
@@ -164,7 +164,7 @@ def test_draw_without_a_site_is_final_once_its_secrets_are_seen():
     """An aggregator that does not like the groups cannot blame a site any more."""
     everybody = Everybody()
     everybody.finish()
-    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+    with pytest.raises(DrawRefused, match="in no other draw"):
         everybody.again(10)
 
 
@@ -199,7 +199,7 @@ def test_aggregator_cannot_draw_until_it_likes_the_groups():
     everybody.draw()
     shown = everybody.commitments()
     shown[10] = commit(DRAW, 10, bytes(32), PARTIES.sites[10])
-    with pytest.raises(DrawRefused, match="site-10 committed to a different secret"):
+    with pytest.raises(DrawRefused, match="site-10 committed to a different"):
         rule(everybody.memories[1]).reveal(write_commitments(shown))
 
 
@@ -241,7 +241,7 @@ def test_other_groups_of_one_dataset_are_refused(other: Any):
     before = everybody.memories[1].read(DOCUMENT)
     with pytest.raises(DrawRefused, match="has drawn 3 groups of site-01, site-02"):
         mine.commit(write_start(other, ()), PARTIES.sites[1])
-    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+    with pytest.raises(DrawRefused, match="in no other draw"):
         mine.take_offer(write_group_offer(half.secrets, b"offer"))
     assert everybody.memories[1].read(DOCUMENT) == before
 
@@ -261,9 +261,7 @@ def test_own_commitment_must_be_among_those_shown():
     everybody = Everybody()
     shown = everybody.commitments()
     shown[1] = commit(DRAW, 1, bytes(32), PARTIES.sites[1])
-    with pytest.raises(
-        DrawRefused, match="a different commitment is shown for this site"
-    ):
+    with pytest.raises(DrawRefused, match=r"different commitment .*this site"):
         rule(everybody.memories[1]).reveal(write_commitments(shown))
 
 
@@ -272,9 +270,9 @@ def test_steps_have_an_order():
     everybody = Everybody()
     half = everybody.draw()
     fresh = rule(InMemory())
-    with pytest.raises(OutOfOrder, match="was not asked for a commitment"):
+    with pytest.raises(OutOfOrder, match="was not asked for"):
         fresh.reveal(half.commitments())
-    with pytest.raises(OutOfOrder, match="was not asked for a commitment"):
+    with pytest.raises(OutOfOrder, match="was not asked for"):
         fresh.take_offer(write_group_offer(half.secrets, b"offer"))
     fresh.commit(START, PARTIES.sites[1])
     with pytest.raises(OutOfOrder, match="before groups were drawn"):
@@ -310,5 +308,5 @@ def test_damaged_memory_ends_the_draw(tmp_path: Path):
     rule(FileMemory(tmp_path)).commit(START, PARTIES.sites[1])
     path = tmp_path / "groups.json"
     path.write_text(path.read_text().replace("secret", "s3cret"))
-    with pytest.raises(CorruptObject, match="does not match its digest"):
+    with pytest.raises(CorruptObject, match="not match its digest"):
         rule(FileMemory(tmp_path)).commit(START, PARTIES.sites[1])

@@ -146,7 +146,7 @@ def test_gradients_of_records_are_not_scaled(unit: str):
     """A step that is skipped would tell of the records in it."""
     secure = {"secure_aggregation": {"enabled": True}}
     private = {"unit": unit, "target_epsilon": 4.0}
-    with pytest.raises(JobError, match="a step that is skipped") as caught:
+    with pytest.raises(JobError, match="step that is skipped") as caught:
         small_job(
             num_sites=3,
             training={"precision": "fp16", "local_steps": 1},

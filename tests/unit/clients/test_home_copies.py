@@ -172,7 +172,7 @@ def test_a_charge_that_was_not_confirmed_counts(holder: Machine, tmp_path: Path)
     assert back.enter()
     assert back.rounds() == [1, 2, 3, 4, 0]
     assert (holder.ledger_folder / "rounds" / f"{RUN}.round").read_text() == "3\n"
-    assert "counted 1 charges of this machine again" in back.told[0]
+    assert "counted 1 charges of this machine" in back.told[0]
     back.home.release()
     third = Machine(tmp_path / "third", holder.store)
     assert third.enter()
@@ -247,10 +247,10 @@ def test_a_store_that_was_put_back_is_refused(holder: Machine, store: AwkwardSto
     for key, content in {**packs, KEY: old}.items():
         store.put(key, [content])
     again = Machine(holder.folder, store)
-    with pytest.raises(HomeConflict, match="was restored from a copy"):
+    with pytest.raises(HomeConflict, match="restored from a copy"):
         again.enter()
     store.delete(KEY)
-    with pytest.raises(HomeConflict, match="holds no home, but this folder"):
+    with pytest.raises(HomeConflict, match="holds no home, but"):
         again.enter()
     (holder.folder / "home.json").unlink()
     assert again.enter()
@@ -308,7 +308,7 @@ def test_homes_of_other_sites_are_refused(holder: Machine, tmp_path: Path):
     holder.home.copy.store.put(
         KEY, [holder.store.read(KEY).replace(b'"site":"site-0"', b'"site":"site-9"')]
     )
-    with pytest.raises(HomeConflict, match="is the home of site 'site-9'"):
+    with pytest.raises(HomeConflict, match="home of site 'site-9'"):
         Machine(tmp_path / "fourth", holder.store).enter()
     empty = Machine(tmp_path / "third", AwkwardStore(MemoryStore()))
     with pytest.raises(JobError, match="enrol it first"):
@@ -321,14 +321,14 @@ def test_damaged_copies_are_refused(holder: Machine, store: AwkwardStore):
     content[0] ^= 1
     store.put(key, [content])
     other = Machine(holder.folder.parent / "second", store)
-    with pytest.raises(CorruptObject, match="does not hold what was stored"):
+    with pytest.raises(CorruptObject, match="what was stored"):
         other.enter()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"version":2}', b"[" * 100_000])
 def test_damaged_heads_are_refused(holder: Machine, store: AwkwardStore, body: bytes):
     store.put(KEY, [body])
-    with pytest.raises(CorruptObject, match="is not the head of a site's home"):
+    with pytest.raises(CorruptObject, match=r"not the head .*site's home"):
         Machine(holder.folder, store).enter()
 
 
@@ -351,7 +351,7 @@ def test_a_damaged_ledger_of_the_folder_stops_the_site(holder: Machine, tmp_path
     ledger.write_bytes(
         ledger.read_bytes().replace(b'"round_index":2', b'"round_index":9')
     )
-    with pytest.raises(LedgerDamaged, match="does not match its contents"):
+    with pytest.raises(LedgerDamaged, match="not match its contents"):
         Machine(holder.folder, holder.store).enter()
 
 

@@ -198,5 +198,5 @@ def test_damaged_events_are_refused():
     runs = {"run-1": {"delta": DELTA, "events": [[0.0, 1.0, 0.0, 1]]}}
     entry = {"relation": accountant.NEIGHBOURING_RELATION, "runs": runs}
     memory.update(DOCUMENT, lambda _: {"datasets": {NAME: entry}})
-    with pytest.raises(CorruptObject, match="what runs have spent is damaged"):
+    with pytest.raises(CorruptObject, match="have spent is damaged"):
         spent(memory)

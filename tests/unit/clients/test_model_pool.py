@@ -168,7 +168,7 @@ def test_reserved_instances_are_lent():
     [
         (f"{__name__}:not_a_model", "not_a_model returned a dict"),
         (f"{__name__}:forgetful", "forgetful returned None.*return statement"),
-        (f"{__name__}:INSTANCE", "a Linear and not a function that returns one"),
+        (f"{__name__}:INSTANCE", "a Linear and not"),
         (f"{__name__}:masked", "'mask' .* persistent=False"),
         ("torch.nn:Flatten", "nothing to train"),
         ("torch.nn:nothing", "has no 'nothing'"),
@@ -271,7 +271,7 @@ def test_frozen_values_that_are_written_back_pass():
 def test_a_second_model_with_other_frozen_values_is_refused():
     """Two sites of a process would train on different models."""
     pool = of_here("drawn_elsewhere")
-    with pytest.raises(JobError, match="second model whose frozen tensors"):
+    with pytest.raises(JobError, match=r"second model .*frozen tensors"):
         pool.reserve(2)
 
 

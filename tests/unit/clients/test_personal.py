@@ -94,9 +94,9 @@ def test_tied_weights_stay_at_a_site_under_all_of_their_names():
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["norm.*", "head.*"], "nothing that the model trains is called 'head"),
-        (["fixed.*"], "nothing that the model trains is called 'fixed"),
-        (["*"], "the sites would share nothing"),
+        (["norm.*", "head.*"], "model trains is called 'head"),
+        (["fixed.*"], "model trains is called 'fixed"),
+        (["*"], "would share nothing"),
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], message: str):

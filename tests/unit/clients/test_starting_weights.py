@@ -89,7 +89,7 @@ def test_the_job_is_bound_to_the_weights(tmp_path: Path) -> None:
     second = job_of(tmp_path)
     digests = {job_digest.digest(job) for job in (first, second, small_job())}
     assert len(digests) == 3
-    with pytest.raises(JobError, match="different weights than the job gives"):
+    with pytest.raises(JobError, match="different weights than"):
         started(first)
     # A name that has its digest needs no file until the run begins.
     file.unlink()
@@ -135,7 +135,7 @@ def test_the_first_difference_is_named(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("memory://", "give a path or a bucket"),
+        ("memory://", "path or a bucket"),
         ("ftp://host/model.safetensors", "the scheme 'ftp' is unknown"),
         ("file://none.safetensors", "there is no file .*none"),
         ("none.safetensors", "there is no file .*none"),
@@ -151,7 +151,7 @@ def test_what_is_not_here_is_refused_when_the_job_is_loaded(
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "start.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(JobError, match="is not a safetensors file"):
+    with pytest.raises(JobError, match="not a safetensors file"):
         job_of(tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_file_ends_a_command_with_one_line(
     job.write_text(tomli_w.dumps(document("start.safetensors")))
     assert main(["check-job", str(job)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "start.safetensors is not a safetensors file" in line
+    assert "start.safetensors is not a safetensors" in line
 
 
 @pytest.fixture(params=["s3", "gcs"])
@@ -333,9 +333,7 @@ def test_weights_come_from_a_bucket(
         np.testing.assert_array_equal(started(job), started(local))
     save_file({**tensors(), LAST: tensors()[LAST] + 1}, file)
     upload(bucket, "exports/moons/model.safetensors", file)
-    with pytest.raises(
-        JobError, match=r"(s3|gs)://.*holds different weights than the job gives"
-    ):
+    with pytest.raises(JobError, match=r"(s3|gs)://.*holds different weights than"):
         started(job)
     bucket.delete("exports/moons/model.safetensors")
     with pytest.raises(JobError, match=r"no object (s3|gs)://.*/model\.safetensors or"):
@@ -366,7 +364,7 @@ def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\x10" + 7 * b"\0" + b"damaged")
     personal = small_job(model={**FACTORY, "personal": ["*bias"]})
-    with pytest.raises(JobError, match=r"model\.safetensors is not a safetensors file"):
+    with pytest.raises(JobError, match=r"model\.safetensors is not a safetensors"):
         trained_model(personal, file)
 
 

@@ -336,7 +336,7 @@ def test_misfits_are_explained(case: str):
 
 def test_long_record_is_refused():
     """Under secure aggregation the largest count follows from the job."""
-    with pytest.raises(SiteError, match="more predictions than the job's 3"):
+    with pytest.raises(SiteError, match="predictions than the job's 3"):
         trained(training("sft", max_tokens=3), draw(1, 4, 5), classes(5, 1, 4))
 
 

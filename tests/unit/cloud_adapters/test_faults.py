@@ -116,7 +116,7 @@ def test_packed_updates_are_spoilt_in_their_bytes(name: str, kind: str):
     assert sent.size == codec.num_words(size)
     assert sent.tobytes() != answer.delta_d.tobytes()
     if kind != "garbage":
-        assert "a scale that is negative or not finite" in codec.fault(sent, size)
+        assert "negative or not finite" in codec.fault(sent, size)
 
 
 def test_garbage_has_its_norm():

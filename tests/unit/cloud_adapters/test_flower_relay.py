@@ -167,7 +167,7 @@ def test_relay_answers_for_its_sites_in_one_message():
     [
         (b"", "without an answer"),
         (b"x" * 200, "do not start like"),
-        (wire.encode_bytes(task(SITES[0])), "in place of an answer"),
+        (wire.encode_bytes(task(SITES[0])), "place of an answer"),
         (wire.encode_bytes(failure(task(SITES[0]), FailureKind.BUSY, "")), "1 answers"),
         (
             4 * wire.encode_bytes(failure(task(EAST), FailureKind.BUSY, "")),

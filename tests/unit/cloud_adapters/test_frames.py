@@ -216,7 +216,7 @@ def test_messages_of_a_relay_share_one_copy_of_the_model(
     for mine, wanted in zip(found, [task("a"), other], strict=True):
         assert wire.encode_bytes(mine) == wire.encode_bytes(wanted)
     stray = replace(packed.references[0], message=2)
-    with pytest.raises(ProtocolError, match="a reference to none of 2 messages"):
+    with pytest.raises(ProtocolError, match="to none of 2 messages"):
         frames.receive_whole(heads, [stray], SIZES)
 
 

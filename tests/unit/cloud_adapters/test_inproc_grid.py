@@ -143,7 +143,7 @@ def _threads_end() -> Iterator[None]:
 def test_needs_a_site_and_a_worker(arguments: tuple[dict[SiteId, Handler], int]):
     """There is nothing to do otherwise."""
     handlers, workers = arguments
-    with pytest.raises(ValueError, match="needs a site and a worker"):
+    with pytest.raises(ValueError, match="site and a worker"):
         InProcessGrid(handlers, clock=VirtualClock(), workers=workers)
 
 

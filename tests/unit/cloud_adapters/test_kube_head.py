@@ -72,7 +72,7 @@ def test_a_head_follows_another_on_its_volume_and_never_beside_it(
 ):
     pool = kube_server.pool(has_head=True, clock=VirtualClock())
     first = pool.launch(spec(), "1")
-    with pytest.raises(NoCapacity, match="is used by another pod"):
+    with pytest.raises(NoCapacity, match="used by another pod"):
         pool.launch(spec(), "2")
     pool.terminate([first.id])
     assert pool.launch(spec(), "3").state is NodeState.RUNNING

@@ -188,7 +188,7 @@ def test_many_jobs_are_listed_whole(kube_server: FakeKube):
         (f"refused Error: {QUOTA}", QuotaReached, "larger ResourceQuota"),
         ("refused pods is forbidden: no account", MachineRefused, "does not admit"),
         ("exit 3", ComputeError, "its program ended with 3"),
-        ("exit 0", ComputeError, "it ended right after its start"),
+        ("exit 0", ComputeError, "right after its start"),
     ],
 )
 def test_a_refused_launch_leaves_nothing_that_may_begin_later(

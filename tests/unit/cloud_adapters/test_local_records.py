@@ -116,6 +116,6 @@ def test_a_disk_that_fails_on_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", failing_once)
-    with pytest.raises(StoreUnavailable, match="the disk reports an error"):
+    with pytest.raises(StoreUnavailable, match="disk reports an error"):
         store.put("object", [bytes(1 << 20)] * 5)
     assert [info.key for info in store.list()] == ["before"]

@@ -255,7 +255,7 @@ def test_root_is_a_file(tmp_path: Path):
     """A file in the place of the store's folder is named as the fault."""
     (tmp_path / "root").write_text("not a folder")
     store = LocalStore(tmp_path / "root")
-    with pytest.raises(StoreUnavailable, match="in the way of a folder"):
+    with pytest.raises(StoreUnavailable, match="way of a folder"):
         store.put("key", [b"x"])
     with pytest.raises(StoreUnavailable, match="cannot list"):
         list(store.list())
@@ -267,9 +267,9 @@ def test_key_and_folder_of_one_name(tmp_path: Path, *, if_absent: bool):
     store = LocalStore(tmp_path)
     store.put("a/b", [b"x"])
     store.put("c", [b"x"])
-    with pytest.raises(StoreUnavailable, match="a folder is in the way"):
+    with pytest.raises(StoreUnavailable, match=r"a folder .*in the way"):
         store.put("a", [b"y"], if_absent=if_absent)
-    with pytest.raises(StoreUnavailable, match="in the way of a folder"):
+    with pytest.raises(StoreUnavailable, match="way of a folder"):
         store.put("c/d", [b"y"], if_absent=if_absent)
     assert [info.key for info in store.list()] == ["a/b", "c"]
     assert partial_files(tmp_path) == []

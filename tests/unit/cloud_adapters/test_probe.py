@@ -158,10 +158,10 @@ NONE_MATCH, MATCH = "HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"
 @pytest.mark.parametrize(
     ("before", "told"),
     [
-        (ignoring(NONE_MATCH, parts=False), "small object was created a second"),
-        (ignoring(MATCH, parts=False), "small object was changed under"),
-        (ignoring(NONE_MATCH, parts=True), "object in parts was created a second"),
-        (ignoring(MATCH, parts=True), "object in parts was changed under"),
+        (ignoring(NONE_MATCH, parts=False), r"small object .*created a second"),
+        (ignoring(MATCH, parts=False), r"small object .*changed under"),
+        (ignoring(NONE_MATCH, parts=True), r"object in parts .*created a second"),
+        (ignoring(MATCH, parts=True), r"object in parts .*changed under"),
     ],
     ids=["create", "change", "create parts", "change parts"],
 )

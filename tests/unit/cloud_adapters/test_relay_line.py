@@ -190,7 +190,7 @@ def test_a_question_without_a_proper_name_does_not_end_the_site(
         answers = cloud.desk.ask(asked, seconds=0.2, stopped=cloud.stopped)
         assert answers == {EAST: None}
         assert cloud.ask(EAST, b"task") == b"tasktask"
-    assert any("a question whose name is" in line for line in told)
+    assert any("a question whose name" in line for line in told)
 
 
 def test_a_site_reads_no_long_answer_but_a_question(cloud: Cloud):
@@ -289,7 +289,7 @@ def test_a_relay_without_room_says_so(
                 found = cloud.ask(EAST, body, seconds=0.3, max_bytes=2 * len(body))
                 assert found is None
         assert cloud.ask(EAST, body, max_bytes=2 * len(body)) == 2 * body
-    assert "an answer of site east is refused" in caplog.text
+    assert "answer of site east" in caplog.text
 
 
 def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
@@ -403,7 +403,7 @@ def test_site_that_the_relay_does_not_serve_is_told(cloud: Cloud):
 def test_another_relay_gets_no_word(cloud: Cloud):
     """Its certificate is not from the authority that the site pins."""
     other = Authority.create("another relay", clock=CLOCK)
-    with pytest.raises(SiteError, match=r"does not prove that it is the relay: .*"):
+    with pytest.raises(SiteError, match="it is the relay"):
         cloud.node(EAST, authority=other.pem).run()
 
 
@@ -439,12 +439,12 @@ def test_doctor_knocks_at_the_relay(cloud: Cloud):
     assert doctored(cloud, EAST, relay=link).status == "ok"
     refused = doctored(cloud, WEST, relay=link)
     assert (refused.name, refused.status) == ("relay", "problem")
-    assert "does not serve this site" in refused.found
+    assert "not serve this site" in refused.found
     gone = doctored(cloud, EAST, relay={**link, "address": "127.0.0.1:1"})
     assert "127.0.0.1:1 cannot be reached" in gone.found
     (cloud.folder / "other.crt").write_bytes(cloud.authority.pem)
     other = doctored(cloud, EAST, relay={**link, "authority": "other.crt"})
-    assert "does not prove that it is the relay" in other.found
+    assert "it is the relay" in other.found
     assert not [*doctor_relay.checks(site_config(cloud.folder, EAST))]
 
 

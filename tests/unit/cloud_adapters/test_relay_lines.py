@@ -281,9 +281,9 @@ def test_frames_of_strangers_are_refused():
         down_frames_in(data + data[:-1], limit=2)
     with pytest.raises(WireError, match="too few"):
         down_frames_in(data[:10], limit=2)
-    with pytest.raises(ProtocolError, match="a RoundTask in place of an answer"):
+    with pytest.raises(ProtocolError, match=r"RoundTask in place .*an answer"):
         answers_in(data, limit=1)
-    with pytest.raises(ProtocolError, match="a SiteUpdate in place of a task"):
+    with pytest.raises(ProtocolError, match=r"SiteUpdate in place .*a task"):
         down_frames_in(wire.encode_bytes(update(A)), limit=1)
     for read in (down_frames_in, answers_in):
         with pytest.raises(ProtocolError, match="without a"):

@@ -78,7 +78,7 @@ def test_quota_is_named(code: str):
 def test_conflict_is_named_whatever_the_status(code: str):
     """Another writer was faster; the same request may go well a moment later."""
     translated = s3_errors.translate(failure(code), "write s3://bucket/key")
-    assert "others are writing the same object" in str(translated)
+    assert "writing the same object" in str(translated)
     assert translated.temporary
 
 

@@ -141,7 +141,7 @@ def test_used_folder_is_refused(folder: Path, tmp_path: Path):
 def test_disk_errors_are_ours(tmp_path: Path):
     """A file where a folder must be, a file in a frame's place."""
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(StoreUnavailable, match=r"taken.*in the way of a folder"):
+    with pytest.raises(StoreUnavailable, match=r"taken.*way of a folder"):
         check_fresh(tmp_path / "taken")
     with pytest.raises(StoreUnavailable, match="taken"):
         TranscriptGrid(Script(), tmp_path / "taken/seen")

@@ -134,8 +134,8 @@ NAME = "projects/p-1/locations/europe-west4/keyRings/ring/cryptoKeys/key"
         ("gs://bucket", {"kms_key": ARN}, "projects/P/locations"),
         ("s3://bucket", {"bucket_owner": "me"}, "account number of 12 digits"),
         ("gs://bucket", {"bucket_owner": "123456789012"}, "only for s3://"),
-        ("file://runs", {"kms_key": ARN}, "is not in a cloud"),
-        ("memory://", {"bucket_owner": "123456789012"}, "is not in a cloud"),
+        ("file://runs", {"kms_key": ARN}, "not in a cloud"),
+        ("memory://", {"bucket_owner": "123456789012"}, "not in a cloud"),
     ],
 )
 def test_options_of_another_store(url: str, options: dict[str, str], words: str):

@@ -113,7 +113,7 @@ def test_a_site_that_never_answered():
         for event in event_samples.two_sites(rounds=3)
         if not (isinstance(event, SiteAnswered) and event.site == gcp)
     ]
-    with pytest.raises(SiteError, match=rf"no finished training of site '{gcp}'.*run"):
+    with pytest.raises(SiteError, match=rf"finished training of site '{gcp}'.*run"):
         measured_speeds(fold(events), LOCAL_STEPS)
 
 

@@ -113,7 +113,7 @@ def test_another_namespace_is_another_service(tmp_path: Path):
 @pytest.mark.parametrize(
     ("provider", "what"),
     [
-        ("aws", "run crossfed up there, with its address as aggregator.address"),
+        ("aws", "with its address as aggregator.address"),
         ("moon", "name 'local' or 'kubernetes', or remove the key"),
     ],
 )

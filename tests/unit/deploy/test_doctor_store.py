@@ -58,7 +58,7 @@ def test_a_bucket_that_does_not_exist(request: pytest.FixtureRequest, kind: str)
     (found,) = looked_at(f"{kind}://no-such-bucket/runs", server.url)
     assert (found.name, found.status) == ("store write", "problem")
     assert "no-such-bucket" in found.found
-    assert "the bucket does not exist" in found.found
+    assert "bucket does not exist" in found.found
     assert "create the bucket" in found.advice
 
 

@@ -92,7 +92,7 @@ def test_malformed_signatures_are_refused(content: bytes):
     """Before any file is read."""
     store = MemoryStore()
     store.put(SIGNATURE, [content])
-    with pytest.raises(ProtocolError, match="is not a signature of an export"):
+    with pytest.raises(ProtocolError, match="signature of an export"):
         verify(store, KEY)
 
 
@@ -142,7 +142,7 @@ def test_what_the_store_leaves_out_is_refused(name: str, tmp_path: Path):
         (place / name).touch()
     else:
         (place / name).symlink_to(evil)
-    with pytest.raises(CorruptObject, match="signature does not cover it"):
+    with pytest.raises(CorruptObject, match="not cover it"):
         verify(store, KEY)
 
 

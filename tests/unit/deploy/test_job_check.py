@@ -79,7 +79,7 @@ def checked(**secure: Any) -> str:
 
 def test_check_says_what_bounds_a_bad_site() -> None:
     """The clip norm alone, or a rule over groups; nothing where updates are seen."""
-    assert "by up to the clip norm, 10. For a robust" in checked(hybrid=True)
+    assert "the clip norm, 10. For" in checked(hybrid=True)
     assert "by up to 4 times the clip norm, 40: with few" in checked(levels=4)
     expected = "median over 3 groups of 3 or more sites, which all sites draw together"
     assert re.search(f"{expected}.*: .* 1 bad site", checked(groups=3))

@@ -137,7 +137,7 @@ def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
 ):
     with opened(plan) as deployment:
         deployment.note_ended()
-    with pytest.raises(ComputeError, match="crossfed down has ended kept"):
+    with pytest.raises(ComputeError, match="down has ended kept"):
         keeper(deployment, told).look([])
     assert states(deployment) == set()
 
@@ -233,7 +233,7 @@ def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
     more = 'max_dollars = 5.0\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
     machine = '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
     plan = written(tmp_path, more + machine)
-    with pytest.raises(JobError, match="a budget needs new prices, but the prices in"):
+    with pytest.raises(JobError, match="needs new prices, but"):
         spending.budget_prices(plan, now=4e9)
     new = spending.budget_prices(plan, now=1.782e9)
     assert new["site-gcp-us-central1"] == 1.006
@@ -670,7 +670,7 @@ def test_a_wait_for_a_price_ends_with_the_budget_or_the_deployment(
     with opened(plan) as deployment:
         deployment.note_ended()
     begin = clock.now()
-    with pytest.raises(ComputeError, match="crossfed down has ended kept"):
+    with pytest.raises(ComputeError, match="down has ended kept"):
         kept.resume()
     assert clock.now() - begin < 60.0
 

@@ -102,7 +102,7 @@ def test_one_damaged_ledger_fails_the_whole(
     path.write_bytes(path.read_bytes().replace(b'"steps":20', b'"steps":10', 1))
     code, out, _ = show(str(spoiled), capsys=capsys)
     assert code == 1
-    assert f"DAMAGED     {path}, line 2: its hash does not match its contents" in out
+    assert f"DAMAGED     {path}, line 2: its hash" in out
     assert "sites/right/ledger.jsonl: sound" in out
 
 
@@ -139,9 +139,7 @@ def test_another_sites_ledger_is_no_sites_own(run: Path, tmp_path: Path):
     shutil.copytree(spoiled / "sites" / "left", spoiled / "sites" / "right")
     found = errors(spoiled)
     assert found["left"] == ""
-    assert (
-        "is the ledger of site 'left': restore that of site 'right'" in found["right"]
-    )
+    assert "ledger of site 'left': restore that of site 'right'" in found["right"]
 
 
 def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
@@ -153,7 +151,7 @@ def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
         to_line(replace(started, run_id="run-2")) + "\n"
     )
     found = errors(spoiled)
-    assert "is the ledger of run run-1, but this is run run-2" in found["left"]
+    assert "ledger of run run-1, but this is run run-2" in found["left"]
     # A copy that is elsewhere is shown as it is.
     path = Path(shutil.copytree(run / "sites" / "right", tmp_path / "kept"))
     assert ledger.examine(path / "ledger.jsonl").error == ""
@@ -173,10 +171,10 @@ def test_a_ledger_that_is_gone_is_told_by_its_head(run: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b"\xff\xfe", "line 1: it is not a ledger line; the ledger was changed"),
-        (b"[", "line 1: it is not a ledger line; the ledger was changed"),
-        (b"{}", "line 1: it has no field 'hash'; the ledger was changed"),
-        (b"[1]", "line 1: it is not an object; the ledger was changed"),
+        (b"\xff\xfe", "not a ledger line"),
+        (b"[", "not a ledger line"),
+        (b"{}", "no field 'hash'"),
+        (b"[1]", "not an object"),
     ],
 )
 def test_what_is_no_ledger_is_told_in_words(
@@ -185,7 +183,10 @@ def test_what_is_no_ledger_is_told_in_words(
     """And not in those of a parser."""
     path = copy(run, tmp_path) / "sites" / "left" / "ledger.jsonl"
     path.write_bytes(line + b"\n")
-    assert text in ledger.examine(path).error
+    error = ledger.examine(path).error
+    assert f"{path}, line 1: " in error
+    assert text in error
+    assert "the ledger was changed" in error
 
 
 def test_a_run_without_ledgers_is_said_to_have_none(tmp_path: Path):

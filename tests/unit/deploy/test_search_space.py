@@ -96,7 +96,7 @@ def test_searches_that_cannot_begin(tmp_path: Path, extra: str, said: str) -> No
 
 
 def test_an_empty_space_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="names no key to search"):
+    with pytest.raises(JobError, match="no key to search"):
         load(write(tmp_path, ""))
 
 

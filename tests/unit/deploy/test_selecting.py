@@ -108,7 +108,7 @@ def test_searches_without_a_bound_are_refused(
 @pytest.mark.parametrize(
     ("job", "line", "said"),
     [
-        ("", LINE, "needs a job with differential privacy"),
+        ("", LINE, "no trial is charged"),
         (f"{PRIVATE}[simulation]\ntotal_epsilon = 9.0", LINE, "total_epsilon"),
         (
             f'{PRIVATE}[simulation]\nlive_metrics = ["mlflow"]',
@@ -227,7 +227,7 @@ def test_a_search_does_not_go_on_without_the_ledger_of_a_site(tmp_path: Path):
     found = spent({tmp_path: {"a": None}})
     assert found is not None
     assert found.trials == [{("a", "train"): (TRAIN,), ("a", "evaluate"): ()}]
-    with pytest.raises(CorruptObject, match="the ledger of b is missing"):
+    with pytest.raises(CorruptObject, match=r"ledger of b .*missing"):
         spent({tmp_path: {"a": None, "b": None}})
 
 
@@ -251,9 +251,7 @@ def test_an_older_ledger_with_its_head_is_no_ledger_of_the_trial(tmp_path: Path)
     assert spent({tmp_path / "trial": marks}) is not None
     assert spent({ledger_of(tmp_path / "later", 3): {"a": None}}) is not None
     older = ledger_of(tmp_path / "older", 1)
-    with pytest.raises(
-        CorruptObject, match="it has 1 entries, and the search has seen 2"
-    ):
+    with pytest.raises(CorruptObject, match=r"has 1 entries, .*has seen 2"):
         spent({older: marks})
     assert marks_below(older, marks) == marks  # Nor is it marked in its place.
     other = ledger_of(tmp_path / "continued otherwise", 3)
@@ -274,7 +272,7 @@ def test_a_ledger_that_was_being_created_has_spent_nothing(
     found = spent({begun: {"a": None}, killed: {}})
     assert found is not None
     assert found.trials[1] == {}
-    with pytest.raises(CorruptObject, match="the ledger of a is missing"):
+    with pytest.raises(CorruptObject, match=r"ledger of a .*missing"):
         spent({killed: {"a": None}})
     (ledger.parent / "ledger.head").write_text("any")
     with pytest.raises(CorruptObject, match="is unknown"):

@@ -59,7 +59,7 @@ def test_keys_outside_of_the_folder_are_not_kept(tmp_path: Path):
     path = site_with(tmp_path, f'url = "file://{tmp_path}/home"')
     text = path.read_text()
     path.write_text(f'identity = "/etc/identity.pem"\n{text}')
-    with pytest.raises(JobError, match="outside of the site's folder"):
+    with pytest.raises(JobError, match="of the site's folder"):
         site_file.load(path)
     path.write_text(text.replace('authority = "ca.crt"', 'authority = "/etc/ca.crt"'))
     assert names_of(site_file.load(path)) == (
@@ -78,7 +78,7 @@ def test_the_home_is_entered_and_released(tmp_path: Path):
     with entered(first, departure=departure, clock=CLOCK, listener=told.append) as held:
         assert held is not None
         held.confirm()
-    with pytest.raises(HomeConflict, match="has left the site's home"):
+    with pytest.raises(HomeConflict, match="left the site's home"):
         held.confirm()
     second = second_machine(first, tmp_path)
     with entered(
@@ -119,7 +119,7 @@ def test_a_lost_home_ends_the_process_with_an_error(tmp_path: Path):
         ):
             assert departure.stopped.wait(60)
 
-    with pytest.raises(HomeConflict, match="another process holds this site's home"):
+    with pytest.raises(HomeConflict, match="another process holds"):
         be_replaced()
     assert departure.at_once() is not None
 

@@ -142,14 +142,14 @@ def test_a_users_loop_is_refused():
 def test_personal_parts_are_refused():
     """They would be in several processes."""
     model = {"factory": "toy:net", "personal": ["head.*"]}
-    with pytest.raises(JobError, match="ranks keep no personal parts") as caught:
+    with pytest.raises(JobError, match="keep no personal parts") as caught:
         site_ranks.check_job(small_job(model=model), site_file(), DATA)
     assert caught.value.key == "model.personal"
 
 
 def test_more_ranks_than_examples_are_refused():
     """At the roll call, and not in the first round."""
-    with pytest.raises(SiteError, match="fewer training examples than its 61 ranks"):
+    with pytest.raises(SiteError, match=r"fewer training examples .*61 ranks"):
         site_ranks.check_job(small_job(), site_file(ranks=61), DATA)
 
 

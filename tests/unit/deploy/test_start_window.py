@@ -77,7 +77,7 @@ def test_no_window_is_none():
         ("25:00-06:00 UTC", "is no window"),
         ("22:00-06:00", "is no window"),
         ("22:00-22:00 UTC", "is empty"),
-        ("22:00-06:00 Europe/Atlantis", "is no time zone that this machine knows"),
+        ("22:00-06:00 Europe/Atlantis", "is no time zone"),
         ("22:00-06:00 ../etc/passwd", "is no window"),
         ("22:00-06:00 /etc/passwd", "is no time zone"),
     ],

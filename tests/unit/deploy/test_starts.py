@@ -69,7 +69,7 @@ def test_a_machine_that_goes_before_it_is_ready_is_reported(machines: Machines):
     machines.logs["i-1"] = ""
     machines.look()
     (line,) = machines.told
-    assert "i-1 has ended before its site was ready" in line
+    assert "i-1 has ended before" in line
     assert "cloud-init: begins" in line
 
 
@@ -181,8 +181,8 @@ def test_a_pod_whose_program_fails_is_not_launched_without_end(pods: Pods):
     pods.end()
     assert pods.starts.is_given_up(ROLE)
     assert "no more are launched" in pods.told[-1]
-    assert "i-1 could not start the site" in pods.told[0]
-    assert "i-2 has ended before its site was ready" in pods.told[1]
+    assert "i-1 could not start the" in pods.told[0]
+    assert "i-2 has ended before" in pods.told[1]
     assert pods.starts.not_started == [ROLE]
 
 
@@ -230,7 +230,8 @@ def test_a_pod_that_fails_before_anyone_looks_counts(pods: Pods):
     pods.look(gone, replace(gone, id="new"))
     assert pods.starts.failed == {ROLE: 1}
     (line,) = pods.told
-    assert "new could not start the site (its program ended with 3 (Error))" in line
+    assert "new could not start" in line
+    assert "(its program ended with 3 (Error))" in line
     assert "no module named x" in line
 
 

@@ -348,7 +348,7 @@ def test_aggregator_asks_for_what_sites_need(meeting: Meeting):
         num_examples=0,
     )
     key = meeting.members.sites[ODD]
-    with pytest.raises(ProtocolError, match="does not state its noise plan"):
+    with pytest.raises(ProtocolError, match="state its noise plan"):
         call.site_of(introduction.seal_introduction(silent, key))
 
 

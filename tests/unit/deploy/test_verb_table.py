@@ -64,11 +64,11 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["compare", "a", "b"], "did you mean 'report'?"),
         (["help"], "did you mean '--help'?"),
         (["aggregator", "status"], "there is no 'status' (choices: init, up,"),
-        (["simulate", "job.toml", "--rounds", "5"], "--rounds 5; a key of the job is"),
+        (["simulate", "job.toml", "--rounds", "5"], "--rounds 5; a key"),
         (["simulate", "job.toml", "rounds=5"], "is set with --set, for example"),
         (["simulate", "job.toml", "--resum"], "--resum; did you mean --resume?"),
         (["simulate", "job.toml", "--rounds=5"], "usage: crossfed simulate"),
-        (["-v", "runs"], "options of a verb come after it"),
+        (["-v", "runs"], "options of a verb"),
         (["runs", "--zzz"], "unrecognized arguments: --zzz\n"),
     ],
 )

@@ -111,10 +111,10 @@ def test_running_statistics_in_few_bits_are_sent_whole():
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"training": {"task": "trainer"}}, "a Trainer's loop trains all ranks"),
+        ({"training": {"task": "trainer"}}, "loop trains all ranks"),
         (
             {"aggregation": {"combine": "median", "weights": "uniform"}},
-            "median compares values of sites",
+            "median compares values",
         ),
         ({"training": {"overlap_steps": 1}}, "steps taken ahead"),
         (
@@ -140,7 +140,7 @@ def test_a_secure_sum_has_three_sites_of_each_rank():
     assert contributors(job) == (frozenset("abc"),)
     assert fewest_contributors(job) == 3
     few = {**SECURE, "threshold": 5}
-    with pytest.raises(JobError, match="give each rank to at least 4 sites"):
+    with pytest.raises(JobError, match="rank to at least 4 sites"):
         job_of(alike, privacy={"secure_aggregation": few})
     joint = {"unit": "joint", "target_epsilon": 4.0, "clip_norm": 1.0}
     private: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_a_secure_sum_has_three_sites_of_each_rank():
         "privacy": {"secure_aggregation": SECURE, "differential_privacy": joint},
     }
     assert fewest_contributors(job_of([None, None, 2, 1], **private)) == 2
-    with pytest.raises(JobError, match="update of a single site"):
+    with pytest.raises(JobError, match="of a single site"):
         job_of([None, 2, 2, 2], **private)
 
 
@@ -179,7 +179,7 @@ def test_ranks_must_fit_the_adapters(ranks: list[int | None], key: str, text: st
 
 
 def test_a_model_without_adapters_has_no_ranks():
-    with pytest.raises(JobError, match="the model has no adapters"):
+    with pytest.raises(JobError, match=": the model has no"):
         check_adapters(job_of([None, 2]), toy.LAYOUT)
     check_adapters(job_of([None, None]), toy.LAYOUT)
 

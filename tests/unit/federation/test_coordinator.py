@@ -382,7 +382,7 @@ def test_too_many_lost_rounds_stop_the_run():
     """With the last checkpoint intact."""
     job = toy.job({"rounds": 9})
     run = toy.Toy(job=job, **failing((A, 2), (A, 3), (A, 4)))
-    with pytest.raises(QuorumNotMet, match="3 rounds in a row had no result") as caught:
+    with pytest.raises(QuorumNotMet, match=r"3 rounds .*no result") as caught:
         run.run()
     (finished,) = run.told(RunFinished)
     assert (finished.status, finished.message) == ("failed", str(caught.value))
@@ -424,7 +424,7 @@ def test_run_that_failed_in_its_last_round_stays_failed():
     """Resuming does not make a success of it."""
     run = toy.Toy(job=toy.job(), **failing(*((A, r) for r in (1, 2, 3))))
     for _ in range(2):
-        with pytest.raises(QuorumNotMet, match="the last of them round 3"):
+        with pytest.raises(QuorumNotMet, match="last of them round 3"):
             run.run()
     assert [event.status for event in run.told(RunFinished)] == ["failed"] * 2
 
@@ -512,7 +512,7 @@ def test_other_coordinator_when_a_round_is_discarded():
         assert state is not None
         run.checkpoints().save(replace(state, round_index=2))
 
-    with pytest.raises(RunConflict, match="round 2 was saved by another coordinator"):
+    with pytest.raises(RunConflict, match="round 2 was saved by another"):
         run.run(optimizer=breaking(run, overtake))
 
 
@@ -619,7 +619,7 @@ def test_other_coordinator_saved_the_round():
             run.checkpoints().save(seen[0])
         return toy.SITES
 
-    with pytest.raises(RunConflict, match="was written by another coordinator"):
+    with pytest.raises(RunConflict, match="written by another coordinator"):
         run.run(draw_cohort=overtake)
     (finished,) = run.told(RunFinished)
     assert (finished.status, finished.last_round) == ("failed", 1)

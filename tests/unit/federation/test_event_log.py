@@ -205,7 +205,7 @@ def test_nested_shapes_are_checked():
 
 def test_missing_log_says_so(tmp_path: Path):
     """No file is no run."""
-    with pytest.raises(RunNotFound, match="there is no event log"):
+    with pytest.raises(RunNotFound, match="is no event log"):
         read_events(tmp_path / "events.jsonl")
 
 

@@ -635,7 +635,7 @@ def test_fednova_with_personal_parts():
     """It scales what is averaged."""
     nova = {"local_epochs": 1, "normalized_steps": 4}
     model = {"factory": "toy:net", "personal": ["head.*"]}
-    with pytest.raises(JobError, match="and personal parts are not") as caught:
+    with pytest.raises(JobError, match="personal parts are not") as caught:
         job_file.parse(toy.document() | {"training": nova, "model": model})
     assert caught.value.key == "training.normalized_steps"
 
@@ -643,7 +643,7 @@ def test_fednova_with_personal_parts():
 def test_fednova_with_an_app_of_flower():
     """The app scales nothing."""
     nova = {"local_epochs": 1, "normalized_steps": 4}
-    with pytest.raises(JobError, match="does not report its steps") as caught:
+    with pytest.raises(JobError, match="not report its steps") as caught:
         job_file.parse(toy.document(with_app()) | {"training": nova})
     assert caught.value.key == "training.normalized_steps"
 

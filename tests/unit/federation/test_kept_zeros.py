@@ -12,10 +12,10 @@ from federation.job import job_digest
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "needs weights to start from"),
+        ({}, "weights to start from"),
         ({"communication": {"down_content": "change"}}, "must receive whole models"),
         ({"training": {"optimizer": {"name": "muon", "momentum": 0.9}}}, "muon mixes"),
-        ({"training": {"task": "trainer"}}, "changes zeros like all other values"),
+        ({"training": {"task": "trainer"}}, "zeros like all other"),
         ({"model": {"options": {"lora": {"rank": 2}}}}, "adapters begin with zeros"),
     ],
 )

@@ -308,7 +308,7 @@ def test_ranges_without_a_choice(changes: dict[str, Any], key: str, text: str):
                     "differential_privacy": {"unit": "record", "target_epsilon": 8.0}
                 },
             },
-            "planned and charged before the run",
+            "charged before the run",
         ),
         ({"sites": [{"name": "a"}, {"name": "b", "flower_app": {}}]}, "app of Flower"),
     ],
@@ -365,7 +365,7 @@ def test_a_step_has_the_batches_of_its_round():
         ({"training": {"accumulate_from": [[2, 0]]}}, "at least 1 batch"),
         ({"training": {"accumulate_from": [[1, 2]]}}, "must be after round 1"),
         ({"training": {"accumulate_from": [[3, 2], [3, 4]]}}, "after round 3"),
-        ({"training": {"accumulate_from": [[9, 2]]}}, "at most the last one, 8"),
+        ({"training": {"accumulate_from": [[9, 2]]}}, "the last one, 8"),
         ({"training": {**GROWING, "overlap_steps": 1}}, "overlap_steps"),
         (
             {"schedule": {"local_work": "auto", "max_local_steps": 10}},

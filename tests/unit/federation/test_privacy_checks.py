@@ -374,43 +374,43 @@ def test_robust_rule_over_groups_is_accepted():
 @pytest.mark.parametrize(
     ("change", "sites", "key", "text"),
     [
-        (_secure(groups=None), 9, "aggregation.combine", "so that it compares sums"),
+        (_secure(groups=None), 9, "aggregation.combine", "it compares sums"),
         (
             {"aggregation": {"combine": "mean", "byzantine_sites": 0}},
             9,
             f"{SECURE}.groups",
-            "a mean does not compare groups",
+            "mean does not compare",
         ),
         (
             {},
             8,
             f"{SECURE}.groups",
-            "8 sites make 3 groups of 2, and a sum must hold at least 3",
+            r"8 sites make 3 groups of 2, .*at least 3",
         ),
         (_secure(groups=2), 9, f"{SECURE}.groups", "3"),
         (
             _secure(threshold=7),
             9,
             f"{SECURE}.threshold",
-            "all sites of a group must answer",
+            r"all sites .*must answer",
         ),
         (
             {"aggregation": {"byzantine_sites": 2}},
             9,
             f"{SECURE}.groups",
-            "median withstands 2 bad sites only with at least 5 groups",
+            r"median withstands 2 .*at least 5 groups",
         ),
         (
             {"aggregation": {"combine": "krum"}},
             9,
             f"{SECURE}.groups",
-            "krum withstands 1 bad sites only with at least 5 groups",
+            r"krum withstands 1 .*at least 5 groups",
         ),
         (
             _private(unit="site", target_epsilon=8.0, held_out="public"),
             9,
             f"{SECURE}.groups",
-            "is planned for the sum of all sites",
+            "sum of all sites",
         ),
         (
             {"aggregation": {"weights": "examples"}},
@@ -472,18 +472,18 @@ UNIFORM = {"aggregation": {"weights": "uniform"}, "evaluation": {"every": 0}}
         (
             _secure(enabled=False) | {"communication": None},
             f"{SECURE}.levels",
-            "levels are of masked sums",
+            "are of masked sums",
         ),
         (
             _secure(enabled=False, levels=None),
             DOWN,
-            "only secure aggregation opens a sum",
+            "only secure aggregation opens",
         ),
-        (_secure(levels=None), DOWN, "only sums in few levels are smaller"),
+        (_secure(levels=None), DOWN, r"only sums in few .*smaller"),
         (
             {"communication": {"down_content": "change"}},
             DOWN,
-            "sites sign the digest of the whole model",
+            "sign the digest .*whole model",
         ),
         (
             {"communication": {"down_codec": {"name": "bf16"}}},
@@ -499,12 +499,12 @@ UNIFORM = {"aggregation": {"weights": "uniform"}, "evaluation": {"every": 0}}
         (
             _private(unit="site", target_epsilon=8.0) | UNIFORM,
             f"{SECURE}.levels",
-            "few levels have no room for noise",
+            r"few levels have no .*noise",
         ),
         (
             _secure(groups=3) | {"aggregation": {"combine": "median"}},
             f"{SECURE}.levels",
-            "groups have sums of their own",
+            "sums of their own",
         ),
     ],
 )

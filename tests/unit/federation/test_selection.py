@@ -187,8 +187,8 @@ def test_jobs_without_the_table_keep_their_digest():
         ({}, {"evaluation": {"every": 0}}, "no model is evaluated"),
         ({"decay": 0.5}, {}, 'use model = "ema"'),
         ({"model": "last"}, {}, "or set patience"),
-        ({"goal": "max"}, {}, "'loss' is better the smaller it is"),
-        ({"metric": "accuracy", "goal": "min"}, {}, "better the larger it is"),
+        ({"goal": "max"}, {}, "'loss' is better the smaller"),
+        ({"metric": "accuracy", "goal": "min"}, {}, "better the larger it"),
         ({"model": "ema", "metric": "accuracy"}, {}, "has no effect"),
         ({"model": "swa", "average_from": 9}, {}, "the job has 3 rounds"),
         (

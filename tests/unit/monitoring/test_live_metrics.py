@@ -92,14 +92,14 @@ def test_a_run_continues_without_a_tracker(
     tracker = Memory(calls)
     play(tracker, event_samples.private(4))
     (record,) = caplog.records
-    assert "the server is gone; the run continues" in record.getMessage()
+    assert "the server is gone;" in record.getMessage()
     assert "export-metrics" in record.getMessage()
     assert tracker.is_closed
 
 
 def test_a_run_in_memory_is_refused():
     job = small_job(simulation={"live_metrics": ["tensorboard"]})
-    with pytest.raises(JobError, match="needs a folder for the run") as caught:
+    with pytest.raises(JobError, match="folder for the run") as caught:
         crossfed.simulate(job)
     assert caught.value.key == "simulation.live_metrics"
 

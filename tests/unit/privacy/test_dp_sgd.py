@@ -562,10 +562,10 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Elsewhere, "'linear.weight' of the model is used outside of the layer"),
+        (Elsewhere, r"'linear\.weight' .*outside of the layer"),
         (Flattening, r"'linear' works on shape \(24, 8\) in a batch of 3 records"),
-        (Overwriting, "'linear' was called with a tensor that was overwritten"),
-        (Named, "'linear' takes or returns more than one tensor"),
+        (Overwriting, r"'linear' .*tensor that was overwritten"),
+        (Named, r"'linear' .*more than one tensor"),
     ],
 )
 def test_models_that_cannot_be_followed_are_refused(

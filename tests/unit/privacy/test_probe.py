@@ -146,7 +146,9 @@ def test_the_module_is_named(mixer: str):
     with pytest.raises(JobError, match=r"the model \(a Between\), between its layers"):
         check(Between(function), inputs)
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Between(function)))
-    with pytest.raises(JobError, match=r"'1.0' \(a Between\) gives a different result"):
+    with pytest.raises(
+        JobError, match=r"'1\.0' \(a Between\) gives a different result"
+    ):
         check(inner, inputs)
 
 
@@ -228,7 +230,7 @@ class SizeAndDropout(nn.Module):
 )
 def test_other_ways_to_mix_are_refused(make: Callable[[], nn.Module]):
     """Over batches, by their size, and by a mode."""
-    with pytest.raises(JobError, match="for a record when the batch has"):
+    with pytest.raises(JobError, match="when the batch has"):
         check(make(), torch.randn(BATCH, 4))
 
 
@@ -255,7 +257,7 @@ def test_every_mode_is_tested_once():
 def test_a_model_that_fails_on_one_record_is_refused():
     """A Poisson sample may be as small."""
     module = nn.Sequential(nn.Linear(4, 3), Apply(lambda x: x.squeeze().softmax(1)))
-    with pytest.raises(JobError, match="fails on a batch of 1 records"):
+    with pytest.raises(JobError, match="on a batch of 1 records"):
         check(module, torch.randn(BATCH, 4))
 
 

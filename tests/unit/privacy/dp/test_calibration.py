@@ -99,9 +99,7 @@ def test_too_small_a_delta_is_refused(delta: float):
 def test_a_site_fills_one_batch():
     """Its sampling rate is at most one."""
     budget.check_records(64, 64)
-    with pytest.raises(
-        JobError, match="at most 63 training records, fewer than a batch"
-    ):
+    with pytest.raises(JobError, match="63 training records, fewer than"):
         budget.check_records(63, 64)
 
 
@@ -113,5 +111,5 @@ def test_what_is_released_beside_the_steps_is_paid_for():
     assert found > alone
     steps = PrivacyEvent(noise_multiplier=found, sampling_rate=0.1, steps=100)
     assert 3.99 < accountant.epsilon([steps, beside], 1e-5) <= 4.0
-    with pytest.raises(PrivacyUnreachable, match=r"use 1\.\d+ of it; give them more"):
+    with pytest.raises(PrivacyUnreachable, match=r"use 1\.\d+ of it; give"):
         calibration.noise_multiplier(1.0, 1e-5, 0.1, 100, beside=[beside])

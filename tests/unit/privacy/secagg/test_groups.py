@@ -123,7 +123,7 @@ def test_outcome_is_frozen():
 
 def test_secret_that_was_not_committed_to_is_refused():
     """Whoever has seen all others cannot choose any more."""
-    with pytest.raises(DrawRefused, match="'site-04' does not match its commitment"):
+    with pytest.raises(DrawRefused, match=r"'site-04' .*match its commitment"):
         outcome_of(DRAW, VALUES, {**SECRETS, 4: bytes(32)})
     with pytest.raises(DrawRefused, match="secrets are of sites"):
         outcome_of(DRAW, VALUES, {i: SECRETS[i] for i in range(1, 10)})
@@ -193,7 +193,7 @@ def test_aggregator_draws_with_all_sites():
     with pytest.raises(OutOfOrder, match="has already committed"):
         half.on_commitment(commitments()[1])
     assert half.commitments() == write_commitments(commitments())
-    with pytest.raises(DrawRefused, match="does not match its commitment"):
+    with pytest.raises(DrawRefused, match="not match its commitment"):
         half.on_reveal(write_reveal(1, SECRETS[2]))
     with pytest.raises(TooFewSites, match="secret of site-01"):
         half.outcome()
@@ -248,7 +248,7 @@ def test_contract_of_other_groups_is_refused():
 def test_group_against_a_sites_policy_is_refused():
     """What an operator demands of a sum holds for the sum of a group."""
     contract, group = of_group()
-    with pytest.raises(ContractRefused, match="a sum may hold only 3 updates"):
+    with pytest.raises(ContractRefused, match="may hold only 3 updates"):
         check_against_policy(contract, PARTIES.policy(group=group, min_sites=4))
 
 
@@ -260,7 +260,7 @@ def test_model_made_without_a_group_has_a_certificate():
     trail = ModelTrail(contract, number=1, setup_hash=bytes(32))
     trail.check(data, round_index=4, model_digest=model)
     whole = ModelTrail(WHOLE, number=1, setup_hash=bytes(32))
-    with pytest.raises(CertificateRefused, match="the contract does not allow"):
+    with pytest.raises(CertificateRefused, match="contract does not allow"):
         whole.check(data, round_index=4, model_digest=model)
     assert isinstance(Certificate.from_bytes(data).opened, OpenedRound)
 

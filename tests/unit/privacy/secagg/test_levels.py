@@ -294,7 +294,7 @@ def test_steps_have_a_floor():
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e-45])
 def test_steps_that_nothing_can_be_divided_by_are_refused(value: float):
     """Whoever sent them."""
-    with pytest.raises(ValueError, match="not a positive, finite number"):
+    with pytest.raises(ValueError, match="positive, finite number"):
         LevelPlan(levels=4, steps_b=np.array([1.0, value], np.float32))
 
 
@@ -349,11 +349,11 @@ def with_step(value: float) -> LevelPlan:
 @pytest.mark.parametrize(
     ("plan", "trains", "said"),
     [
-        (None, True, "no levels to round to"),
-        (plan_for(4), False, "round to 4 levels, and the contract says 4"),
-        (plan_for(8), True, "round to 8 levels, and the contract says 4"),
+        (None, True, "no levels to round"),
+        (plan_for(4), False, r"round to 4 levels, .*contract says 4"),
+        (plan_for(8), True, r"round to 8 levels, .*contract says 4"),
         (plan_for(4, size=1), True, "1 steps for 5 blocks"),
-        (with_step(1e6), True, r"a step of 1e\+06, and honest sums give at most 0.06"),
+        (with_step(1e6), True, r"a step of 1e\+06, .*at most 0\.06"),
     ],
 )
 def test_plan_against_the_contract_is_refused(
@@ -445,7 +445,7 @@ def test_digit_of_more_sites_than_answered_is_refused():
     for words_w in words:
         words_w[:] = 0
     words[0][3] = 10 * digits.base
-    with pytest.raises(SumOutOfRange, match="is 10, but honest sites reach at most 9"):
+    with pytest.raises(SumOutOfRange, match=r"is 10, but honest sites .*at most 9"):
         opened(plan, words)
 
 

@@ -118,9 +118,9 @@ def another_model(run: Run) -> MaskedUpdate:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (shares_of_others, "differ from those that it signed"),
-        (too_few_shares, "did not seal one bundle of shares for each other site"),
-        (another_model, "is for a different run, setup, round or model"),
+        (shares_of_others, "those that it signed"),
+        (too_few_shares, "bundle of shares"),
+        (another_model, "run, setup, round or"),
     ],
 )
 def test_one_wrong_site_does_not_cost_its_neighbours_their_round(
@@ -151,7 +151,7 @@ def test_a_task_that_is_wrong_is_the_fault_of_the_aggregator(made: Run, wrong: s
     relay = SecureRelay(
         name=EAST, identity=made.parties.sites[4], contract=made.contract, book=book
     )
-    with pytest.raises(AggregatorAtFault, match="the aggregator sent no task"):
+    with pytest.raises(AggregatorAtFault, match="aggregator sent no task"):
         relay.check([task])
     through, (found,) = relay([task], [answer(made, 1)])
     assert through is None

@@ -208,7 +208,7 @@ def test_noise_at_the_limit_passes(profile: str):
     [
         (
             "differential_privacy.ring_noise_std",
-            "give a noise multiplier of 1.09",
+            r"noise multiplier of 1\.09",
             {"std": RING.noise_std * (1 - 1e-6)},
             {},
         ),
@@ -220,26 +220,26 @@ def test_noise_at_the_limit_passes(profile: str):
         ),
         (
             "differential_privacy.ring_noise_std",
-            "has planned no noise inside the sum",
+            "planned no noise inside",
             {},
             {"noise_share": None},
         ),
         (
             "threshold",
-            "4 updates in a sum have less noise than the 5",
+            r"4 updates .*noise than the 5",
             {},
             {"noise_share": dataclasses.replace(SHARE, threshold=5)},
         ),
         (
             # As many shares of others, as long as only one site colludes.
             "threshold",
-            "4 updates in a sum have less noise than the 5",
+            r"4 updates .*noise than the 5",
             {},
             {"noise_share": dataclasses.replace(SHARE, threshold=5, colluding=2)},
         ),
         (
             "weight_rule",
-            "would reveal what the noise must hide",
+            "what the noise must",
             {"weight_rule": "examples", "max_examples": 10},
             {},
         ),

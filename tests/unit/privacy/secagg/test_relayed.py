@@ -29,7 +29,7 @@ def test_sum_is_exact_modulo_the_word(bits: int, num_values: int):
 
 
 def test_words_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="8 bytes of masked words are not 16"):
+    with pytest.raises(ValueError, match=r"8 bytes of masked words .*16"):
         sum_words([np.zeros(8, np.uint8)], size=16, bits=32)
 
 
@@ -69,8 +69,8 @@ def test_site_accepts_only_the_relays_of_job_and_roster():
     check_against_policy(contract, policy)
     check_against_policy(contract, PARTIES.policy())
     for other in (relay("cloud", 1, 2, key=201), relay("cloud", 1), relay("x", 1, 2)):
-        with pytest.raises(ContractRefused, match="not those of the job") as caught:
+        with pytest.raises(ContractRefused, match="those of the job") as caught:
             check_against_policy(replace(contract, relays=(other,)), policy)
         assert caught.value.key == "relays"
-    with pytest.raises(ContractRefused, match="not those of the job"):
+    with pytest.raises(ContractRefused, match="those of the job"):
         check_against_policy(CONTRACT, policy)

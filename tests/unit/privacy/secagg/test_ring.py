@@ -94,7 +94,7 @@ def test_ring_without_room_is_refused(change: dict[str, float]):
 def test_16_bits_are_for_16_sites():
     """Section 3 of the specification; wider rings take more."""
     assert _spec(16, 16).amplitude == 2047
-    with pytest.raises(ValueError, match="16 bits are too coarse for 17 sites"):
+    with pytest.raises(ValueError, match=r"16 bits .*for 17 sites"):
         _spec(16, 17)
     assert _spec(24, 17).amplitude == (2**23 - 1) // 17
 

@@ -68,7 +68,7 @@ def test_certificate_that_is_refused_settles_nothing():
 def test_where_all_must_answer_nobody_is_left_out():
     """An aggregator cannot have an update sent twice by saying so."""
     found = trail(threshold=4)
-    with pytest.raises(CertificateRefused, match="which the contract does not allow"):
+    with pytest.raises(CertificateRefused, match="contract does not allow"):
         show(found, opened(1, 2, 3, 4), at=2)
     assert not found.left_out(1)
 
@@ -77,7 +77,7 @@ def test_list_that_a_site_signed_binds_the_aggregator():
     """The site is in that list: no other can be certified to it."""
     found = trail()
     found.note_consent(1, (1, 2, 3, 4))
-    with pytest.raises(CertificateRefused, match="than the list that this site signed"):
+    with pytest.raises(CertificateRefused, match="list that this site"):
         show(found, opened(1, 2, 3, 4), at=2)
     assert not found.left_out(1)
     show(found, opened(1, 1, 2, 3, 4), at=2)
