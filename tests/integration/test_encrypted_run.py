@@ -88,7 +88,7 @@ def test_other_keys_are_refused_and_nothing_is_written(key: Path, tmp_path: Path
     add_key(tmp_path / "other.toml")
     before = contents(folder)
     for other, error, words in (
-        (tmp_path / "other.toml", KeyRefused, r"other\.toml.*use the key file of that"),
+        (tmp_path / "other.toml", KeyRefused, r"other\.toml.*use the key file"),
         (tmp_path / "none.toml", KeyRefused, "crossfed keys storage"),
         (None, CorruptObject, "none of the run's . checkpoints"),
     ):

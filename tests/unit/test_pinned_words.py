@@ -2,7 +2,7 @@
 
 A sentence that a test repeats cannot be improved without changing the test, and often
 ten of them. Searched are the patterns of ``match=``, what an assertion looks for in a
-text, and the columns of ``parametrize`` that either of them uses.
+text, and the columns of ``parametrize`` and of loops that either of them uses.
 """
 
 import ast
@@ -74,21 +74,29 @@ def expected(tree: ast.AST, *, texts: bool) -> Iterator[ast.expr]:
 
 
 def cases(function: ast.AST, names: set[str]) -> Iterator[ast.expr]:
-    """What ``parametrize`` has in the columns of these names."""
+    """What these names stand for in the rows of ``parametrize`` and of loops."""
     for call in getattr(function, "decorator_list", ()):
         match call:
             case ast.Call(
                 func=ast.Attribute(attr="parametrize"), args=[columns, rows, *_]
             ):
-                yield from _column(columns, rows, names)
+                titles = map(literal, getattr(columns, "elts", [columns]))
+                single = isinstance(columns, ast.Constant)
+                yield from _column([*titles], rows, names, single=single)
+    for loop in ast.walk(function):
+        if isinstance(loop, (ast.For, ast.comprehension)):
+            targets = getattr(loop.target, "elts", [loop.target])
+            titles = (getattr(each, "id", "") for each in targets)
+            single = isinstance(loop.target, ast.Name)
+            yield from _column([*titles], loop.iter, names, single=single)
 
 
-def _column(columns: ast.expr, rows: ast.expr, names: set[str]) -> Iterator[ast.expr]:
-    single = isinstance(columns, ast.Constant)
-    titles = [literal(each) for each in getattr(columns, "elts", [columns])]
+def _column(
+    titles: list[str], rows: ast.expr, names: set[str], *, single: bool
+) -> Iterator[ast.expr]:
     for row in getattr(rows, "elts", ()):
-        values = getattr(row, "args", getattr(row, "elts", [row]))
-        for title, value in zip(titles, [row] if single else values, strict=False):
+        values = [row] if single else getattr(row, "args", getattr(row, "elts", ()))
+        for title, value in zip(titles, values, strict=False):
             if title in names:
                 yield value
 
@@ -200,6 +208,17 @@ def test_columns_that_assertions_use_are_searched():
         expected = ["7", "8"] if "match" in table else []
         lines = [told[5] for told in long_texts(table)]
         assert lines == expected
+
+
+def test_rows_of_loops_are_searched():
+    long = '"the sum holds no values"'
+    loops = {
+        "for text in (" + long + ",):\n        assert text in page": 1,
+        "assert all(text in page for text in [" + long + ", 'x'])": 1,
+        "for key, text in [(" + long + ", 'x')]:\n        assert text in key": 0,
+    }
+    for loop, number in loops.items():
+        assert len(long_texts(f"def test():\n    {loop}\n")) == number, loop
 
 
 def test_a_gap_inside_a_text_hides_nothing():

@@ -185,7 +185,7 @@ def test_site_does_not_draw_groups_that_it_is_left_out_of():
     """Nor is there a draw of strangers, or of too few."""
     mine = rule(InMemory())
     for start, text in (
-        (write_start(DRAW, [FIRST]), "this site was left out"),
+        (write_start(DRAW, [FIRST]), "site was left out"),
         (write_start(DRAW, SITES[1:6]), "3 groups"),
         (lp(b"xsa-v2/draw start") + numbers([11]), "there are no sites"),
     ):

@@ -162,7 +162,7 @@ def test_a_wrong_book_is_the_fault_of_the_aggregator(after_a_run: Recording):
         for task in after_a_run.tasks
         if isinstance(task, SecureTask) and task.step is SecureStep.CONFIRM
     )
-    for body, said in ((b"none", ""), (book.body, "different advert for this site")):
+    for body, said in ((b"none", ""), (book.body, "different advert for")):
         site.handle(offer)
         answer = site.handle(replace(book, body=body))
         assert isinstance(answer, SiteFailure)

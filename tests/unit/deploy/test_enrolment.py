@@ -787,7 +787,7 @@ def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federati
     other = identity.generate(lambda n: b"z" * n).public.key
     entry = before.sites[0]
     for changes, words in (
-        ({"sites": (replace(entry, public_key=other),)}, "another key for this site"),
+        ({"sites": (replace(entry, public_key=other),)}, "another key for this"),
         ({"sites": (replace(entry, site="site-b"),)}, "removed"),
         ({"aggregator_key": other}, "aggregator's own key"),
     ):

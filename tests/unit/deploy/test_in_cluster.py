@@ -495,12 +495,12 @@ def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
         ({"image": '"a:1"'}, "aggregator.image", "names no digest"),
         ({"cluster": ""}, "aggregator.cluster.context", "is missing"),
         ({"cluster": gpus}, "aggregator.cluster.gpus", "uses no GPU"),
-        ({"cluster": other}, "sites[0].provider", "of its own namespace only"),
+        ({"cluster": other}, "sites[0].provider", "its own namespace"),
         ({"identity": '"A b"'}, "aggregator.identity", "no service account"),
         ({"isolation": '"container"'}, "aggregator.isolation", "remove it"),
         ({"listen": '"0.0.0.0:1"'}, "aggregator.listen", "listen there"),
         ({"provider": ""}, "aggregator.cluster", "is for provider 'kubernetes'"),
-        ({"provider": '"aws"'}, "aggregator.provider", "on this host or in a cluster"),
+        ({"provider": '"aws"'}, "aggregator.provider", "on this host or"),
         ({"provider": '"x"'}, "aggregator.provider", "name 'local' or 'kubernetes'"),
     ):
         with pytest.raises(JobError, match=reason) as caught:

@@ -60,7 +60,7 @@ def test_every_site_of_a_run_is_shown(run: Path, capsys: pytest.CaptureFixture[s
     for text in (
         "site        left",
         "sound, 6 entries",
-        "unit        record; neighbours: add or remove one record",
+        "unit        record; neighbours: add or remove one",
         "sampling    poisson",
         "delta       1e-05",
         "cap         epsilon 8",

@@ -65,7 +65,7 @@ def test_refusals_are_ours(code: str, expected: type[Exception]):
     """With the key, the code and advice in the message."""
     error = translate(refusal(code), "unwrap a data key with aws-kms:x")
     assert type(error) is expected
-    for part in ("unwrap a data key with aws-kms:x", code, "words"):
+    for part in ("data key with aws-kms:x", code, "words"):
         assert part in str(error)
 
 
