@@ -107,7 +107,8 @@ def sought(tree: ast.Module, *, texts: bool) -> Iterator[ast.expr]:
         found = [*expected(node, texts=texts)]
         names = {part.id for part in found if isinstance(part, ast.Name)}
         yield from found
-        yield from cases(node, names)
+        if names:
+            yield from cases(node, names)
 
 
 def blocks(code: str) -> Iterator[tuple[int, str]]:

@@ -1,5 +1,6 @@
 """The ring: bounds that exclude wrapping, and sums back to floats."""
 
+import itertools
 import math
 
 import numpy as np
@@ -32,15 +33,15 @@ def num_steps(spec: RingSpec) -> int:
 
 
 @ALL_BITS
-@pytest.mark.parametrize("num_sites", [2, 3, 16, 64])
-@pytest.mark.parametrize("noise_std", [0.0, 3.7])
-def test_no_sum_can_wrap(bits: int, num_sites: int, noise_std: float):
+def test_no_sum_can_wrap(bits: int):
     """Neither the values nor, but for its tail, the noise."""
-    if bits == 16:
-        num_sites, noise_std = min(num_sites, 16), 0.0
-    spec = _spec(bits, num_sites, noise_std)
-    tail = NOISE_TAIL * noise_std * math.sqrt(num_sites)
-    assert num_sites * spec.amplitude + tail <= 2 ** (bits - 1) - 1
+    for num_sites, noise_std in itertools.product([2, 3, 16, 64], [0.0, 3.7]):
+        if bits == 16 and (num_sites > 16 or noise_std):
+            continue  # Refused, as the next tests show.
+        spec = _spec(bits, num_sites, noise_std)
+        tail = NOISE_TAIL * noise_std * math.sqrt(num_sites)
+        largest = num_sites * spec.amplitude + tail
+        assert largest <= 2 ** (bits - 1) - 1, (num_sites, noise_std)
 
 
 def test_16_bits_have_no_room_for_noise():
