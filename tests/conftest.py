@@ -75,15 +75,6 @@ def pytest_ignore_collect(
     return True if set(marks) & set(left_out) else None
 
 
-def _named_and_left_out(config: pytest.Config, name: str) -> bool:
-    """Whether a name of the command line is such a module.
-
-    Of what is named there pytest asks nothing, and `make check` names many.
-    """
-    path = config.invocation_params.dir / name
-    return bool(pytest_ignore_collect(path, config))
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what follows from what a test uses."""
     if item.get_closest_marker("xdist_group"):
@@ -167,7 +158,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what all tests, or all workers, share."""
-    config.args = [a for a in config.args if not _named_and_left_out(config, a)]
     # Garbage is collected once at the end and not five times, a quarter second each.
     config.stash[gc_collect_iterations_key] = 1
     if getattr(config.option, "numprocesses", None) and not _is_worker(config):

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import tracemalloc
-import warnings
 from base64 import b64encode
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,17 +10,19 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from cloud_adapters.flower import simulation as flower_simulation
+
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
-# As import_flower does, but without Ray, which takes a second and is not used here.
-with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-    warnings.simplefilter("ignore", DeprecationWarning)
-    patch.setenv("FLWR_TELEMETRY_ENABLED", "0")
-    patch.setenv("FLWR_DISABLE_UPDATE_CHECK", "1")
-    from flwr.supercore.date import now
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+flower_simulation.import_flower()
 
-    from cloud_adapters.superlink import looks
+from flwr.supercore.date import now  # noqa: E402
+from flwr.supercore.primitives.asymmetric import (  # noqa: E402
+    public_key_to_bytes,
+    sign_message,
+)
+
+from cloud_adapters.superlink import looks  # noqa: E402
 
 FLEET, RUNTIME = "/v1/fleet/pull-messages", "/v1/runtime/pull-messages"
 NODES, PUSH = "/v1/runtime/get-nodes", "/v1/runtime/push-messages"
