@@ -168,8 +168,15 @@ format: $(READY) ## Put the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## Run the benchmarks (minutes; JSON lines on standard output)
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+# Each result is in a file of its own, so that a run of hours goes on after an interruption.
+bench: $(READY) ## Run each benchmark that has no result in bench/ yet (hours; JSON lines)
+	@mkdir -p bench
+	@for script in $$(grep -l __main__ benchmarks/*.py); do \
+	  result=bench/$$(basename $$script .py).jsonl; \
+	  test -e $$result && continue; \
+	  echo "make: $$script" >&2; \
+	  $(BIN)/python $$script > $$result.part && mv $$result.part $$result || exit 1; \
+	done
 
 docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
