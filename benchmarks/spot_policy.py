@@ -1,7 +1,7 @@
 """Spot machines under a deadline: the policy of `crossfed up` against hindsight.
 
     python benchmarks/spot_policy.py [--traces 1000] [--first-seed 0] [--processes N]
-        [--recorded FOLDER]
+        [--recorded FOLDER] [--only POLICY ...]
 
 Each of the generators in `spot_traces.py` draws the same number of traces. A policy
 sees the present and the past; the optimum knows the whole trace. Seeds below 100000 are
@@ -291,7 +291,10 @@ def policies() -> Mapping[str, Policy]:
 
 
 def compare(
-    kind: str, seed: int, recorded: Path | None = None
+    kind: str,
+    seed: int,
+    recorded: Path | None = None,
+    only: Sequence[str] = (),
 ) -> tuple[str, Mapping[str, tuple[float, Outcome]]]:
     """Ratio of each policy's dollars to the optimum's, in one trace."""
     trace = (
@@ -300,7 +303,11 @@ def compare(
         else spot_traces.recorded(recorded, seed, is_inverted=kind == INVERTED)
     )
     best = spot_traces.optimum(trace)
-    found = {name: spot_traces.replay(trace, each) for name, each in policies().items()}
+    found = {
+        name: spot_traces.replay(trace, each)
+        for name, each in policies().items()
+        if not only or name in only
+    }
     return kind, {name: (each.dollars / best, each) for name, each in found.items()}
 
 
@@ -327,6 +334,7 @@ def main() -> None:
     parser.add_argument("--traces", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recorded", type=Path)
+    parser.add_argument("--only", nargs="+", choices=tuple(policies()), default=())
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     each = max(1, args.traces // len(spot_traces.MARKETS))
@@ -336,7 +344,7 @@ def main() -> None:
     print(json.dumps(machine.facts("spot_policy", **settings)), flush=True)
     begin = time.perf_counter()
     kinds = RECORDED if args.recorded else tuple(spot_traces.MARKETS)
-    cases = [(kind, seed, args.recorded) for kind in kinds for seed in seeds]
+    cases = [(kind, seed, args.recorded, args.only) for kind in kinds for seed in seeds]
     columns = list(zip(*cases, strict=True))
     if args.processes == 1:
         found = list(map(compare, *columns))
@@ -344,7 +352,7 @@ def main() -> None:
         with ProcessPoolExecutor(args.processes) as pool:
             found = list(pool.map(compare, *columns, chunksize=5))
     seconds = time.perf_counter() - begin
-    for policy in policies():
+    for policy in args.only or policies():
         for kind in ("all", *kinds):
             some = [by[policy] for of, by in found if kind in {"all", of}]
             line = row(policy, kind, some)

@@ -72,7 +72,7 @@ def test_a_machine_has_run_until_it_was_lost_or_given_up():
 def test_losses_that_were_seen_make_the_history_worse():
     """Also where nothing was seen: in other zones, and before."""
     lost = [
-        seen("a", hours, has_capacity=hours % 2 == 0)
+        seen("a", hours, has_capacity=hours % 4 == 0)
         for hours in np.arange(40.0, 0.0, -1.0)
     ]
     worse, assumed = (
