@@ -68,6 +68,7 @@ class SealedUpdate:
         words: Masked words, as bytes.
         weight: What the update was multiplied by.
         is_within: Whether its norm was within the round's clip norm; private.
+        clip_factor: What clipping multiplied it by; private.
         clipped: Values beyond the outermost of few levels; only their sum leaves.
         energy: Squares of what was rounded to few levels, in squares of the clip norm;
             only their sum leaves.
@@ -76,6 +77,7 @@ class SealedUpdate:
     words: ByteVector
     weight: float
     is_within: bool
+    clip_factor: float = 1.0
     clipped: int = 0
     energy: float = 0.0
 
@@ -154,6 +156,7 @@ class Masking:
             words=sealed.words_w.view(np.uint8),
             weight=weight,
             is_within=sealed.clip_factor == 1,
+            clip_factor=sealed.clip_factor,
         )
 
     def few_levels(

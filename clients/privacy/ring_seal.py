@@ -24,6 +24,7 @@ from clients.privacy.masking import (
     check_plan,
 )
 from clients.privacy.residual import stored
+from clients.training.control_variates import follow_clipped_
 from clients.training.site import Work
 from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
@@ -417,7 +418,9 @@ class RingSeal:
 
         def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
             if plan is None:
-                return masking.update(weights_d, result)
+                sent = masking.update(weights_d, result)
+                follow_clipped_(result.kept, weights_d, sent.clip_factor)
+                return sent
             sealed, left = masking.few_levels(
                 weights_d, result, plan=plan, round_=rounds.pop()
             )

@@ -15,11 +15,15 @@ This is Scaffnew (Mishchenko et al. 2022, arXiv:2202.09357, Algorithm 2) with a 
 number of steps between exchanges. The weighted mean of all ``h_i`` is 0 and stays 0.
 
 An update that did not count must not change ``h_i``, as the model holds none of that
-round then. Each task names the newest round whose update of the site counted.
+round then. Each task names the newest round whose update of the site counted. If secure
+aggregation clips an update, ``y_i`` is what the clipped update leads to: with the
+site's own weights, the mean of all ``h_i`` would no longer be 0.
 
 Shape suffix: d float values of the model.
 """
 
+import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -27,10 +31,12 @@ from typing import Self
 import numpy as np
 import torch
 
+from federation.errors import CorruptObject
 from federation.job.spec import JobSpec
 from federation.mapped import give_back, own
-from federation.vectors import Arrays, Layout, Role, Vector, chunks
+from federation.vectors import Arrays, Layout, Role, Vector, chunks, is_finite
 
+_LOG = logging.getLogger(__name__)
 _PREFIX = "variates/"
 _VARIATE, _WEIGHTS = _PREFIX + "variate", _PREFIX + "weights"
 _RATES, _ROUND = _PREFIX + "rates", _PREFIX + "round"
@@ -41,7 +47,8 @@ class ControlVariates:
     """A site's control variate in one round.
 
     Attributes:
-        variate_d: ``h_i``, added to each gradient; 0 for what is not trained.
+        variate_d: ``h_i``, shape ``(d,)``, added to each gradient. Without use for
+            values that are not parameters.
     """
 
     variate_d: Vector
@@ -57,14 +64,19 @@ class ControlVariates:
 
         Returns:
             None if the job has no control variates.
+
+        Raises:
+            CorruptObject: What the site has kept is not a control variate of this
+                model.
         """
         if not job.training.control_variates:
             return None
         if _VARIATE not in kept:
             return cls(np.zeros_like(weights_d))
-        variate_d = own(kept[_VARIATE])
-        if _WEIGHTS in kept:
-            local_d, scale = kept[_WEIGHTS], np.float32(1 / kept[_RATES][0])
+        _check(kept, weights_d.size)
+        variate_d, rates = own(kept[_VARIATE]), float(kept[_RATES][0])
+        if _WEIGHTS in kept and rates:  # Without a step, no site has drifted.
+            local_d, scale = kept[_WEIGHTS], np.float32(1 / rates)
             for piece in chunks(variate_d.size):
                 variate_d[piece] += (local_d[piece] - weights_d[piece]) * scale
                 give_back(variate_d[piece])
@@ -111,7 +123,59 @@ def if_counted(kept: Arrays, counted: int) -> Arrays:
     """
     if _ROUND not in kept or kept[_ROUND][0] == counted:
         return kept
+    if kept[_ROUND][0] < counted:
+        _LOG.warning(
+            "the control variate that this site has kept is of round %d, but its "
+            "update of round %d is a part of the model: the site lost newer state, and "
+            "variates no longer cancel over the sites; restore its state, or start a "
+            "new run from this model (model.weights)",
+            kept[_ROUND][0],
+            counted,
+        )
     return {name: array for name, array in kept.items() if name != _WEIGHTS}
+
+
+def follow_clipped_(kept: Arrays, weights_d: Vector, clip_factor: float) -> None:
+    """Move the weights that a site keeps to those that its clipped update leads to.
+
+    Args:
+        kept: What the site keeps of its round; changed in place.
+        weights_d: The model that the round began with, shape ``(d,)``.
+        clip_factor: What clipping multiplied the update by; 1 for nothing.
+    """
+    if _WEIGHTS not in kept or clip_factor == 1:
+        return
+    local_d, factor = kept[_WEIGHTS], np.float32(clip_factor)
+    for piece in chunks(local_d.size):
+        local_d[piece] -= weights_d[piece]
+        local_d[piece] *= factor
+        local_d[piece] += weights_d[piece]
+
+
+def _check(kept: Arrays, size: int) -> None:
+    """Check that what a site has kept is a control variate of a model of this size.
+
+    Raises:
+        CorruptObject: It is not.
+    """
+    for name in (_VARIATE, _WEIGHTS):
+        array = kept.get(name)
+        if array is None:
+            continue
+        if array.shape != (size,) or array.dtype != np.float32:
+            raise _corrupt(f"{name} of {array.size} values, and the model has {size}")
+        if not is_finite(array):
+            raise _corrupt(f"{name} with NaN or infinite values")
+    rates = kept.get(_RATES)
+    if rates is None or rates.shape != (1,) or not 0 <= rates[0] < math.inf:
+        raise _corrupt(f"no {_RATES}, the sum of a round's learning rates")
+
+
+def _corrupt(fault: str) -> CorruptObject:
+    return CorruptObject(
+        f"the site's state has {fault}: restore its files, or delete them and start a "
+        "new run from the last model (model.weights)"
+    )
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from federation.job.spec import JobSpec, ScheduleSpec
 
 _FACTOR = 2
 _PAIR = 2
+_COARSE_BITS = 16
 
 
 def check_local_work(job: JobSpec) -> None:
@@ -170,6 +171,7 @@ def _other_gradients(job: JobSpec) -> Iterator[tuple[bool, str]]:
 def _other_means(job: JobSpec) -> Iterator[tuple[bool, str]]:
     """Where the next model does not show the mean of all updates."""
     aggregation, links = job.aggregation, job.communication
+    secure = job.privacy.secure_aggregation
     step = aggregation.server_optimizer
     yield (
         job.minimum_sites < len(job.sites),
@@ -195,10 +197,18 @@ def _other_means(job: JobSpec) -> Iterator[tuple[bool, str]]:
     )
     yield (
         {links.codec.name, links.down_codec.name} != {"identity"}
-        or job.privacy.secure_aggregation.levels is not None,
+        or secure.levels is not None,
         (
             "what a codec rounds away would add up in the variates: leave out codec, "
             "down_codec and levels"
+        ),
+    )
+    yield (
+        secure.ring_bits == _COARSE_BITS or secure.clip_elements,
+        (
+            "what rounding to 16 bits and clip_elements take from updates would add "
+            "up in the variates: use at least 24 ring_bits, and leave out "
+            "clip_elements"
         ),
     )
     yield (

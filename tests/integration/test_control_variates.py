@@ -1,5 +1,6 @@
 """``training.control_variates``: SCAFFOLD, whose variates never travel."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,17 @@ def values(done: RunResult) -> np.ndarray:
     return np.concatenate([array.ravel() for array in done.weights.values()])
 
 
-def scaffold(job: Mapping[str, Any], rounds: int = ROUNDS, *, corrects: bool = True):
-    """SCAFFOLD as the paper has it: each site tells its change of ``c_i``."""
+def scaffold(
+    job: Mapping[str, Any],
+    rounds: int = ROUNDS,
+    *,
+    corrects: bool = True,
+    clip: float = math.inf,
+):
+    """SCAFFOLD as the paper has it: each site tells its change of ``c_i``.
+
+    A site whose update is clipped learns ``c_i`` from the clipped one.
+    """
     data = parts.build_federation(small_job(**job)).site_data
     sites = [train.batch(np.arange(len(train))) for train, _ in data.values()]
     total = sum(len(labels) for _, labels in sites)
@@ -62,8 +72,9 @@ def scaffold(job: Mapping[str, Any], rounds: int = ROUNDS, *, corrects: bool = T
                 )
                 y = y.detach() - LR * (gradient - variates[index] + c)
             share = len(labels) / total
-            new = variates[index] - c + (x - y) / (STEPS * LR)
-            step += share * (y - x)
+            update = (y - x) * min(1.0, clip / float(torch.norm(y - x)))
+            new = variates[index] - c - update / (STEPS * LR)
+            step += share * update
             if corrects:
                 change += share * (new - variates[index])
                 variates[index] = new
@@ -78,6 +89,14 @@ def test_scaffold_is_that_of_the_paper(*, is_secure: bool):
     found = values(simulate(small_job(**job)))
     np.testing.assert_allclose(scaffold(job), found, atol=2e-5)
     assert np.abs(found - scaffold(job, corrects=False)).max() > 0.01
+
+
+def test_clipped_updates_lead_to_variates_that_cancel():
+    secure = {"secure_aggregation": {"enabled": True, "clip_norm": 0.4}}
+    job = tables(privacy=secure)
+    found = values(simulate(small_job(**job)))
+    np.testing.assert_allclose(scaffold(job, clip=0.4), found, atol=2e-5)
+    assert np.abs(found - scaffold(job)).max() > 0.01
 
 
 def test_variates_travel_nowhere():

@@ -10,6 +10,7 @@ from federation.job import job_file
 from federation.job.personal_checks import CLUSTERS
 
 STEPS = {"local_steps": 4, "control_variates": True}
+SECURE = {"enabled": True, "two_sites_waiver": True}
 
 
 def parse(training: dict[str, Any], **tables: Any):
@@ -32,6 +33,17 @@ def parse(training: dict[str, Any], **tables: Any):
         ({}, {"aggregation": {"server_optimizer": {"lr": 0.5}}}, "server_optimizer"),
         ({}, {"communication": {"codec": {"name": "int8"}}}, "codec"),
         ({}, {"communication": {"down_codec": {"name": "bf16"}}}, "codec"),
+        ({}, {"privacy": {"secure_aggregation": SECURE | {"ring_bits": 16}}}, "24"),
+        (
+            {},
+            {
+                "privacy": {
+                    "secure_aggregation": SECURE
+                    | {"element_bound": 0.1, "clip_elements": True}
+                }
+            },
+            "clip_elements",
+        ),
         (
             {"task": CLUSTERS},
             {"model": {"factory": "toy:net", "personal": ["choice.*"]}},
