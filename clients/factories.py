@@ -65,6 +65,11 @@ def import_factory(path: str, *, key: str | None = None) -> Factory:
     return factory  # type: ignore[no-any-return]
 
 
+def is_in_users_file(obj: object) -> bool:
+    """Whether a class or function is of a ``./file.py``, which only we can import."""
+    return str(getattr(obj, "__module__", "")).startswith(_PREFIX)
+
+
 def call_factory(
     factory: Factory, options: Mapping[str, Any], *, key: str | None = None
 ) -> Any:

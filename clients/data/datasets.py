@@ -348,7 +348,7 @@ def _from_loader(loader: "DataLoader[Any]", *, name: str) -> _View:
         )
     is_own = loader.collate_fn not in {default_collate, default_convert}
     view = _from_items(data, name=name, collate=loader.collate_fn if is_own else None)
-    return dataclasses.replace(view, workers=LoaderWorkers.of(loader))
+    return dataclasses.replace(view, workers=LoaderWorkers.of(loader, name=name))
 
 
 def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View:

@@ -8,9 +8,11 @@ alone, not on the worker, so that it is the same with any number of workers and 
 round that is taken up in the middle.
 """
 
+import logging
 import random
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -20,9 +22,26 @@ from torch.utils.data import DataLoader
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.data.loader_workers import LoaderWorkers
 from clients.randomness import torch_seed
+from clients.user_code import sentence
 from federation.errors import SiteError
 
+_LOG = logging.getLogger(__name__)
 _WORDS = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a worker has read.
+
+    Attributes:
+        indices: Of the batch.
+        batch: None if it could not be read.
+        fault: Why.
+    """
+
+    indices: Indices
+    batch: Batch | None
+    fault: str = ""
 
 
 class BatchReader:
@@ -51,7 +70,8 @@ class BatchReader:
         self._dataset = dataset
         self._walk = enumerate(walk, start=first)
         self._seed = seed
-        self._ready: deque[tuple[Indices, Batch | None]] = deque()
+        self._ready: deque[_Read] = deque()
+        self._has_warned = False
         workers = getattr(dataset, "workers", None)
         self._indices = (
             self._by_workers(workers)
@@ -86,10 +106,26 @@ class BatchReader:
         What a worker could not read is read again here, so that an error of a user's
         code comes with its own frames. So is a batch that was not announced.
         """
-        announced, found = self._ready.popleft() if self._ready else (None, None)
-        if announced is indices and found is not None:
-            return found
-        return self._dataset.batch(indices)
+        read = self._ready.popleft() if self._ready else None
+        if read is None or read.indices is not indices:
+            return self._dataset.batch(indices)
+        if read.batch is not None:
+            return read.batch
+        batch = self._dataset.batch(indices)
+        self._warn(read.fault)
+        return batch
+
+    def _warn(self, fault: str) -> None:
+        """Log that workers fail where this process does not: they only cost time."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        _LOG.warning(
+            "worker processes of the DataLoader that the data source returned cannot "
+            "read batches that this process can (%s): open files and connections where "
+            "records are read (in __getitem__), or set num_workers=0",
+            fault,
+        )
 
     def _here(self) -> Generator[Indices]:
         for _, indices in self._walk:
@@ -105,11 +141,11 @@ class BatchReader:
             generator=torch.Generator().manual_seed(self._seed),
             **workers.settings,
         )
-        batches = iter(loader)
+        batches = _started(loader)
         try:
             while (read := _next(batches)) is not None:
                 self._ready.append(read)
-                yield read[0]
+                yield read.indices
         finally:
             del batches  # Which ends the processes of a walk that is left early.
 
@@ -121,7 +157,7 @@ class _Batches:
         self._dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, key: tuple[int, Indices]) -> tuple[Indices, Batch | None]:
+    def __getitem__(self, key: tuple[int, Indices]) -> _Read:
         number, indices = key
         drawn = torch_seed(self._seed, "batch", number)
         # The process is a worker's, in which nothing else draws.
@@ -129,23 +165,54 @@ class _Batches:
         random.seed(drawn)
         np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
         try:
-            return indices, self._dataset.batch(indices)
-        except Exception:  # noqa: BLE001 - The site reads it again, and then raises it.
-            return indices, None
+            return _Read(indices, self._dataset.batch(indices))
+        except Exception as error:  # noqa: BLE001 - The site reads it again.
+            return _Read(indices, None, sentence(error))
 
 
 def _unchanged(read: Any) -> Any:
     return read
 
 
-def _next(batches: Iterator[Any]) -> tuple[Indices, Batch | None] | None:
+def _started(loader: "DataLoader[_Read]") -> Iterator[_Read]:
+    """Start the workers.
+
+    Raises:
+        SiteError: They cannot be started: with "spawn", what they read must be pickled.
+    """
     try:
-        found: tuple[Indices, Batch | None] | None = next(batches, None)
+        return iter(loader)
+    except Exception as error:
+        # Of torch, the operating system, or a user's class that is pickled.
+        fault = (
+            "worker processes of the DataLoader that the data source returned cannot "
+            'start: set multiprocessing_context="fork" or num_workers=0'
+        )
+        raise SiteError(f"{fault} ({sentence(error)})", outside=fault) from error
+
+
+def _next(batches: Iterator[_Read]) -> _Read | None:
+    """Wait for the next batch; None after the last one.
+
+    Raises:
+        SiteError: A worker was killed, is stuck, or failed to begin.
+    """
+    try:
+        return next(batches, None)
     except RuntimeError as error:
         # Of torch: a worker was killed, or its timeout is over.
         fault = (
             "a worker process of the DataLoader that the data source returned has "
             "failed: give it more memory or time, or set num_workers=0"
         )
-        raise SiteError(f"{fault} ({error})", outside=fault) from error
-    return found
+        raise SiteError(f"{fault} ({_last_line(error)})", outside=fault) from error
+    except Exception as error:
+        # Of the user's, which torch raises again with the worker's frames in its text.
+        fault = (
+            "the worker_init_fn of the DataLoader that the data source returned failed"
+        )
+        raise SiteError(f"{fault}: {_last_line(error)}", outside=fault) from error
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from clients.data.datasets import Batch, Dataset, Indices
+from clients.data.loader_workers import LoaderWorkers
 from clients.data.privacy_units import num_units, persons_of
 from clients.privacy.site_memory import Document, SiteMemory
 from federation.errors import CorruptObject, JobError, SiteError
@@ -141,6 +142,12 @@ class _StandardisedDataset:
     @property
     def persons(self) -> NDArray[Any] | None:
         return self.data.persons
+
+    @property
+    def workers(self) -> LoaderWorkers | None:
+        """The worker processes that read it, outside private steps."""
+        found: LoaderWorkers | None = getattr(self.data, "workers", None)
+        return found
 
     def subset(self, indices: Indices) -> "_StandardisedDataset":
         return _StandardisedDataset(self.data.subset(indices), self.centre, self.spread)

@@ -1,5 +1,6 @@
 """A ``DataLoader``'s worker processes read the batches that the job chooses."""
 
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from clients.data import as_dataset
 from clients.data.datasets import Dataset, Indices
 from clients.data.reading import BatchReader
+from clients.factories import import_factory
 from federation.errors import SiteError, UserCodeError
 
 WALK = [np.array([0, 1]), np.array([3, 2]), np.array([5]), np.array([4, 0])]
@@ -124,3 +126,54 @@ def test_batch_that_was_not_announced_is_read_here():
         next(walk)
         assert reader.batch(np.array([4]))[0][:, 0].tolist() == [4]
         assert reader.batch(next(walk))[0][:, 0].tolist() == [3, 2]
+
+
+class OnlyHere(Noisy):
+    """Holds what a forked process cannot use, as a connection to a database."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if os.getpid() != self.owner:
+            raise OSError("connection lost")
+        return super().__getitem__(index)
+
+
+def test_workers_that_cannot_read_are_logged_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        found = inputs_of(loaded(OnlyHere(), 1), WALK)
+    assert found[:, 0].tolist() == [0, 1, 3, 2, 5, 4, 0]
+    (logged,) = caplog.messages
+    assert "connection lost" in logged
+
+
+def begin_badly(_worker: int) -> None:
+    raise KeyError("colour of a patient")
+
+
+def test_failed_worker_init_fn_is_named():
+    with pytest.raises(SiteError, match=r"worker_init_fn.*KeyError") as caught:
+        inputs_of(loaded(Noisy(), 1, worker_init_fn=begin_badly), WALK)
+    assert "patient" not in caught.value.outside
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_dataset_that_cannot_be_pickled_is_refused():
+    """With "spawn", as one that holds an open file."""
+    rows = Noisy()
+    rows.close = lambda: None  # type: ignore[attr-defined]
+    data = loaded(rows, 1, multiprocessing_context="spawn")
+    with pytest.raises(SiteError, match=r"cannot start.*fork.*pickle"):
+        inputs_of(data, WALK)
+
+
+def test_users_file_needs_forked_workers(tmp_path: Path):
+    """Started anew, a worker could not import it."""
+    file = tmp_path / "rows.py"
+    file.write_text("class Rows(list): pass\ndef rows(): return Rows([(1.0, 0)])\n")
+    rows = import_factory(f"{file}:rows")()
+    assert loaded(rows, 1).workers is not None  # type: ignore[attr-defined]
+    with pytest.raises(SiteError, match=r"train is .*'spawn'.*num_workers=0"):
+        loaded(rows, 1, multiprocessing_context="spawn")
+    loaded(rows, 0)

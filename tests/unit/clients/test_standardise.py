@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.small_jobs import small_job
+from torch.utils.data import DataLoader
 
 from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.privacy import standardise
@@ -261,6 +262,14 @@ def test_records_are_standardised():
     assert after.std(0).numpy() == pytest.approx([1, 1], abs=0.1)
     part, _ = data.subset(np.array([7, 9])).batch(np.array([1]))
     assert torch.equal(part[0], after[9])
+
+
+def test_standardised_records_keep_the_workers_of_a_loader():
+    rows = [(torch.ones(2), 0)] * 4
+    train = as_dataset(DataLoader(rows, num_workers=2), name="train")
+    data = Statistics(centre=(0.0, 0.0), spread=(1.0, 1.0)).apply(train)
+    part: Any = data.subset(np.array([1, 2]))
+    assert part.workers.settings["num_workers"] == 2
 
 
 def test_channels_of_images_are_features():
