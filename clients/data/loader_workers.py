@@ -1,6 +1,10 @@
 """The worker processes that a user's ``DataLoader`` asks for."""
 
+import ctypes
 import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,6 +13,7 @@ from torch.utils.data import DataLoader
 from clients.factories import is_in_users_file
 from federation.errors import SiteError
 
+_PR_SET_PDEATHSIG = 1
 _COPIES = "fork"  # Other ways to start a process import the code of a dataset anew.
 
 
@@ -52,4 +57,27 @@ class LoaderWorkers:
             "worker_init_fn",
             "multiprocessing_context",
         )
-        return cls(settings={name: getattr(loader, name) for name in names})
+        settings = {name: getattr(loader, name) for name in names}
+        settings["worker_init_fn"] = _Begin(loader.worker_init_fn)
+        return cls(settings=settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """What a worker process does first.
+
+    Attributes:
+        users: The loader's ``worker_init_fn``, if it has one.
+    """
+
+    users: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        # The site's handlers are for the site, which ends its workers itself.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            # Torch has a worker look for its parent between two batches only, so that
+            # one that waits for a record would outlive a site that was killed.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.users is not None:
+            self.users(worker)

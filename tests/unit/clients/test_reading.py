@@ -17,8 +17,11 @@ from clients.data import as_dataset
 from clients.data.datasets import Dataset, Indices
 from clients.data.reading import BatchReader
 from clients.factories import import_factory
+from federation.clock import SystemClock
 from federation.errors import SiteError, UserCodeError
+from federation.folder_lock import hold, is_held
 
+CLOCK = SystemClock()
 WALK = [np.array([0, 1]), np.array([3, 2]), np.array([5]), np.array([4, 0])]
 
 
@@ -146,6 +149,43 @@ def test_workers_that_cannot_read_are_logged_once(caplog: pytest.LogCaptureFixtu
     assert found[:, 0].tolist() == [0, 1, 3, 2, 5, 4, 0]
     (logged,) = caplog.messages
     assert "connection lost" in logged
+
+
+class Stuck(Noisy):
+    """Waits for record 5 as for a disk that does not answer, and ignores Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.pid, self.told = os.pipe()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.write(self.told, f"{os.getpid()}\n".encode())
+            signal.pause()
+        return super().__getitem__(index)
+
+
+def test_stuck_worker_ends_with_its_site(tmp_path: Path):
+    """Also if the site is killed; else the site's lock would stay, and it could not
+    start again."""
+    stuck = Stuck()
+    data = loaded(stuck, 1)
+    site = os.fork()
+    if site == 0:
+        try:
+            with hold(tmp_path / "lock", "held"):
+                inputs_of(data, WALK)
+        finally:
+            os._exit(1)
+    worker = int(os.read(stuck.pid, 20))
+    os.kill(site, signal.SIGKILL)
+    os.waitpid(site, 0)
+    for _ in range(500):
+        if not is_held(tmp_path / "lock"):
+            return
+        CLOCK.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker stays, and with it the site's lock")
 
 
 def begin_badly(_worker: int) -> None:
