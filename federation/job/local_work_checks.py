@@ -174,6 +174,13 @@ def _other_means(job: JobSpec) -> Iterator[tuple[bool, str]]:
     secure = job.privacy.secure_aggregation
     step = aggregation.server_optimizer
     yield (
+        bool(job.relays),
+        (
+            "a round must go on without any one relay, and then its sites could not "
+            "follow the mean: leave out [[relays]]"
+        ),
+    )
+    yield (
         job.minimum_sites < len(job.sites),
         (
             "a site that is absent from a completed round cannot follow the mean: let "

@@ -28,6 +28,7 @@ def parse(training: dict[str, Any], **tables: Any):
         ({"overlap_steps": 2}, {}, "overlap_steps"),
         ({"precision": "fp16"}, {}, "fp32 or bf16"),
         ({}, {"schedule": {"minimum_sites": 1}}, "minimum_sites"),
+        ({}, {"relays": [{"name": "r", "sites": ["a"]}]}, r"\[\[relays\]\]"),
         ({}, {"aggregation": {"combine": "median", "weights": "uniform"}}, "combine"),
         ({}, {"aggregation": {"weights": "dynamic"}}, "weights"),
         ({}, {"aggregation": {"server_optimizer": {"lr": 0.5}}}, "server_optimizer"),
