@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from federation.errors import CorruptObject
+from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.mapped import give_back, own
 from federation.vectors import Arrays, Layout, Role, Vector, chunks, is_finite
@@ -114,21 +115,23 @@ class ControlVariates:
         }
 
 
-def if_counted(kept: Arrays, counted: int) -> Arrays:
+def if_counted(kept: Arrays, counted: int, *, site: SiteId) -> Arrays:
     """Leave out the weights of a round whose update is no part of the model.
 
     Args:
         kept: What a site has kept of its last round.
         counted: The newest round whose update of the site is a part of the model.
+        site: For the log.
     """
     if _ROUND not in kept or kept[_ROUND][0] == counted:
         return kept
     if kept[_ROUND][0] < counted:
         _LOG.warning(
-            "the control variate that this site has kept is of round %d, but its "
-            "update of round %d is a part of the model: the site lost newer state, and "
-            "variates no longer cancel over the sites; restore its state, or start a "
-            "new run from this model (model.weights)",
+            "the newest control variate of site %s is of round %d, but its update of "
+            "round %d is a part of the model: the site lost newer state, and variates "
+            "no longer cancel over the sites; restore its state, or start a new run "
+            "from this model (model.weights)",
+            site,
             kept[_ROUND][0],
             counted,
         )

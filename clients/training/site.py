@@ -405,7 +405,7 @@ class Work:
         task = self.task
         given: FitArguments = {
             "round_index": task.round_index,
-            "kept": if_counted(kept.arrays, task.counted),
+            "kept": if_counted(kept.arrays, task.counted, site=task.site),
         }
         if task.steps is not None:
             given["steps"] = task.steps

@@ -12,10 +12,14 @@ from clients.training.control_variates import (
     if_counted,
 )
 from federation.errors import CorruptObject
+from federation.ids import SiteId
 
 JOB = small_job(training={"local_steps": 2, "control_variates": True})
 X = np.zeros(15, np.float32)
 Y = np.ones(15, np.float32)
+
+
+SITE = SiteId("site-a")
 
 
 def kept_of_round_3():
@@ -31,7 +35,7 @@ def variate(kept: dict[str, np.ndarray], weights_d: np.ndarray) -> np.ndarray:
 
 
 def test_variate_is_drift_over_learning_rates():
-    kept = dict(if_counted(kept_of_round_3(), 3))
+    kept = dict(if_counted(kept_of_round_3(), 3, site=SITE))
     np.testing.assert_allclose(variate(kept, Y / 4), np.full(15, (1 - 0.25) / 0.75))
     assert not variate(kept, Y).any()
 
@@ -39,13 +43,13 @@ def test_variate_is_drift_over_learning_rates():
 def test_update_that_did_not_count_changes_nothing():
     kept = kept_of_round_3()
     for counted in (0, 2):
-        assert not variate(dict(if_counted(kept, counted)), Y / 4).any()
+        assert not variate(dict(if_counted(kept, counted, site=SITE)), Y / 4).any()
 
 
 def test_job_without_variates_keeps_none():
     plain = small_job(training={"local_steps": 2})
     assert ControlVariates.begin(plain, {}, X) is None
-    assert if_counted({"optimizer/a": X}, 0) == {"optimizer/a": X}
+    assert if_counted({"optimizer/a": X}, 0, site=SITE) == {"optimizer/a": X}
 
 
 def test_round_without_a_learning_rate_changes_nothing():
@@ -70,10 +74,10 @@ def test_clipped_update_counts_as_it_was_sent():
 def test_lost_newer_state_is_logged(caplog: pytest.LogCaptureFixture):
     kept = kept_of_round_3()
     with caplog.at_level(logging.WARNING):
-        if_counted(kept, 2)
+        if_counted(kept, 2, site=SITE)
     assert not caplog.records
-    assert "variates/weights" not in if_counted(kept, 5)
-    assert "of round 3, but its update of round 5" in caplog.text
+    assert "variates/weights" not in if_counted(kept, 5, site=SITE)
+    assert "site-a is of round 3, but its update of round 5" in caplog.text
 
 
 @pytest.mark.parametrize(
