@@ -199,20 +199,17 @@ def _next(batches: Iterator[_Read]) -> _Read | None:
     """
     try:
         return next(batches, None)
-    except RuntimeError as error:
-        # Of torch: a worker was killed, or its timeout is over.
+    except Exception as error:
+        # RuntimeErrors are torch's: a worker was killed, or its timeout is over. Others
+        # are the user's, raised again with the worker's frames in their text.
+        advice = (
+            "give it more memory (in a container also /dev/shm) or time"
+            if isinstance(error, RuntimeError)
+            else "check its worker_init_fn"
+        )
         fault = (
             "a worker process of the DataLoader that the data source returned has "
-            "failed: give it more memory or time, or set num_workers=0"
+            f"failed: {advice}, or set num_workers=0"
         )
-        raise SiteError(f"{fault} ({_last_line(error)})", outside=fault) from error
-    except Exception as error:
-        # Of the user's, which torch raises again with the worker's frames in its text.
-        fault = (
-            "the worker_init_fn of the DataLoader that the data source returned failed"
-        )
-        raise SiteError(f"{fault}: {_last_line(error)}", outside=fault) from error
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
+        text = str(error).strip().rpartition("\n")[2]
+        raise SiteError(f"{fault} ({text})", outside=fault) from error
