@@ -14,7 +14,7 @@ from clients.factories import is_in_users_file
 from federation.errors import SiteError
 
 _PR_SET_PDEATHSIG = 1
-_COPIES = "fork"  # Other ways to start a process import the code of a dataset anew.
+_COPIES = "fork"  # Any other way of starting a process imports the code again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

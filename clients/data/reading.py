@@ -30,7 +30,7 @@ _WORDS = 2**32
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadBatch:
     """What a worker has read.
 
     Attributes:
@@ -70,7 +70,7 @@ class BatchReader:
         self._dataset = dataset
         self._walk = enumerate(walk, start=first)
         self._seed = seed
-        self._ready: deque[_Read] = deque()
+        self._ready: deque[_ReadBatch] = deque()
         self._has_warned = False
         workers = getattr(dataset, "workers", None)
         self._indices = (
@@ -157,7 +157,7 @@ class _Batches:
         self._dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, key: tuple[int, Indices]) -> _Read:
+    def __getitem__(self, key: tuple[int, Indices]) -> _ReadBatch:
         number, indices = key
         drawn = torch_seed(self._seed, "batch", number)
         # The process is a worker's, in which nothing else draws.
@@ -165,16 +165,16 @@ class _Batches:
         random.seed(drawn)
         np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
         try:
-            return _Read(indices, self._dataset.batch(indices))
+            return _ReadBatch(indices, self._dataset.batch(indices))
         except Exception as error:  # noqa: BLE001 - The site reads it again.
-            return _Read(indices, None, sentence(error))
+            return _ReadBatch(indices, None, sentence(error))
 
 
 def _unchanged(read: Any) -> Any:
     return read
 
 
-def _started(loader: "DataLoader[_Read]") -> Iterator[_Read]:
+def _started(loader: "DataLoader[_ReadBatch]") -> Iterator[_ReadBatch]:
     """Start the workers.
 
     Raises:
@@ -191,7 +191,7 @@ def _started(loader: "DataLoader[_Read]") -> Iterator[_Read]:
         raise SiteError(f"{fault} ({sentence(error)})", outside=fault) from error
 
 
-def _next(batches: Iterator[_Read]) -> _Read | None:
+def _next(batches: Iterator[_ReadBatch]) -> _ReadBatch | None:
     """Wait for the next batch; None after the last one.
 
     Raises:
