@@ -10,6 +10,8 @@ round that is taken up in the middle.
 
 import logging
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -147,7 +149,8 @@ class BatchReader:
                 self._ready.append(read)
                 yield read.indices
         finally:
-            del batches  # Which ends the processes of a walk that is left early.
+            # Deleting it would do, but the traceback of an error may still hold it.
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class _Batches:
@@ -180,6 +183,7 @@ def _started(loader: "DataLoader[_ReadBatch]") -> Iterator[_ReadBatch]:
     Raises:
         SiteError: They cannot be started: with "spawn", what they read must be pickled.
     """
+    before = signal.getsignal(signal.SIGCHLD)
     try:
         return iter(loader)
     except Exception as error:
@@ -189,6 +193,11 @@ def _started(loader: "DataLoader[_ReadBatch]") -> Iterator[_ReadBatch]:
             'start: set multiprocessing_context="fork" or num_workers=0'
         )
         raise SiteError(f"{fault} ({sentence(error)})", outside=fault) from error
+    finally:
+        # Torch's handler raises in the main thread, wherever that is, if a worker was
+        # killed. Without it, waiting for a batch notices the same within seconds.
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _next(batches: Iterator[_ReadBatch]) -> _ReadBatch | None:
