@@ -77,13 +77,13 @@ def test_lost_newer_state_is_logged(caplog: pytest.LogCaptureFixture):
         if_counted(kept, 2, site=SITE)
     assert not caplog.records
     assert "variates/weights" not in if_counted(kept, 5, site=SITE)
-    assert "site-a is of round 3, but its update of round 5" in caplog.text
+    assert "site-a is of round 3" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "array", "fault"),
     [
-        ("variate", np.zeros(3, np.float32), "of 3 values, and the model has 15"),
+        ("variate", np.zeros(3, np.float32), "of 3 values.*has 15"),
         ("variate", np.zeros(15), "variates/variate"),
         ("weights", np.full(15, np.nan, np.float32), "NaN"),
         ("rates", None, "learning rates"),
