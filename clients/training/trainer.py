@@ -448,6 +448,8 @@ class TorchTrainer:
         """What the next round begins with to correct its gradients."""
         if variates is None:
             return NO_ARRAYS
+        # Of all steps, also where the site has left before the last one: variates
+        # cancel only if all sites divide by the same sum.
         rates = (rate_of(self.job, number) for number in steps)
         return variates.arrays(local_d, rates=rates, round_index=round_index)
 

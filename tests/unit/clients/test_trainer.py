@@ -580,6 +580,19 @@ def test_training_that_ends_early_is_the_steps_that_were_taken(taken: int):
     assert result.training.count == 20 * taken
 
 
+def test_site_that_leaves_early_divides_its_drift_by_the_rates_of_all_steps():
+    """As every other site does, or variates would not cancel."""
+    steps = {"local_steps": 4, "batch_size": 20, "optimizer": {"lr": 0.5}}
+    job = job_of(steps | {"control_variates": True})
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, ends_early=lambda: True
+    )
+    result = trainer.fit(*pool.initial_weights(), round_index=1)
+    assert result.num_steps == 1
+    assert result.kept["variates/rates"] == [2.0]
+
+
 def test_a_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch):
     """At the key, before anything is trained."""
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
