@@ -24,7 +24,7 @@ Shape suffix: d float values of the model.
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -115,16 +115,34 @@ class ControlVariates:
         }
 
 
-def if_counted(kept: Arrays, counted: int, *, site: SiteId) -> Arrays:
-    """Leave out the weights of a round whose update is no part of the model.
+def if_counted(
+    kept: Arrays, counted: int, *, earlier: Callable[[], Arrays], site: SiteId
+) -> Arrays:
+    """Take the control variate of the newest round whose update is in the model.
+
+    Rounds may have been lost since, or undone by an older checkpoint. All sites go back
+    to the same round, as some may have trained in these and others not.
 
     Args:
         kept: What a site has kept of its last round.
         counted: The newest round whose update of the site is a part of the model.
+        earlier: Reads what the site has kept of that round; nothing if it is gone.
         site: For the log.
+
+    Returns:
+        ``kept``, with what it has kept of its control variate in that round. If that is
+        gone, the variate that the last round began with stays as it is.
     """
     if _ROUND not in kept or kept[_ROUND][0] == counted:
         return kept
+    others = {name: a for name, a in kept.items() if not name.startswith(_PREFIX)}
+    if counted == 0:
+        return others
+    found = earlier()
+    if _ROUND in found:
+        return others | {
+            name: array for name, array in found.items() if name.startswith(_PREFIX)
+        }
     if kept[_ROUND][0] < counted:
         _LOG.warning(
             "the newest control variate of site %s is of round %d, but its update of "

@@ -405,7 +405,12 @@ class Work:
         task = self.task
         given: FitArguments = {
             "round_index": task.round_index,
-            "kept": if_counted(kept.arrays, task.counted, site=task.site),
+            "kept": if_counted(
+                kept.arrays,
+                task.counted,
+                earlier=lambda: self.state.of(task.run_id, task.counted).arrays,
+                site=task.site,
+            ),
         }
         if task.steps is not None:
             given["steps"] = task.steps

@@ -149,6 +149,16 @@ class SiteState:
             )
         return NOTHING
 
+    def of(self, run_id: RunId, round_index: int) -> KeptState:
+        """Return the state that one round left; nothing if it is no longer stored.
+
+        Raises:
+            CorruptObject: The stored state is not what was stored.
+        """
+        key = self._key(round_index)
+        is_stored = any(found.key == key for found in self.store.list(self._prefix))
+        return self._read(key, run_id) if is_stored else NOTHING
+
     def keep(
         self,
         run_id: RunId,

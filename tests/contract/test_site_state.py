@@ -106,6 +106,15 @@ def test_the_newest_few_stay(state: SiteState, store: ObjectStore):
     assert found(state, 101) == 100
 
 
+def test_state_of_one_round(state: SiteState):
+    """Whatever later rounds have left."""
+    for index in range(2, ROUNDS + 3):
+        keep(state, index)
+    for index in range(3, ROUNDS + 3):
+        assert int(state.of(RUN, index).arrays["v"][0]) == index
+    assert state.of(RUN, 1) == state.of(RUN, 2) == NOTHING
+
+
 def test_rounds_sort_as_numbers(state: SiteState):
     """Also where they get a digit more."""
     keep(state, 999_999_999)

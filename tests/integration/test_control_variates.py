@@ -120,6 +120,18 @@ def test_round_that_is_lost_changes_no_variate():
     np.testing.assert_allclose(expected, values(found), atol=2e-5)
 
 
+def test_older_checkpoint_leaves_variates_that_cancel(tmp_path: Path):
+    """Of the rounds that it undoes, one was lost, and only two sites trained in it."""
+    fault = {"site": "site-1", "kind": "crash", "rounds": [5]}
+    simulate(small_job(**tables(simulation={"faults": [fault]})), folder=tmp_path)
+    for index in (4, 5):
+        (tmp_path / "checkpoints" / f"round-{index:06}.json").unlink()
+    job = tables(rounds=8)
+    found = simulate(small_job(**job), folder=tmp_path, extend=True)
+    expected = scaffold(job, 3 + 3)
+    np.testing.assert_allclose(expected, values(found), atol=2e-5)
+
+
 def test_variates_lead_to_the_best_model_of_all_records():
     """Where local steps alone lead to a mean of the sites' own."""
     train, _ = blobs()

@@ -19,6 +19,7 @@ X = np.zeros(15, np.float32)
 Y = np.ones(15, np.float32)
 
 
+GONE: dict[str, np.ndarray] = {}
 SITE = SiteId("site-a")
 
 
@@ -28,6 +29,12 @@ def kept_of_round_3():
     return begun.arrays(Y, rates=[0.5, 0.25], round_index=3)
 
 
+def counted_of(
+    kept: dict[str, np.ndarray], counted: int, earlier: dict[str, np.ndarray] = GONE
+) -> dict[str, np.ndarray]:
+    return dict(if_counted(kept, counted, earlier=lambda: earlier, site=SITE))
+
+
 def variate(kept: dict[str, np.ndarray], weights_d: np.ndarray) -> np.ndarray:
     begun = ControlVariates.begin(JOB, kept, weights_d)
     assert begun is not None
@@ -35,7 +42,7 @@ def variate(kept: dict[str, np.ndarray], weights_d: np.ndarray) -> np.ndarray:
 
 
 def test_variate_is_drift_over_learning_rates():
-    kept = dict(if_counted(kept_of_round_3(), 3, site=SITE))
+    kept = counted_of(kept_of_round_3(), 3)
     np.testing.assert_allclose(variate(kept, Y / 4), np.full(15, (1 - 0.25) / 0.75))
     assert not variate(kept, Y).any()
 
@@ -43,13 +50,26 @@ def test_variate_is_drift_over_learning_rates():
 def test_update_that_did_not_count_changes_nothing():
     kept = kept_of_round_3()
     for counted in (0, 2):
-        assert not variate(dict(if_counted(kept, counted, site=SITE)), Y / 4).any()
+        assert not variate(counted_of(kept, counted), Y / 4).any()
 
 
 def test_job_without_variates_keeps_none():
     plain = small_job(training={"local_steps": 2})
     assert ControlVariates.begin(plain, {}, X) is None
-    assert if_counted({"optimizer/a": X}, 0, site=SITE) == {"optimizer/a": X}
+    assert counted_of({"optimizer/a": X}, 0) == {"optimizer/a": X}
+
+
+def test_sites_go_back_to_the_round_that_counted():
+    """One that has trained since begins with the same variate as one that has not."""
+    kept = kept_of_round_3()
+    begun = ControlVariates.begin(JOB, kept, Y / 4)
+    assert begun is not None
+    lost = begun.arrays(Y / 2, rates=[0.5], round_index=4) | {"optimizer/a": X}
+    found = counted_of(dict(lost), 3, dict(kept))
+    np.testing.assert_array_equal(variate(found, Y / 8), variate(dict(kept), Y / 8))
+    assert "optimizer/a" in found
+    # None has counted yet: no site has a variate.
+    assert not variate(counted_of(dict(lost), 0), Y / 8).any()
 
 
 def test_round_without_a_learning_rate_changes_nothing():
@@ -74,9 +94,9 @@ def test_clipped_update_counts_as_it_was_sent():
 def test_lost_newer_state_is_logged(caplog: pytest.LogCaptureFixture):
     kept = kept_of_round_3()
     with caplog.at_level(logging.WARNING):
-        if_counted(kept, 2, site=SITE)
+        counted_of(kept, 2)
     assert not caplog.records
-    assert "variates/weights" not in if_counted(kept, 5, site=SITE)
+    assert "variates/weights" not in counted_of(kept, 5)
     assert "site-a is of round 3" in caplog.text
 
 
