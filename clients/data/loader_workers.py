@@ -41,7 +41,9 @@ class LoaderWorkers:
         if loader.num_workers == 0:
             return None
         context: Any = loader.multiprocessing_context or multiprocessing
-        method = context.get_start_method()
+        # Not to be asked for without allow_none, which would settle it for the process.
+        chosen = context.get_start_method(allow_none=True)
+        method = chosen or multiprocessing.get_all_start_methods()[0]
         used = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
         if method != _COPIES and any(map(is_in_users_file, used)):
             raise SiteError(
