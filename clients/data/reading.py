@@ -124,8 +124,9 @@ class BatchReader:
         self._has_warned = True
         _LOG.warning(
             "worker processes of the DataLoader that the data source returned cannot "
-            "read batches that this process can (%s): open files and connections where "
-            "records are read (in __getitem__), or set num_workers=0",
+            "read batches that this process can (%s): in a container, give them more "
+            "shared memory (/dev/shm); open files and connections in __getitem__; or "
+            "set num_workers=0",
             fault,
         )
 
@@ -170,7 +171,14 @@ class _Batches:
         try:
             return _ReadBatch(indices, self._dataset.batch(indices))
         except Exception as error:  # noqa: BLE001 - The site reads it again.
-            return _ReadBatch(indices, None, sentence(error))
+            return _ReadBatch(indices, None, sentence(_cause(error)))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What an error began with: ours may name a fault that only this process lacks."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _unchanged(read: Any) -> Any:

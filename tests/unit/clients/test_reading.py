@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,24 +136,22 @@ def test_batch_that_was_not_announced_is_read_here():
         assert reader.batch(next(walk))[0][:, 0].tolist() == [3, 2]
 
 
-class OnlyHere(Noisy):
-    """Holds what a forked process cannot use, as a connection to a database."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if os.getpid() != self.owner:
-            raise OSError("connection lost")
-        return super().__getitem__(index)
+def only_here(owner: int, rows: list[Any]) -> Any:
+    """Needs what a worker lacks, as much shared memory or a connection."""
+    if os.getpid() != owner:
+        raise ValueError("rows differ") from OSError("no shared memory")
+    return torch.tensor([row[0] for row in rows]), torch.zeros(len(rows))
 
 
 def test_workers_that_cannot_read_are_logged_once(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        found = inputs_of(loaded(OnlyHere(), 1), WALK)
-    assert found[:, 0].tolist() == [0, 1, 3, 2, 5, 4, 0]
+    """With what the error began with."""
+    rows = [(i, 0) for i in range(6)]
+    data = loaded(rows, 1, collate_fn=partial(only_here, os.getpid()))
+    with caplog.at_level(logging.WARNING), BatchReader(data, WALK, seed=1) as reader:
+        found = [reader.batch(indices)[0].tolist() for indices in reader]
+    assert found == [walked.tolist() for walked in WALK]
     (logged,) = caplog.messages
-    assert "connection lost" in logged
+    assert "(OSError: no shared memory)" in logged
 
 
 class Stuck(Noisy):
