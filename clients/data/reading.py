@@ -26,6 +26,7 @@ from clients.data.loader_workers import LoaderWorkers
 from clients.randomness import torch_seed
 from clients.user_code import sentence
 from federation.errors import SiteError
+from federation.tree import leaves
 
 _LOG = logging.getLogger(__name__)
 _WORDS = 2**32
@@ -169,7 +170,12 @@ class _Batches:
         random.seed(drawn)
         np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
         try:
-            return _ReadBatch(indices, self._dataset.batch(indices))
+            batch = self._dataset.batch(indices)
+            # Here, and not by torch's sending thread: where /dev/shm is full, that
+            # loses the batch, and the site would wait for it without end.
+            for part in leaves(batch):
+                part.share_memory_()
+            return _ReadBatch(indices, batch)
         except Exception as error:  # noqa: BLE001 - The site reads it again.
             return _ReadBatch(indices, None, sentence(_cause(error)))
 

@@ -154,6 +154,21 @@ def test_workers_that_cannot_read_are_logged_once(caplog: pytest.LogCaptureFixtu
     assert "(OSError: no shared memory)" in logged
 
 
+def test_batch_without_room_in_shared_memory_is_read_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """In a container /dev/shm may be small: the site must not wait for ever."""
+
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to write to /torch_1: No space left on device")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with caplog.at_level(logging.WARNING):
+        found = inputs_of(loaded(Noisy(), 1), WALK)
+    assert found[:, 4].unique().tolist() == [os.getpid()]
+    assert "No space left" in caplog.text
+
+
 class Stuck(Noisy):
     """Waits for record 5 as for a disk that does not answer, and ignores Ctrl-C."""
 
