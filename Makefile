@@ -15,8 +15,8 @@ PYTEST := $(BIN)/python -I -m pytest
 # What `make check` runs, in two parts that take about as long. Each imports torch, which
 # takes two seconds of a core, but not the libraries that only the other part needs.
 FAST_CORE := $(addprefix tests/contract/test_,clock.py codec.py schedule.py site_state.py)
-FAST_LEARNING := $(addprefix tests/unit/,aggregator clients federation privacy) $(FAST_CORE)
-FAST_SITES := $(addprefix tests/unit/,cloud_adapters deploy monitoring) $(wildcard tests/unit/test_*.py) \
+FAST_LEARNING := $(addprefix tests/unit/,clients federation privacy) $(FAST_CORE)
+FAST_SITES := $(addprefix tests/unit/,aggregator cloud_adapters deploy monitoring) $(wildcard tests/unit/test_*.py) \
 	$(filter-out $(FAST_CORE),$(wildcard tests/contract/test_*.py))
 FAST_PARTS := fast-learning fast-sites
 # They make tens of thousands of small files: in memory, where there is room for them and
