@@ -49,4 +49,7 @@ def map_tree(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 def num_records(tree: Tree) -> int:
     """Length of the first axis."""
-    return len(next(leaves(tree)))
+    # Asked at every step, mostly of a single tensor. A search would cost more there,
+    # and so would its ``len``, which torch implements in Python.
+    leaf = tree if hasattr(tree, "shape") else next(leaves(tree))
+    return int(leaf.shape[0]) if hasattr(leaf, "shape") else len(leaf)

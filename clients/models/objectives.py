@@ -8,7 +8,7 @@ Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -425,9 +425,9 @@ class RecordObjective:
         self._name = unpinned(training.task)
         self._function = function
         self._measures = training.measures
-        self._for_nan = for_nan
-        self._trained = {LOSS: loss_of(training), **metrics_of(training)}
-        self._evaluated = {LOSS: loss_of(training), **evaluated_of(training)}
+        bounded = partial(_bounded_sums, loss_of(training), for_nan=for_nan)
+        self._trained = bounded(metrics_of(training))
+        self._evaluated = bounded(evaluated_of(training))
         # A built-in task's are those of noise; ``max_loss`` says when they count.
         self._clips_loss = not has_own_bounds(training)
 
@@ -445,21 +445,18 @@ class RecordObjective:
         Raises:
             SiteError: It failed, or gave something else.
         """
-        values, bounds = self.values(model, inputs, targets), self._bounds()
-        if not self._clips_loss:
-            high = math.inf if max_loss is None else max_loss
-            bounds |= {LOSS: Metric() if max_loss is None else Metric(low=0, high=high)}
-        sums = {
-            name: _bounded_sum(
-                metric, values[name], self._for_nan.get(name, metric.high)
-            )
-            for name, metric in bounds.items()
-        }
-        loss = sums.pop(LOSS)
-        return BatchLoss(values[LOSS].sum(), num_records(inputs), loss, sums)
+        values, sums = self.values(model, inputs, targets), self._expected()
+        losses_b = values[LOSS]
+        loss_sum = sums[LOSS] if self._clips_loss else _loss_within(max_loss)
+        return BatchLoss(
+            losses_b.sum(),
+            losses_b.shape[0],
+            loss_sum(losses_b),
+            {name: add(values[name]) for name, add in sums.items() if name != LOSS},
+        )
 
-    def _bounds(self) -> dict[str, Metric]:
-        return dict(self._trained if torch.is_grad_enabled() else self._evaluated)
+    def _expected(self) -> "Mapping[str, _BoundedSum]":
+        return self._trained if torch.is_grad_enabled() else self._evaluated
 
     def _call(self, model: torch.nn.Module, inputs: Tree, targets: Tree) -> object:
         if self._is_built_in:
@@ -478,11 +475,12 @@ class RecordObjective:
         self, model: torch.nn.Module, inputs: Tree, targets: Tree
     ) -> Mapping[str, torch.Tensor]:
         """The function's values for each record, shape ``(B,)``, by name."""
-        found, bounds = self._call(model, inputs, targets), self._bounds()
-        if not isinstance(found, Mapping) or found.keys() != bounds.keys():
+        found, expected = self._call(model, inputs, targets), self._expected()
+        # A dict by itself: to look for an abstract class takes longer.
+        if not isinstance(found, (dict, Mapping)) or found.keys() != expected.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__
             raise misfit(
-                f"{self._name} must return a dict of {list(bounds)}: name its "
+                f"{self._name} must return a dict of {list(expected)}: name its "
                 "metrics in training.metrics",
                 f"it returned {names}",
             )
@@ -494,7 +492,7 @@ class RecordObjective:
                     "record: do not call mean() or sum() over the records",
                     f"it returned {describe(values)} instead of shape {shape}",
                 )
-            if values.is_complex():
+            if values.dtype.is_complex:
                 raise SiteError(
                     f"{self._name} returned {name!r} as complex numbers: return their "
                     "absolute values, or the real and imaginary parts under separate "
@@ -517,14 +515,43 @@ class RecordObjective:
         return torch.stack([v.double() for v in values.values()], dim=1)
 
 
-def _bounded_sum(
-    metric: Metric, values_b: torch.Tensor, for_nan: float
-) -> torch.Tensor:
-    exact = values_b.detach().double()
-    if metric != Metric():
-        exact = exact.nan_to_num(nan=for_nan, posinf=metric.high, neginf=metric.low)
-        exact = exact.clamp(metric.low, metric.high)
-    return exact.sum()
+class _BoundedSum:
+    """Sum of a metric's values in float64, each within its bounds.
+
+    It is part of every step, where what counts is the number of operations.
+    """
+
+    def __init__(self, metric: Metric, for_nan: float) -> None:
+        """``for_nan`` is the bound that NaN counts as."""
+        self._bounds = None if metric == Metric() else (metric.low, metric.high)
+        # fmax and fmin also replace NaN, and promote to float64, as a bound of shape ()
+        # would not.
+        self._limit = torch.fmax if for_nan == metric.low else torch.fmin
+        self._for_nan_1 = torch.tensor([for_nan], dtype=torch.float64)
+
+    def __call__(self, values_b: torch.Tensor) -> torch.Tensor:
+        values_b = values_b.detach()
+        if self._bounds is None:
+            return values_b.sum(dtype=torch.float64)
+        if self._for_nan_1.device != values_b.device:
+            self._for_nan_1 = self._for_nan_1.to(values_b.device)
+        return self._limit(values_b, self._for_nan_1).clamp_(*self._bounds).sum()
+
+
+def _bounded_sums(
+    loss: Metric, metrics: Mapping[str, Metric], *, for_nan: Mapping[str, float]
+) -> Mapping[str, _BoundedSum]:
+    return {
+        name: _BoundedSum(metric, for_nan.get(name, metric.high))
+        for name, metric in {LOSS: loss, **metrics}.items()
+    }
+
+
+@lru_cache(maxsize=16)
+def _loss_within(max_loss: float | None) -> _BoundedSum:
+    if max_loss is None:
+        return _BoundedSum(Metric(), math.inf)
+    return _BoundedSum(Metric(low=0, high=max_loss), max_loss)
 
 
 def results_by_record(

@@ -247,6 +247,19 @@ def test_nan_counts_as_the_worse_bound_of_a_metric(for_nan: float):
     assert float(beyond.metrics["error"]) == 1.0
 
 
+@pytest.mark.parametrize("for_nan", [0.0, 0.1])
+def test_a_bound_holds_for_values_of_less_precision(for_nan: float):
+    """0.1 of type float32 is above 0.1, and what noise is for holds the exact bound."""
+    metrics = {"loss": [0.0, 9.0], "error": [0.0, 0.1]}
+    training = {"task": f"{__name__}:own", "metrics": metrics, "local_steps": 1}
+    objective = objective_of(small_job(training=training).training, {"error": for_nan})
+    values = {"loss": torch.ones(2), "error": torch.full((2,), 0.1)}
+    with torch.no_grad():
+        found = objective(Fixed(values), INPUTS, None)
+    assert float(found.metrics["error"]) == 0.2
+    assert values["error"][0].item() > 0.1  # And what the user holds stays as it is.
+
+
 def test_tokens_that_were_taken_for_images_are_explained():
     """Arrays of uint8 with four axes reach the model as numbers from 0 to 1."""
     read = as_dataset((np.zeros((2, 2, 3, 4), np.uint8), np.zeros(2, int)), name="src")
