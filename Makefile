@@ -148,9 +148,9 @@ coverage: $(READY) ## Run the fast tests, measure lines and branches, and demand
 
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
 # PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
-PARTS ?= test test-long test-properties coverage test-lowest test-newest mutants
+PARTS ?= test test-long test-properties coverage test-deploy test-lowest test-newest mutants
 
-test-all: $(if $(filter test-newest,$(PARTS)),newest) ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
+test-all: $(if $(filter test-newest,$(PARTS)),newest) ## Run all that CI runs, deploy's images, the oldest and newest dependencies, the mutants (hours)
 	@failed=; for part in $(PARTS); do \
 		echo "make: $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "make: these failed:$$failed"; exit 1; }
