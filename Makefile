@@ -168,15 +168,19 @@ format: $(READY) ## Put the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Each result is in a file of its own, so that a run of hours goes on after an interruption.
-bench: $(READY) ## Run each benchmark that has no result in bench/ yet (hours; JSON lines)
-	@mkdir -p bench
-	@for script in $$(grep -l __main__ benchmarks/*.py); do \
-	  result=bench/$$(basename $$script .py).jsonl; \
-	  test -e $$result && continue; \
-	  echo "make: $$script" >&2; \
-	  $(BIN)/python $$script > $$result.part && mv $$result.part $$result || exit 1; \
-	done
+# Each result is in a file of its own, so that a run goes on where it was interrupted.
+SCRIPTS ?= $(shell grep -lF 'if __name__ == "__main__":' benchmarks/*.py)
+RESULTS ?= bench
+
+bench: $(READY) ## Run each benchmark that has no result in bench/ yet (half an hour; JSON lines)
+	@mkdir -p $(RESULTS); failed=; \
+	for script in $(SCRIPTS); do \
+		name=$$(basename $$script .py); result=$(RESULTS)/$$name.jsonl; \
+		test -e $$result && continue; \
+		echo "make: $$script"; begin=$$(date +%s); \
+		if $(BIN)/python $$script > $$result.part; then mv $$result.part $$result; else failed="$$failed $$name"; fi; \
+		echo "make: $$script took $$(($$(date +%s) - begin)) s"; \
+	done; test -z "$$failed" || { echo "make: these failed:$$failed"; exit 1; }
 
 docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py

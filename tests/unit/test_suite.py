@@ -130,6 +130,24 @@ def test_a_part_that_fails_stops_no_other():
     assert make("test-all", "PARTS=help").returncode == 0
 
 
+def test_benchmarks_keep_results_and_go_on_after_a_failure(tmp_path: Path):
+    """What has a result is not run again; one that failed keeps no result."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$1"\ntest "$1" != b.py\n')
+    (tmp_path / "python").chmod(0o700)
+    bench = ("bench", f"BIN={tmp_path}", "READY=", f"RESULTS={tmp_path}")
+    first = make(*bench, "SCRIPTS=a.py b.py c.py")
+    assert first.returncode == 2
+    for name in ("a.py", "b.py", "c.py"):
+        assert re.search(rf"^make: {name} took \d+ s$", first.stdout, re.MULTILINE)
+    assert first.stdout.endswith("make: these failed: b\n")
+    assert (tmp_path / "c.jsonl").read_text() == "c.py\n"
+    assert not (tmp_path / "b.jsonl").exists()
+    again = make(*bench, "SCRIPTS=a.py c.py d.py")
+    assert again.returncode == 0
+    assert "a.py" not in again.stdout
+    assert "d.py took" in again.stdout
+
+
 def test_a_python_that_does_not_run_is_named_before_anything_starts():
     done = make("test-all", "NEWEST=/nowhere/python", "PARTS=help test-newest")
     assert done.returncode == 2
