@@ -121,16 +121,17 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--values", type=int, nargs="+", default=[10_000_000, 100_000_000])
-    add("--sites", type=int, nargs="+", default=[2, 4, 16])
-    add("--bits", type=int, nargs="+", default=[32, 16])
-    add("--repetitions", type=int, default=3)
-    add("--memory-values", type=int, nargs="*", default=[100_000_000])
-    add("--memory-child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--values", type=int, nargs="+", default=[10_000_000, 100_000_000]
+    )
+    parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 16])
+    parser.add_argument("--bits", type=int, nargs="+", default=[32, 16])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--memory-values", type=int, nargs="*", default=[100_000_000])
+    parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
     # Beyond both, Flower is left out: 14 s and 3.2 GB for 1e8 values and 16 sites.
-    add("--flower-values", type=int, default=10_000_000)
-    add("--flower-sites", type=int, default=4)
+    parser.add_argument("--flower-values", type=int, default=10_000_000)
+    parser.add_argument("--flower-sites", type=int, default=4)
     return parser.parse_args()
 
 

@@ -185,9 +185,10 @@ def arguments() -> argparse.ArgumentParser:
         "--large", help="only one large object up and down: ours, or a setting's number"
     )
     parser.add_argument("--way", choices=tuple(WAYS), help=argparse.SUPPRESS)
-    for name, scheme in (("s3", "s3"), ("gcs", "gs")):
-        parser.add_argument(f"--{name}-url", help=f"{scheme}://BUCKET[/PREFIX]")
-        parser.add_argument(f"--{name}-endpoint", help="of another service, or nearer")
+    parser.add_argument("--s3-url", help="s3://BUCKET[/PREFIX]")
+    parser.add_argument("--s3-endpoint", help="of another service, or nearer")
+    parser.add_argument("--gcs-url", help="gs://BUCKET[/PREFIX]")
+    parser.add_argument("--gcs-endpoint", help="of another service, or nearer")
     return parser
 
 
