@@ -1,7 +1,7 @@
 """What a deployed federation's way costs: rounds over a real SuperLink, without work.
 
-    python benchmarks/deployed.py [--only tiny] [--mb 1000] [--rounds 3]
-        [--tiny-rounds 100] [--flower-rounds 6] [--many 2 4 8] [--many-mb 100]
+    python benchmarks/deployed.py [--only tiny] [--mb 250] [--rounds 2]
+        [--tiny-rounds 30] [--flower-rounds 3] [--many 2 4] [--many-mb 100]
 
 A SuperLink with TLS, node keys and SQLite, a ServerApp with our grid, and sites in
 processes of their own that answer with the model that they got; all on this machine.
@@ -32,7 +32,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import machine
 
@@ -56,7 +56,7 @@ LOOK_SECONDS = 0.05
 
 
 class Peaks:
-    """The most memory that processes have used, by looking again and again."""
+    """The most memory that processes use in its context, by looking again and again."""
 
     def __init__(self, processes: dict[str, int]) -> None:
         self._processes = processes
@@ -64,10 +64,12 @@ class Peaks:
         self.own: dict[str, float] = {}
         self.resident: dict[str, float] = {}
         self._thread = threading.Thread(target=self._look)
-        self._thread.start()
 
-    def stop(self) -> None:
-        """End it."""
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -128,20 +130,20 @@ def large(num_mb: int, num_rounds: int) -> Row:
     num_floats = num_mb * MB // FLOAT_BYTES
     with federation(["one"], num_floats, with_store=True) as parts:
         server, place, processes = parts
-        peaks, before = Peaks(processes), cpu_seconds(processes)
+        before = cpu_seconds(processes)
         seconds, wrong = [], []
-        for _ in range(num_rounds):
-            found = server.ask(
-                "call",
-                function="support.exchange_app:rounds",
-                sites=["one"],
-                num_floats=num_floats,
-                num_rounds=1,
-                folder=str(place),
-            )
-            seconds += found["seconds"]
-            wrong += found["wrong"]
-        peaks.stop()
+        with Peaks(processes) as peaks:
+            for _ in range(num_rounds):
+                found = server.ask(
+                    "call",
+                    function="support.exchange_app:rounds",
+                    sites=["one"],
+                    num_floats=num_floats,
+                    num_rounds=1,
+                    folder=str(place),
+                )
+                seconds += found["seconds"]
+                wrong += found["wrong"]
         after = cpu_seconds(processes)
     return {
         "model_mb": num_mb,
@@ -212,17 +214,16 @@ def large_of_flower(num_mb: int, num_rounds: int) -> Row:
     """Time the same with all that is Flower's own."""
     with flowers(["one"], database=":flwr-in-memory:") as server:
         app = server.ask("call", function="support.exchange_app:process")
-        peaks = Peaks({"superlink": server.pid, "serverapp": app})
         seconds = []
-        for _ in range(num_rounds):
-            found = server.ask(
-                "call",
-                function="support.exchange_app:fedavg",
-                num_floats=num_mb * MB // FLOAT_BYTES,
-                num_rounds=1,
-            )
-            seconds += found["seconds"]
-        peaks.stop()
+        with Peaks({"superlink": server.pid, "serverapp": app}) as peaks:
+            for _ in range(num_rounds):
+                found = server.ask(
+                    "call",
+                    function="support.exchange_app:fedavg",
+                    num_floats=num_mb * MB // FLOAT_BYTES,
+                    num_rounds=1,
+                )
+                seconds += found["seconds"]
     return {
         "Flower's own, model_mb": num_mb,
         "seconds": [round(each, 2) for each in seconds],
@@ -232,8 +233,9 @@ def large_of_flower(num_mb: int, num_rounds: int) -> Row:
 
 def large_beside_flower(num_mb: int, num_rounds: int) -> Iterator[Row]:
     """Ours, and Flower's own."""
-    ours, theirs = large(num_mb, num_rounds), large_of_flower(num_mb, num_rounds)
+    ours = large(num_mb, num_rounds)
     yield ours
+    theirs = large_of_flower(num_mb, num_rounds)
     yield theirs
     times = [statistics.median(row["seconds"]) for row in (theirs, ours)]
     yield {"large: Flower's median over ours": round(times[0] / times[1], 1)}
@@ -295,16 +297,15 @@ def many(num_sites: int, num_mb: int) -> Row:
     with federation(names, num_floats, with_store=True) as parts:
         server, place, processes = parts
         aggregator = {name: processes[name] for name in ("superlink", "serverapp")}
-        peaks = Peaks(aggregator)
-        found = server.ask(
-            "call",
-            function="support.exchange_app:rounds",
-            sites=names,
-            num_floats=num_floats,
-            num_rounds=2,
-            folder=str(place),
-        )
-        peaks.stop()
+        with Peaks(aggregator) as peaks:
+            found = server.ask(
+                "call",
+                function="support.exchange_app:rounds",
+                sites=names,
+                num_floats=num_floats,
+                num_rounds=2,
+                folder=str(place),
+            )
     return {
         "sites": num_sites,
         "model_mb": num_mb,
@@ -333,11 +334,11 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", choices=["tiny", "killed", "many", "large"]
     )
-    parser.add_argument("--mb", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny-rounds", type=int, default=100)
-    parser.add_argument("--flower-rounds", type=int, default=6, help="0 for ours alone")
-    parser.add_argument("--many", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--mb", type=int, default=250)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tiny-rounds", type=int, default=30)
+    parser.add_argument("--flower-rounds", type=int, default=3, help="0 for ours alone")
+    parser.add_argument("--many", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--many-mb", type=int, default=100)
     args = parser.parse_args()
     print(json.dumps(machine.facts("deployed")))
