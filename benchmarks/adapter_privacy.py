@@ -1,6 +1,7 @@
 """What privacy of records, or of whole sites, costs where only adapters are trained.
 
-    python benchmarks/adapter_privacy.py [--epsilons 1,4,16,inf] [--runs 3] [--smoke]
+    python benchmarks/adapter_privacy.py [--epsilons inf,8,1] [--runs 1]
+        [--units record joint site] [--smoke]
 
 JSON lines on stdout, one for each unit, epsilon and run, the machine first. Needs the
 extra huggingface. A small GPT-2 learns here to predict sequences that count upwards, by
@@ -141,8 +142,8 @@ def measured(spec: JobSpec) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epsilons", default="1,4,16,inf")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--epsilons", default="inf,8,1")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--units", nargs="+", default=[*UNITS], choices=[*UNITS])
     parser.add_argument("--smoke", action="store_true", help="one short run")
     chosen = parser.parse_args()

@@ -1,6 +1,6 @@
 """Does an audit find halved noise, and does it leave correct code alone?
 
-    python benchmarks/audit.py [--job jobs/private.toml] [--seeds 20]
+    python benchmarks/audit.py [--job jobs/private.toml] [--seeds 3]
         [--canaries 2000] [--noise 1,0.5] [--smoke]
 
 Each seed is a whole audit of the job, as `crossfed audit` makes it: two runs, at every
@@ -109,7 +109,7 @@ def main() -> None:
     """Audit every seed with every noise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, default=JOB)
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--canaries", type=int, default=2000)
     parser.add_argument("--noise", default="1,0.5")
     parser.add_argument("--smoke", action="store_true")

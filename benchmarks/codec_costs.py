@@ -1,6 +1,6 @@
 """What a codec costs and leaves out: bytes, time per value, relative error.
 
-    python benchmarks/codec_costs.py [--values 20000000] [--repetitions 5]
+    python benchmarks/codec_costs.py [--values 10000000] [--repetitions 5]
 
 JSON lines on stdout, the machine first, then one for each codec with its defaults; a
 table on stderr. Updates have normally distributed values. ``encode`` adds a residual,
@@ -47,7 +47,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--values", type=int, default=20_000_000)
+    parser.add_argument("--values", type=int, default=10_000_000)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--smoke", action="store_true", help="few values, once")

@@ -1,6 +1,7 @@
 """Combining updates: ours against Flower's FedAvg and plain loops on the same bytes.
 
-    python benchmarks/combine.py [--values 100000000] [--sites 4 16]
+    python benchmarks/combine.py [--values 20000000] [--sites 4 16]
+        [--threads 1] [--repetitions 5]
 
 JSON lines on stdout, one per measurement, the machine first; a table on stderr.
 All contenders of a row run in turn, several times, in this process; ratios are
@@ -123,9 +124,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--values", type=int, default=100_000_000)
+    parser.add_argument("--values", type=int, default=20_000_000)
     parser.add_argument("--sites", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--repetitions", type=int, default=5)
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """What a step of DP-SGD costs: a private step over one without privacy.
 
-    python benchmarks/dp_sgd.py [--repetitions 15] [--kinds cnn,gpt]
+    python benchmarks/dp_sgd.py [--repetitions 9] [--kinds cnn,gpt]
 
 The same model and examples, AdamW, one thread. A private step is what a site does
 with a batch: gradients by record, clipping, the Gaussian mechanism's noise, the
@@ -127,7 +127,7 @@ def cases(kinds: list[str]) -> dict[str, Callable[[], dict[str, Step]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--kinds", default="cnn,gpt")
     args = parser.parse_args()
     torch.set_num_threads(1)

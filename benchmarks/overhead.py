@@ -1,6 +1,6 @@
 """What the engine costs: a round's time less what the sites spend on training.
 
-    python benchmarks/overhead.py [--job jobs/text-gpt.toml] [--rounds 3]
+    python benchmarks/overhead.py [--job jobs/text-gpt.toml] [--rounds 2]
 
 Sites work one after another, so that their times add up to the round's but for the
 engine: asking, checking answers, combining, the server's step, the checkpoint on
@@ -77,7 +77,7 @@ def start_seconds(job_path: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, default=Path("jobs/text-gpt.toml"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     settings = {"job": str(args.job), "rounds": args.rounds}
     print(json.dumps(machine.facts("overhead", **settings)), flush=True)

@@ -1,7 +1,7 @@
 """What privacy costs: accuracy for each epsilon, and the time of a whole run.
 
-    python benchmarks/privacy_utility.py [--job jobs/private.toml] [--runs 5]
-        [--epsilons 1,2,4,8,inf] [--repetitions 5]
+    python benchmarks/privacy_utility.py [--job jobs/private.toml] [--runs 1]
+        [--epsilons 1,2,4,8,inf] [--repetitions 2]
 
 Accuracy is that of the final model on all held-out records, computed here: what the
 sites tell of theirs has noise of its own. Runs differ by the job's seed, which deals
@@ -119,9 +119,9 @@ def cost(path: Path, plain: tuple[str, ...], repetitions: int) -> dict[str, obje
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, default=Path("jobs/private.toml"))
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--epsilons", default="1,2,4,8,inf")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--plain-lr", type=float, default=20.0)
     args = parser.parse_args()
     settings = {"job": str(args.job), "plain_lr": args.plain_lr}

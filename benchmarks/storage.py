@@ -1,6 +1,6 @@
 """Objects in a folder of this machine, against plain files.
 
-    python benchmarks/storage.py [--megabytes 1024] [--turns 3] [--folder /tmp]
+    python benchmarks/storage.py [--megabytes 512] [--turns 3] [--folder /tmp]
 
 Plain copies go to a file beside the old one, which they replace when they are flushed,
 as a store's objects do; one of them only copies, the other takes CRC32C and SHA-256 in
@@ -119,7 +119,7 @@ def small(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None)
     args = parser.parse_args()

@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=6_000)
     parser.add_argument("--step-seconds", type=float, default=0.05)
     parser.add_argument("--setup-seconds", type=float, default=0.5)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     data, held_out = examples(options.examples)
     with tempfile.TemporaryDirectory() as name:

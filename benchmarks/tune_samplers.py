@@ -1,6 +1,6 @@
 """What a search finds with TPE, and with values drawn at random, at equal trials.
 
-    python benchmarks/tune_samplers.py [--trials 25] [--seeds 5] [--jobs digits tumours]
+    python benchmarks/tune_samplers.py [--trials 25] [--seeds 1] [--jobs digits tumours]
         [--smoke]
 
 Needs the extra ``tune``. JSON lines on stdout, one per search, the machine first; a
@@ -100,7 +100,7 @@ def best_so_far(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=25)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=[*JOBS])
     parser.add_argument("--smoke", action="store_true", help="a few trials of one job")
     chosen = parser.parse_args()
