@@ -1,6 +1,6 @@
 """Our S3 and Cloud Storage against boto3's and Google's clients: time, peak memory.
 
-    python benchmarks/storage_cloud.py [--store s3] [--repetitions 5] [--gigabytes 2]
+    python benchmarks/storage_cloud.py [--store s3] [--repetitions 2] [--gigabytes 1]
     python benchmarks/storage_cloud.py --s3-url s3://BUCKET [--s3-endpoint https://...]
     python benchmarks/storage_cloud.py --store gcs --large ours --gigabytes 10
 
@@ -8,7 +8,8 @@ Without a URL all run against ``sink.py`` on this machine, over TLS unless ``--p
 is given. With one they run in that bucket, with the environment's credentials, below a
 prefix of their own that is deleted in the end, unless the process is killed; somebody
 pays for that.
-The large download needs its size on the disk of ``TMPDIR``.
+There is a large object only with ``--gigabytes`` or ``--large``; its download needs its
+size on the disk of ``TMPDIR``.
 
 Theirs get the best of several settings, with their own checksums (boto3: CRC-32;
 Google: CRC32C) and, for boto3, without any. Ours always computes CRC32C and SHA-256 of
@@ -176,9 +177,9 @@ def on_large(
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", choices=tuple(THEIRS), help="by default both")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument(
-        "--gigabytes", type=int, default=2, help="of the large object; 0 for none"
+        "--gigabytes", type=int, help="of a large object; by default 2 with --large"
     )
     parser.add_argument("--plain", action="store_true", help="HTTP in place of TLS")
     parser.add_argument(
@@ -214,6 +215,8 @@ def place_of(kind: Any, options: argparse.Namespace) -> Iterator[Place]:
 def main() -> None:
     parser = arguments()
     options = parser.parse_args()
+    if options.gigabytes is None:
+        options.gigabytes = 2 if options.large else 0
     if options.way:  # One of measure()'s processes.
         kind = THEIRS[options.store]
         url = getattr(options, f"{kind.name}_url")
