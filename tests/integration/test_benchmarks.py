@@ -143,8 +143,7 @@ def test_script_prints_the_machine_and_figures(
         str(tmp_path / word) if word in {"JOB", "POISONED"} else word
         for word in SHORT[name].split()
     ]
-    forked = None if name in FLOWER else server  # Flower is not to meet a fork.
-    machine, *figures = run(name, *arguments, server=forked)
+    machine, *figures = run(name, *arguments, server=server)
     assert machine["benchmark"] == name
     assert figures
 

@@ -56,6 +56,11 @@ def _run(script: str, call: str, arguments: list[str]) -> object:
         return call_entry(call, arguments)
     if not script:
         return deploy.cli.commands.main(arguments)
+    return run_script(script, arguments)
+
+
+def run_script(script: str, arguments: list[str]) -> object:
+    """Run a file as ``__main__``, with its folder as the first that imports search."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

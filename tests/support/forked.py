@@ -75,13 +75,17 @@ _PROGRAMS = {
         for program in ("superlink", "superexec", "coordinator")
     )
 }
-# Flower's own, which are started by their names alone.
+_PROGRAMS["support.mirror_site"] = "support.mirror_site:serve"
+# Flower's own, which are started by their names alone, and ours.
 _SCRIPTS = {
+    "crossfed": "deploy.cli.commands:main",
     "flower-supernode": "flwr.supernode.cli:flower_supernode",
     "flower-superexec": "flwr.supercore.cli:flower_superexec",
     "flwr-clientapp": "flwr.supernode.cli:flwr_clientapp",
 }
 _RUNNERS = {"-m", "crossfed.child"}
+# Scripts that start themselves again, to measure in processes of their own.
+_BENCHMARKS = _TESTS.parent / "benchmarks"
 # Where a user's code is found: all that a program may not have of its parent.
 _FOUND: dict[str, list[Any]] = {}
 
@@ -131,7 +135,8 @@ class Forks(subprocess.Popen[Any]):
     """Forks programs that a command starts and whose modules are known.
 
     Those are the nodes of this host, what runs on them, the programs of an
-    aggregator's service, and those of Flower's node. All others are started.
+    aggregator's service, those of Flower's node, and benchmarks. All others are
+    started.
     """
 
     def _execute_child(self, *given: Any) -> None:
@@ -143,6 +148,7 @@ class Forks(subprocess.Popen[Any]):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         ready, begun = os.pipe()
+        sys.stdout.flush()  # Or the fork would write it, too.
         self.pid = os.fork()
         if self.pid == 0:
             if has_session:
@@ -165,10 +171,12 @@ def program(command: Sequence[object]) -> tuple[str, list[str]]:
     """Function of a program that can be forked, if a command starts one.
 
     Returns:
-        ``module:function``, empty if there is none, and the program's name and
-        arguments.
+        ``module:function`` or the file of a script, empty if there is none, and the
+        program's name and arguments.
     """
     words = [str(word) for word in command]
+    if words[0] == sys.executable and Path(words[1]).parent == _BENCHMARKS:
+        return words[1], words[1:]
     for place, (runner, word) in enumerate(itertools.pairwise(words), 1):
         if runner in _RUNNERS and word in _PROGRAMS:
             return _PROGRAMS[word], words[place:]
@@ -219,7 +227,8 @@ def _become(
         os.chdir(cwd)
     _show([sys.executable, "-m", *words])
     _forget_users_code()
-    fork_server.finish(lambda: fork_server.call_entry(entry, words[1:]))
+    run = fork_server.call_entry if ":" in entry else fork_server.run_script
+    fork_server.finish(lambda: run(entry, words[1:]))
 
 
 def _forget_users_code() -> None:
