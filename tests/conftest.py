@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import functools
 import gc
 import logging
 import os
@@ -58,9 +59,15 @@ _SERVERS = {
     "kube_server",
 }
 _SERVED = {"s3", "gcs", "aws", "gcp", "ec2", "gce"}
+_WITH_FAST_TESTS = {"contract", "unit"}
 
 
 _MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)
+# What a module of unit tests has in its text if one of its tests may not be fast.
+_NOT_FAST = re.compile(
+    r"mark\.(slow|flower|deploy)\b|hypothesis"
+    rf'|\b({"|".join(_SERVERS)})\b|"({"|".join(_SERVED)})"'
+)
 
 
 def pytest_ignore_collect(
@@ -69,10 +76,26 @@ def pytest_ignore_collect(
     """Import no module whose every test is left out: importing Flower takes seconds."""
     if collection_path.suffix != ".py":
         return None
+    left_out = re.findall(r"\bnot (\w+)", config.getoption("markexpr"))
+    if "fast" in left_out and _is_all_fast(collection_path):
+        return True
     found = _MODULES_MARKS.search(collection_path.read_text("utf-8"))
     marks = re.findall(r"pytest\.mark\.(\w+)", found[0] if found else "")
-    left_out = re.findall(r"\bnot (\w+)", config.getoption("markexpr"))
     return True if set(marks) & set(left_out) else None
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
+
+
+@functools.cache
+def _is_all_fast(path: Path) -> bool:
+    """Whether no test of a module is slow or a property, by the module's text.
+
+    A test that is neither, in spite of that, fails to be collected by the others.
+    """
+    is_module = path.name.startswith("test_") and _folder(path) in _WITH_FAST_TESTS
+    return is_module and not _NOT_FAST.search(path.read_text("utf-8"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -93,14 +116,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
     if _is_fast(item):
         item.add_marker(pytest.mark.fast)
+    elif _is_all_fast(item.path):
+        raise pytest.UsageError(
+            f"{item.nodeid}: `make test-rest` would leave it out, since nothing in its "
+            "file says that it is slow; add the mark where the test is"
+        )
 
 
 def _is_fast(item: pytest.Item) -> bool:
     """Whether `make test-fast` runs all of it; properties get fewer examples there."""
-    top = item.path.relative_to(Path(__file__).parent).parts[0]
     others = map(item.get_closest_marker, ("slow", "flower", "deploy"))
     is_property = is_hypothesis_test(getattr(item, "obj", None))
-    return top in {"contract", "unit"} and not (is_property or any(others))
+    is_here = _folder(item.path) in _WITH_FAST_TESTS
+    return is_here and not (is_property or any(others))
 
 
 # Tests of ten seconds and more, in the order of their length: begun last, one of them

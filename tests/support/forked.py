@@ -175,7 +175,8 @@ def program(command: Sequence[object]) -> tuple[str, list[str]]:
         program's name and arguments.
     """
     words = [str(word) for word in command]
-    if words[0] == sys.executable and Path(words[1]).parent == _BENCHMARKS:
+    starts_python = words[0] == sys.executable and len(words) > 1
+    if starts_python and Path(words[1]).parent == _BENCHMARKS:
         return words[1], words[1:]
     for place, (runner, word) in enumerate(itertools.pairwise(words), 1):
         if runner in _RUNNERS and word in _PROGRAMS:

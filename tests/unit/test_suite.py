@@ -49,6 +49,35 @@ def test_a_group_has_one_worker(tmp_path: Path):
     assert len(set().union(*workers.values())) == 2
 
 
+HIDDEN = """
+import pytest
+
+late = getattr(pytest.mark, "sl" + "ow")
+
+@late
+def test_late():
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_test_whose_file_does_not_show_it_is_not_collected(tmp_path: Path):
+    """`make test-rest` reads no file of unit tests in which all look fast."""
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "unit" / "test_hidden.py").write_text(HIDDEN)
+    options = ("--collect-only", "-p", "no:cacheprovider", "--rootdir", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "pytest", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "test_late" in done.stdout + done.stderr
+
+
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``make`` in the repository, as its user would, not as a part of another."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
