@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta, binom, rankdata
+from scipy.special import betainc, betaincinv, gammaln, xlog1py, xlogy
 
 Scores = NDArray[np.float64]
 Truth = NDArray[np.bool_]
@@ -133,12 +133,25 @@ def p_value(
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise ValueError(f"epsilon {epsilon} or delta {delta} is out of range")
     rate = 1 / (1 + math.exp(-epsilon))
-    found = float(binom.sf(correct - 1, guesses, rate))
-    if correct and delta:
-        below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, rate))
+    if not correct:
+        return 1.0
+    found = float(betainc(correct, guesses - correct + 1, rate))  # P[B >= v].
+    if delta:
+        below = np.cumsum(_binomial(np.arange(correct - 1, -1, -1), guesses, rate))
         steepest = float((below / np.arange(1, correct + 1)).max())
         found += 2 * canaries * delta * steepest
     return min(found, 1.0)
+
+
+def _binomial(successes: NDArray[np.int64], trials: int, rate: float) -> Scores:
+    """Probability of each number of successes.
+
+    ``scipy.stats`` has it, too, and takes a second to import.
+    """
+    failures = trials - successes
+    ways = gammaln(trials + 1) - gammaln(successes + 1) - gammaln(failures + 1)
+    found: Scores = np.exp(ways + xlogy(successes, rate) + xlog1py(failures, -rate))
+    return found
 
 
 def epsilon_lower_bound(
@@ -241,8 +254,10 @@ def roc(in_i: Scores, out_o: Scores) -> Roc:
     both = np.concatenate((in_i, out_o))
     if np.isnan(both).any():
         raise ValueError("a score is not a number")
-    falling = np.unique(both)[::-1]
-    area = float(rankdata(both)[:num_in].sum()) - num_in * (num_in + 1) / 2
+    rising, places, counts = np.unique(both, return_inverse=True, return_counts=True)
+    falling = rising[::-1]
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # From 1, the mean of those of a tie.
+    area = float(ranks[places[:num_in]].sum()) - num_in * (num_in + 1) / 2
     auc = area / (num_in * num_out)
     return Roc(
         false_positives=_shares(out_o, falling),
@@ -283,8 +298,8 @@ def clopper_pearson(
         raise ValueError(f"{successes} successes in {trials} trials are not possible")
     tail = (1 - confidence) / 2
     failures = trials - successes
-    low = beta.ppf(tail, successes, failures + 1) if successes else 0.0
-    high = beta.ppf(1 - tail, successes + 1, failures) if failures else 1.0
+    low = betaincinv(successes, failures + 1, tail) if successes else 0.0
+    high = betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
     return float(low), float(high)
 
 
@@ -352,9 +367,9 @@ def _bounds(
 ) -> Scores:
     hits, errors = _reached(first, thresholds), _reached(second, thresholds)
     # Without a hit, or without a record that is none, the limit is 0 or 1.
-    low = beta.ppf(tail, np.maximum(hits, 1), len(first) - hits + 1)
+    low = betaincinv(np.maximum(hits, 1), len(first) - hits + 1, tail)
     low = np.where(hits > 0, low, 0.0)
-    high = beta.ppf(1 - tail, errors + 1, np.maximum(len(second) - errors, 1))
+    high = betaincinv(errors + 1, np.maximum(len(second) - errors, 1), 1 - tail)
     high = np.where(errors < len(second), high, 1.0)
     with np.errstate(divide="ignore"):
         found: Scores = np.log(np.maximum(low - delta, 0.0) / high)

@@ -51,6 +51,19 @@ def test_p_value_is_exact_for_randomised_response(level: float):
         assert found == pytest.approx(exact)
 
 
+@pytest.mark.parametrize(("guesses", "correct"), [(1, 1), (60, 44), (2000, 1990)])
+@pytest.mark.parametrize("level", [0.0, 1.0, 100.0])
+def test_p_value_is_that_of_its_formula(guesses: int, correct: int, level: float):
+    """Binomial probabilities by ``scipy.stats``, up to where they are 0 or 1."""
+    rate = 1 / (1 + math.exp(-level))
+    below = np.cumsum(stats.binom.pmf(np.arange(correct)[::-1], guesses, rate))
+    steepest = float((below / np.arange(1, correct + 1)).max())
+    by_chance = float(stats.binom.sf(correct - 1, guesses, rate))
+    expected = min(1.0, by_chance + 2 * 2000 * DELTA * steepest)
+    found = p_value(2000, guesses, correct, epsilon=level, delta=DELTA)
+    assert found == pytest.approx(expected, rel=1e-10)
+
+
 def reveals_each(correct: int, canaries: int, right: float, delta: float) -> float:
     """Each canary is shown with probability delta, or answers at random."""
     return float(stats.binom.sf(correct - 1, canaries, delta + (1 - delta) * right))
