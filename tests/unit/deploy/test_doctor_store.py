@@ -119,8 +119,10 @@ def test_a_store_that_ignores_conditions(careless: servers.S3Server):
     assert "Contents" not in left
 
 
-def test_a_service_that_is_not_there():
-    """Is told within seconds: a person waits."""
+def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    """Is told within seconds: a person waits, and a test a shorter time."""
+    assert doctor_store.PATIENCE_SECONDS == 10.0
+    monkeypatch.setattr(doctor_store, "PATIENCE_SECONDS", 1.0)
     (found,) = looked_at("s3://bucket/runs", "http://127.0.0.1:1")
     assert found.status == "problem"
     assert "check network" in found.found
