@@ -28,7 +28,10 @@ def test_from_a_run_to_a_job_that_is_even(
     job = small_job(num_sites=2, rounds=2, data=data, training={"local_epochs": 2})
     path, run = tmp_path / "job.toml", str(tmp_path / "run")
     path.write_text(tomli_w.dumps(job_file.document(job)), encoding="utf-8")
-    assert cli.main(["simulate", str(path), "--out", run]) == exit_codes.DONE
+    assert (
+        cli.main(["simulate", str(path), "--out", run, "--no-report"])
+        == exit_codes.DONE
+    )
     capsys.readouterr()
 
     assert cli.main(["data", "balance", run]) == exit_codes.DONE

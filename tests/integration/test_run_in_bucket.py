@@ -58,9 +58,10 @@ def check_same(one: RunResult, other: RunResult) -> None:
 def test_checkpoints_are_in_the_bucket_and_files_in_both(tables: Any, tmp_path: Path):
     """And the model is that of a run on this machine."""
     job = small_job(**tables)
-    done = simulate(job, folder=tmp_path / "run", report=True)
-    files = {"events.jsonl", "job.toml", "model.safetensors", "report.html"}
-    files |= {"result.json"}
+    has_report = job.storage.url.startswith("s3")  # It takes two seconds to draw.
+    done = simulate(job, folder=tmp_path / "run", report=has_report)
+    files = {"events.jsonl", "job.toml", "model.safetensors", "result.json"}
+    files |= {"report.html"} if has_report else set()
     assert {p.name for p in (tmp_path / "run").iterdir()} == files | {".lock"}
     store = run_store.open_bucket(job, done.run_id)
     found = keys(store)
@@ -266,7 +267,7 @@ def test_requests_of_a_run_are_predicted(
     """As the service counts them: `plan` multiplies them with their price."""
     chosen = {"server_optimizer": {"name": name, "lr": 0.1 if name == "adam" else 1.0}}
     job = small_job(num_sites=2, rounds=rounds, aggregation=chosen, storage=bucket)
-    done = simulate(job, folder=tmp_path / "run", report=True)
+    done = simulate(job, folder=tmp_path / "run")
     (used,) = done.summary()["storage"]
     asked = {use["operation"]: use["requests"] for use in used["uses"]}
     optimizer = server_optimizer(job.aggregation.server_optimizer)
