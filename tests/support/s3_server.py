@@ -21,12 +21,12 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 from urllib.request import Request, urlopen
 
-import boto3
 import google_crc32c
 from botocore.config import Config
 from support.buckets import borrowed, quick_retry
 from support.s3_signatures import refusal_of_signature
 
+from cloud_adapters.net.aws_session import new_session
 from cloud_adapters.storage.s3.store import S3Store
 
 REGION = "us-east-1"
@@ -90,11 +90,11 @@ def named_store(url: str, endpoint: str) -> AbstractContextManager[S3Store]:
 
 def client(endpoint_url: str, **options: Any) -> Any:
     """A client as ``s3_calls.connect`` makes it, with test credentials."""
-    session = boto3.session.Session(
-        aws_access_key_id=options.pop("key", "test-key"),
-        aws_secret_access_key=options.pop("secret", SECRET),
-        aws_session_token=options.pop("token", None),
-    )
+    credentials = {
+        "aws_access_key_id": options.pop("key", "test-key"),
+        "aws_secret_access_key": options.pop("secret", SECRET),
+        "aws_session_token": options.pop("token", None),
+    }
     config = Config(
         connect_timeout=5,
         read_timeout=options.pop("read_timeout", 5),
@@ -105,11 +105,12 @@ def client(endpoint_url: str, **options: Any) -> Any:
         s3={"addressing_style": "path"},
         max_pool_connections=32,
     )
-    return session.client(
+    return new_session().client(
         options.pop("service", "s3"),
         endpoint_url=endpoint_url,
         region_name=REGION,
         config=config,
+        **credentials,
         **options,
     )
 

@@ -1,5 +1,7 @@
 """Sessions share descriptions of services, and nothing that belongs to an account."""
 
+from pathlib import Path
+
 import pytest
 from botocore.exceptions import UnknownServiceError
 
@@ -12,6 +14,25 @@ def test_a_description_is_parsed_once():
     """EC2's takes half a second, and a command that watches opens many sessions."""
     one, other = (new_session().client("sts", REGION) for _ in range(2))
     assert one.meta.service_model.metadata is other.meta.service_model.metadata
+
+
+def test_sessions_look_for_descriptions_in_the_same_folders():
+    """However many a long command opens."""
+    one, other = (
+        new_session()._session.get_component("data_loader").search_paths
+        for _ in range(2)
+    )
+    assert one == other
+    assert len({*one}) == len(one)
+
+
+def test_folders_of_the_environment_are_looked_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """``AWS_DATA_PATH`` may change between two sessions."""
+    monkeypatch.setenv("AWS_DATA_PATH", str(tmp_path))
+    loader = new_session()._session.get_component("data_loader")
+    assert str(tmp_path) in loader.search_paths
 
 
 def test_each_session_reads_its_own_credentials(monkeypatch: pytest.MonkeyPatch):
