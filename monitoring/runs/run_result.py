@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal import outcome
 from monitoring.views.result_json import history, result
-from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
+from monitoring.views.round_view import loss_of, metrics_of, named_metric
 from monitoring.views.run_view import RunView
 
 
@@ -45,8 +45,8 @@ class RunResult:
         rounds_now: Rounds that this call ran: 0 if all were done before.
         loss: Pooled held-out loss of the model that the run leaves, in nats; None if it
             was not evaluated.
-        accuracy: Its pooled held-out accuracy; None if it was not evaluated, or by an
-            objective of your own.
+        accuracy: Its pooled held-out accuracy; None if it was not evaluated, or if the
+            task reports none.
         metrics: Means of your own objective's metrics, by name.
         view: Everything else that the run's events tell: rounds, sites, bytes.
         weights: The model that the run leaves, by `[selection]` of its job: arrays by
@@ -158,7 +158,7 @@ def result_of(
         rounds_completed=view.rounds_completed,
         rounds_now=rounds_now,
         loss=loss_of(sums),
-        accuracy=accuracy_of(sums),
+        accuracy=None if sums is None else named_metric(sums, "accuracy"),
         metrics=metrics_of(sums),
         view=view,
         weights=weights,

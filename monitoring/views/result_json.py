@@ -60,6 +60,8 @@ def history(view: RunView) -> list[dict[str, Any]]:
     for row in _round_results(view):
         metrics = row.get("metrics", {})
         fixed = {name: value for name, value in row.items() if name not in _NESTED}
+        if fixed["accuracy"] is None:
+            fixed["accuracy"] = metrics.get("accuracy")
         rows.append({**fixed, **metrics, **fixed})
     return rows
 

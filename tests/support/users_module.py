@@ -264,6 +264,12 @@ def squared_error(model: nn.Module, inputs: Any, targets: torch.Tensor):
     return {"loss": error.square(), "absolute_error": error.abs()}
 
 
+def accuracy_within(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """An objective with an accuracy that is the user's: how often it is near."""
+    error = model(**inputs) - targets
+    return {"loss": error.square(), "accuracy": (error.abs() < 1).float()}
+
+
 def error_to_the_mean(model: nn.Module, inputs: Any, targets: torch.Tensor):
     """An objective that mixes records: each is held against all of its batch."""
     error = model(**inputs) - targets

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_jobs import small_job
+from support.small_jobs import regression_job, small_job
 
 import crossfed
 from federation import OURS
@@ -98,6 +98,14 @@ def test_history_has_a_row_for_each_round():
     assert not any(isinstance(value, dict) for value in result.history[0].values())
     assert result.history[-1]["loss"] == result.loss
     assert all(isinstance(t, torch.Tensor) for t in result.state_dict().values())
+
+
+def test_accuracy_of_an_own_objective_is_in_the_history():
+    bounds = {"loss": [0.0, 4.0], "accuracy": [0.0, 1.0]}
+    job = regression_job("accuracy_within", metrics=bounds, num_sites=2)
+    result = crossfed.simulate(job, rounds=1)
+    assert 0 < result.accuracy == result.metrics["accuracy"]
+    assert [row["accuracy"] for row in result.history] == [result.accuracy]
 
 
 @pytest.mark.slow
