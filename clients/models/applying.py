@@ -36,7 +36,9 @@ def apply_model(model: torch.nn.Module, inputs: Tree) -> Any:
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     except Exception as error:
-        error.add_note(_advice(model, inputs))  # Notes stay where the error is.
+        missing = _missing_rows(model, inputs) if isinstance(error, IndexError) else ""
+        # Notes stay where the error is.
+        error.add_note(missing or _advice(model, inputs))
         raise
 
 
@@ -88,6 +90,31 @@ def _advice(model: torch.nn.Module, inputs: Tree) -> str:
             "torch.nn.GroupNorm"
         )
     return said
+
+
+def _missing_rows(model: torch.nn.Module, inputs: Tree) -> str:
+    """Name the embeddings that may have no row for a token, category or position."""
+    whole = [p for p in leaves(inputs) if not p.is_floating_point() and p.numel()]
+    if not whole:
+        return ""
+    low = min(int(part.min()) for part in whole)
+    high = max(int(part.max()) for part in whole)
+    length = max(part.shape[1] if part.ndim > 1 else 0 for part in whole)
+    small = {
+        name: part.num_embeddings
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Embedding)
+        and (low < 0 or part.num_embeddings <= max(high, length - 1))
+    }
+    if not small:
+        return ""
+    return (
+        f"an embedding of the model (model.factory) has no row for an input: integer "
+        f"inputs are from {low} to {high}, with up to {length} in a record, and "
+        + ", ".join(f"{name!r} has {rows} rows" for name, rows in small.items())
+        + ": use the tokeniser that belongs to the model, a larger vocabulary, or "
+        "shorter records"
+    )
 
 
 def _has_channels_last(part: torch.Tensor) -> bool:

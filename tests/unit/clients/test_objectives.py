@@ -9,6 +9,7 @@ from support.small_jobs import small_job
 from torch import nn
 
 from clients.data.datasets import as_dataset
+from clients.models.applying import apply_model
 from clients.models.objectives import (
     OBJECTIVES,
     causal_lm,
@@ -278,3 +279,33 @@ def test_images_with_their_channels_last_are_explained():
         classification(model, torch.zeros(2, 6, 6, 3), torch.zeros(2, dtype=torch.long))
     (note,) = caught.value.__notes__
     assert "x.transpose(0, 3, 1, 2)" in note
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([[1, 9]], "from 1 to 9, with up to 2 in a record, and '0' has 9 rows: use"),
+        ([[-1, 2]], "from -1 to 2, with up to 2 in a record, and '0' has 9 rows: use"),
+    ],
+)
+def test_tokens_without_a_row_are_explained(tokens: list[list[int]], said: str):
+    """They are often those of another tokeniser."""
+    model = nn.Sequential(nn.Embedding(9, 3), nn.Flatten())
+    with pytest.raises(IndexError) as caught:
+        apply_model(model, torch.tensor(tokens))
+    (note,) = caught.value.__notes__
+    assert said in note
+    assert "images" not in note
+
+
+def test_an_index_error_of_something_else_shows_the_inputs():
+    """Where no embedding is too small, the note is about the batch as a whole."""
+
+    class Picks(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens[:, [7]]
+
+    for inputs in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)):
+        with pytest.raises(IndexError) as caught:
+            apply_model(Picks(), inputs)
+        assert "received inputs" in "".join(caught.value.__notes__)
