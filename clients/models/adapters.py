@@ -156,7 +156,19 @@ def with_prompt(model: torch.nn.Module, *, tokens: int = 20) -> torch.nn.Module:
     settings = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=tokens)
     with _no_old_names():
         adapted = peft.get_peft_model(model, settings)
-    return _PromptModel(adapted, cut=tokens if task == "CAUSAL_LM" else 0)
+    return prompted(adapted)
+
+
+def prompted(adapted: torch.nn.Module) -> torch.nn.Module:
+    """Cut the prompt's own places off the logits of a model of peft with a prompt."""
+    settings: Any = adapted.active_peft_config
+    is_decoder = settings.task_type == "CAUSAL_LM"
+    return _PromptModel(adapted, cut=settings.num_virtual_tokens if is_decoder else 0)
+
+
+def without_cut(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The model of peft inside what ``with_prompt`` returns; None for all others."""
+    return model.adapted if isinstance(model, _PromptModel) else None
 
 
 @contextmanager

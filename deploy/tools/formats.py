@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from clients.data.datasets import Dataset
+from clients.models.adapters import without_cut
 from clients.models.trained import trained_model
 from clients.models.weights import exact_factors
 from clients.training.predictions import model_misfit
@@ -147,6 +148,7 @@ def _random_tokens(model: torch.nn.Module) -> Tree:
     Raises:
         JobError: It is not one.
     """
+    model = without_cut(model) or model
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     main_input = getattr(model, "main_input_name", "")
@@ -171,7 +173,8 @@ def _hugging_face(work: _FormatWork) -> list[torch.Tensor]:
 
 
 def _adapters(work: _FormatWork) -> list[torch.Tensor]:
-    if not folders.has_adapters(work.model):
+    is_prompt = without_cut(work.model) is not None
+    if not is_prompt and not folders.has_adapters(work.model):
         raise JobError(
             "the run's model has no adapters: export huggingface", key="--format"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from clients.factories import import_factory
+from clients.models.adapters import prompted, without_cut
 from clients.models.model_pool import build
 from clients.randomness import seeded_globally, torch_seed
 from federation.errors import JobError
@@ -39,6 +40,12 @@ def merged(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         JobError: It is not a model of transformers.
     """
+    if without_cut(model) is not None:
+        raise JobError(
+            "a prompt is no part of a model's weights: export adapters, safetensors or "
+            "onnx",
+            key="--format",
+        )
     if not is_hugging_face(model):
         raise JobError(
             f"a {type(model).__name__} is not a model of transformers: export "
@@ -55,12 +62,13 @@ def write_folder(model: torch.nn.Module, folder: Path) -> Sequence[Path]:
     """Write a model or its adapters, and return the files.
 
     Args:
-        model: Of transformers: all of its weights are written. With adapters of peft:
-            only these are.
+        model: Of transformers: all of its weights are written. With adapters or a
+            prompt of peft: only these are.
         folder: An empty folder.
     """
     quiet()
-    model.save_pretrained(str(folder), safe_serialization=True)  # type: ignore[operator]
+    given: Any = without_cut(model) or model
+    given.save_pretrained(str(folder), safe_serialization=True)
     card = folder / "README.md"  # A template, which ours takes the place of.
     card.unlink(missing_ok=True)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -85,7 +93,7 @@ def read_folder(kind: type[Any], folder: Path) -> torch.nn.Module:
 
 
 def read_adapters(job: JobSpec, folder: Path) -> torch.nn.Module:
-    """Build the model that adapters were trained on, and read them into it.
+    """Build the model that adapters or a prompt were trained on, and read them into it.
 
     Raises:
         JobError: The job's factory is not that of transformers' models.
@@ -93,8 +101,10 @@ def read_adapters(job: JobSpec, folder: Path) -> torch.nn.Module:
     import peft  # noqa: PLC0415 -- the run's model needed this extra
 
     base = base_model(job)
-    model = peft.PeftModel.from_pretrained(base, str(folder))
-    return model.eval()
+    model: Any = peft.PeftModel.from_pretrained(base, str(folder))
+    if model.active_peft_config.is_prompt_learning:
+        model = prompted(model)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def base_model(job: JobSpec) -> torch.nn.Module:
@@ -109,7 +119,7 @@ def base_model(job: JobSpec) -> torch.nn.Module:
             "huggingface",
             key="--format",
         )
-    options = {**job.model.options, "lora": None}
+    options = {**job.model.options, "lora": None, "prompt": None}
     factory = import_factory(job.model.factory, key="model.factory")
     cpu = torch.device("cpu")
     with seeded_globally(torch_seed(job.seed, "initial weights"), cpu):

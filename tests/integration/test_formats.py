@@ -109,6 +109,19 @@ def test_adapters_leave_alone(run: RunFolder, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
 
 
+def test_a_prompt_leaves_as_adapters_do(tmp_path: Path) -> None:
+    """It is read into the base model, whose head a prompt does not change."""
+    job = job_of(GPT2, prompt={"tokens": 3})
+    run = RunFolder(tmp_path / "run")
+    simulate(job, folder=run.path)
+    made = write_format("adapters", job, run.model, tmp_path / "prompt", None)
+    assert made.parity.error < 1e-6
+    found = json.loads((tmp_path / "prompt" / "adapter_config.json").read_text())
+    assert (found["peft_type"], found["num_virtual_tokens"]) == ("PROMPT_TUNING", 3)
+    with pytest.raises(JobError, match="no part of a model's weights: export adapters"):
+        write_format("huggingface", job, run.model, tmp_path, None)
+
+
 @pytest.mark.parametrize(
     ("kind", "least"), [("gguf", 1e-5), ("gguf-q8", 1e-3), ("gguf-q4", 2e-2)]
 )
