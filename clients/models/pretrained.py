@@ -5,10 +5,12 @@ so are a configuration with an ``auto_map`` or a kernel of the hub, and weights 
 not safetensors.
 """
 
+import difflib
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -244,9 +246,40 @@ def _config(transformers: Any, options: dict[str, Any]) -> Any:
         raise JobError("is missing, for example gpt2 or bert", key=f"{key}.model_type")
     _refuse_remote_code(options)
     try:
-        return transformers.AutoConfig.for_model(kind, **options)
+        made = transformers.AutoConfig.for_model(kind, **options)
     except (TypeError, ValueError) as error:
         raise JobError(f"transformers refuses it: {error}", key=key) from error
+    refuse_misspelt(type(made), options, key=key)
+    return made
+
+
+def refuse_misspelt(kind: type[Any], options: Iterable[str], *, key: str) -> None:
+    """Refuse a name that differs little from an argument, such as ``n_layers``.
+
+    transformers takes any name and ignores those that it does not know. Other unknown
+    names pass, since models also read some that no class declares.
+
+    Args:
+        kind: Class of the configuration.
+        options: Names that the job gives it.
+        key: Key of the job that holds them.
+
+    Raises:
+        JobError: A name would have no effect, and a similar one exists.
+    """
+    known = set(getattr(kind, "attribute_map", ()))
+    for parent in kind.__mro__:
+        known.update(inspect.signature(parent.__init__).parameters)
+    for name in options:
+        if name in known or hasattr(kind, name) or name.endswith("_token_id"):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if near:
+            raise JobError(
+                f"{kind.__name__} has no {name!r}, which would have no effect; did you "
+                f"mean {near[0]!r}?",
+                key=f"{key}.{name}",
+            )
 
 
 def _from_folder(kind: Any, path: Path) -> Any:

@@ -562,6 +562,11 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
             "no linear layer",
         ),
         (
+            {"config": {**GPT2, "n_layers": 3}},
+            "model.options.config.n_layers",
+            "GPT2Config has no 'n_layers', .* did you mean 'n_layer'",
+        ),
+        (
             {"config": GPT2, "lora": {}, "prompt": {}},
             "model.options",
             "either lora or prompt",
