@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -253,7 +253,7 @@ def _config(transformers: Any, options: dict[str, Any]) -> Any:
     return made
 
 
-def refuse_misspelt(kind: type[Any], options: Iterable[str], *, key: str) -> None:
+def refuse_misspelt(kind: type[Any], options: Mapping[str, Any], *, key: str) -> None:
     """Refuse a name that differs little from an argument, such as ``n_layers``.
 
     transformers takes any name and ignores those that it does not know. Other unknown
@@ -261,7 +261,7 @@ def refuse_misspelt(kind: type[Any], options: Iterable[str], *, key: str) -> Non
 
     Args:
         kind: Class of the configuration.
-        options: Names that the job gives it.
+        options: Arguments that the job gives it, and that it takes.
         key: Key of the job that holds them.
 
     Raises:
@@ -274,7 +274,9 @@ def refuse_misspelt(kind: type[Any], options: Iterable[str], *, key: str) -> Non
         if name in known or hasattr(kind, name) or name.endswith("_token_id"):
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if near:
+        others = {other: options[other] for other in options if other != name}
+        # Some attributes are computed, and all are in a config.json.
+        if near and not hasattr(kind(**others), name):
             raise JobError(
                 f"{kind.__name__} has no {name!r}, which would have no effect; did you "
                 f"mean {near[0]!r}?",

@@ -6,20 +6,23 @@ from clients.models.pretrained import refuse_misspelt
 from federation.errors import JobError
 
 
-class Base:
+class Common:
     """What every configuration takes."""
 
-    def __init__(self, *, layer_norm: float = 1e-5, **others: object) -> None: ...
+    def __init__(self, *, layer_norm: float = 1e-5, **_others: object) -> None:
+        self.norm = layer_norm
 
     num_labels = 2
 
 
-class Configuration(Base):
+class Configuration(Common):
     """As a class of transformers: some names are others of the same."""
 
     attribute_map = {"hidden_size": "n_embd"}  # noqa: RUF012 -- as transformers has it.
 
-    def __init__(self, n_embd: int = 8, n_layer: int = 2, **others: object) -> None: ...
+    def __init__(self, n_embd: int = 8, n_layer: int = 2, **others: object) -> None:
+        super().__init__(**others)
+        self.width, self.num_layer = n_embd, n_layer
 
 
 @pytest.mark.parametrize(
@@ -32,11 +35,15 @@ class Configuration(Base):
 )
 def test_a_misspelt_argument_is_refused(name: str, meant: str):
     with pytest.raises(JobError, match=f"no '{name}', .*mean '{meant}'") as caught:
-        refuse_misspelt(Configuration, [name], key="config")
+        refuse_misspelt(Configuration, {name: 3, "n_embd": 4}, key="config")
     assert caught.value.key == f"config.{name}"
 
 
 def test_other_names_pass():
-    """Arguments, attributes, special tokens, and what only some models read."""
-    known = ["n_embd", "hidden_size", "num_labels", "layer_norm"]
-    refuse_misspelt(Configuration, [*known, "sep_token_id", "rope_theta"], key="config")
+    """Arguments, attributes, special tokens, and what only some models read.
+
+    ``num_layer`` is computed, and near to ``n_layer``.
+    """
+    known = ["n_embd", "hidden_size", "num_labels", "layer_norm", "num_layer"]
+    given = dict.fromkeys([*known, "sep_token_id", "rope_theta"], 1)
+    refuse_misspelt(Configuration, given, key="config")
