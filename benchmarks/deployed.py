@@ -1,7 +1,7 @@
 """What a deployed federation's way costs: rounds over a real SuperLink, without work.
 
-    python benchmarks/deployed.py [--only tiny] [--mb 250] [--rounds 2]
-        [--tiny-rounds 30] [--flower-rounds 3] [--many 2 4] [--many-mb 100]
+    python benchmarks/deployed.py [--only tiny] [--mb 100] [--rounds 2]
+        [--tiny-rounds 30] [--flower-rounds 2] [--many 2 4] [--many-mb 100]
 
 A SuperLink with TLS, node keys and SQLite, a ServerApp with our grid, and sites in
 processes of their own that answer with the model that they got; all on this machine.
@@ -9,7 +9,8 @@ processes of their own that answer with the model that they got; all on this mac
 - Large: one site, a model of so many MB through a store in a folder, and back. Peaks of
   memory are of a process's own pages (``own``), and of these and mapped files together
   (``resident``), which the kernel can take back. Then the same model with all that is
-  Flower's own, whose state is kept in memory: with SQLite it fails at 1 GB.
+  Flower's own, whose state is kept in memory: with SQLite it fails at 1 GB. Even so a
+  busy machine can end it: a database that is locked for seconds is an error 500.
 - Tiny: two sites, a model of ten values: what is left is overhead. The same in turn
   with Flower's own SuperNodes, grid and FedAvg at such a SuperLink, with apps that
   import nothing and that import torch.
@@ -334,10 +335,10 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", choices=["tiny", "killed", "many", "large"]
     )
-    parser.add_argument("--mb", type=int, default=250)
+    parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tiny-rounds", type=int, default=30)
-    parser.add_argument("--flower-rounds", type=int, default=3, help="0 for ours alone")
+    parser.add_argument("--flower-rounds", type=int, default=2, help="0 for ours alone")
     parser.add_argument("--many", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--many-mb", type=int, default=100)
     args = parser.parse_args()

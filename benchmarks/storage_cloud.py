@@ -1,6 +1,6 @@
 """Our S3 and Cloud Storage against boto3's and Google's clients: time, peak memory.
 
-    python benchmarks/storage_cloud.py [--store s3] [--repetitions 2] [--gigabytes 1]
+    python benchmarks/storage_cloud.py [--store s3] [--repetitions 1] [--gigabytes 1]
     python benchmarks/storage_cloud.py --s3-url s3://BUCKET [--s3-endpoint https://...]
     python benchmarks/storage_cloud.py --store gcs --large ours --gigabytes 10
 
@@ -177,7 +177,7 @@ def on_large(
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", choices=tuple(THEIRS), help="by default both")
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument(
         "--gigabytes", type=int, help="of a large object; by default 2 with --large"
     )
