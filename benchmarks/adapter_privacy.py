@@ -1,6 +1,6 @@
 """What privacy of records, or of whole sites, costs where only adapters are trained.
 
-    python benchmarks/adapter_privacy.py [--epsilons inf,8,1] [--runs 1]
+    python benchmarks/adapter_privacy.py [--epsilons inf,1] [--runs 1]
         [--units record joint site] [--smoke]
 
 JSON lines on stdout, one for each unit, epsilon and run, the machine first. Needs the
@@ -142,7 +142,7 @@ def measured(spec: JobSpec) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epsilons", default="inf,8,1")
+    parser.add_argument("--epsilons", default="inf,1")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--units", nargs="+", default=[*UNITS], choices=[*UNITS])
     parser.add_argument("--smoke", action="store_true", help="one short run")
