@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from clients.models import weight_files
 from clients.models.model_pool import ModelPool
 from cloud_adapters.storage.disk.transfer import download
 from cloud_adapters.urls import StoreUrl, open_store, parse_url
@@ -250,9 +251,7 @@ def _read(name: str, path: Path) -> Tensors:
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise JobError(
-            f"{name} is not a safetensors file: {error}; copy it again", key=KEY
-        ) from error
+        raise weight_files.unreadable(name, path, error, key=KEY) from error
     for key, tensor in found.items():
         try:
             tensor.reshape(-1)[:1].float()

@@ -4,6 +4,7 @@ For frozen parts of a model: their values are in the layout's digest, so a site 
 file differs is refused, and nothing else has to name the file's digest.
 """
 
+import zipfile
 from pathlib import Path
 
 import torch
@@ -45,9 +46,28 @@ def read(name: str, *, key: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise JobError(
-            f"{path} is not a safetensors file: {error}; copy it again", key=key
-        ) from error
+        raise unreadable(str(path), path, error, key=key) from error
+
+
+def unreadable(name: str, path: Path, error: Exception, *, key: str) -> JobError:
+    """Say why a file is no safetensors file, and what to do.
+
+    Args:
+        name: The file as the job names it.
+        path: Where it is.
+        error: What its reader raised.
+        key: Key of the job, for errors.
+    """
+    if zipfile.is_zipfile(path):
+        return JobError(
+            f"{name} is not a safetensors file but one of torch.save or an archive, "
+            "which may contain code and is never read: write the weights with "
+            "safetensors.torch.save_file(model.state_dict(), FILE)",
+            key=key,
+        )
+    return JobError(
+        f"{name} is not a safetensors file: {error}; copy it again", key=key
+    )
 
 
 def load(module: torch.nn.Module, name: str, *, key: str) -> torch.nn.Module:

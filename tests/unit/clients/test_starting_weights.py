@@ -155,6 +155,15 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         job_of(tmp_path)
 
 
+def test_a_file_of_torch_save_is_named_and_not_read(tmp_path: Path) -> None:
+    """Another copy of it would not help, and reading it could run its code."""
+    torch.save(tensors(), tmp_path / "start.safetensors")
+    with pytest.raises(JobError, match=r"torch\.save .* write .*save_file") as caught:
+        job_of(tmp_path)
+    assert caught.value.key == "model.weights"
+    assert "copy it again" not in str(caught.value)
+
+
 def test_a_name_without_a_digest_starts_nothing(tmp_path: Path) -> None:
     """A document that nobody has pinned."""
     save_file(tensors(), tmp_path / "start.safetensors")
