@@ -25,8 +25,8 @@ _SECONDS = 3600.0
 _HORIZON = 40
 # Tuned on traces of benchmarks/spot_policy.py, see ADR 73. The chain takes the best
 # zone to be reached for nothing: how much of what an offer is forecast to cost above
-# the lowest counts, and what waiting costs beside, in slots on demand.
-_FORECAST_SHARE, _WAITING_SLOTS = 0.5, 0.1
+# the lowest counts.
+_FORECAST_SHARE = 0.5
 # Hours are sums of slots; their rounding must not decide.
 _TINY = 1e-9
 
@@ -215,7 +215,7 @@ class _Prospect:
         """
         outlook, left = self._outlook, self._left
         idle = outlook.later(outlook.idle_nws, self._level, after=1, at=left)
-        idle += outlook.stall + _WAITING_SLOTS * outlook.on_demand
+        idle += outlook.stall
         slots = self._boot_slots(reserve)
         after = max(1, slots)
         at = Left(slots=left.slots, work=left.work - (slots == 0))
@@ -223,9 +223,11 @@ class _Prospect:
         on_demand = after * self._price(reserve) + slots * outlook.stall + then
         if best is None:
             return math.inf, idle, on_demand
-        return self._spot(best, 0.0, outlook.loss), idle, on_demand
+        return self._spot(best, 0.0), idle, on_demand
 
-    def _spot(self, offer: MachineOffer, above: float, loss: float) -> float:
+    def _spot(
+        self, offer: MachineOffer, above: float, loss: float | None = None
+    ) -> float:
         outlook = self._outlook
         slots = self._boot_slots(offer)
         after = max(1, slots)

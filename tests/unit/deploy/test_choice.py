@@ -118,9 +118,9 @@ def test_waiting_costs_what_the_other_sites_cost_meanwhile():
 
 
 def test_a_saving_that_is_not_worth_a_wait_is_left():
-    """The forecast is not so good that two cents in a hundred could be counted on."""
+    """Two cents an hour, until the machine is lost, or a dollar until it is found."""
     offers = [spot("us-east-1a", 0.3, is_available=False), B, ON_DEMAND]
-    assert decide(situation(work=8, left=16), offers, 0.0).offer == B
+    assert decide(situation(work=8, left=16, stall=1.0), offers, 0.0).offer == B
 
 
 def test_waits_while_there_is_no_spot_machine_and_time_to_spare():
