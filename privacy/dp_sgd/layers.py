@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from privacy.dp_sgd import convolution
+from privacy.dp_sgd.lazy_package import defer
 
 Gradients = dict[nn.Parameter, torch.Tensor]
 """Gradient of each parameter for each record: shape ``(B, *parameter)``, float32."""
@@ -45,9 +46,13 @@ class Opacus:
 
 @functools.cache
 def opacus() -> Opacus:
-    """Import Opacus; it takes seconds, so only work that needs it waits for it."""
+    """Import these parts of Opacus, and not what the others import.
+
+    Those, with SymPy and ``scipy.stats``, take as long as torch.
+    """
     root = logging.getLogger()
     before = list(root.handlers)
+    defer("opacus")
     from opacus.grad_sample import GradSampleModule, functorch  # noqa: PLC0415
     from opacus.layers import DPGRU, DPLSTM, DPRNN  # noqa: PLC0415
     from opacus.validators import ModuleValidator  # noqa: PLC0415

@@ -13,7 +13,6 @@ from faults.replay import replay
 from faults.rig import Rig, pause
 from faults.verdict import COMPLETED, Run
 from support.deployment import CLOCK, wait_for
-from support.forked import shared
 
 PATIENCE_SECONDS = 900
 # Simulations of one process share torch's generator.
@@ -56,8 +55,6 @@ def run_cells(
     """
     rig.revive()
     rig.forget_runs()
-    if cells[0].mode in _PRIVATE:
-        shared().imports("opacus.grad_sample")  # Once, and not at each site.
     rig.use_sites(jobs.sites_of(cells[0].mode))
     rig.use_ranks(wanted=_is_ranked(cells))
     begin = CLOCK.monotonic()
