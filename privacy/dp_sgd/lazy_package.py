@@ -20,7 +20,7 @@ def defer(name: str) -> None:
     """Run a package's ``__init__`` when something first asks for what it defines.
 
     Its parts can be imported before that, and remain the same modules after it. A
-    package that is imported already, or that is not there, is left alone.
+    package that is imported already, or that is not there, does not change.
 
     Args:
         name: A package that is not part of another.

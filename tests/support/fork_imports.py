@@ -7,7 +7,7 @@ imports where it first needs it.
 import rich.live  # noqa: F401
 import sklearn.datasets  # noqa: F401
 
-# Opacus and PEFT import it, and what it imports, in the forks that use them.
+# PEFT imports it, and what it imports, in the forks that use it.
 import torch._dynamo  # noqa: F401
 from support import misfortunes  # noqa: F401
 

@@ -82,7 +82,7 @@ def test_an_error_is_that_of_each_who_asks(
     assert package.runs == [7]
 
 
-def test_a_package_that_is_there_is_left_alone(package: ModuleType):
+def test_a_package_that_is_there_does_not_change(package: ModuleType):
     _ = package.runs
     defer(NAME)
     assert sys.modules[NAME] is package
