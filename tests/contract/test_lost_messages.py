@@ -68,8 +68,12 @@ def lose_tasks(monkeypatch: pytest.MonkeyPatch, num: int) -> list[Envelope]:
 
 @pytest.mark.parametrize(
     ("num_tasks", "num_answers", "size"),
-    [(1, 0, 4), (0, 1, 4), (1, 1, 2 * MB)],
-    ids=["a small task", "a small answer", "both in pieces"],
+    [
+        # Asked after like the last one, which takes as long.
+        pytest.param(1, 0, 4, marks=pytest.mark.long, id="a small task"),
+        pytest.param(0, 1, 4, id="a small answer"),
+        pytest.param(1, 1, 2 * MB, id="both in pieces"),
+    ],
 )
 def test_lost_message_costs_seconds_and_no_work(
     running: Running,
