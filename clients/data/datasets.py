@@ -321,6 +321,8 @@ def _as_array(obj: object) -> NDArray[Any] | None:
         values = obj.detach().cpu()
         # NumPy has no bfloat16; batches are float32 in any case.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    if hasattr(obj, "to_numpy"):  # A frame or a column of pandas.
+        return np.asarray(obj.to_numpy())
     return None
 
 

@@ -546,6 +546,27 @@ def test_frame_is_its_columns():
     assert targets.tolist() == [CLASSES[2]]
 
 
+def test_a_frame_in_a_tuple_is_a_matrix():
+    """As for scikit-learn: (X, y), or columns by name in a dict."""
+
+    class Frame:
+        columns = ("age", "weight")
+
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def to_numpy(self) -> Any:
+            return self.values
+
+    pair = Frame(INPUTS), Frame(CLASSES)
+    inputs, targets = as_dataset(pair, name="train").batch(np.array([2]))
+    np.testing.assert_array_equal(inputs, INPUTS[[2]])
+    assert targets.tolist() == [CLASSES[2]]
+    by_name = {"age": Frame(INPUTS[:, 0]), "label": Frame(CLASSES)}
+    inputs, _ = as_dataset(by_name, name="train").batch(np.array([2]))
+    assert inputs["age"].tolist() == [np.float32(INPUTS[2, 0])]
+
+
 def test_ragged_records_are_padded_by_the_loaders_collate():
     loader = DataLoader(RAGGED, batch_size=1, collate_fn=columns)  # type: ignore[type-var]
     inputs, targets = as_dataset(loader, name="train").batch(np.array([1, 0]))
