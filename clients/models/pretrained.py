@@ -269,7 +269,8 @@ def refuse_misspelt(kind: type[Any], options: Mapping[str, Any], *, key: str) ->
     """
     known = set(getattr(kind, "attribute_map", ()))
     for parent in kind.__mro__:
-        known.update(inspect.signature(parent.__init__).parameters)
+        if init := vars(parent).get("__init__"):
+            known.update(inspect.signature(init).parameters)
     for name in options:
         if name in known or hasattr(kind, name) or name.endswith("_token_id"):
             continue
