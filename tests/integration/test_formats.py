@@ -118,7 +118,7 @@ def test_a_prompt_leaves_as_adapters_do(tmp_path: Path) -> None:
     assert made.parity.error < 1e-6
     found = json.loads((tmp_path / "prompt" / "adapter_config.json").read_text())
     assert (found["peft_type"], found["num_virtual_tokens"]) == ("PROMPT_TUNING", 3)
-    with pytest.raises(JobError, match="a prompt .*export adapters"):
+    with pytest.raises(JobError, match=r"a prompt .*export adapters"):
         write_format("huggingface", job, run.model, tmp_path, None)
 
 
