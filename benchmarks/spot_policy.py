@@ -1,6 +1,6 @@
 """Spot machines under a deadline: the policy of `crossfed up` against hindsight.
 
-    python benchmarks/spot_policy.py [--traces 1000] [--first-seed 0] [--processes N]
+    python benchmarks/spot_policy.py [--traces 200] [--first-seed 0] [--processes N]
         [--recorded FOLDER] [--only POLICY ...]
 
 Each of the generators in `spot_traces.py` draws the same number of traces. A policy
@@ -331,7 +331,7 @@ def row(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=int, default=1000)
+    parser.add_argument("--traces", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recorded", type=Path)
     parser.add_argument("--only", nargs="+", choices=tuple(policies()), default=())
