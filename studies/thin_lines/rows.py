@@ -30,6 +30,8 @@ class Row:
         name: For people.
         learning_rates: Those that are tried with the first seed.
         local_steps: Steps of a site in a round; of no account to a synchronous row.
+        work: How many times the steps of the size each site takes. Bytes are still
+            compared with synchronous training of the size's own steps.
         synchronous: Whether gradients are averaged before each step of one optimiser.
         keys: Of the job, by dotted name.
     """
@@ -37,6 +39,7 @@ class Row:
     name: str
     learning_rates: tuple[float, ...]
     local_steps: int = 1
+    work: int = 1
     synchronous: bool = False
     keys: Keys = field(default_factory=dict)
 
@@ -70,13 +73,18 @@ class Study:
     size: Size
     rows: tuple[Row, ...]
 
+    def steps(self, row: Row) -> int:
+        """Steps of each site in a row."""
+        return row.work * self.size.steps
+
     def document(self, row: Row, *, lr: float, seed: int) -> dict[str, Any]:
         """Return the job of a row, without the weights that it starts from."""
-        rounds, rest = divmod(self.size.steps, row.local_steps)
+        steps = self.steps(row)
+        rounds, rest = divmod(steps, row.local_steps)
         if rest:
             raise ValueError(
                 f"{row.name!r} has rounds of {row.local_steps} steps, which do not "
-                f"make {self.size.steps} steps: change either in the file of rows"
+                f"make {steps} steps: change either in the file of rows"
             )
         document = copy.deepcopy(dict(self.job))
         own = {

@@ -55,8 +55,9 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
     yield (
         "All rows of a size start from the same model, trained synchronously with "
         'AdamW. "Later rounds" excludes the first, which\nsends 16 bits per value up '
-        "and the whole model down. With one seed, differences of about 0.01 are not "
-        "significant.\n"
+        "and the whole model down. Rows with more steps are compared with the bytes of "
+        "the same synchronous\nrun: more local work for fewer bytes. With one seed, "
+        "differences of about 0.01 are not significant.\n"
     )
     for own in by_size(rows).values():
         yield from _losses(own)
@@ -83,14 +84,25 @@ def _heading(rows: Sequence[Result]) -> str:
     size = tomllib.loads(_ROWS.read_text())["sizes"].get(row["size"], {})
     before = size.get("warm_up_steps", "some")
     return (
-        f"{row['parameters']:,} parameters, {row['steps']} steps at each site after "
+        f"{row['parameters']:,} parameters, {_steps(row)} steps at each site after "
         f"{before} synchronous ones (`--size {row['size']}`):\n"
     )
+
+
+def _work(row: Result) -> int:
+    """How many times the steps of its size a row takes; older rows do not tell."""
+    return int(row.get("work", 1))
+
+
+def _steps(row: Result) -> int:
+    """Steps of the size."""
+    return int(row["steps"]) // _work(row)
 
 
 def _losses(rows: Sequence[Result]) -> Iterator[str]:
     heads = (
         "row",
+        "steps",
         "loss",
         "above the best synchronous",
         "fewer up",
@@ -108,6 +120,7 @@ def _losses(rows: Sequence[Result]) -> Iterator[str]:
     for row in best:
         yield table_line(
             row["row"],
+            f"x {_work(row)}",
             f"{row['loss']:.3f}",
             f"{row['loss'] / min(dense) - 1:+.1%}" if dense else "-",
             f"{row['x_up']:.0f}",
@@ -124,7 +137,8 @@ def later_rounds(row: Result) -> str:
     up: Sequence[int] = row.get("course_up", ())
     if not up:
         return "-"
-    dense = 4 * row["parameters"] * wall_clock.NUM_SITES * row["local_steps"]
+    steps = row["local_steps"] / _work(row)  # Of synchronous training.
+    dense = 4 * row["parameters"] * wall_clock.NUM_SITES * steps
     return f"{dense / up[-1]:.0f}"
 
 

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,32 @@ def test_page_tells_how_far_rows_are_above_the_best_synchronous_one():
     slow = {**SYNCHRONOUS, "row": "synchronous too", "loss": 1.6}
     text = "\n".join(warm.text([slow, ROUNDS, SYNCHRONOUS], "picture.svg"))
     # 4 bytes a value, 4 sites, 35 steps, over 2 bytes a value.
-    assert "| rounds | 1.530 | +2.0% | 187 | 280 | 93 | 0.01 | 1 |" in text
-    assert "| synchronous | 1.500 | +0.0% | 1 | - | 1 | 0.01 | 1 |" in text
+    assert "| rounds | x 1 | 1.530 | +2.0% | 187 | 280 | 93 | 0.01 | 1 |" in text
+    assert "| synchronous | x 1 | 1.500 | +0.0% | 1 | - | 1 | 0.01 | 1 |" in text
     assert "![Training loss against minutes](picture.svg)" in text
     assert list(warm.panels([ROUNDS])) == ["10 Mbit/s", "100 Mbit/s", "1000 Mbit/s"]
+
+
+def test_more_local_work_is_compared_with_the_same_synchronous_run():
+    """Four times the steps in as many rounds send as many times fewer bytes as one."""
+    warm = importlib.import_module("warm_model")
+    longer = {**ROUNDS, "row": "longer", "steps": 280, "local_steps": 140, "work": 4}
+    text = "\n".join(warm.text([longer, SYNCHRONOUS], "picture.svg"))
+    assert "| longer | x 4 | 1.530 | +2.0% | 187 | 280 | 93 | 0.01 | 1 |" in text
+    assert text.count(", 70 steps at each site after") == 2
+
+
+def test_a_row_takes_a_multiple_of_the_steps_of_its_size():
+    """In rounds of its own length, which must come out even."""
+    rows = importlib.import_module("rows")
+    study = rows.Study(
+        job={}, size=rows.Size(name="tiny", steps=70, warm_up_steps=1), rows=()
+    )
+    row = rows.Row(name="longer", learning_rates=(0.1,), local_steps=28, work=2)
+    document = study.document(row, lr=0.1, seed=0)
+    assert (study.steps(row), document["rounds"]) == (140, 5)
+    with pytest.raises(ValueError, match=r"28 steps.* 210 steps"):
+        study.document(rows.Row(**{**asdict(row), "work": 3}), lr=0.1, seed=0)
 
 
 def test_curves_are_of_the_largest_model():
