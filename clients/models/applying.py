@@ -10,6 +10,8 @@ from federation.tree import Tree, leaves, num_records
 
 _IMAGE_AXES = 4  # As in ``clients.data.datasets``.
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+# What torch says of a lookup in an embedding; a user's own IndexError says other words.
+_NO_ROW = "index out of range in self"
 _CHANNELS = {1, 3, 4}  # Grey, colours, and colours with their opacity.
 
 
@@ -36,7 +38,8 @@ def apply_model(model: torch.nn.Module, inputs: Tree) -> Any:
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     except Exception as error:
-        missing = _missing_rows(model, inputs) if isinstance(error, IndexError) else ""
+        is_lookup = isinstance(error, IndexError) and _NO_ROW in str(error)
+        missing = _missing_rows(model, inputs) if is_lookup else ""
         # Notes stay where the error is.
         error.add_note(missing or _advice(model, inputs))
         raise

@@ -57,10 +57,10 @@ sites train. `python studies/thin_lines/report.py` generates the page from the r
 [the study](../../studies/thin_lines) documents what it measures.
 
 Four sites train a byte-level GPT on the sources of Python's standard library, each on
-different packages. All methods start from the same model, take the same number of steps
-and read the same batches. The machine is small and shared: compare ratios in these
-tables, not seconds. The load is the mean number of processes that wanted one of its two
-cores. H is the number of local steps in a round.
+different packages. All methods start from the same model. Unless a row says otherwise,
+they take the same number of steps and read the same batches. The machine is small and
+shared: compare ratios in these tables, not seconds. The load is the mean number of
+processes that wanted one of its two cores. H is the number of local steps in a round.
 """
 
 

@@ -299,13 +299,17 @@ def test_tokens_without_a_row_are_explained(tokens: list[list[int]], said: str):
 
 
 def test_an_index_error_of_something_else_shows_the_inputs():
-    """Where no embedding is too small, the note is about the batch as a whole."""
+    """Even if the model has an embedding with too few rows for the inputs."""
 
     class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds = nn.Embedding(2, 3)
+
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return tokens[:, [7]]
 
-    for inputs in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)):
+    for inputs in (torch.full((2, 3), 9), torch.zeros(2, 3)):
         with pytest.raises(IndexError) as caught:
             apply_model(Picks(), inputs)
         assert "received inputs" in "".join(caught.value.__notes__)
