@@ -533,9 +533,10 @@ class _BoundedSum:
         values_b = values_b.detach()
         if self._bounds is None:
             return values_b.sum(dtype=torch.float64)
-        if self._for_nan_1.device != values_b.device:
-            self._for_nan_1 = self._for_nan_1.to(values_b.device)
-        return self._limit(values_b, self._for_nan_1).clamp_(*self._bounds).sum()
+        for_nan_1 = self._for_nan_1  # Sites of other devices may change it meanwhile.
+        if for_nan_1.device != values_b.device:
+            for_nan_1 = self._for_nan_1 = for_nan_1.to(values_b.device)
+        return self._limit(values_b, for_nan_1).clamp_(*self._bounds).sum()
 
 
 def _bounded_sums(
