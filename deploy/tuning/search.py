@@ -373,7 +373,9 @@ def _sampler(
     if spec.sampler == "random":
         return samplers.RandomSampler(seed=seed)
     if spec.sampler == "cma_es":
-        return samplers.CmaEsSampler(seed=seed)
+        from deploy.tuning.cma_es import CmaEs  # noqa: PLC0415 -- needs the extra
+
+        return CmaEs(seed)
     if spec.sampler == "evolutionary":
         return samplers.NSGAIISampler(seed=seed, population_size=min(20, spec.trials))
     return samplers.TPESampler(seed=seed, constant_liar=workers > 1)
