@@ -24,11 +24,11 @@ def quiet() -> Iterator[None]:
 
 
 def distance(trial: Any) -> float:
-    """From 2, 0.01 and 4, each in parts of its range."""
+    """From 4, 10^-3.5 and 1, far from the middle of the ranges."""
     x = trial.suggest_float("x", -5.0, 5.0, step=0.25)
     y = trial.suggest_float("y", 1e-4, 1.0, log=True)
     z = trial.suggest_int("z", 1, 9, step=2)
-    return (x - 2) ** 2 + (math.log10(y) + 2) ** 2 + (z - 5) ** 2 / 4
+    return (x - 4) ** 2 + (math.log10(y) + 3.5) ** 2 + (z - 1) ** 2 / 4
 
 
 def searched(objective: Callable[[Any], float], trials: int, **study: Any) -> Any:
@@ -46,9 +46,9 @@ def searched(objective: Callable[[Any], float], trials: int, **study: Any) -> An
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_it_comes_close_to_the_optimum(sign: int):
-    """In both directions; of random values the best of 60 is at a distance of 1."""
+    """In both directions; draws around the middle come no closer than 3."""
     direction = "minimize" if sign == 1 else "maximize"
-    study = searched(lambda trial: sign * distance(trial), 60, direction=direction)
+    study = searched(lambda trial: sign * distance(trial), 80, direction=direction)
     assert sign * study.best_value < 0.15
 
 
