@@ -56,7 +56,7 @@ class _Loading:
         raise AttributeError(f"module {self._spec.name!r} has no attribute {name!r}")
 
     def _run(self) -> None:
-        """Run it once; after an error the next who asks tries again."""
+        """Run it once; after an error, the next caller tries again."""
         with _LOCK:
             if vars(self._package).pop("__getattr__", None) is None:
                 return
