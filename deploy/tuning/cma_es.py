@@ -1,6 +1,6 @@
 """CMA-ES, whose state follows from the finished trials.
 
-Optuna's own sampler keeps its state in the study with pickle, so a study that somebody
+Optuna's own sampler keeps its state in the study with pickle, so a study that someone
 else has written could run code. Here nothing is kept. Mean, step size and covariance
 (Hansen 2016, arXiv:1604.00772) depend only on the values and results of the generations
 so far, so each trial computes them again, which takes milliseconds.

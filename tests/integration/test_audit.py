@@ -73,18 +73,19 @@ def audited(
     job: JobSpec, *, canaries: int, noise_times: float = 1.0, seed: int = 0
 ) -> AuditFindings:
     """Audit sites whose noise is not what they tell their ledgers."""
-    random_bytes = np.random.default_rng(seed).bytes
+    streams = np.random.default_rng(seed)
 
     def plan(federation: Federation, clock: Clock) -> PrivateSites | None:
         found = plan_sites(federation, clock)
         assert found is not None
         found.plans = {
-            name: with_noise(plan, noise_times, random_bytes)
+            # Sites train side by side, so that one stream for all would not repeat.
+            name: with_noise(plan, noise_times, streams.spawn(1)[0].bytes)
             for name, plan in found.plans.items()
         }
         return found
 
-    attack = Attack(canaries=canaries, random_bytes=random_bytes)
+    attack = Attack(canaries=canaries, random_bytes=streams.spawn(1)[0].bytes)
     return audit(job, attack, plan_sites=plan)
 
 
