@@ -21,7 +21,7 @@ def quiet() -> None:
     """Show no progress bars of transformers: the command has its own output."""
     from transformers.utils import logging  # noqa: PLC0415 -- the model needed it
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
 
 
 def is_hugging_face(model: torch.nn.Module) -> bool:
