@@ -63,13 +63,14 @@ nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends nginx-light; \
 	else echo "make: install nginx-light, or the tests of the proxy are skipped"; fi
 
-# A worker more than two cores have: the slowest tests mostly wait for processes.
+# The fast ones in their own processes, which collect them once and not in each worker.
 test: $(READY) ## Run every test but the long ones
-	$(PYTEST) -m "not long" -n 3 --dist loadgroup
+	@$(MAKE) --no-print-directory --keep-going test-fast test-rest
 
-# After `make coverage`, for CI. Properties run again here, with all their examples.
+# After `make coverage`, for CI. Properties run again here, with all their examples. Twice
+# as many workers as two cores: the slowest tests mostly wait for processes.
 test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
-	$(PYTEST) -m "not long and not fast" -n 3 --dist loadgroup
+	$(PYTEST) -m "not long and not fast" -n 4 --dist loadgroup
 
 deploy-tools: $(VENV)-deploy/.ready ## Install what checks the files of deploy/, in .venv-deploy
 
