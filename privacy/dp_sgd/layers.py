@@ -8,6 +8,7 @@ Shape suffixes: B records.
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,6 +143,9 @@ def record_gradients(
     backprops = backprops.float()
     if convolution.is_covered(layer):
         return convolution.gradients(layer, inputs, backprops, workspace)
+    if isinstance(layer, _ConvNd):
+        # Its sampler asks this package for a class, and relies on an import elsewhere.
+        importlib.import_module("torch.distributed.fsdp")
     found = opacus().samplers[kind](layer, [inputs], backprops)
     if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
         for gradient in found.values():

@@ -24,10 +24,29 @@ runs = [value]
 """
 CHEAP = """
 import sys
-from privacy.dp_sgd.layers import opacus
+import torch
+from privacy.dp_sgd.convolution import Workspace
+from privacy.dp_sgd.layers import opacus, record_gradients
 
 opacus()
 assert not {"scipy.stats", "sympy", "torch._dynamo"} & {*sys.modules}
+rows = torch.randn(3, 2, 4)
+cubes, places = torch.randn(3, 2, 4, 4, 4), torch.ones(3, 2, dtype=torch.long)
+for layer, inputs in (
+    (torch.nn.Linear(4, 2), rows),
+    (torch.nn.LayerNorm(4), rows),
+    (torch.nn.GroupNorm(2, 2), rows),
+    (torch.nn.InstanceNorm1d(2, affine=True), rows),
+    (torch.nn.RMSNorm(4), rows),
+    (torch.nn.Embedding(4, 2), places),
+    (torch.nn.PReLU(), rows),
+    (torch.nn.Conv1d(2, 2, 2), rows),
+    (torch.nn.Conv3d(2, 2, 2), cubes),
+):
+    backprops = torch.ones_like(layer(inputs))
+    found = record_gradients(layer, inputs, backprops, Workspace())
+    assert {*found} == {*layer.parameters()}, layer
+assert "opacus.privacy_engine" not in sys.modules
 import opacus.utils
 
 assert opacus.PrivacyEngine.__module__ == "opacus.privacy_engine"
