@@ -24,7 +24,7 @@ import numpy as np
 from cloud_adapters.storage.disk.sqlite_url import sqlite_url
 from deploy.tuning import ledger_marks
 from deploy.tuning.selecting import SelectionDraw, SelectionRelease, cost, release
-from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec
+from deploy.tuning.space import Choice, RangeSpec, Space, TuneSpec, changes
 from deploy.tuning.spending import SearchSpending, refusal, spent
 from deploy.tuning.trial import REASON, TRIALS, folder_of, run_trial
 from federation.errors import CorruptObject, FederationError, JobError, RunConflict
@@ -43,7 +43,7 @@ PAGE = "tuning.html"
 # Between two pages of a search that goes on: drawing one may take as long as a trial.
 PAGE_SECONDS = 10.0
 _STUDY = "crossfed"
-_DIGEST = "digest"
+_DIGEST, _FACTS = "digest", "facts"
 _TRIALS, _SEED = "trials", "seed"
 # Trials that fail before any has succeeded: then it is not their values.
 _MOST_FAILURES = 3
@@ -143,11 +143,15 @@ class Search:
                 drawn = self.draw(random_trials)
                 study.set_user_attr(_TRIALS, drawn.trials)
                 study.set_user_attr(_SEED, str(drawn.seed))
+            study.set_user_attr(_FACTS, self.space.facts())
             study.set_user_attr(_DIGEST, digest)
         elif known != digest:
+            before = study.user_attrs.get(_FACTS, {})  # Earlier releases have none.
+            changed = changes(before, self.space.facts()) if before else []
             raise RunConflict(
-                f"{self.folder} holds a search of another space or job: name a new "
-                "folder with --out, or undo the change (only `trials` may change)"
+                f"{self.folder} holds a search of another space or job: "
+                f"{'; '.join([*changed, 'name'])} a new folder with --out, or undo the "
+                "change (only `trials` may change)"
             )
         return study
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from deploy.tuning.selection_checks import check_selection
 from federation.errors import JobError
@@ -25,6 +25,9 @@ _CAPS = {
     f"privacy.differential_privacy.{name}"
     for name in ("unit", "target_epsilon", "delta")
 }
+
+# What a search's file calls facts that have another name.
+_KEYS_OF_FACTS = {"selection": "privacy.selection and trials"}
 
 Choice = str | int | float | bool
 
@@ -170,8 +173,11 @@ class Space:
 
         return pinned(job, self.path.parent)
 
-    def digest(self) -> str:
-        """SHA-256 of all that decides what trials compute, files of users included."""
+    def facts(self) -> dict[str, Any]:
+        """All that decides what trials compute, as JSON has it.
+
+        The job has the digests of users' files in it.
+        """
         facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
         del facts["privacy"]["selection"]  # Earlier releases had none.
         if self.spec.engine == "inproc":
@@ -179,7 +185,32 @@ class Space:
         if self.spec.privacy.selection:  # Then the number of trials is drawn once.
             facts["selection"] = self.spec.privacy.selection, self.spec.trials
         facts["job"] = job_file.document(self.job({}))
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return cast("dict[str, Any]", json.loads(json.dumps(facts)))
+
+    def digest(self) -> str:
+        """SHA-256 of ``facts``."""
+        facts = json.dumps(self.facts(), sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the keys in which two searches differ, with the old and the new value.
+
+    Args:
+        before: ``Space.facts`` of the search that a folder holds.
+        now: Those of the one that is to continue it.
+    """
+    return [
+        f"{_KEYS_OF_FACTS.get(name, name)}: {_change(old, new)}"
+        for name, (old, new) in job_file.differing(before, now).items()
+    ]
+
+
+def _change(old: Any, new: Any) -> str:
+    was, names = str(old), code_files.unpinned(str(new))
+    if was != names and code_files.unpinned(was) == names:
+        return f"the code of {names} has changed"
+    return f"{old!r:.200} before, {new!r:.200} now"
 
 
 def _goal_of_metric(spec: TuneSpec, job: JobSpec) -> Mapping[str, Any]:

@@ -175,13 +175,25 @@ def document(job: JobSpec) -> dict[str, Any]:
 
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """List the dotted keys in which two job documents differ, with both values."""
-    left, right = dict(_leaves(mine, "")), dict(_leaves(other, ""))
     return [
-        f"{name}: {left.get(name, 'not set')!r} here, "
-        f"{right.get(name, 'not set')!r} there"
+        f"{name}: {left!r} here, {right!r} there"
+        for name, (left, right) in differing(mine, other).items()
+    ]
+
+
+def differing(
+    mine: Mapping[str, Any], other: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Both values of the dotted keys in which two documents differ, in their order.
+
+    A key that one of them lacks has the value ``"not set"`` there.
+    """
+    left, right = dict(_leaves(mine, "")), dict(_leaves(other, ""))
+    return {
+        name: (left.get(name, "not set"), right.get(name, "not set"))
         for name in sorted(left.keys() | right.keys())
         if repr(left.get(name)) != repr(right.get(name))  # 1 is not true, nor 1.0
-    ]
+    }
 
 
 def _leaves(value: Any, name: str) -> Iterable[tuple[str, Any]]:

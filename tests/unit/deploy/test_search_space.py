@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.tuning.space import load
+from deploy.tuning.space import changes, load
 from deploy.tuning.spending import SearchSpending, refusal
 from federation.errors import JobError
 from federation.job import job_file
@@ -182,9 +182,30 @@ def test_changed_code_of_the_user_is_another_search(tmp_path: Path) -> None:
     code.write_text("net = 1\n")
     job = JOB.replace("clients.models:logistic_regression", "./mine.py:net")
     (tmp_path / "job.toml").write_text(job)
-    first = load(path).digest()
+    first, before = load(path).digest(), load(path).facts()
     code.write_text("net = 2\n")
     assert load(path).digest() != first
+    assert changes(before, load(path).facts()) == [
+        "job.model.factory: the code of ./mine.py:net has changed"
+    ]
+
+
+def test_changes_of_a_search_are_named_with_both_values(tmp_path: Path) -> None:
+    """As keys of its own file, or of the job; the number of trials is none."""
+    line = "rounds = { low = 1, high = 9 }"
+    before = load(write(tmp_path, line, "seed = 1")).facts()
+    path = write(tmp_path, line.replace("9", "8"), "seed = 2\ntrials = 99")
+    (tmp_path / "job.toml").write_text(JOB.replace("0.1", "0.2"))
+    now = load(path).facts()
+    assert changes(before, now) == [
+        "job.training.optimizer.lr: 0.1 before, 0.2 now",
+        "seed: 1 before, 2 now",
+        "space.rounds.high: 9 before, 8 now",
+    ]
+    private = now | {"selection": ["geometric", 10]}
+    assert changes(now, private) == [
+        "privacy.selection and trials: 'not set' before, ['geometric', 10] now"
+    ]
 
 
 OWN = JOB.replace(
