@@ -30,7 +30,7 @@ from clients.data.datasets import (
 from clients.factories import call_factory, import_factory
 from clients.preprocessing import preprocessing
 from clients.users_trainer import is_trainer, loaders_of
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.job.code_files import unpinned
 
 __all__ = [
@@ -91,7 +91,14 @@ def load(
     """
     factory = import_factory(source, key=f"{key}.source")
     source = unpinned(source)
-    pair = call_factory(factory, options, key=f"{key}.options")
+    try:
+        pair = call_factory(factory, options, key=f"{key}.options")
+    except JobError as error:
+        # What a source calls, such as `tokenizer`, cannot know whose table it serves.
+        if key == "data" or not (error.key or "").startswith("data.options."):
+            raise
+        full = f"{key}{str(error.key).removeprefix('data')}"
+        raise JobError(error.reason, key=full, outside=error.outside) from error
     if is_trainer(pair):
         pair = loaders_of(pair, name=source)
     if not isinstance(pair, (tuple, list)) or len(pair) != _PAIR:

@@ -104,7 +104,9 @@ class Examples:
         for what, array in named:
             if array.ndim == 0 or array.dtype.kind not in "biuf":
                 is_text = array.dtype.kind in "US"
-                hint = "; replace each text by a number" if is_text else ""
+                # Columns of a frame that differ in type become objects.
+                fits = is_text or array.dtype.kind == "O"
+                hint = "; replace each text by a number" if fits else ""
                 raise ValueError(
                     f"{what} must be an array of numbers, one row per example, not "
                     f"{'text' if is_text else array.dtype} of shape {array.shape}"
@@ -211,7 +213,8 @@ def parts_of_dict(item: Mapping[str, Any], *, name: str) -> tuple[Tree, Tree]:
         )
     inputs = {key: value for key, value in item.items() if key not in (*known, COLUMN)}
     if not inputs:
-        raise SiteError(f"{name} has no column besides {known[0] if known else 'none'}")
+        only = f"column besides {known[0]}" if known else "columns"
+        raise SiteError(f"{name} has no {only}")
     alone = inputs["inputs"] if inputs.keys() == {"inputs"} else inputs
     return alone, item[known[0]] if known else None
 
@@ -414,9 +417,9 @@ def records_of(dataset: Dataset, indices: Indices) -> "Subset[Any]":
 
 def _check_item(item: object, *, name: str) -> None:
     if isinstance(item, Mapping):
-        item = parts_of_dict(item, name=f"items of {name}")
+        item = parts_of_dict(item, name=f"each item of {name}")
     if not isinstance(item, (tuple, list)) or len(item) != _PAIR:
-        raise SiteError(f"items of {name} are {describe(item)}: {_EXPECTED}")
+        raise SiteError(f"each item of {name} is {describe(item)}: {_EXPECTED}")
     try:
         parts = list(leaves(map_tree(_stacked, tuple(item))))
     except TypeError as error:
@@ -427,7 +430,7 @@ def _check_item(item: object, *, name: str) -> None:
     if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
         found = ", ".join(describe(part) for part in item)
         raise SiteError(
-            f"items of {name} are ({found}): expected tensors, arrays or numbers"
+            f"each item of {name} is ({found}): expected tensors, arrays or numbers"
         )
 
 
@@ -539,4 +542,7 @@ def describe(obj: object) -> str:
         return f"{type(obj).__name__}{list(obj.shape)}"
     if isinstance(obj, (tuple, list)):
         return f"{type(obj).__name__} of length {len(obj)}"
-    return "None" if obj is None else f"a {type(obj).__name__}"
+    if obj is None:
+        return "None"
+    kind = type(obj).__name__
+    return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from clients.data.datasets import describe as describe_value
 from federation.errors import SiteError
 from federation.tree import Tree, leaves, num_records
 
@@ -135,4 +136,4 @@ def describe(values: Any) -> str:
     """Describe a value without its content, which may be private."""
     if isinstance(values, torch.Tensor):
         return f"a tensor of shape {tuple(values.shape)}"
-    return f"a {type(values).__name__}"
+    return describe_value(values)

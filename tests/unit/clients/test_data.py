@@ -236,14 +236,17 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
             r"'b'\]\[1\] must",
         ),
         ({"a": CLASSES, "b": CLASSES.astype("U1")}, r"inputs\['b'\] must .* not text"),
+        ((INPUTS.astype(object), CLASSES), "object of .*; replace each text"),
         ((np.array(1.0), None), "array of numbers"),
         ((INPUTS[:0], None), "has no example"),
         ([], "has no example"),
-        ([INPUTS], r"items of train of x:y are ndarray\[6, 2\]"),
-        (OneItem({"label": 1}), "items of train of x:y has no column besides"),
+        (list(CLASSES), r"each item of train of x:y is an int\d+: expected"),
+        ([INPUTS], r"each item of train of x:y is ndarray\[6, 2\]"),
+        (OneItem({"label": 1}), "each item of train of x:y has no column besides"),
+        ([{}], "each item of train of x:y has no columns"),
         (OneItem((object(), 1)), "cannot be stacked"),
-        (OneItem(("text", 1)), r"are \(a str, a int\)"),
-        (OneItem((None, None)), r"are \(None, None\)"),
+        (OneItem(("text", 1)), r"each item of .* is \(a str, an int\)"),
+        (OneItem((None, None)), r"is \(None, None\)"),
     ],
 )
 def test_wrong_data_is_explained(obj: object, message: str):
@@ -630,3 +633,16 @@ def test_images_of_items_are_scaled_as_those_of_arrays():
         assert inputs.unique().tolist() == [np.float32(0.2)]
     rows = as_dataset([(image[0], 1) for image in images], name="train")
     assert rows.batch(np.array([0]))[0].dtype is torch.int64
+
+
+def refusing(folder: str) -> Any:
+    """A source whose helper refuses an option, as ``tokenizer`` does."""
+    raise JobError(f"is missing in {folder}", key="data.options.sha256")
+
+
+@pytest.mark.parametrize("table", ["data", "sites[1].data"])
+def test_an_option_that_a_source_refuses_is_named_by_its_own_table(table: str):
+    """A site's own data has options of its own."""
+    with pytest.raises(JobError, match="is missing in x") as caught:
+        load(f"{__name__}:refusing", {"folder": "x"}, key=table)
+    assert caught.value.key == f"{table}.options.sha256"
