@@ -110,10 +110,10 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _predict(options: argparse.Namespace) -> int:
     from deploy.tools.predict import predict  # noqa: PLC0415 -- imports torch
-    from monitoring.runs.find import find_run  # noqa: PLC0415
+    from monitoring.runs.find import find_model  # noqa: PLC0415
 
     done = predict(
-        find_run(options.run, options.root),
+        find_model(options.run, options.root),
         options.data,
         source_options(options.option),
         out=options.out,

@@ -57,6 +57,11 @@ def test_predictions_and_metrics_are_those_of_the_run(
         r["prediction"] == c for r, c in zip(written, blobs()[1].targets, strict=True)
     ]
     assert np.mean(hits) == result["accuracy"]
+    # An export has the model and the job, which is all that predictions need.
+    given, again = tmp_path / "given", tmp_path / "again.jsonl"
+    assert main(["export", str(run.path), "--to", f"file://{given}"]) == 0
+    assert main(["predict", str(given), "job", "--out", str(again)]) == 0
+    assert again.read_bytes() == out.read_bytes()
 
 
 def test_records_without_labels_have_predictions_alone(
