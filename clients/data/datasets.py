@@ -516,10 +516,18 @@ def _as_model_type(
 def first_not_finite(dataset: Dataset, walk: Iterable[Indices]) -> int | None:
     """Index of the first record of some batches that holds NaN or infinity."""
     for indices in walk:
-        for part in leaves(dataset.batch(indices)):
-            bad = ~part.isfinite().reshape(len(indices), -1).all(1)
-            if bad.any():
-                return int(indices[int(bad.int().argmax())])
+        row = not_finite_row(dataset.batch(indices))
+        if row is not None:
+            return int(indices[row])
+    return None
+
+
+def not_finite_row(batch: Batch) -> int | None:
+    """Place of the first record in a batch that holds NaN or infinity."""
+    for part in leaves(batch):
+        bad = ~part.isfinite().reshape(len(part), -1).all(1)
+        if bad.any():
+            return int(bad.int().argmax())
     return None
 
 

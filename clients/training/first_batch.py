@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from clients.data.datasets import Dataset, first_not_finite, not_finite_records
+from clients.data.datasets import Dataset, not_finite_records, not_finite_row
 from clients.models.applying import logits_of
 from clients.models.evaluation_notes import PROBABILITIES, are_probabilities
 from clients.models.objectives import classes_misfit
@@ -22,8 +22,11 @@ from federation.job.metrics import TRAINER
 from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.protocols import Trainer
 from federation.tree import Tree, map_tree
+from privacy.counts import coarse
 
-_MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN in.
+_MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN and labels in.
+
+_TargetsRead = list[list[Tree]]  # By part of the data, then by batch.
 
 
 def check_first_batches(federation: Federation) -> None:
@@ -45,11 +48,12 @@ def check_first_batches(federation: Federation) -> None:
         name = SiteId(site.name)
         first = name if first is None else first
         try:
-            _check_records(federation, name)
+            _check_size(federation, name)
+            read = _check_records(federation, name)
             _check_columns(federation, first, name)
             if data not in seen:
                 num_classes = _check_step(federation, name)
-            _check_labels(federation, name, num_classes)
+            _check_labels(federation, name, num_classes, read)
         except Exception as error:
             # User code may raise anything. This translates and does not continue.
             source = unpinned(data.source)  # As in the job file, without its digest.
@@ -59,16 +63,39 @@ def check_first_batches(federation: Federation) -> None:
         seen.append(data)
 
 
-def _check_records(federation: Federation, name: SiteId) -> None:
+def _check_size(federation: Federation, name: SiteId) -> None:
+    """Check that a site may weigh as much in a secure sum as it has records.
+
+    Raises:
+        SiteError: It has more, so it would decline every round.
+    """
+    job = federation.job
+    secure, size = job.privacy.secure_aggregation, len(federation.site_data[name][0])
+    if not secure.enabled or job.aggregation.weights == "uniform":
+        return
+    if secure.max_examples is not None and size > (most := coarse(secure.max_examples)):
+        raise SiteError(
+            f"it has {size} training records, and privacy.secure_aggregation."
+            f"max_examples allows {most}, so it would decline every round: set it to "
+            "the largest number at any site, or more"
+        )
+
+
+def _check_records(federation: Federation, name: SiteId) -> _TargetsRead:
+    """Read the first records of a site, and return their targets by part."""
+    found: _TargetsRead = []
     for part, what in zip(
         federation.site_data[name], ("training", "held-out"), strict=True
     ):
-        size = min(len(part), _MOST_RECORDS)
-        starts = range(0, size, _CHUNK)
-        walk = (np.arange(start, min(start + _CHUNK, size)) for start in starts)
-        bad = first_not_finite(part, walk)
-        if bad is not None:
-            raise SiteError(not_finite_records(what, bad))
+        size, targets = min(len(part), _MOST_RECORDS), []
+        for start in range(0, size, _CHUNK):
+            batch = part.batch(np.arange(start, min(start + _CHUNK, size)))
+            row = not_finite_row(batch)
+            if row is not None:
+                raise SiteError(not_finite_records(what, start + row))
+            targets.append(batch[1])
+        found.append(targets)
+    return found
 
 
 def _check_columns(federation: Federation, first: SiteId, name: SiteId) -> None:
@@ -149,11 +176,20 @@ def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
         trainer.evaluate(weights_d, integers_m, round_index=1)
 
 
-def _check_labels(federation: Federation, name: SiteId, num_classes: int) -> None:
-    """Check the class of every record: a batch need not have them all."""
-    for part in federation.site_data[name]:
+def _check_labels(
+    federation: Federation, name: SiteId, num_classes: int, read: _TargetsRead
+) -> None:
+    """Check the class of every record: a batch need not have them all.
+
+    Of a dataset that has its labels only in its items, check those that were read.
+    """
+    if num_classes == 0:
+        return
+    for part, targets in zip(federation.site_data[name], read, strict=True):
         labels = part.labels()
-        if num_classes == 0 or labels is None:
-            continue
-        if labels.min() < 0 or labels.max() >= num_classes:
-            raise classes_misfit(num_classes, torch.from_numpy(labels))
+        batches = targets if labels is None else [torch.from_numpy(labels)]
+        for found in batches:
+            if not isinstance(found, torch.Tensor) or not found.numel():
+                continue
+            if found.min() < 0 or found.max() >= num_classes:
+                raise classes_misfit(num_classes, found)

@@ -1,5 +1,6 @@
 """What a look at the first batches of each site finds."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,3 +61,34 @@ def test_columns_that_differ_by_site_are_named():
     nested = ({"a": inputs, "b": (inputs, inputs)}, targets)
     with pytest.raises(SiteError, match=r"a: float32, b: \(float32, float32\)"):
         check_first_batches(federation((inputs, targets), nested))
+
+
+def test_labels_that_only_items_have_are_read_too():
+    """A dataset of a user's own has no array of all labels, and no order."""
+    inputs, targets = arrays()
+    wrong = targets.copy()
+    wrong[-1] = 3
+    sound, bad = (list(zip(inputs, all_, strict=True)) for all_ in (targets, wrong))
+    check_first_batches(federation(sound, sound))
+    with pytest.raises(SiteError, match=r"site-1'.* must be from 0 to 2: renumber"):
+        check_first_batches(federation(sound, bad))
+
+
+def test_a_site_with_more_records_than_a_secure_sum_allows_is_named():
+    """It would decline every round; the limit counts in steps of the grid of counts."""
+    inputs, targets = arrays()
+    few = inputs[:50], targets[:50]
+
+    def check(most: int, weights: str = "examples") -> None:
+        secure = {"enabled": True, "max_examples": most, "two_sites_waiver": True}
+        job = small_job(
+            num_sites=2,
+            privacy={"secure_aggregation": {"clip_norm": 1.0, **secure}},
+            aggregation={"weights": weights},
+        )
+        check_first_batches(replace(federation(few, (inputs, targets)), job=job))
+
+    with pytest.raises(SiteError, match=r"site-1'.*60 training records, .* allows 56"):
+        check(52)
+    check(58)
+    check(9, "uniform")
