@@ -7,7 +7,7 @@ import torch
 
 from clients.data.datasets import describe as describe_value
 from federation.errors import SiteError
-from federation.tree import Tree, leaves, num_records
+from federation.tree import Tree, leaves, named_leaves, num_records
 
 _IMAGE_AXES = 4  # As in ``clients.data.datasets``.
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -64,8 +64,11 @@ def logits_of(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
 
 def _advice(model: torch.nn.Module, inputs: Tree) -> str:
     parts = list(leaves(inputs))
-    shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-    said = f"the model (model.factory) received inputs {shapes}"
+    shapes = ", ".join(
+        f"{place} {part.dtype} {tuple(part.shape)}"
+        for place, part in named_leaves("inputs", inputs)
+    )
+    said = f"the model (model.factory) received {shapes}"
     if not isinstance(inputs, torch.Tensor):
         said += (
             f" as a {type(inputs).__name__}: a dict gives the model's arguments by "

@@ -76,10 +76,11 @@ def with_weights(
         there = tensors.get(name)
         if there is None or there.shape != tensor.shape:
             found = "nothing" if there is None else str(list(there.shape))
+            hint = weight_files.renamed(name, tensors) if there is None else ""
             raise JobError(
                 f"{file} does not fit the model: {name!r} is {list(tensor.shape)} in "
-                f"the model and {found} in the file; name it in `new` if it is to stay "
-                "as it is",
+                f"the model and {found} in the file"
+                f"{hint or '; name it in `new` if it is to stay as it is'}",
                 key=_FILE_KEY,
             )
     _refuse_unknown(tensors, state, file, new)

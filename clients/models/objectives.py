@@ -173,7 +173,8 @@ def classification(
     logits_bk = logits_of(model, inputs)
     if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
         raise misfit(
-            "classification needs logits of shape (examples, classes)",
+            "classification needs logits of shape (examples, classes), one for each "
+            'class; for a single yes or no set training.task to "binary"',
             f"for {len(labels)} examples the model returned {tuple(logits_bk.shape)}",
         )
     if num_classes not in {0, logits_bk.shape[1]}:
@@ -478,7 +479,7 @@ class RecordObjective:
         found, expected = self._call(model, inputs, targets), self._expected()
         # A dict by itself: to look for an abstract class takes longer.
         if not isinstance(found, (dict, Mapping)) or found.keys() != expected.keys():
-            names = list(found) if isinstance(found, Mapping) else type(found).__name__
+            names = list(found) if isinstance(found, Mapping) else describe(found)
             raise misfit(
                 f"{self._name} must return a dict of {list(expected)}: name its "
                 "metrics in training.metrics",

@@ -318,9 +318,10 @@ def _check_fits(layout: Layout, tensors: Tensors, name: str) -> None:
             or tuple(found.shape) != spec.shape
             or found.is_floating_point() != is_float
         ):
+            hint = weight_files.renamed(spec.name, tensors) if found is None else ""
             raise JobError(
                 f"{name} {fault}: {spec.name!r} is {spec.dtype}{list(spec.shape)} in "
-                f"the model and {here} in the file",
+                f"the model and {here} in the file{hint}",
                 key=KEY,
             )
     known = {spec.name for spec in layout.tensors}

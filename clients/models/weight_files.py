@@ -5,6 +5,7 @@ file differs is refused, and nothing else has to name the file's digest.
 """
 
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -68,6 +69,21 @@ def unreadable(name: str, path: Path, error: Exception, *, key: str) -> JobError
     return JobError(
         f"{name} is not a safetensors file: {error}; copy it again", key=key
     )
+
+
+def renamed(name: str, names: Iterable[str]) -> str:
+    """Hint at the tensor of a file that lacks one only by another prefix.
+
+    Wrappers such as ``DataParallel`` and ``torch.compile`` add one.
+
+    Args:
+        name: A tensor of the model that the file lacks.
+        names: Those of the file.
+    """
+    for other in names:
+        if other.endswith(f".{name}") or name.endswith(f".{other}"):
+            return f"; the file has {other!r}: rename its tensors to those of the model"
+    return ""
 
 
 def load(module: torch.nn.Module, name: str, *, key: str) -> torch.nn.Module:

@@ -113,6 +113,9 @@ def test_the_first_tensor_that_does_not_fit_is_named(tmp_path: Path):
     save_file({"1.weight": torch.zeros(5, 4)}, file)
     with pytest.raises(JobError, match=r"'1.bias' is \[5\] .* nothing in the file"):
         with_weights(net(), str(file), new=HEAD)
+    save_file({f"net.{n}": t for n, t in net().state_dict().items()}, file)
+    with pytest.raises(JobError, match=r"the file has 'net\.1\.weight': rename"):
+        with_weights(net(), str(file), new=HEAD)
     save_file(net().state_dict() | {"7.weight": torch.zeros(1)}, file)
     with pytest.raises(JobError, match=r"'7\.weight' .*in the model"):
         with_weights(net(), str(file), new=HEAD)

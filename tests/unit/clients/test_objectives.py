@@ -312,4 +312,13 @@ def test_an_index_error_of_something_else_shows_the_inputs():
     for inputs in (torch.full((2, 3), 9), torch.zeros(2, 3)):
         with pytest.raises(IndexError) as caught:
             apply_model(Picks(), inputs)
-        assert "received inputs" in "".join(caught.value.__notes__)
+        assert "received inputs torch" in "".join(caught.value.__notes__)
+
+
+def test_columns_that_the_model_does_not_take_are_named():
+    """With the shape of each."""
+    inputs = {"age": torch.zeros(2), "pair": (torch.ones(2, 3), torch.ones(2))}
+    with pytest.raises(TypeError) as caught:
+        apply_model(nn.Linear(3, 1), inputs)
+    said = "".join(caught.value.__notes__)
+    assert "received inputs['age'] torch.float32 (2,), inputs['pair'][0] torch" in said

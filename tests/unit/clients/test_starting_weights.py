@@ -118,6 +118,10 @@ UNFIT = {
         {**tensors(), LAST: tensors()[LAST].long()},
         f"'{LAST}' is float32.* in the model and int64",
     ),
+    "prefix": (
+        {f"module.{key}": value for key, value in tensors().items()},
+        f"nothing in the file; the file has 'module.{FIRST}': rename",
+    ),
     "extra": ({**tensors(), "more": torch.zeros(2)}, "'more' is not in the model"),
     "not finite": ({**tensors(), LAST: tensors()[LAST] * torch.nan}, "NaN"),
 }
