@@ -169,11 +169,21 @@ def _check_step(federation: Federation, name: SiteId) -> int:
 
 
 def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
-    """Train and evaluate once from the first weights."""
+    """Train and evaluate once from the first weights.
+
+    Raises:
+        SiteError: No held-out record has a label, so no round would be evaluated.
+    """
     weights_d, integers_m = federation.pool.initial_weights()
     prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
-    if len(held_out):
-        trainer.evaluate(weights_d, integers_m, round_index=1)
+    if not len(held_out):
+        return
+    if trainer.evaluate(weights_d, integers_m, round_index=1).count == 0:
+        raise SiteError(
+            f"none of the first {len(held_out)} held-out records has a label that "
+            "counts (-100 leaves a place out), so nothing can be evaluated: check how "
+            "the data function sets the labels"
+        )
 
 
 def _check_labels(

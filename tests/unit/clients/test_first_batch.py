@@ -13,6 +13,7 @@ from clients.training.first_batch import check_first_batches
 from clients.training.local_federation import Federation
 from federation.errors import SiteError
 from federation.ids import SiteId
+from federation.job.spec import DataSpec
 
 SITES = ("site-0", "site-1")
 
@@ -92,3 +93,27 @@ def test_a_site_with_more_records_than_a_secure_sum_allows_is_named():
         check(52)
     check(58)
     check(9, "uniform")
+
+
+def test_records_without_any_label_are_named():
+    """As a mask of prompts that covers the answers makes them."""
+    pixels, classes = np.ones((4, 3, 2, 2), np.float32), np.zeros((4, 2, 2), np.int64)
+    job = small_job(
+        num_sites=2,
+        model={
+            "factory": "torch.nn:Conv2d",
+            "options": {"in_channels": 3, "out_channels": 2, "kernel_size": 1},
+        },
+        training={"task": "segmentation", "local_steps": 1},
+    )
+
+    def check(of_second: Any) -> None:
+        found = federation((pixels, classes), (pixels, of_second))
+        second = replace(job.sites[1], data=DataSpec(source="x:y"))
+        sites = (job.sites[0], second)
+        named = replace(job, sites=sites)
+        check_first_batches(replace(found, job=named, pool=ModelPool(named)))
+
+    check(classes)
+    with pytest.raises(SiteError, match=r"site-1'.*none of the first 4 held-out"):
+        check(np.full_like(classes, -100))
