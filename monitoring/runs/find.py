@@ -93,16 +93,16 @@ def find_model(name: str, root: Path) -> RunFolder:
     Such a folder has the run's model and job, but not its record.
 
     Args:
-        name: As for ``find_run``.
+        name: As for ``find_run``, or the path of the model in the folder.
         root: Folder of all runs.
 
     Raises:
         RunNotFound: There is neither.
     """
-    direct = RunFolder(Path(name))
-    if _exported(direct.path) == _OWN_FORMAT and direct.job.is_file():
-        return direct
-    return find_run(name, root)
+    path = Path(name)
+    direct = RunFolder(path.parent if path.name == _OWN_FORMAT else path)
+    is_export = _exported(direct.path) == _OWN_FORMAT and direct.job.is_file()
+    return direct if is_export or direct.exists() else find_run(name, root)
 
 
 def _exported(path: Path) -> str:

@@ -37,7 +37,8 @@ def test_an_exported_model_is_no_run(tmp_path: Path, files: list[str], said: str
 def test_only_an_export_with_its_job_stands_for_a_run(tmp_path: Path):
     """Verbs that read a run's record refuse it."""
     folder = folder_with(tmp_path / "given", "model.safetensors", "job.toml")
-    assert find_model(str(folder), tmp_path).path == folder
+    for name in (folder, folder / "model.safetensors"):
+        assert find_model(str(name), tmp_path).path == folder
     with pytest.raises(RunNotFound, match="crossfed predict takes it"):
         find_run(str(folder), tmp_path)
 
