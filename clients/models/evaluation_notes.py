@@ -6,7 +6,7 @@ the log alone: in a deployed run, to that of the site.
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -19,6 +19,7 @@ from clients.data.datasets import (
 )
 from clients.models.applying import logits_of
 from federation.ids import SiteId
+from federation.job.metrics import Metric
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.tree import Tree
@@ -36,6 +37,26 @@ def are_probabilities(logits_bk: torch.Tensor) -> bool:
     sums = logits_bk.sum(1)
     is_positive = bool(logits_bk.min() >= 0)
     return is_positive and torch.allclose(sums, torch.ones_like(sums))
+
+
+def beyond_bounds(
+    values: Mapping[str, torch.Tensor], bounds: Mapping[str, Metric]
+) -> Iterator[str]:
+    """Say of which metrics some values count as a bound, and not as what they are.
+
+    Args:
+        values: Of each record, shape ``(B,)``, by name.
+        bounds: Those of the job.
+    """
+    for name, metric in bounds.items():
+        values_b = values[name]
+        num_beyond = int(((values_b < metric.low) | (values_b > metric.high)).sum())
+        if num_beyond:
+            yield (
+                f"training.metrics.{name}: {num_beyond} of {len(values_b)} held-out "
+                f"records have values beyond [{metric.low:g}, {metric.high:g}], which "
+                "count as the nearest bound in all results: widen the bounds"
+            )
 
 
 @dataclass(slots=True, eq=False)

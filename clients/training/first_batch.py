@@ -1,5 +1,6 @@
 """One batch forward and backward at each kind of site, before a run or without one."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -8,8 +9,12 @@ import torch
 
 from clients.data.datasets import Dataset, not_finite_records, not_finite_row
 from clients.models.applying import logits_of
-from clients.models.evaluation_notes import PROBABILITIES, are_probabilities
-from clients.models.objectives import classes_misfit
+from clients.models.evaluation_notes import (
+    PROBABILITIES,
+    are_probabilities,
+    beyond_bounds,
+)
+from clients.models.objectives import RecordObjective, classes_misfit
 from clients.training.local_federation import Federation
 from clients.training.private_steps import takes_private_steps
 from clients.training.trainer import TorchTrainer
@@ -18,11 +23,13 @@ from clients.user_code import sentence
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.code_files import unpinned
-from federation.job.metrics import TRAINER
+from federation.job.metrics import LOSS, TRAINER, loss_of, metrics_of
 from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.protocols import Trainer
 from federation.tree import Tree, map_tree
 from privacy.counts import coarse
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN and labels in.
 
@@ -151,6 +158,7 @@ def _check_step(federation: Federation, name: SiteId) -> int:
         held_out=held_out,
     )
     _try(federation, trainer, held_out)
+    _note_bounds(federation, held_out)
     weights_d, integers_m = pool.initial_weights()
     batch = train.batch(np.arange(min(len(train), job.training.batch_size)))
     batch = map_tree(lambda part: part.to(pool.device), batch)
@@ -184,6 +192,22 @@ def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
             "counts (-100 leaves a place out), so nothing can be evaluated: check how "
             "the data function sets the labels"
         )
+
+
+def _note_bounds(federation: Federation, held_out: Dataset) -> None:
+    """Warn if values of the first model are beyond the bounds that the job states."""
+    pool, training = federation.pool, federation.job.training
+    objective, size = pool.objective, min(len(held_out), training.batch_size)
+    if not size or not isinstance(objective, RecordObjective) or not training.metrics:
+        return
+    batch = held_out.batch(np.arange(size))
+    inputs, targets = map_tree(lambda part: part.to(pool.device), batch)
+    with pool.borrow() as model, torch.no_grad():
+        model.load(*pool.initial_weights())
+        values = objective.values(model.module.eval(), inputs, targets)
+    bounds = {LOSS: loss_of(training), **metrics_of(training)}
+    for text in beyond_bounds(values, bounds):
+        _LOG.warning("%s", text)
 
 
 def _check_labels(

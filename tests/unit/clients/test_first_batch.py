@@ -15,6 +15,7 @@ from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import DataSpec
 
+LINEAR = {"in_features": 4, "out_features": 1}
 SITES = ("site-0", "site-1")
 
 
@@ -117,3 +118,31 @@ def test_records_without_any_label_are_named():
     check(classes)
     with pytest.raises(SiteError, match=r"site-1'.*none of the first 4 held-out"):
         check(np.full_like(classes, -100))
+
+
+def test_values_beyond_their_bounds_are_noted(caplog: pytest.LogCaptureFixture):
+    """They would be reported as the nearest bound; the values themselves are not."""
+    inputs, _ = arrays()
+    targets = np.array([[0.5]] * 11 + [[40.0]], np.float32)
+    names = ("loss", "absolute_error", "squared_error")
+
+    def notes(high: float) -> list[str]:
+        training = {"task": "regression", "batch_size": 16, "local_steps": 1}
+        job = small_job(
+            num_sites=2,
+            model={"factory": "torch.nn:Linear", "options": LINEAR},
+            training={**training, "metrics": {name: [0, high] for name in names}},
+        )
+        data = inputs[:12], targets
+        found = replace(federation(data, data), job=job, pool=ModelPool(job))
+        caplog.clear()
+        check_first_batches(found)
+        return [record.getMessage() for record in caplog.records]
+
+    assert notes(1e6) == []
+    said = "held-out records have values beyond [0, 100], which count"
+    assert [text for text in notes(100) if said in text] == [
+        f"training.metrics.{name}: 1 of 12 {said} as the nearest bound in all results: "
+        "widen the bounds"
+        for name in ("loss", "squared_error")
+    ]
