@@ -176,7 +176,9 @@ def _adapters(work: _FormatWork) -> list[torch.Tensor]:
     is_prompt = without_cut(work.model) is not None
     if not is_prompt and not folders.has_adapters(work.model):
         raise JobError(
-            "the run's model has no adapters: export huggingface", key="--format"
+            "the run's model has no adapters: export safetensors, or huggingface if it "
+            "is a model of transformers",
+            key="--format",
         )
     if any(not each.refactored for each in exact_factors(work.model)):
         raise JobError(

@@ -30,7 +30,7 @@ def test_an_exported_model_is_no_run(tmp_path: Path, files: list[str], said: str
     folder = folder_with(tmp_path / "given", *files)
     for name in (folder, folder / files[0]):
         for find in (find_run, find_model):
-            with pytest.raises(RunNotFound, match=f"is a model, not a run.*{said}"):
+            with pytest.raises(RunNotFound, match=f"not a run.*{said}"):
                 find(str(name), tmp_path / "runs")
 
 
