@@ -173,7 +173,7 @@ format: $(READY) ## Put the code in order
 SCRIPTS ?= $(shell grep -lF 'if __name__ == "__main__":' benchmarks/*.py)
 RESULTS ?= bench
 
-bench: $(READY) ## Run each benchmark that has no result in bench/ yet (half an hour; JSON lines)
+bench: $(READY) ## Run each benchmark that has no result in bench/ yet (40 minutes or less; JSON lines)
 	@mkdir -p $(RESULTS); failed=; \
 	for script in $(SCRIPTS); do \
 		name=$$(basename $$script .py); result=$(RESULTS)/$$name.jsonl; \
