@@ -4,6 +4,8 @@ The later the start, the less local steps and few levels cost. One table of loss
 one of minutes for each size that was measured.
 """
 
+import math
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +13,13 @@ from pathlib import Path
 import wall_clock
 from claims import best_rows
 from results import Result, table_line
+from scipy.special import stdtrit
 
 # Seconds of a site's step, as in the page's tables of the share of training.
 STEP_SECONDS = 0.25
 MBITS = (10.0, 100.0, 1000.0)
 _MINUTE = 60
+_FEWEST_SEEDS = 2
 _ROWS = Path(__file__).resolve().parent / "rows.toml"
 
 
@@ -61,6 +65,7 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
     )
     for own in by_size(rows).values():
         yield from _losses(own)
+        yield from _paired(own)
     yield "## Loss by wall-clock\n"
     yield (
         f"Computed, not measured: from the rows above and their bytes, with steps of "
@@ -130,6 +135,64 @@ def _losses(rows: Sequence[Result]) -> Iterator[str]:
             str(tries.count(row["row"])),
         )
     yield ""
+
+
+def _paired(rows: Sequence[Result]) -> Iterator[str]:
+    """Write how far rows of several seeds are from the best synchronous one.
+
+    Seed by seed, as model and batches of a seed are the same for all rows; the interval
+    is Student's.
+    """
+    best = best_rows(rows)
+    dense = [row for row in best.values() if row["bytes_from"] == "formula"]
+    if not dense:
+        return
+    reference = min(dense, key=lambda each: each["loss"])
+    of_reference = _by_seed(rows, reference)
+    lines = []
+    for row in sorted(best.values(), key=lambda each: each["loss"]):
+        own = _by_seed(rows, row)
+        seeds = sorted(own.keys() & of_reference.keys())
+        if row is reference or len(seeds) < _FEWEST_SEEDS:
+            continue
+        shares = [own[seed] / of_reference[seed] - 1 for seed in seeds]
+        scale = statistics.stdev(shares) / math.sqrt(len(seeds))
+        half = float(stdtrit(len(seeds) - 1, 0.975)) * scale
+        middle = statistics.mean(shares)
+        lines.append(
+            table_line(
+                row["row"],
+                str(len(seeds)),
+                f"{statistics.mean(own[seed] for seed in seeds):.3f}",
+                f"{statistics.mean(of_reference[seed] for seed in seeds):.3f}",
+                f"{middle:+.1%}",
+                f"{middle - half:+.1%} to {middle + half:+.1%}",
+            )
+        )
+    if lines:
+        heads = (
+            "row",
+            "seeds",
+            "mean loss",
+            "synchronous",
+            "difference",
+            "95 % interval",
+        )
+        yield f"Differences from {reference['row']} with several seeds, in pairs:\n"
+        yield table_line(*heads)
+        yield table_line(*["---"] * len(heads))
+        yield from lines
+        yield ""
+
+
+def _by_seed(rows: Sequence[Result], like: Result) -> Mapping[int, float]:
+    """Losses of a row at the rate of one of its results."""
+    same = ("row", "learning_rate")
+    return {
+        row["seed"]: row["loss"]
+        for row in rows
+        if all(row[key] == like[key] for key in same)
+    }
 
 
 def later_rounds(row: Result) -> str:

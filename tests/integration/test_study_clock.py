@@ -113,6 +113,20 @@ def test_more_local_work_is_compared_with_the_same_synchronous_run():
     assert text.count(", 70 steps at each site after") == 2
 
 
+def test_rows_of_several_seeds_are_compared_in_pairs():
+    """With Student's interval: t = 12.706 for two pairs."""
+    warm = importlib.import_module("warm_model")
+    second = [
+        {**SYNCHRONOUS, "seed": 1, "loss": 2.0},
+        {**ROUNDS, "seed": 1, "loss": 2.08},
+        {**ROUNDS, "seed": 1, "loss": 9.0, "learning_rate": 1.0},
+    ]
+    text = "\n".join(warm.text([SYNCHRONOUS, ROUNDS, *second], "picture.svg"))
+    # 2 % and 4 % above: a standard error of 1 %.
+    assert "| rounds | 2 | 1.805 | 1.750 | +3.0% | -9.7% to +15.7% |" in text
+    assert "in pairs" not in "\n".join(warm.text([SYNCHRONOUS, ROUNDS], "a.svg"))
+
+
 def test_a_row_takes_a_multiple_of_the_steps_of_its_size():
     """In rounds of its own length, which must come out even."""
     rows = importlib.import_module("rows")
