@@ -67,10 +67,10 @@ nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
 test: $(READY) ## Run every test but the long ones
 	@$(MAKE) --no-print-directory --keep-going test-fast test-rest
 
-# After `make coverage`, for CI. Properties run again here, with all their examples. Twice
-# as many workers as two cores: the slowest tests mostly wait for processes.
+# After `make coverage`, for CI. Properties run again here, with all their examples. One worker
+# more than two cores have: the slowest tests mostly wait for processes.
 test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
-	$(PYTEST) -m "not long and not fast" -n 4 --dist loadgroup
+	$(PYTEST) -m "not long and not fast" -n 3 --dist loadgroup
 
 deploy-tools: $(VENV)-deploy/.ready ## Install what checks the files of deploy/, in .venv-deploy
 
