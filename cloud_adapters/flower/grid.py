@@ -36,6 +36,7 @@ from federation.messages import (
     RelayedTasks,
     Reply,
     RoundTask,
+    SecureAnswer,
     SiteFailure,
     SiteMessage,
     TaskKind,
@@ -409,12 +410,24 @@ class FlowerGrid:
             self._take_word(batch, out, word, is_again=not _is_word(message))
             return
         (answer, *following), bytes_up = self._answers.read(question.task, message)
+        self._note_leave(question.task.site, answer)
         if self._may_return(answer, question.task):
             batch.left[question.index] = answer
             return
         question.asked.is_answered = True
         more = tuple(following)
         self._settle(batch, question, answer, bytes_up=bytes_up, following=more)
+
+    def _note_leave(self, site: SiteId, answer: SiteMessage) -> None:
+        """If a site leaves, note as which agent, and not as which it was asked.
+
+        If its agent was restarted between the two, the site would seem to be back.
+        """
+        if not _leaves(answer):
+            return
+        let_in = self._presence.activations(afresh=True).get(self._nodes[site])
+        if let_in is not None:
+            self._activations[site] = let_in
 
     def _may_return(self, answer: SiteMessage, task: Asked) -> TypeGuard[SiteFailure]:
         """Whether a site has left a task that it may continue when it is back."""
@@ -500,6 +513,12 @@ class FlowerGrid:
         if self._stopped():
             raise FederationError("Flower has stopped; no site will answer")
         self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
+
+
+def _leaves(answer: SiteMessage) -> bool:
+    if isinstance(answer, SiteFailure):
+        return answer.kind is FailureKind.LEAVING
+    return not isinstance(answer, SecureAnswer) and answer.leaving is not None
 
 
 def _is_word(message: Message) -> bool:

@@ -698,6 +698,22 @@ def leaving(message: Any) -> RecordDict:
     )
 
 
+def test_agent_that_was_restarted_and_leaves_is_not_back(
+    beating: Beating, clock: VirtualClock
+):
+    """It was let in after the task was sent, and left as that; then a third is back."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    exchange(grid)
+    beating.spoilt, beating.let_in = {20: leaving(SITES[0])}, {20: "again"}
+    found = kinds(exchange(grid, round_index=2))
+    assert found["one"] == FailureKind.LEAVING
+    clock.sleep(2.0)
+    assert [*grid.returned([SITES[0]], 3)] == []
+    beating.let_in = {20: "once more"}
+    clock.sleep(2.0)
+    assert [*grid.returned([SITES[0]], 3)] == [SITES[0]]
+
+
 def test_site_that_is_back_in_time_is_asked_again(
     beating: Beating, clock: VirtualClock
 ):
