@@ -421,12 +421,11 @@ class FlowerGrid:
     def _note_leave(self, site: SiteId, answer: SiteMessage) -> None:
         """If a site leaves, note as which agent, and not as which it was asked.
 
-        If its agent was restarted between the two, the site would seem to be back.
+        If its agent was restarted between the two, the site would seem to be back. The
+        last look is older than the answer, so it never shows the agent that comes next.
         """
-        if not _leaves(answer):
-            return
-        let_in = self._presence.activations(afresh=True).get(self._nodes[site])
-        if let_in is not None:
+        let_in = self._presence.let_in(self._nodes[site])
+        if _leaves(answer) and let_in is not None:
             self._activations[site] = let_in
 
     def _may_return(self, answer: SiteMessage, task: Asked) -> TypeGuard[SiteFailure]:

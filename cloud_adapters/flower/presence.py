@@ -93,16 +93,17 @@ class Presence:
         """Nodes without a fresh heartbeat, as of the last look."""
         return set() if self._get_nodes is None else asked - self.activations().keys()
 
-    def activations(self, *, afresh: bool = False) -> Mapping[int, str]:
+    def let_in(self, node: int) -> str | None:
+        """When a node was let in, as of the last look; None if it was not there."""
+        return self._fresh.get(node)
+
+    def activations(self) -> Mapping[int, str]:
         """Nodes with a fresh heartbeat, and when each was let in.
 
         A node that ends and comes back is let in once more.
-
-        Args:
-            afresh: Look now, however short ago the last look was.
         """
         now = self._clock.monotonic()
-        if self._get_nodes is not None and (afresh or now >= self._next_look):
+        if self._get_nodes is not None and now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             nodes = [*self._get_nodes()]
             self._note_left({node.node_id: node.online_until for node in nodes})

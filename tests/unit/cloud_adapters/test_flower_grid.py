@@ -698,19 +698,31 @@ def leaving(message: Any) -> RecordDict:
     )
 
 
-def test_agent_that_was_restarted_and_leaves_is_not_back(
-    beating: Beating, clock: VirtualClock
+@pytest.mark.parametrize("is_restarted_first", [True, False])
+def test_agent_that_was_restarted_during_its_last_task(
+    beating: Beating, clock: VirtualClock, *, is_restarted_first: bool
 ):
-    """It was let in after the task was sent, and left as that; then a third is back."""
+    """One that leaves after that is not back; one that comes after it left is."""
     grid = make_grid(beating, clock, roll_call=NamesRead())
     exchange(grid)
-    beating.spoilt, beating.let_in = {20: leaving(SITES[0])}, {20: "again"}
-    found = kinds(exchange(grid, round_index=2))
+    beating.silent, before, real_sleep = {20}, clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 1.0 and is_restarted_first:
+            beating.let_in = {20: "again"}
+        if clock.now() - before > 4.0:
+            beating.silent, beating.spoilt = set(), {20: leaving(SITES[0])}
+            beating.let_in = {20: "again"}  # Between two looks
+
+    clock.sleep = sleep
+    found = kinds(exchange(grid, seconds=60.0, round_index=2))
     assert found["one"] == FailureKind.LEAVING
-    clock.sleep(2.0)
-    assert [*grid.returned([SITES[0]], 3)] == []
+    real_sleep(2.0)
+    back = [] if is_restarted_first else [SITES[0]]
+    assert [*grid.returned([SITES[0]], 3)] == back
     beating.let_in = {20: "once more"}
-    clock.sleep(2.0)
+    real_sleep(2.0)
     assert [*grid.returned([SITES[0]], 3)] == [SITES[0]]
 
 
