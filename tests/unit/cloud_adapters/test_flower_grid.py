@@ -711,9 +711,9 @@ def test_agent_that_was_restarted_during_its_last_task(
         real_sleep(seconds)
         if clock.now() - before > 1.0 and is_restarted_first:
             beating.let_in = {20: "again"}
-        if clock.now() - before > 4.0:
+        if clock.now() - before > 4.5:
             beating.silent, beating.spoilt = set(), {20: leaving(SITES[0])}
-            beating.let_in = {20: "again"}  # Between two looks
+            beating.let_in = {20: "again"}  # Between two looks, one a second
 
     clock.sleep = sleep
     found = kinds(exchange(grid, seconds=60.0, round_index=2))
