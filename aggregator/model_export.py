@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from aggregator import tensor_file
+from federation import sealed_tensors
 from federation.errors import CorruptObject
 from federation.protocols import Buffer, RunState
 from federation.vectors import Layout, Role
@@ -40,7 +41,7 @@ def named_arrays(
 
 
 def file_pieces(layout: Layout, arrays: Mapping[str, Array]) -> Iterable[Buffer]:
-    """A safetensors file of the model in its own types.
+    """A safetensors file of the model in its own types, with its digest.
 
     Args:
         layout: Layout of the model; it names the types.
@@ -59,24 +60,27 @@ def file_pieces(layout: Layout, arrays: Mapping[str, Array]) -> Iterable[Buffer]
         elif array.dtype.name != spec.dtype:
             array = array.astype(np.dtype(spec.dtype))
         typed[spec.name] = array
-    return tensor_file.pieces(typed, {"format": "pt"}, bfloat16=halves)
+    return tensor_file.pieces(typed, {"format": "pt"}, bfloat16=halves, is_sealed=True)
 
 
 def read(path: Path) -> dict[str, Array]:
     """Read an exported model: float32 and int64 arrays by tensor name.
 
     Raises:
-        CorruptObject: It is not a whole safetensors file, or it cannot be read.
+        CorruptObject: It is not a whole safetensors file, it is damaged, or it cannot
+            be read.
     """
     try:
-        return {
+        arrays = {
             name: tensor.to(
                 torch.float32 if tensor.is_floating_point() else torch.int64
             ).numpy()
             for name, tensor in load_file(path).items()
         }
+        sealed_tensors.check(path)
     # torch has no values of some types that the format has, such as F4.
     except (OSError, SafetensorError, NotImplementedError) as error:
         raise CorruptObject(
             f"{path} cannot be read: {error}; resume the run to write it again"
         ) from error
+    return arrays

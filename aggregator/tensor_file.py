@@ -6,7 +6,6 @@ bytes of JSON (name -> dtype, shape, offsets), then the raw values
 (https://github.com/huggingface/safetensors, "Format"). Nothing in it is code.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ from numpy.typing import NDArray
 
 from federation.errors import CorruptObject
 from federation.protocols import Buffer
+from federation.sealed_tensors import METADATA, header_bytes, sealed
 
 Array = NDArray[Any]
 
 MAX_HEADER_BYTES = 100_000_000  # The safetensors library reads no longer one.
-_METADATA = "__metadata__"
-_ALIGNMENT = 8
 
 _FORMAT_NAMES: Mapping[str, str] = {
     "float64": "F64",
@@ -44,6 +42,7 @@ def pieces(
     metadata: Mapping[str, str],
     *,
     bfloat16: Collection[str] = (),
+    is_sealed: bool = False,
 ) -> list[Buffer]:
     """Lay a safetensors file out as buffers, to be written one after another.
 
@@ -54,17 +53,18 @@ def pieces(
         metadata: Texts for the file's header.
         bfloat16: Names of the tensors that are bfloat16, which NumPy lacks: their
             arrays hold the 16 bits of each value as uint16.
+        is_sealed: Whether the header has a digest, see ``sealed_tensors``.
 
     Raises:
         ValueError: An array has a type that the format or this writer lacks, is
             not contiguous, or the header would be too long.
     """
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     buffers: list[Buffer] = []
     end = 0
     for name, array in tensors.items():
-        if name == _METADATA:
-            raise ValueError(f"a tensor cannot be called {_METADATA!r}")
+        if name == METADATA:
+            raise ValueError(f"a tensor cannot be called {METADATA!r}")
         start, end = end, end + array.nbytes
         header[name] = {
             "dtype": _format_name(name, array, is_bfloat16=name in bfloat16),
@@ -73,11 +73,12 @@ def pieces(
         }
         if array.size:
             buffers.append(array.reshape(-1).view(np.uint8).data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    if is_sealed:
+        header = sealed(header, buffers)
+    text = header_bytes(header)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes, over {MAX_HEADER_BYTES}")
-    return [len(text).to_bytes(8, "little") + text, *buffers]
+    return [text, *buffers]
 
 
 def read(data: bytes) -> dict[str, Array]:

@@ -242,7 +242,7 @@ def submitted(run: RunFolder) -> float:
 
 def like(plan: DeploymentPlan, run: RunFolder) -> Speeds:
     """Speeds as `plan --like` takes them."""
-    own = job_file.loads(run.read_job())
+    own = run.read_spec()
     traffic = SIZES(forecast.federation_of(plan, own))
     assert traffic is not None
     return measured.measured_speeds(

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from clients.models import weight_files
 from clients.models.model_pool import ModelPool
@@ -248,10 +246,7 @@ def _parsed(url: str) -> StoreUrl:
 
 
 def _read(name: str, path: Path) -> Tensors:
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise weight_files.unreadable(name, path, error, key=KEY) from error
+    found = weight_files.tensors(name, path, key=KEY)
     for key, tensor in found.items():
         try:
             tensor.reshape(-1)[:1].float()

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from federation.errors import JobError
+from federation import sealed_tensors
+from federation.errors import CorruptObject, JobError
 from federation.job import code_files
 
 _MODEL = "model.safetensors"
@@ -41,34 +42,31 @@ def read(name: str, *, key: str) -> dict[str, torch.Tensor]:
     """Read what ``find`` finds.
 
     Raises:
-        JobError: It is not here, or is no safetensors file.
+        JobError: It is not here, or see ``tensors``.
     """
     path = find(name, key=key)
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise unreadable(str(path), path, error, key=key) from error
+    return tensors(str(path), path, key=key)
 
 
-def unreadable(name: str, path: Path, error: Exception, *, key: str) -> JobError:
-    """Say why a file is no safetensors file, and what to do.
+def tensors(name: str, path: Path, *, key: str) -> dict[str, torch.Tensor]:
+    """Read a file of weights.
 
     Args:
         name: The file as the job names it.
         path: Where it is.
-        error: What its reader raised.
         key: Key of the job, for errors.
+
+    Raises:
+        JobError: It is no safetensors file, or is damaged.
     """
-    if zipfile.is_zipfile(path):
-        return JobError(
-            f"{name} is not a safetensors file but one of torch.save or an archive, "
-            "which may contain code and is never read: write the weights with "
-            "safetensors.torch.save_file(model.state_dict(), FILE)",
-            key=key,
-        )
-    return JobError(
-        f"{name} is not a safetensors file: {error}; copy it again", key=key
-    )
+    try:
+        found = load_file(path)
+        sealed_tensors.check(path, name)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(name, path, error, key=key) from error
+    except CorruptObject as error:
+        raise JobError(f"{error}: restore the file", key=key) from error
+    return found
 
 
 def renamed(name: str, names: Iterable[str]) -> str:
@@ -97,3 +95,24 @@ def load(module: torch.nn.Module, name: str, *, key: str) -> torch.nn.Module:
     except RuntimeError as error:
         raise JobError(f"{name} does not fit the model: {error}", key=key) from error
     return module.requires_grad_(requires_grad=False)
+
+
+def _unreadable(name: str, path: Path, error: Exception, *, key: str) -> JobError:
+    """Say why a file is no safetensors file, and what to do.
+
+    Args:
+        name: The file as the job names it.
+        path: Where it is.
+        error: What its reader raised.
+        key: Key of the job, for errors.
+    """
+    if zipfile.is_zipfile(path):
+        return JobError(
+            f"{name} is not a safetensors file but one of torch.save or an archive, "
+            "which may contain code and is never read: write the weights with "
+            "safetensors.torch.save_file(model.state_dict(), FILE)",
+            key=key,
+        )
+    return JobError(
+        f"{name} is not a safetensors file: {error}; copy it again", key=key
+    )

@@ -24,7 +24,6 @@ from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.ids import SiteId
-from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
@@ -95,7 +94,7 @@ class DeployedRun:
         self._run = run
         self._parties = parties
         self._clock = clock
-        self._job = job_file.loads(run.read_job())
+        self._job = run.read_spec()
         begun = run.run_id()
         check(self._job, parties, resumed=begun is not None)
         with unable_to_exit():

@@ -230,7 +230,7 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
             f"run {name} is completed: omit --resume to start a new run, or add rounds "
             "with --extend"
         )
-    kept = job_file.document(job_file.loads(run.read_job()))
+    kept = job_file.document(run.read_spec())
     changes = job_file.differences(kept, job_file.document(job))
     if changes:
         raise CheckpointMismatch(

@@ -33,7 +33,6 @@ from federation.errors import (
     RunStopped,
 )
 from federation.ids import SiteId
-from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, Grid
 from monitoring.runs.run_folder import RunFolder
@@ -132,7 +131,7 @@ def _run(
 def _tidy(run: RunFolder, frames: Frames) -> None:
     run_id = run.run_id()
     if run_id is not None:
-        job = job_file.loads(run.read_job())
+        job = run.read_spec()
         names = [*(s.name for s in job.sites), *(r.name for r in job.relays)]
         frames.end_run(run_id, [SiteId(name) for name in names])
 

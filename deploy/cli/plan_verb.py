@@ -222,7 +222,6 @@ def _speeds(
     """Speeds that are stated, measured now or by an earlier run; None if none are."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.fleet.planning import forecast, measured  # noqa: PLC0415
-    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.runs.find import find_run  # noqa: PLC0415
 
     if sum(map(bool, (options.speeds, options.like, options.probe))) > 1:
@@ -235,7 +234,7 @@ def _speeds(
         kept = wanted.folder / forecast.SPEEDS
         return forecast.load_speeds(kept) if kept.exists() else None
     run = find_run(options.like, wanted.folder / "aggregator" / "runs")
-    own = job_file.loads(run.read_job())  # It may have had other steps.
+    own = run.read_spec()  # It may have had other steps.
     traffic = sizes_of(forecast.federation_of(wanted, own))
     if traffic is None:
         return None

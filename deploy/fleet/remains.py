@@ -21,7 +21,6 @@ from deploy.fleet.tables.providers import AWS, GCP
 from deploy.wiring import run_store
 from deploy.wiring.exchange import ExchangeSpec
 from federation.errors import ComputeError, FederationError, RunConflict
-from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.job.storage_job import StorageSpec
 from federation.protocols import ObjectStore
@@ -220,7 +219,7 @@ def purge(deployment: Deployment, job: JobSpec | None) -> tuple[int, Sequence[Pa
 def _is_private(run: RunFolder) -> bool:
     """Whether ledgers may need a run; one whose job cannot be read may be."""
     try:
-        job = job_file.loads(run.read_job())
+        job = run.read_spec()
     except FederationError:
         return True
     return job.privacy.differential_privacy.enabled

@@ -15,7 +15,6 @@ import numpy as np
 from clients.data.partition import cuts
 from federation.errors import SiteError
 from federation.events import SiteAnswered
-from federation.job import job_file
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.rounds.local_work import in_round
 from monitoring.runs.run_folder import RunFolder
@@ -163,7 +162,7 @@ def of_run(run: RunFolder) -> dict[str, Any]:
         RunNotFound: There is no run, or it has lost its job file.
         SiteError: It does not tell every site's speed.
     """
-    view, job = run.view(), job_file.loads(run.read_job())
+    view, job = run.view(), run.read_spec()
     speeds = {site: _rounded(v) for site, v in measured_speeds(view, job).items()}
     shares = view.data.shares if view.data is not None else ()
     examples = {share.site: share.train_examples for share in shares}

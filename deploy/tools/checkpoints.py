@@ -19,7 +19,6 @@ from deploy.wiring.encryption import (
     place_of_url,
 )
 from federation.errors import RunNotFound
-from federation.job import job_file
 from federation.protocols import Clock, ObjectStore
 from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
@@ -149,6 +148,6 @@ def _opened(
 
 def _store_of(run: RunFolder) -> ObjectStore:
     """The store of a run's checkpoints, decrypted: its folder, or its bucket."""
-    job, run_id = job_file.loads(run.read_job()), run.run_id() or ""
+    job, run_id = run.read_spec(), run.run_id() or ""
     store = run_store.open_kept(job, run, run_id)
     return encrypted(job, store, run_id=run_id)

@@ -23,6 +23,7 @@ from clients.data.datasets import Dataset
 from cloud_adapters.storage.disk import transfer
 from deploy.tools.export_signature import SIGNATURE, sign
 from deploy.tools.formats import SAFETENSORS, write_format
+from federation import sealed_tensors
 from federation.errors import (
     CorruptObject,
     ObjectExists,
@@ -191,7 +192,7 @@ def examine(path: Path) -> ModelFile:
     """Read the header of a model's file, and all of it for its digest.
 
     Raises:
-        CorruptObject: It is not a whole safetensors file.
+        CorruptObject: It is not a whole safetensors file, or it is damaged.
     """
     digest = hashlib.sha256()
     num_values = num_tensors = 0
@@ -206,6 +207,7 @@ def examine(path: Path) -> ModelFile:
                 num_values += values
                 num_tensors += 1
                 types.add(str(tensor.get_dtype()))
+        sealed_tensors.check(path)
         for piece in transfer.FilePieces(path):
             digest.update(piece)
         size = path.stat().st_size

@@ -19,7 +19,6 @@ from deploy.wiring.run import Run
 from deploy.wiring.store_meters import StoreMeters
 from federation.errors import RunNotFound
 from federation.ids import RunId
-from federation.job import job_file
 from federation.messages import NO_ANCHOR, join_anchors
 from federation.protocols import Clock
 from monitoring.runs.find import find_run
@@ -67,7 +66,7 @@ def in_simulation(name: str, root: Path, *, clock: Clock) -> list[RecoveryResult
             be charged.
     """
     run = find_run(name, root)
-    job, run_id = job_file.loads(run.read_job()), run.run_id()
+    job, run_id = run.read_spec(), run.run_id()
     if run_id is None or not job.privacy.differential_privacy.enabled:
         raise RunNotFound(f"the run in {run.path} has no ledgers to recover")
     federation = wiring.build_federation(job)

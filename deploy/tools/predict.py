@@ -25,7 +25,6 @@ from cloud_adapters.extras import naming_extras
 from deploy.wiring.job_data import load_data
 from federation.durable_files import replace_file
 from federation.errors import JobError, ObjectExists, RunNotFound, SiteError
-from federation.job import job_file
 from federation.job.code_files import unpinned
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
@@ -86,7 +85,7 @@ def predict(
         raise RunNotFound(
             f"the run in {run.path} has no model yet: resume it until it completes"
         )
-    job = job_file.loads(run.read_job())
+    job = run.read_spec()
     if source == "job" and job.privacy.differential_privacy.standardise is not None:
         raise JobError(
             "each site standardised its records by statistics that it keeps, and the "
@@ -128,7 +127,7 @@ def source_of(
             names.
         SiteError: It failed.
     """
-    job = job_file.loads(run.read_job())
+    job = run.read_spec()
     if source == "job":
         if job.data is None:
             raise JobError(

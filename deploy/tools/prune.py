@@ -11,7 +11,6 @@ from clients.models.trained import trained_model
 from deploy.tools.hugging_face_folder import has_adapters
 from federation.durable_files import replace_file
 from federation.errors import JobError, ObjectExists, RunNotFound
-from federation.job import job_file
 from federation.protocols import RunState
 from monitoring.runs.run_folder import RunFolder
 
@@ -51,7 +50,7 @@ def prune(run: RunFolder, fraction: float, *, kind: str, out: Path) -> PrunedMod
         raise RunNotFound(
             f"the run in {run.path} has no model yet: resume it until it completes"
         )
-    pool, model = trained_model(job_file.loads(run.read_job()), run.model)
+    pool, model = trained_model(run.read_spec(), run.model)
     if has_adapters(model):
         raise JobError(
             "the run trained adapters, which are small already: prune the model that "

@@ -35,7 +35,6 @@ from federation.errors import (
     ObjectNotFound,
     RunNotFound,
 )
-from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.job.storage_job import EncryptionSpec
 from federation.protocols import KeyService, ObjectStore
@@ -117,7 +116,7 @@ def opened(
         run = find_run(place, root)
         if is_changed:
             stack.enter_context(run.locked())
-        job = job_file.loads(run.read_job())
+        job = run.read_spec()
         run_id, spec = run.run_id() or "", job.storage.encryption
         if not key:
             if spec is None:
@@ -275,7 +274,7 @@ def _bound(store: ObjectStore, url: str) -> str:
 
 def _name_in_job(place: Place, run: RunFolder, to: KeyName) -> None:
     """Write the new key into the run's job, for later readers of the run."""
-    job = job_file.loads(run.read_job())
+    job = run.read_spec()
     run.write_job(_with_key(job, to))
     if run_store.in_bucket(job):
         keys = to.open()

@@ -45,7 +45,7 @@ def write_site_model(run: RunFolder, site: str, path: Path) -> None:
         RunNotFound: The site has no state of this run.
         CorruptObject: The model or the state is damaged.
     """
-    job = job_file.loads(run.read_job())
+    job = run.read_spec()
     names = [each.name for each in job.sites]
     if site not in names:
         raise JobError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from federation.errors import CheckpointMismatch
 from federation.event_log import EventWriter
 from federation.events import RunExtended
-from federation.job import job_digest, job_file
+from federation.job import job_digest
 from federation.job.job_extension import check_extension
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
@@ -25,7 +25,7 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
         RunNotFound: There is no run, or its job file is missing.
         CorruptObject: The record is damaged.
     """
-    before = job_file.loads(run.read_job())
+    before = run.read_spec()
     old, new = job_digest.digest(before).hex(), job_digest.digest(job).hex()
     if old == new and any(one.job == new for one in run.extensions()):
         return None

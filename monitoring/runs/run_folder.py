@@ -16,10 +16,7 @@ import tomli_w
 
 from federation import folder_lock
 from federation.durable_files import flush, replace_file, unavailable
-from federation.errors import (
-    RunConflict,
-    RunNotFound,
-)
+from federation.errors import JobError, RunConflict, RunNotFound
 from federation.event_log import read_events
 from federation.events import (
     Event,
@@ -188,6 +185,18 @@ class RunFolder:
                 f"the run in {self.path} has lost its job.toml ({error.strerror}): "
                 "resume it with its job file, which writes it again"
             ) from error
+
+    def read_spec(self) -> JobSpec:
+        """The resolved job.
+
+        Raises:
+            RunNotFound: The file is missing.
+            JobError: It is not that of a job.
+        """
+        try:
+            return job_file.loads(self.read_job())
+        except JobError as error:
+            raise JobError(f"{error.reason} ({self.job})", key=error.key) from error
 
     def write_job(self, job: JobSpec) -> None:
         """Write the resolved job."""

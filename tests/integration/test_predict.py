@@ -1,6 +1,7 @@
 """A run's model on new data."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,36 @@ def test_predictions_and_metrics_are_those_of_the_run(
     assert main(["export", str(run.path), "--to", f"file://{given}"]) == 0
     assert main(["predict", str(given), "job", "--out", str(again)]) == 0
     assert again.read_bytes() == out.read_bytes()
+
+
+def test_a_damaged_model_is_refused_by_whatever_reads_it(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One changed byte, in a run and in an export of it."""
+    folder, given = tmp_path / "run", tmp_path / "given"
+    shutil.copytree(run.path, folder)
+    assert main(["export", str(folder), "--to", f"file://{given}"]) == 0
+    for path in (folder / "model.safetensors", given / "model.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-2] ^= 1
+        path.write_bytes(data)
+    out = str(tmp_path / "out.jsonl")
+    for words in (
+        ["predict", str(folder), "job", "--out", out],
+        ["predict", str(given), "job", "--out", out],
+        ["export", str(folder), "--to", f"file://{tmp_path / 'second'}"],
+        ["prune", str(folder), "--fraction", "0.5", "--out", out],
+    ):
+        capsys.readouterr()
+        assert main(words) != 0
+        said = capsys.readouterr().err
+        assert "model.safetensors" in said
+        assert "damaged" in said
+    assert not Path(out).exists()
+    assert not (tmp_path / "second").exists()
+    (folder / "job.toml").write_text("rounds = = 2")
+    assert main(["predict", str(folder), "job", "--out", out]) != 0
+    assert str(folder / "job.toml") in capsys.readouterr().err
 
 
 def test_records_without_labels_have_predictions_alone(

@@ -111,5 +111,5 @@ def _text(job: JobSpec) -> bytes:
 
 
 def _is_another(job: JobSpec, run: RunFolder) -> bool:
-    kept = job_file.document(job_file.loads(run.read_job()))
+    kept = job_file.document(run.read_spec())
     return bool(job_file.differences(kept, job_file.document(job)))

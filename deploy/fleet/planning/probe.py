@@ -132,7 +132,7 @@ def _with_run(
     for run in found:
         try:
             view, handed = run.view(), run_queue.read(run)
-            traffic = sizes_of(federation_of(plan, job_file.loads(run.read_job())))
+            traffic = sizes_of(federation_of(plan, run.read_spec()))
             if handed is None or traffic is None:
                 continue
             shown = measured_speeds(
