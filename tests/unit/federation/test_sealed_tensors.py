@@ -11,7 +11,10 @@ from aggregator import tensor_file
 from federation import sealed_tensors
 from federation.errors import CorruptObject
 
-TENSORS = {"a": np.ones((3, 2), np.float32), "b": np.arange(2)}
+TENSORS: dict[str, tensor_file.Array] = {
+    "a": np.ones((3, 2), np.float32),
+    "b": np.arange(2),
+}
 TEXTS = {"format": "pt"}
 
 
