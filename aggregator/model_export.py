@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from aggregator import tensor_file
-from federation import sealed_tensors
+from cloud_adapters.storage import sealed_tensors
 from federation.errors import CorruptObject
 from federation.protocols import Buffer, RunState
 from federation.vectors import Layout, Role

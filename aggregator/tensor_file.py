@@ -13,9 +13,9 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from cloud_adapters.storage.sealed_tensors import METADATA, header_bytes, sealed
 from federation.errors import CorruptObject
 from federation.protocols import Buffer
-from federation.sealed_tensors import METADATA, header_bytes, sealed
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from federation import sealed_tensors
+from cloud_adapters.storage import sealed_tensors
 from federation.errors import CorruptObject, JobError
 from federation.job import code_files
 

@@ -20,10 +20,10 @@ import safetensors
 from safetensors import SafetensorError
 
 from clients.data.datasets import Dataset
+from cloud_adapters.storage import sealed_tensors
 from cloud_adapters.storage.disk import transfer
 from deploy.tools.export_signature import SIGNATURE, sign
 from deploy.tools.formats import SAFETENSORS, write_format
-from federation import sealed_tensors
 from federation.errors import (
     CorruptObject,
     ObjectExists,

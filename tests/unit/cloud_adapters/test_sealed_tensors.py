@@ -8,7 +8,7 @@ import safetensors
 import safetensors.numpy
 
 from aggregator import tensor_file
-from federation import sealed_tensors
+from cloud_adapters.storage import sealed_tensors
 from federation.errors import CorruptObject
 
 TENSORS: dict[str, tensor_file.Array] = {
