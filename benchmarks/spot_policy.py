@@ -10,8 +10,10 @@ for these figures; all tuning was done on seeds from 100000 on.
 Policies: `policy` is `deploy.fleet.choosing.choice` with all that can be known of the
 past: seven days of prices and of capacity in every zone. `as deployed` is the same rule
 with what `crossfed up --keep` knows: published prices, and capacity only where it had a
-machine or was refused one. `on demand` uses nothing else; `spot until forced` stays on
-a spot machine while there is one, waits while there is none, and finishes on demand;
+machine or was refused one. `second run` and `third run` are `as deployed` after one and
+two runs of the same length in that week, each a day before the next: a deployment keeps
+what it has seen. `on demand` uses nothing else; `spot until forced` stays on a spot
+machine while there is one, waits while there is none, and finishes on demand;
 `uniform progress` is that of Wu et al., NSDI 2024, which also uses machines on demand
 while it is behind an even pace, with the cheapest zone as its spot machine.
 
@@ -26,7 +28,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,8 @@ from deploy.fleet.choosing.spot_history import (
 EVERY, WINDOW = 25, spot_traces.HISTORY_SLOTS
 # With what `--keep` knows, also after so many more refusals and losses.
 REFUSALS = 6
+# Slots between the runs of one deployment: a day.
+BETWEEN = round(24 / SLOT_HOURS)
 TUNED_FROM = 100_000
 # Whole seconds: a zone that was refused a slot ago may be asked again.
 SLOT_SECONDS = round(SLOT_HOURS * 3600.0)
@@ -146,10 +150,18 @@ class AsDeployed:
         self._foreseen = (0, 0)
         self._published: Sequence[Sequence[SpotPrice]] = ()
         self._place = WAIT
+        self._now = 0
+
+    def end_run(self, trace: Trace) -> None:
+        """Note that the machine of the last decision was ended with its run."""
+        if 0 <= self._place < trace.zones:
+            offer = _offers(trace, _begin(trace))[self._place]
+            self._see(offer, self._now, has_capacity=True, is_given_up=True)
+        self._situation, self._place = None, WAIT
 
     def __call__(self, trace: Trace, at: Position) -> int:
         self._published = self._published or _published(trace)
-        now = at.slot * SLOT_SECONDS
+        self._now = now = at.slot * SLOT_SECONDS
         offers = _offers(trace, at)
         if 0 <= self._place < trace.zones and at.place == WAIT:
             self._see(offers[self._place], now, has_capacity=False)
@@ -279,15 +291,26 @@ def _offers(trace: Trace, at: Position) -> Sequence[MachineOffer]:
     return [*spots, reserve]
 
 
-def policies() -> Mapping[str, Policy]:
-    """One of each, without memory of another trace."""
-    return {
-        "policy": Ours(),
-        "as deployed": AsDeployed(),
-        "uniform progress": uniform_progress,
-        "spot until forced": spot_until_forced,
-        "on demand": on_demand,
-    }
+def after_runs(trace: Trace, runs: int) -> AsDeployed:
+    """A policy that has seen what earlier runs on the same market have seen."""
+    policy = AsDeployed()
+    for number in range(runs, 0, -1):
+        begin = trace.start - number * (trace.deadline + BETWEEN)
+        spot_traces.replay(replace(trace, start=begin), policy)
+        policy.end_run(trace)
+    return policy
+
+
+# What makes one of each, without memory of another trace.
+POLICIES: Mapping[str, Callable[[Trace], Policy]] = {
+    "policy": lambda _: Ours(),
+    "as deployed": lambda trace: after_runs(trace, 0),
+    "second run": lambda trace: after_runs(trace, 1),
+    "third run": lambda trace: after_runs(trace, 2),
+    "uniform progress": lambda _: uniform_progress,
+    "spot until forced": lambda _: spot_until_forced,
+    "on demand": lambda _: on_demand,
+}
 
 
 def compare(
@@ -304,8 +327,8 @@ def compare(
     )
     best = spot_traces.optimum(trace)
     found = {
-        name: spot_traces.replay(trace, each)
-        for name, each in policies().items()
+        name: spot_traces.replay(trace, made(trace))
+        for name, made in POLICIES.items()
         if not only or name in only
     }
     return kind, {name: (each.dollars / best, each) for name, each in found.items()}
@@ -334,7 +357,7 @@ def main() -> None:
     parser.add_argument("--traces", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recorded", type=Path)
-    parser.add_argument("--only", nargs="+", choices=tuple(policies()), default=())
+    parser.add_argument("--only", nargs="+", choices=tuple(POLICIES), default=())
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     each = max(1, args.traces // len(spot_traces.MARKETS))
@@ -352,7 +375,7 @@ def main() -> None:
         with ProcessPoolExecutor(args.processes) as pool:
             found = list(pool.map(compare, *columns, chunksize=5))
     seconds = time.perf_counter() - begin
-    for policy in args.only or policies():
+    for policy in args.only or POLICIES:
         for kind in ("all", *kinds):
             some = [by[policy] for of, by in found if kind in {"all", of}]
             line = row(policy, kind, some)

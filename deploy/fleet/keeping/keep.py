@@ -258,6 +258,8 @@ class Keeper:
         Raises:
             ComputeError: A service failed.
         """
+        if self._mover is not None:
+            self._mover.note_ended(self._clock.now())
         with self._opened() as deployment:
             deployment.note_ended()
             take_down.take_down(deployment, any_owner=False, tell=self._tell)

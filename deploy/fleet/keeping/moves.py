@@ -176,6 +176,29 @@ class Mover:
                 self._record.note(site, *seen)
                 self._changes[role] += 1
 
+    def note_ended(self, now: float) -> None:
+        """Note that the spot machines of the last look worked until now.
+
+        They are ended with their run, and the next run on this deployment needs to know
+        how long they had lasted.
+
+        Args:
+            now: Seconds since 1970.
+        """
+        for site in self._movable.values():
+            seen = [
+                Sighting(
+                    zone=node.zone or site.machine.region,
+                    at=now,
+                    has_capacity=True,
+                    is_given_up=True,
+                )
+                for node in self._alive.values()
+                if node.labels.get(ROLE) == role_of(site) and node.market is Market.SPOT
+            ]
+            self._record.note(site, *seen)
+        self._alive = {}
+
     def _is_late(self, progress: WorkLeft, now: float) -> bool:
         work = progress.rounds_left * progress.round_seconds / _HOUR
         left = self._left_hours(progress, now)

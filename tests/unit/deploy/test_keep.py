@@ -251,6 +251,7 @@ class OnDemand:
         waits_for: Roles that shall have no machine from the next decision on.
         waiting: Roles that shall have none now.
         refused: Roles whose machines a service had no capacity for.
+        ended: When all machines were ended.
     """
 
     def __init__(self) -> None:
@@ -258,6 +259,10 @@ class OnDemand:
         self.waits_for: frozenset[str] = frozenset()
         self.waiting = self.waits_for
         self.refused: list[set[str]] = []
+        self.ended: list[float] = []
+
+    def note_ended(self, now: float) -> None:
+        self.ended.append(now)
 
     def moved(
         self, plan: deployment_file.DeploymentPlan, *_: object
@@ -663,9 +668,10 @@ def test_a_wait_for_a_price_ends_with_the_budget_or_the_deployment(
     tmp_path: Path, told: list[str]
 ):
     plan = written(tmp_path, "max_dollars = 1.0")
-    kept, _, _ = falling(plan, lambda _: None, told)
+    kept, mover, clock = falling(plan, lambda _: None, told)
     with pytest.raises(ComputeError, match=r"the budget is spent: \$1\."):
         kept.resume()
+    assert mover.ended == [clock.now()]
     kept, _, clock = falling(plan, lambda _: None, told)
     with opened(plan) as deployment:
         deployment.note_ended()

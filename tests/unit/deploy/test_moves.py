@@ -471,3 +471,23 @@ def test_a_machine_that_ended_between_two_commands_did_not_run_on(
     *_, ended, new = SpotRecord(zoned.folder, {}, print).sightings(site)
     assert (ended.zone, ended.at, ended.is_given_up) == (a, 2 * HOUR, True)
     assert (new.zone, new.at, new.is_given_up) == (a, 9.5 * HOUR, False)
+
+
+def test_the_next_run_knows_how_long_machines_had_lasted(zoned: DeploymentPlan):
+    """Nothing is known of their zones between the two runs."""
+    mover = mover_of(zoned, PRICES, progress(2), print)
+    here = [
+        node(zone="us-east-1a"),
+        node(id="i-2", labels={"crossfed-role": "site-here"}),
+        node(Market.ON_DEMAND, id="i-3"),
+    ]
+    mover.moved(zoned, here, HOUR)
+    mover.note_ended(5 * HOUR)
+    mover.note_ended(6 * HOUR)  # By then they are gone.
+    again = mover_of(zoned, PRICES, progress(2), print)
+    again.moved(zoned, [], 30 * HOUR)
+    record = SpotRecord(zoned.folder, {}, print)
+    launched, ended = record.sightings(zoned.file.sites[0])
+    assert (launched.at, launched.is_given_up) == (HOUR, False)
+    assert (ended.zone, ended.at) == ("us-east-1a", 5 * HOUR)
+    assert (ended.has_capacity, ended.is_given_up) == (True, True)
