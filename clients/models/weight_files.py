@@ -65,7 +65,9 @@ def tensors(name: str, path: Path, *, key: str) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise _unreadable(name, path, error, key=key) from error
     except CorruptObject as error:
-        raise JobError(f"{error}: restore the file", key=key) from error
+        raise JobError(
+            f"{error}: restore it, or resume its run, which writes it again", key=key
+        ) from error
     return found
 
 
