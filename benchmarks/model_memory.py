@@ -14,8 +14,9 @@ aggregation, in a ring of 32 bits or in four levels, it adds up words of a mask 
 takes all masks off and opens the sum.
 
 A site encodes an update in four bits with error feedback, and stores what that leaves
-out, in each of three rounds. Memory counts beyond the update and the model that
-training holds: its peak, and what the residual takes while the site trains.
+out, in each of three rounds; or, with secure aggregation, in four levels with a mask.
+Memory counts beyond the update and the model that training holds: its peak, and what
+the residual takes while the site trains.
 
 JSON lines on stdout, the machine first; a table on stderr.
 """
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -39,10 +40,12 @@ import machine
 import numpy as np
 from numpy.typing import NDArray
 
+import crossfed
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
+from clients.privacy.residual import Residual, stored
 from clients.training.error_feedback import ErrorFeedback
-from clients.training.site_state import SiteState
+from clients.training.site_state import Fact, KeptState, SiteState
 from cloud_adapters.storage.disk.scratch import ScratchVectors
 from cloud_adapters.storage.disk.store import LocalStore
 from federation.clock import SystemClock
@@ -57,6 +60,7 @@ from federation.protocols import LocalUpdate, RunState, WeightedUpdate
 from federation.rounds.server_optimizer import server_optimizer, take_step
 from federation.vectors import (
     Allocate,
+    Arrays,
     Layout,
     Role,
     Vector,
@@ -67,17 +71,24 @@ from federation.vectors import (
     place,
 )
 from privacy.keystream import KEY_BYTES, Mask, Words
+from privacy.secagg.agreement import identity
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.digits import Digits
-from privacy.secagg.arithmetic.level_sum import LevelSum
+from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
 from privacy.secagg.arithmetic.levels import LevelSite, next_plan
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
+from privacy.secagg.protocol.of_job import contract_of
 
 RING, LEVELS = "aggregator, 32-bit ring", "aggregator, 4 levels"
-PARTIES, WAYS = ("aggregator", RING, LEVELS, "site"), ("memory", "disk")
+SITE_LEVELS = "site, 4 levels"
+PARTIES = ("aggregator", RING, LEVELS, "site", SITE_LEVELS)
+WAYS = ("memory", "disk")
 ROUNDS, SITE_ROUNDS, FLOAT_BYTES, KIB = 2, 3, 4, 1024
 _PIECE = 1 << 20
+RUN, SITE = RunId("r"), SiteId("a")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--way", choices=WAYS, default=WAYS[0], help="of that")
     asked = parser.parse_args(arguments)
     values = 1_000_000 if asked.smoke else asked.values
-    if asked.party == "site":
-        print(json.dumps(site(asked.way, values)))
+    if asked.party in {"site", SITE_LEVELS}:
+        print(json.dumps(site(asked.party, asked.way, values)))
         return
     if asked.party:
         print(json.dumps(aggregator(asked.party, asked.way, values, asked.sites)))
@@ -174,53 +185,146 @@ def aggregator(party: str, way: str, values: int, sites: int) -> dict[str, objec
     }
 
 
-def site(way: str, values: int) -> dict[str, object]:
+def site(party: str, way: str, values: int) -> dict[str, object]:
     """Run three rounds: the first has no residual yet."""
     layout = Layout.build([("weight", (values,), "float32", Role.PARAMETER)])
-    links, name, run = Links(up=codec_of("int4"), feedback=1.0), SiteId("a"), RunId("r")
-    words = hashlib.sha256()
     with tempfile.TemporaryDirectory() as place_:
         folder = Path(place_)
         theta_d = _on_disk(folder / "theta", values, 0)
         update_d, between = np.empty(values, np.float32), 0
         state = SiteState(
-            name,
+            SITE,
             layout,
             LocalStore(folder / "store"),
-            codec="int4",
+            codec="" if party == SITE_LEVELS else "int4",
+            leaves_out=party == SITE_LEVELS,
             allocate=ScratchVectors(folder=folder) if way == "disk" else in_memory,
         )
+        encoder = _SecureEncoder(layout) if party == SITE_LEVELS else _Encoder()
+        words = hashlib.sha256()
         update_d[:] = 0.0
         before = _kib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
         start = time.perf_counter()
         for index in range(1, SITE_ROUNDS + 1):
-            feedback = ErrorFeedback(links, _task(run, name, index, theta_d))
-            feedback.begin(state.before(run, index), values)
+            encoder.begin(state.before(RUN, index), index, theta_d)
             for piece in chunks(values):  # It trains.
                 update_d[piece] = theta_d[piece] * np.float32(index)
                 give_back(theta_d[piece])
             between = _kib("VmRSS")
-            update = LocalUpdate(
-                update_d=update_d,
-                integers_m=np.zeros(0, np.int64),
-                num_examples=1,
-                num_steps=1,
-                training=None,
-            )
-            words.update(feedback.encode(theta_d, update).data)
-            state.keep(run, index, *feedback.left())
-            del feedback
+            sent, arrays, facts = encoder.encode(theta_d, update_d)
+            words.update(sent.data)
+            state.keep(RUN, index, arrays, facts)
+            del sent, arrays
         seconds, peak = time.perf_counter() - start, _kib("VmHWM")
     model_kib = FLOAT_BYTES * values / KIB
     return {
-        "party": "site",
+        "party": party,
         "way": way,
         "peak_models": (peak - before) / model_kib,
         "between_models": (between - before) / model_kib,
         "seconds": seconds,
         "digest": words.hexdigest()[:16],
     }
+
+
+class _Encoder:
+    """Four bits with error feedback."""
+
+    def begin(self, kept: KeptState, index: int, theta_d: Vector) -> None:
+        """Take what the last round left out."""
+        links = Links(up=codec_of("int4"), feedback=1.0)
+        self._feedback = ErrorFeedback(links, _task(RUN, SITE, index, theta_d))
+        self._feedback.begin(kept, theta_d.size)
+
+    def encode(
+        self, theta_d: Vector, update_d: Vector
+    ) -> tuple[NDArray[Any], Arrays, Mapping[str, Fact]]:
+        """Encode an update; return it, and what is kept."""
+        update = LocalUpdate(
+            update_d=update_d,
+            integers_m=np.zeros(0, np.int64),
+            num_examples=1,
+            num_steps=1,
+            training=None,
+        )
+        sent = self._feedback.encode(theta_d, update)
+        arrays, facts = self._feedback.left()
+        del self._feedback
+        return sent, arrays, facts
+
+
+class _SecureEncoder:
+    """Four levels with error feedback, and a mask."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Write the contract of four sites."""
+        self._contract, self._index = _contract(layout), 0
+        self._residual_d = np.empty(0, np.float32)
+
+    def begin(self, kept: KeptState, index: int, theta_d: Vector) -> None:
+        """Take what the last round left out."""
+        self._index, before = index, stored(kept, self._contract)
+        self._residual_d = (
+            np.zeros(padded(theta_d.size), np.float32)
+            if before is None
+            else before.settled(self._contract, left_out=index == SITE_ROUNDS)
+        )
+
+    def encode(
+        self, theta_d: Vector, update_d: Vector
+    ) -> tuple[NDArray[Any], Arrays, Mapping[str, Fact]]:
+        """Encode and mask an update; return it, and what is kept."""
+        plan = next_plan(4, energies_b=np.ones(num_blocks(theta_d.size)), variance=1.0)
+        assert plan is not None  # Of a sum that is not 0.
+        encoder = LevelSite(
+            plan=plan,
+            digits=Digits(levels=4, num_sites=self._contract.num_sites),
+            rotation=rotation_of(RUN),
+            clip_norm=SITE_ROUNDS * 1.01 * theta_d.size**0.5,
+        )
+        mask = Mask(key=bytes(KEY_BYTES), sign=1)  # The same words in every run.
+        sealed = encoder.seal_(
+            update_d, weight=1.0, residual_d=self._residual_d, masks=[mask]
+        )
+        left = Residual(
+            left_d=self._residual_d,
+            words_w=sealed.words_w,
+            plan=plan,
+            round_index=self._index,
+        )
+        del self._residual_d
+        return sealed.masked_w, left.arrays(), left.facts()
+
+
+def _contract(layout: Layout) -> Contract:
+    names = [f"site-{number}" for number in range(4)]
+    keys = [identity.generate(os.urandom).public.key for _ in range(5)]
+    job = crossfed.load_job(
+        {
+            "name": "memory",
+            "rounds": SITE_ROUNDS,
+            "model": {"factory": "clients.models:logistic_regression"},
+            "data": {"source": "clients.data:digits"},
+            "training": {"local_steps": 1},
+            "sites": [{"name": name} for name in names],
+            "privacy": {
+                "secure_aggregation": {"enabled": True, "levels": 4, "clip_norm": 1.0}
+            },
+        }
+    )
+    roster = Roster(
+        serial=1,
+        aggregator_organisation="office",
+        aggregator_key=keys[4],
+        sites=tuple(
+            RosterEntry(site=SiteId(name), organisation=name, public_key=key)
+            for name, key in zip(names, keys, strict=False)
+        ),
+    )
+    return contract_of(
+        job, layout, run_id=RUN, roster=roster, promises=(), max_examples=1
+    )
 
 
 def _task(run: RunId, site: SiteId, index: int, theta_d: Vector) -> RoundTask:

@@ -318,6 +318,7 @@ def return_(
         values = part.reshape(-1, BLOCK_VALUES)
         values *= plan.steps_b[blocks][:, None]
         residual_d[group.begin : group.end] += part
+        give_back(residual_d[group.begin : group.end])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.digits import Digits
 from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
-from privacy.secagg.arithmetic.levels import LevelSite, next_plan
+from privacy.secagg.arithmetic.levels import LevelSite, next_plan, return_
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
 
@@ -99,3 +99,21 @@ def test_masks_leave_nothing_of_words_in_memory(tmp_path: Path):
     apply_masks_(words_w, [MASK])
     assert resident_bytes(words_w) < words_w.nbytes / 2
     assert words_w.any()
+
+
+def test_a_residual_on_disk_takes_words_back_without_staying_in_memory(tmp_path: Path):
+    """As after a round whose sum was opened without the site."""
+    plan = next_plan(4, energies_b=np.ones(num_blocks(SIZE)), variance=0.25 / SIZE)
+    assert plan is not None
+    digits = Digits(levels=4, num_sites=SITES)
+    site = LevelSite(plan=plan, digits=digits, rotation=ROTATION, clip_norm=CLIP_NORM)
+    found = []
+    for allocate in (ScratchVectors(folder=tmp_path), in_memory):
+        left_d = allocate(padded(SIZE))
+        sealed = site.seal_(update(0), weight=1.0, residual_d=left_d, masks=[])
+        return_(left_d, sealed.words_w, plan=plan, digits=digits)
+        found.append(left_d)
+    assert resident_bytes(found[0]) < found[0].nbytes / 2
+    assert found[0].tobytes() == found[1].tobytes()
+    # All that was rounded is there again: the rotated update.
+    assert np.linalg.norm(found[0]) == pytest.approx(np.linalg.norm(update(0)))
