@@ -258,11 +258,12 @@ class Keeper:
         Raises:
             ComputeError: A service failed.
         """
-        if self._mover is not None:
-            self._mover.note_ended(self._clock.now())
+        now = self._clock.now()
         with self._opened() as deployment:
             deployment.note_ended()
             take_down.take_down(deployment, any_owner=False, tell=self._tell)
+        if self._mover is not None:  # Last: nothing may keep machines from their end.
+            self._mover.note_ended(now)
 
     def _opened(self) -> AbstractContextManager[Deployment]:
         return fleet.opened(
