@@ -16,7 +16,7 @@ import tomli_w
 
 from federation import folder_lock
 from federation.durable_files import flush, replace_file, unavailable
-from federation.errors import JobError, RunConflict, RunNotFound
+from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
 from federation.event_log import read_events
 from federation.events import (
     Event,
@@ -177,6 +177,7 @@ class RunFolder:
 
         Raises:
             RunNotFound: The file is missing.
+            CorruptObject: It is not UTF-8.
         """
         try:
             return self.job.read_text(encoding="utf-8")
@@ -185,12 +186,18 @@ class RunFolder:
                 f"the run in {self.path} has lost its job.toml ({error.strerror}): "
                 "resume it with its job file, which writes it again"
             ) from error
+        except UnicodeDecodeError as error:
+            raise CorruptObject(
+                f"{self.job} is damaged ({error}): resume the run with its job file, "
+                "which writes it again"
+            ) from error
 
     def read_spec(self) -> JobSpec:
         """The resolved job.
 
         Raises:
             RunNotFound: The file is missing.
+            CorruptObject: It is not UTF-8.
             JobError: It is not that of a job.
         """
         try:

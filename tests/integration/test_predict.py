@@ -90,9 +90,12 @@ def test_a_damaged_model_is_refused_by_whatever_reads_it(
         assert "damaged" in said
     assert not Path(out).exists()
     assert not (tmp_path / "second").exists()
-    (folder / "job.toml").write_text("rounds = = 2")
-    assert main(["predict", str(folder), "job", "--out", out]) != 0
-    assert str(folder / "job.toml") in capsys.readouterr().err
+    for text in (b"rounds = = 2", b"name = '\xff'"):
+        (folder / "job.toml").write_bytes(text)
+        assert main(["predict", str(folder), "job", "--out", out]) != 0
+        said = capsys.readouterr().err
+        assert str(folder / "job.toml") in said
+        assert "unexpected" not in said
 
 
 def test_records_without_labels_have_predictions_alone(
