@@ -60,7 +60,7 @@ def pieces(
             not contiguous, or the header would be too long.
     """
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    buffers: list[Buffer] = []
+    buffers: dict[str, Buffer] = {}
     end = 0
     for name, array in tensors.items():
         if name == METADATA:
@@ -72,13 +72,13 @@ def pieces(
             "data_offsets": [start, end],
         }
         if array.size:
-            buffers.append(array.reshape(-1).view(np.uint8).data)
+            buffers[name] = array.reshape(-1).view(np.uint8).data
     if is_sealed:
         header = sealed(header, buffers)
     text = header_bytes(header)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes, over {MAX_HEADER_BYTES}")
-    return [text, *buffers]
+    return [text, *buffers.values()]
 
 
 def read(data: bytes) -> dict[str, Array]:

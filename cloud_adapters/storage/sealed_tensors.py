@@ -1,14 +1,16 @@
 """A digest in the header of a safetensors file, which shows that the file was damaged.
 
 The format has no checksum: a changed bit in its values is read as another number, and
-the model only predicts worse. So the header of a model's file has an entry with the
-SHA-256 of the same file without that entry. It protects against accidents, not against
-a person who changes both; ``crossfed export --sign`` does.
+the model only predicts worse. So the header of a model's file has an entry with a
+SHA-256 of all else: its other texts, then name, type, shape and values of each tensor,
+in the order of names. Writers of the format differ in the order of tensors, so a file
+that is written again with the same content is still whole. The entry protects against
+accidents, not against a person who changes both; ``crossfed export --sign`` does.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +33,16 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def sealed(header: Mapping[str, Any], values: Iterable["Buffer"]) -> dict[str, Any]:
+def sealed(header: Mapping[str, Any], values: Mapping[str, "Buffer"]) -> dict[str, Any]:
     """Add the entry to a header.
 
     Args:
         header: Of the file.
-        values: All bytes after it.
+        values: Bytes of each tensor that has any.
     """
-    texts = {**header.get(METADATA, {}), _ENTRY: _digest(header, values)}
-    return {**header, METADATA: texts}
+    texts = header.get(METADATA, {})
+    digest = _digest(header, texts, lambda name: [values[name]])
+    return {**header, METADATA: {**texts, _ENTRY: digest}}
 
 
 def check(path: Path, name: str = "") -> None:
@@ -60,19 +63,31 @@ def check(path: Path, name: str = "") -> None:
         expected = texts.pop(_ENTRY, None)
         if expected is None:
             return
-        plain = {name: each for name, each in header.items() if name != METADATA}
-        if texts:
-            plain = {METADATA: texts, **plain}
-        pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
-        if _digest(plain, pieces) != expected:
+
+        def values(tensor: str) -> Iterator[bytes]:
+            begin, end = header[tensor]["data_offsets"]
+            file.seek(_LENGTH_BYTES + length + begin)
+            for left in range(end - begin, 0, -_PIECE_BYTES):
+                yield file.read(min(left, _PIECE_BYTES))
+
+        if _digest(header, texts, values) != expected:
             raise CorruptObject(
                 f"{name or path} is damaged: its values are not those that were "
                 "written (the SHA-256 in its header differs)"
             )
 
 
-def _digest(header: Mapping[str, Any], values: Iterable["Buffer"]) -> str:
-    whole = hashlib.sha256(header_bytes(header))
-    for piece in values:
-        whole.update(piece)
+def _digest(
+    header: Mapping[str, Any],
+    texts: Mapping[str, str],
+    values: Callable[[str], Iterable["Buffer"]],
+) -> str:
+    whole = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
+    for name in sorted(header.keys() - {METADATA}):
+        tensor = header[name]
+        head = json.dumps([name, tensor["dtype"], tensor["shape"]])
+        whole.update(head.encode())
+        if 0 not in tensor["shape"]:
+            for piece in values(name):
+                whole.update(piece)
     return whole.hexdigest()

@@ -65,6 +65,20 @@ def test_a_renamed_tensor_is_noticed(tmp_path: Path) -> None:
             sealed_tensors.check(path)
 
 
+def test_the_same_content_in_another_order_passes(tmp_path: Path) -> None:
+    """As the library writes it, which sorts tensors by the length of their values."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(whole())
+    with safetensors.safe_open(path, "numpy") as file:
+        texts = file.metadata()
+    safetensors.numpy.save_file(TENSORS, path, texts)
+    assert path.read_bytes() != whole()
+    sealed_tensors.check(path)
+    safetensors.numpy.save_file({**TENSORS, "b": np.arange(1, 3)}, path, texts)
+    with pytest.raises(CorruptObject, match="damaged"):
+        sealed_tensors.check(path)
+
+
 def test_a_file_of_another_writer_passes(tmp_path: Path) -> None:
     """It has no such entry, with or without other texts."""
     path = tmp_path / "model.safetensors"
