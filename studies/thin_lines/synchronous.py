@@ -3,7 +3,7 @@
 At every step each site computes the gradient of its next batch, the gradients are
 averaged, and one optimiser takes a step: what ``DistributedDataParallel`` computes. It
 is done here in one process with one model, on the same examples in the same order as
-the product's sites would take, with the same schedule, clipping and optimiser. Its
+the product's sites would take, with the same schedule, precision, clipping and optimiser. Its
 bytes are those of float32 gradients: four for each value, site and step, each way.
 """
 
@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from clients.data import batches
 from clients.models.starting_weights import initial_weights
 from clients.models.weights import read
+from clients.training.half_precision import autocast
 from clients.training.local_federation import Federation
 from clients.training.local_steps import LocalOptimizer
 from crossfed import load_job
@@ -76,7 +77,8 @@ def train(job: JobSpec) -> SynchronousRun:
         for step in range(steps):
             for site, walk in walks.items():
                 inputs, targets = federation.site_data[site][0].batch(next(walk))
-                loss = pool.objective(model, inputs, targets)
+                with autocast(training.precision, pool.device):
+                    loss = pool.objective(model, inputs, targets)
                 mean = loss.total / (loss.count * len(walks))
                 mean.backward()  # type: ignore[no-untyped-call]
                 losses[step] += mean.item()
