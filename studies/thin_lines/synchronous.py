@@ -3,8 +3,9 @@
 At every step each site computes the gradient of its next batch, the gradients are
 averaged, and one optimiser takes a step: what ``DistributedDataParallel`` computes. It
 is done here in one process with one model, on the same examples in the same order as
-the product's sites would take, with the same schedule, precision, clipping and optimiser. Its
-bytes are those of float32 gradients: four for each value, site and step, each way.
+the product's sites would take, with the same schedule, precision, clipping and
+optimiser. Its bytes are those of float32 gradients: four for each value, site and step,
+each way.
 """
 
 from collections.abc import Sequence
