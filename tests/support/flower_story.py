@@ -34,7 +34,10 @@ PATIENCE = 30  # Seconds.
 def ask(
     grid: Grid, round_index: int, *, wanted: Callable[[SiteId], bool] = bool
 ) -> dict[SiteId, Reply]:
-    """Send a task to every faulty site that is wanted."""
+    """Send a task to every faulty site that is wanted; return their replies.
+
+    On a busy machine, late replies to tasks that the script withdrew may come, too.
+    """
     tasks = [
         RoundTask(
             run_id="run-1",
@@ -50,12 +53,9 @@ def ask(
         for site in FAULTY
         if wanted(site)
     ]
-    return {
-        task.site: reply
-        for task, reply in zip(
-            tasks, exchange(grid, tasks, deadline_seconds=PATIENCE), strict=True
-        )
-    }
+    replies = exchange(grid, tasks, deadline_seconds=PATIENCE)
+    asked = {task.site for task in tasks}
+    return {r.message.site: r for r in replies if r.message.site in asked}
 
 
 def children() -> set[str]:
