@@ -4,6 +4,7 @@ It keeps everything in memory, so that its death loses all objects: more than a 
 does. After SIGUSR1 its disk is full, after SIGUSR2 no longer.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ CREDENTIALS = {
 }
 FULL, ROOM = signal.SIGUSR1, signal.SIGUSR2
 _PORT = 9000
+_PR_SET_PDEATHSIG = 1
 _TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -76,7 +78,8 @@ def _endpoint(address: str) -> str:
 
 
 def main(host: str, port: int) -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM, or until the tests that started it are gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     disk = _Disk()
     signal.signal(FULL, lambda *_: setattr(disk, "is_full", True))
     signal.signal(ROOM, lambda *_: setattr(disk, "is_full", False))
