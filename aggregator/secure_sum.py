@@ -94,6 +94,7 @@ class SecureGather:
         )
         self._opened: OpenedRound | None = None  # The newest round with a sum.
         self._next_plans: dict[Fragment, LevelPlan] = {}
+        self._first_planned = 0  # The newest round without a scale of the levels.
         self._divisor = 0.0  # Of that sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -266,7 +267,12 @@ class SecureGather:
     def _plan(self, record: RoundRecord) -> LevelPlan:
         """Levels and steps of a round."""
         contract, fragment = self.contract, self._fragment(record)
-        return self._next_plans.get(fragment) or first_plan(
+        known = self._next_plans.get(fragment)
+        if known is None:
+            self._first_planned = record.round_index
+        if record.round_index <= self._first_planned + 1:  # That sum goes down next.
+            record.is_usual = False
+        return known or first_plan(
             fragment.size(self.layout.size),
             num_sites=contract.num_sites,
             clip_norm=contract.clip_norm,

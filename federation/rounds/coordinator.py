@@ -292,7 +292,7 @@ def _after_steps(
         return {}
     times = state.times
     if status == COMPLETED and local_work.is_typical(
-        job, state, evaluates=evaluates(job, state)
+        job, state, evaluates=evaluates(job, state), is_usual=record.is_usual
     ):
         times = local_work.observe(
             state,

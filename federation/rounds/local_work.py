@@ -268,12 +268,22 @@ def observe(
     return (*progress.times, time)[-WINDOW:]
 
 
-def is_typical(job: JobSpec, progress: RunProgress, *, evaluates: bool) -> bool:
+def is_typical(
+    job: JobSpec, progress: RunProgress, *, evaluates: bool, is_usual: bool
+) -> bool:
     """Whether the next round takes as long as others of as many steps.
 
-    The first one also starts programs; and if few rounds evaluate, these take longer.
+    The first one also starts programs; if few rounds evaluate, these take longer; and
+    so do those that exchange more than others, as the first one after a restart may.
+
+    Args:
+        job: The run's.
+        progress: Before the round.
+        evaluates: Whether the round evaluates the model that it begins with.
+        is_usual: Whether it exchanges what most rounds do; see ``RoundRecord``.
     """
-    return progress.steps_taken > 0 and evaluates == (job.evaluation.every == 1)
+    is_first = progress.steps_taken == 0
+    return is_usual and not is_first and evaluates == (job.evaluation.every == 1)
 
 
 def check_not_taken(steps: range, taken: int) -> None:

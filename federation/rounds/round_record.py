@@ -33,6 +33,10 @@ from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.vectors import Layout, Vector, Words
 
+# They precede a round only where there are no keys, as after a restart.
+_SETUP = frozenset(
+    (SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM)
+)
 NO_CODECS: Mapping[SiteId, Codec] = MappingProxyType({})
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate, SiteEvaluation)
 
@@ -53,6 +57,9 @@ class RoundRecord:
         counted: For each site whose update has a weight, the round of its task.
         members: Who takes part, as far as this round has shown.
         steps: Local steps of the run that sites take; None for the job's number.
+        is_usual: Whether it exchanges what most rounds do. Those that set up keys,
+            send whole models where others send sums, or have no scale of the levels
+            yet, take longer for as many steps.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class RoundRecord:
         self.links = links = fitted(links, layout)
         self.members = members
         self.steps = steps
+        self.is_usual = True
         self.counted: dict[SiteId, int] = {}
         self._known_away = members.end_round().away()
         self._kind = kind
@@ -221,6 +229,8 @@ class RoundRecord:
 
         ``accept`` uses an answer, or raises ``ProtocolError``: then it does not count.
         """
+        if step in _SETUP:
+            self.is_usual = False
         counted: list[Reply] = []
         for reply in replies:
             message = reply.message

@@ -21,7 +21,12 @@ from monitoring.runs.run_result import RunResult
 pytestmark = pytest.mark.slow
 
 LOW, ROUNDS, SHARE = 2, 110, 0.9
-SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "threshold": 3}}}
+WIDE = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [96, 96]},
+}
+SECURE_SUM = {"enabled": True, "threshold": 3}
+SECURE = {"privacy": {"secure_aggregation": SECURE_SUM}}
 OVERLAP = {"training": {"overlap_steps": 1}}
 RARELY = {"evaluation": {"every": 4}}
 
@@ -87,6 +92,22 @@ def test_a_resumed_run_makes_the_same_choices(tmp_path: Path):
     assert numbers == [event.num_steps for event in expected]
     for name, array in whole.weights.items():
         np.testing.assert_array_equal(array, resumed.weights[name])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_the_round_after_a_restart_is_not_measured(fragments: int, tmp_path: Path):
+    """It sets up keys, and sends a whole model down and 16 bits of each value up."""
+    few = {"levels": 4, "clip_norm": 10.0}
+    secure = {"privacy": {"secure_aggregation": SECURE_SUM | few}}
+    sums = {"communication": {"down_content": "sum", "fragments": fragments}}
+    whole = replace(job(secure, sums, {"model": WIDE}), rounds=30)
+    answers = iter([False] * 3 + [True] * 9)
+    how: dict[str, Any] = {"folder": tmp_path / "run", "report": False}
+    watched(whole, stop_requested=lambda: next(answers), **how)
+    _, then = watched(whole, resume=True, **how)
+    found = [event.step_seconds for event in then if event.step_seconds is not None]
+    assert found
+    assert found == pytest.approx([0.1] * len(found), rel=0.1)
 
 
 def test_a_run_that_ended_before_its_last_round_is_extended(tmp_path: Path):

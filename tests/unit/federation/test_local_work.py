@@ -1,6 +1,7 @@
 """How many local steps a round takes, chosen from what earlier rounds took."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -178,15 +179,17 @@ def test_a_job_with_a_fixed_number_has_nothing_to_choose():
 
 
 def test_only_typical_rounds_are_measured():
-    """Not the first; nor those that evaluate, if others do not."""
+    """Not the first; nor those that evaluate, if others do not; nor unusual ones."""
     job, seldom = (
         auto(),
         replace(auto(), evaluation=replace(auto().evaluation, every=4)),
     )
-    assert not local_work.is_typical(job, after(taken=0), evaluates=True)
-    assert local_work.is_typical(job, after(), evaluates=True)
-    assert local_work.is_typical(seldom, after(), evaluates=False)
-    assert not local_work.is_typical(seldom, after(), evaluates=True)
+    usual = partial(local_work.is_typical, is_usual=True)
+    assert not usual(job, after(taken=0), evaluates=True)
+    assert usual(job, after(), evaluates=True)
+    assert usual(seldom, after(), evaluates=False)
+    assert not usual(seldom, after(), evaluates=True)
+    assert not local_work.is_typical(job, after(), evaluates=True, is_usual=False)
 
 
 def test_no_site_trains_for_longer_than_the_round():
