@@ -16,6 +16,7 @@ that deal or release wrong shares are not asked again: ``blame``.
 Shape suffixes: d float values of the model, h words of the header.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -52,7 +53,12 @@ from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.levels import LevelPlan, first_plan, next_plan
+from privacy.secagg.arithmetic.levels import (
+    LevelPlan,
+    first_plan,
+    next_plan,
+    rounding_norm,
+)
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
@@ -123,6 +129,14 @@ class SecureGather:
         self._follow_levels(one, record)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
+        if not mean_d.any():
+            record.events.warned(
+                f"round {record.round_index}: the mean of the updates is exactly 0. "
+                "If sites should have learned something, "
+                f"clip_norm = {self._clip(state):g} is so large that their updates "
+                "were rounded to 0: set privacy.secure_aggregation.clip_norm nearer to "
+                "the norm of an update"
+            )
         return (), lambda _updates, _out_d: mean_d
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
@@ -287,13 +301,32 @@ class SecureGather:
         self._divisor = one.totals[train.WEIGHT]
         squares = one.totals[train.ENERGY] * self.contract.clip_norm**2
         size = padded(fragment.size(self.layout.size))
+        variance = squares / (len(one.opened.survivors) * size)
+        if self._first_planned == record.round_index:
+            self._warn_of_rounding(record, variance * size)
         found = next_plan(
             self.contract.levels,
             energies_b=one.levels.energies_b,
-            variance=squares / (len(one.opened.survivors) * size),
+            variance=variance,
         )
         if found is not None:
             self._next_plans[fragment] = found
+
+    def _warn_of_rounding(self, record: RoundRecord, energy: float) -> None:
+        """Warn if a first plan, which follows from the clip norm, is too coarse.
+
+        Args:
+            record: Of the round.
+            energy: Mean square of the norm of what a site rounded, in weight units.
+        """
+        found = math.sqrt(energy)
+        if found < rounding_norm(self._plan(record)):
+            record.events.warned(
+                f"round {record.round_index}: rounding changes updates by more than "
+                f"their own norm, of about {found:.3g}, since "
+                f"privacy.secure_aggregation.clip_norm = {self.contract.clip_norm:g} "
+                "is so far above it: set it to a few times that norm"
+            )
 
     def _clip(self, state: RunState) -> float:
         """The clip norm of updates in the next round."""

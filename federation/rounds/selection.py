@@ -140,7 +140,12 @@ def model_left(spec: SelectionSpec | None, state: RunState) -> RunState:
     kept = state.kept
     if spec is None or kept is None:
         return state
-    # A site that has the newest model is sent the whole of this one.
+    # A site that has the newest model is sent the whole of this one, and no step
+    # begins with it.
     return replace(
-        state, weights_d=kept.weights_d, integers_m=kept.integers_m, change=None
+        state,
+        weights_d=kept.weights_d,
+        integers_m=kept.integers_m,
+        optimizer={},
+        change=None,
     )

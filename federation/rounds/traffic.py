@@ -313,6 +313,12 @@ class Traffic:
         every = self.job.evaluation.every
         return every > 0 and (round_index - 1) % every == 0
 
+    def _is_of_average(self, round_index: int) -> bool:
+        """Whether it evaluates an average of models, which no site can compute."""
+        spec, rounds = self.job.selection, self.job.rounds
+        averages = spec is not None and spec.averages and spec.average_from <= rounds
+        return averages and round_index > rounds
+
     @property
     def _links(self) -> Links:
         return fitted(self.job.communication.links, self.layout)
@@ -332,6 +338,7 @@ class Traffic:
         """
         links = self.job.communication.links
         changes = (links.changes or links.sums) and index > 1
+        changes = changes and not self._is_of_average(index)
         asks_all = self.job.cohort_size == len(self.job.sites)
         for changed in (True, False) if changes and not asks_all else (changes,):
             for end in (0, 1):

@@ -14,7 +14,13 @@ from clients.models.model_pool import ModelPool
 from deploy.wiring import parts
 from federation.compression.fragments import fragment_of
 from federation.errors import JobError
-from federation.events import CostPredicted, Event, RoundFinished, SiteAnswered
+from federation.events import (
+    CostPredicted,
+    Event,
+    RoundFinished,
+    SiteAnswered,
+    Warned,
+)
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
 from monitoring.views.run_fold import fold
@@ -33,7 +39,7 @@ def job_of(levels: int = 256, fragments: int = 3, **more: Any) -> JobSpec:
     tables = {
         "privacy": {"secure_aggregation": secure | more.pop("secure", {})},
         "communication": {"down_content": "sum", "fragments": fragments},
-        "aggregation": {"weights": "uniform"},
+        "aggregation": {"weights": "uniform"} | more.pop("aggregation", {}),
         "training": {
             "local_steps": STEPS,
             "batch_size": BATCH,
@@ -119,6 +125,49 @@ def test_bytes_are_those_predicted_and_a_fraction():
         assert down < 0.75 * all_down
 
 
+@pytest.mark.parametrize(("clip_norm", "told"), [(1e5, 1), (10.0, 0)])
+def test_a_clip_norm_far_too_large_is_told(clip_norm: float, told: int):
+    """Or the first round would damage the model, and no one would know why."""
+    seen: list[Event] = []
+    secure = {"clip_norm": clip_norm}
+    simulate(job_of(4, 1, secure=secure), listeners=[seen.append])
+    texts = [e.message for e in seen if isinstance(e, Warned)]
+    assert sum("rounding changes updates by more" in t for t in texts) == told
+
+
+@pytest.mark.parametrize(("clip_norm", "told"), [(1e7, ROUNDS), (10.0, 0)])
+def test_updates_that_are_rounded_to_nothing_are_told(clip_norm: float, told: int):
+    """Or a run would end as it began, and say no word."""
+    seen: list[Event] = []
+    given = {"enabled": True, "ring_bits": 16, "clip_norm": clip_norm}
+    training = {"local_steps": STEPS, "batch_size": BATCH, "optimizer": {"lr": LR}}
+    job = small_job(
+        num_sites=SITES,
+        rounds=ROUNDS,
+        model=MODEL,
+        training=training,
+        aggregation={"weights": "uniform"},
+        privacy={"secure_aggregation": given},
+    )
+    simulate(job, listeners=[seen.append])
+    texts = [e.message for e in seen if isinstance(e, Warned)]
+    assert sum("the mean of the updates is exactly 0" in t for t in texts) == told
+
+
+def test_an_average_is_sent_whole_as_predicted():
+    """Without the optimiser's state: no step begins with it."""
+    job = job_of(
+        4,
+        1,
+        aggregation={"server_optimizer": {"name": "adam", "lr": 0.01}},
+        selection={"model": "ema"},
+    )
+    seen: list[Event] = []
+    simulate(job, listeners=[seen.append])
+    (predicted,) = [e for e in seen if isinstance(e, CostPredicted)]
+    assert predicted.bytes_down[0] <= fold(seen).bytes_down <= predicted.bytes_down[1]
+
+
 def test_a_site_that_drops_out_comes_back_to_its_own_values():
     """The run goes on, and ends with a model that all agree on."""
     secure = {"threshold": SITES, "two_sites_waiver": False}
@@ -133,7 +182,7 @@ def test_a_site_that_drops_out_comes_back_to_its_own_values():
 
 def test_more_fragments_than_blocks_are_refused():
     job = job_of(4, fragments=9)
-    with pytest.raises(JobError, match="blocks of 4096") as caught:
+    with pytest.raises(JobError, match="blocks of 4,096") as caught:
         simulate(job)
     assert caught.value.key == "communication.fragments"
 

@@ -123,6 +123,12 @@ def next_plan(
     return LevelPlan(levels=levels, steps_b=np.maximum(steps_b, _LEAST_STEP))
 
 
+def rounding_norm(plan: LevelPlan) -> float:
+    """Norm of what rounding changes, where values are spread evenly over a step."""
+    squares = np.square(plan.steps_b, dtype=np.float64).sum() / 12
+    return math.sqrt(BLOCK_VALUES * squares)
+
+
 def largest_step(levels: int, *, clip_norm: float) -> float:
     """Largest step that follows from sums of honest sites.
 

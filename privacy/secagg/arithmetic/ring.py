@@ -25,6 +25,7 @@ NOISE_TAIL = 12  # standard deviations of room; a Gaussian leaves it with p < 2^
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 MIN_AMPLITUDE = 16  # below this, rounding would be most of what is sent
 MAX_SCALE = 2.0**100  # a float32 times this many steps is still a number
+MAX_CLIP_NORM = 2.0**40  # sums of squares of norms stay far inside float32
 RING_BITS = (16, 24, 32)
 MAX_SITES_OF_16_BITS = 16  # beyond, rounding is too coarse: section 3
 
@@ -85,6 +86,11 @@ class RingSpec:
     def __post_init__(self) -> None:
         """Refuse a ring without room for a single update."""
         self._check_width()
+        if self.clip_norm > MAX_CLIP_NORM:
+            raise ValueError(
+                f"clip_norm is at most {MAX_CLIP_NORM:.3g}, not {self.clip_norm:g}: "
+                "set it to a few times the norm of an update"
+            )
         for name in ("clip_norm", "bound"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite")

@@ -207,8 +207,9 @@ def check_layout(job: JobSpec, layout: Layout) -> None:
     levels, blocks = job.privacy.secure_aggregation.levels, num_blocks(layout.size)
     if job.communication.fragments > blocks:
         raise JobError(
-            f"a model of {layout.size} values has {blocks} blocks of {BLOCK_VALUES}, "
-            f"so at most as many fragments, not {job.communication.fragments}",
+            f"is at most {blocks}, not {job.communication.fragments}: it counts parts "
+            f"of whole blocks of {BLOCK_VALUES:,} values, and the model has "
+            f"{layout.size:,} values",
             key="communication.fragments",
         )
     for spec in layout.tensors:
