@@ -78,6 +78,8 @@ class RunCheckpoints:
         clock: Dates the events.
         chunk_bytes: A larger blob is stored in chunks of this size.
         rounds_before: Numbers of rounds that the job had before it was extended.
+        newest_saved: The newest round that was saved, by the run's record of events;
+            None if it tells of none.
         allocate: Makes the vectors of a state that is loaded.
 
     Raises:
@@ -94,6 +96,7 @@ class RunCheckpoints:
     clock: Clock
     chunk_bytes: int = CHUNK_BYTES
     rounds_before: Collection[int] = ()
+    newest_saved: int | None = None
     allocate: Allocate = in_memory
 
     def __post_init__(self) -> None:
@@ -182,7 +185,8 @@ class RunCheckpoints:
         Raises:
             CheckpointMismatch: The run was started from another job.
             LayoutMismatch: The run's model has another layout.
-            CorruptObject: Checkpoints exist and not one of them is whole.
+            CorruptObject: Checkpoints exist and not one of them is whole, or there is
+                none and the run's record tells of some.
             StoreUnavailable: The store is unreachable.
         """
         damages: list[tuple[str, BadCheckpoint]] = []
@@ -202,6 +206,12 @@ class RunCheckpoints:
             raise CorruptObject(
                 f"none of the run's {len(damages)} checkpoints is whole: {reasons}; "
                 "restore them from a backup, or start a new run"
+            )
+        if self.newest_saved is not None:
+            raise CorruptObject(
+                f"there is no {self.prefix}round-*.json, but the run saved round "
+                f"{self.newest_saved}: restore its checkpoints from a backup, or start "
+                "a new run"
             )
         return None
 

@@ -136,6 +136,7 @@ class DeployedRun:
             goes_on=goes_on,
             meter=PROCESS,
             extensions=run.extensions(),
+            newest_saved=run.newest_saved(),
             allocate=allocate,
         )
 

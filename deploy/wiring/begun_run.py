@@ -1,18 +1,23 @@
 """Which run a folder belongs to, where a process was killed before its first event."""
 
+import contextlib
+
+from aggregator.manifest import decode
+from federation.errors import CheckpointMismatch, CorruptObject
 from federation.ids import RunId
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, is_begun, read_file
 
 
 def begun_id(run: RunFolder) -> RunId | None:
-    """The run whose ledgers are in a folder that lacks its first event.
+    """The run whose ledgers or checkpoints are in a folder that lacks its first event.
 
     Sites open their ledgers before it, so that is what a process leaves that is killed
-    in between. Their run goes on: another one could not use them.
+    in between; with checkpoints, the event log was lost. Their run goes on: another one
+    could not use them.
 
     Returns:
-        None without an event log, or if there are no ledgers, or those of several runs.
+        None without an event log, or if there are neither, or those of several runs.
 
     Raises:
         LedgerDamaged: A ledger is damaged.
@@ -22,4 +27,7 @@ def begun_id(run: RunFolder) -> RunId | None:
         return None
     paths = run.path.glob(f"sites/*/{LEDGER_NAME}")
     ids = {read_file(path).terms.run_id for path in paths if is_begun(path)}
+    for path in run.path.glob("checkpoints/round-*.json"):
+        with contextlib.suppress(CorruptObject, CheckpointMismatch):  # As on loading.
+            ids.add(decode(str(path), path.read_bytes()).run_id)
     return RunId(*ids) if len(ids) == 1 else None

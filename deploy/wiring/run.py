@@ -143,6 +143,7 @@ class Run:
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.
         extensions: How its job was extended, in their order.
+        newest_saved: The newest round with a checkpoint, by the run's record.
         allocate: Makes the vectors of the model, of sums and of the server optimiser.
     """
 
@@ -157,6 +158,7 @@ class Run:
     seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
     meter: UsageMeter = CLOCK
     extensions: Sequence[RunExtended] = ()
+    newest_saved: int | None = None
     allocate: Allocate = in_memory
 
     def checkpoints(self) -> RunCheckpoints:
@@ -172,6 +174,7 @@ class Run:
             emit=self.emit,
             clock=self.clock,
             rounds_before=[one.rounds_before for one in self.extensions],
+            newest_saved=self.newest_saved,
             allocate=self.allocate,
         )
 

@@ -376,6 +376,7 @@ class _Simulation:
             transcript=self._transcript,
             meter=self._meter,
             extensions=[] if self._run is None else self._run.extensions(),
+            newest_saved=None if self._run is None else self._run.newest_saved(),
         )
         if self._private is not None:
             noted = {} if self._run is None else self._run.anchors()

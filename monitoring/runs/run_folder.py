@@ -19,6 +19,7 @@ from federation.durable_files import flush, replace_file, unavailable
 from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
 from federation.event_log import read_events
 from federation.events import (
+    CheckpointSaved,
     Event,
     ModelEvaluated,
     RunExtended,
@@ -130,6 +131,17 @@ class RunFolder:
             known = {SiteId(site): each.anchor for site, each in spent if each}
             found = join_anchors(found, known)
         return found
+
+    def newest_saved(self) -> int | None:
+        """The newest round with a checkpoint, by the record; None if there is none.
+
+        Raises:
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found = self.read_events() if self.exists() else []
+        rounds = (e.round_index for e in found if isinstance(e, CheckpointSaved))
+        return max(rounds, default=None)
 
     def extensions(self) -> Sequence[RunExtended]:
         """How the run was extended, in order.

@@ -12,7 +12,7 @@ from deploy.wiring.begun_run import begun_id
 from deploy.wiring.parts import build_federation
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock, VirtualClock
-from federation.errors import RunNotFound
+from federation.errors import CorruptObject, RunNotFound
 from federation.ids import RunId, SiteId
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.errors import LedgerDamaged
@@ -81,3 +81,34 @@ def test_a_run_is_resumed_that_has_ledgers_and_no_event(tmp_path: Path):
     contents = read_file(folder / "sites" / site / LEDGER_NAME)
     assert (contents.terms.run_id, RunFolder(folder).run_id()) == (RUN, RUN)
     assert contents.charges
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_whose_events_were_lost(tmp_path: Path):
+    """Its checkpoints name it."""
+    folder = tmp_path / "mine"
+    job = small_job(rounds=2)
+    answers = iter([False, True, True])
+    first = simulate(
+        job, folder=folder, report=False, stop_requested=lambda: next(answers)
+    )
+    assert first.rounds_completed == 1
+    run = RunFolder(folder)
+    before = run.run_id()
+    run.events.write_bytes(b"")
+    (folder / "checkpoints" / "round-000009.json").write_bytes(b"{")
+    assert simulate(job, folder=folder, resume=True, report=False).status == "completed"
+    assert run.run_id() == before
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_were_lost_does_not_begin_again(tmp_path: Path):
+    """Its events tell that there were some."""
+    folder, job = tmp_path / "mine", small_job(rounds=2)
+    answers = iter([False, True, True])
+    stop: dict[str, Any] = {"stop_requested": lambda: next(answers)}
+    simulate(job, folder=folder, report=False, **stop)
+    for path in folder.glob("checkpoints/round-*"):
+        path.unlink()
+    with pytest.raises(CorruptObject, match="but the run saved round 1"):
+        simulate(job, folder=folder, resume=True, report=False)
