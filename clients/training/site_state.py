@@ -18,6 +18,7 @@ Shape suffixes: m integer values of the model.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import MappingProxyType
@@ -48,6 +49,7 @@ Fact = str | int | float | bool
 
 _LOG = logging.getLogger(__name__)
 _INTEGERS = "integers"  # Values of role ``keep``: each site's own, they never travel.
+_NUMBER = re.compile(r"[0-9]{10}")  # Of a round, in the key of its state.
 _EARLIER = "kept-"  # How an earlier release named what it kept.
 
 
@@ -205,13 +207,16 @@ class SiteState:
 
     def _before(self, round_index: int) -> list[str]:
         """Keys of the states of earlier rounds, in their order."""
-        limit = self._key(round_index)
-        return [o.key for o in self.store.list(self._prefix) if o.key < limit]
+        limit, start = self._key(round_index), len(self._prefix)
+        stored = [o.key for o in self.store.list(self._prefix) if o.key < limit]
+        # Others, such as copies that an operator has made, are not ours.
+        return [key for key in stored if _NUMBER.fullmatch(key[start:])]
 
     def _key(self, round_index: int) -> str:
         return f"{self._prefix}{round_index:010d}"
 
     def _read(self, key: str, run_id: RunId) -> KeptState:
+        cause: Exception | None = None
         try:
             info = self.store.stat(key)
             ranges = _Ranges(self.store, key, info.version)
@@ -240,11 +245,11 @@ class SiteState:
                 )
                 return NOTHING
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fault = f"it cannot be read: {error}"
+            fault, cause = "it is damaged or incomplete", error
         raise CorruptObject(
-            f"{key} is not a state that this site can use: {fault}. Delete every "
-            f"{self._prefix}* to start afresh"
-        )
+            f"{key} is not a state that this site can use: {fault}. Restore it from a "
+            f"backup, or delete every {self._prefix}* to start afresh"
+        ) from cause
 
     def _allocated(self, name: str, size: int) -> Vector:
         is_residual = name.partition("/")[0] == RESIDUAL

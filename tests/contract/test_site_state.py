@@ -106,6 +106,17 @@ def test_the_newest_few_stay(state: SiteState, store: ObjectStore):
     assert found(state, 101) == 100
 
 
+def test_a_copy_beside_it_is_no_state(state: SiteState, store: ObjectStore):
+    """As an operator makes one before they try something."""
+    keep(state, 1)
+    (info,) = store.list()
+    store.put(f"{info.key}.bak", [store.read(info.key)])
+    assert found(state, 2) == 1
+    for round_index in (2, 3, 4):
+        keep(state, round_index)
+    assert (found(state, 5), len(list(store.list()))) == (4, ROUNDS + 1)
+
+
 def test_state_of_one_round(state: SiteState):
     """Whatever later rounds have left."""
     for index in range(2, ROUNDS + 3):
@@ -180,11 +191,11 @@ def _newer(content: bytes) -> bytes:
     [
         (_changed, "does not match its digest"),
         (_other_fact, "does not match its digest"),
-        (_torn, "does not match its digest|cannot be read"),
+        (_torn, "does not match its digest|is damaged or incomplete"),
         (_newer, "version 3, but this release reads 2|does not match its digest"),
-        (lambda _: b"", "cannot be read"),
-        (lambda _: b"garbage", "cannot be read"),
-        (lambda _: b"{}\n\n", "cannot be read"),
+        (lambda _: b"", "is damaged or incomplete"),
+        (lambda _: b"garbage", "is damaged or incomplete"),
+        (lambda _: b"{}\n\n", "is damaged or incomplete"),
     ],
 )
 def test_damaged_state_is_refused(
