@@ -11,8 +11,8 @@ from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import Vector, Words, is_finite
 
 UNSTABLE = (
-    "training produced NaN or infinite weights: lower the learning rate or set "
-    "training.clip_grad_norm"
+    "training produced NaN or infinite weights: lower the learning rate, that of "
+    "aggregation.server_optimizer included, or set training.clip_grad_norm"
 )
 
 

@@ -239,8 +239,8 @@ class Cast:
         if not largest < self.limit:  # Nor is NaN.
             raise BeyondCodec(
                 f"a value of magnitude {largest:g} does not fit into {self.name}, "
-                f"which ends below {self.limit:g}: lower the learning rate, or choose "
-                "another codec"
+                f"which ends below {self.limit:g}: choose another codec, or lower the "
+                "learning rate if the model had no such value at the start"
             )
 
 
