@@ -53,7 +53,7 @@ from federation.wire.relayed import down_sizes, up_sizes
 
 _RUN = RunId("20260101-000000-000000")  # Every run id that we make is as long.
 # Numbers whose texts are the shortest and the longest that times, losses and epsilons
-# of a run have. A time of exactly 0 would be shorter still.
+# of a run have. A measured time is never exactly 0, which would be shorter still.
 _SHORT, _LONG = 1.0, 2.0**-30
 _MEMORY = 10**12  # As many digits as a site's memory may have.
 
@@ -442,7 +442,9 @@ class Traffic:
         )
 
     def _phases(self, names: Iterable[str], end: int) -> tuple[Phase, ...]:
-        seconds = _LONG if end else _SHORT
+        # In virtual time much takes none, and a time of 0 is shorter than any other.
+        shortest = _SHORT if self.measured else 0.0
+        seconds = _LONG if end else shortest
         return tuple(
             Phase(name=name, start_seconds=seconds, seconds=seconds)
             for name in names
