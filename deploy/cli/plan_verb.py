@@ -24,6 +24,7 @@ _HOUR = 3600.0
 def _plan(options: argparse.Namespace) -> int:
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415
+    from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415
     from deploy.fleet.planning import (  # noqa: PLC0415
         bucket_cost,
         forecast,
@@ -35,6 +36,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.refresh_prices:
         return _refresh(options, wanted)
     job = deployment_file.load_job(wanted)
+    start_checks.check_sites(wanted, job)  # Or their prices would be ignored.
     wanted = offers.with_types(
         wanted, clock=options.clock, tell=tell, prices=options.prices
     )

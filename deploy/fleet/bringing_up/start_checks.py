@@ -28,15 +28,8 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
     Raises:
         JobError: The job cannot be run so, or names other sites.
     """
-    known = {site.name for site in job.sites}
-    path = plan.path
+    check_sites(plan, job)
     for index, site in enumerate(plan.file.sites):
-        if site.name not in known:
-            raise JobError(
-                f"{path}: {site.name!r} is no site of {plan.job}, which has "
-                f"{', '.join(sorted(known))}",
-                key=f"sites[{index}].name",
-            )
         if site.provider != LOCAL:
             cloud_checks.check(plan, index)
             _check_home(plan, index)
@@ -52,6 +45,22 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
         check_work_allowed(plan, job)
     except JobError as error:
         raise JobError(f"{plan.job}: {error}") from None
+
+
+def check_sites(plan: DeploymentPlan, job: JobSpec) -> None:
+    """Refuse sites that the job does not have.
+
+    Raises:
+        JobError: The deployment names one.
+    """
+    known = {site.name for site in job.sites}
+    for index, site in enumerate(plan.file.sites):
+        if site.name not in known:
+            raise JobError(
+                f"{plan.path}: {site.name!r} is no site of {plan.job}, which has "
+                f"{', '.join(sorted(known))}",
+                key=f"sites[{index}].name",
+            )
 
 
 def check_work_allowed(plan: DeploymentPlan, job: JobSpec) -> None:

@@ -1,0 +1,30 @@
+"""``crossfed plan``, as it is typed: what it refuses, names and prints."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+from support.small_jobs import small_job
+
+from deploy.cli import main
+from federation.job import job_file
+
+
+def deployed(folder: Path, *names: str) -> Path:
+    """Write a job with two sites, and a deployment that has those of some names."""
+    job = small_job(num_sites=2, rounds=4)
+    (folder / "job.toml").write_text(tomli_w.dumps(job_file.document(job)))
+    sites = [{"name": name, "dollars_per_hour": 36.0} for name in names]
+    path = folder / "fed.toml"
+    path.write_text(tomli_w.dumps({"name": "fed", "job": "job.toml", "sites": sites}))
+    return path
+
+
+def test_a_site_that_the_job_lacks_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its price would be ignored, and the recommendation wrong."""
+    assert main(["plan", str(deployed(tmp_path, "site-0", "site-7"))]) == 2
+    err = capsys.readouterr().err
+    assert "sites[1].name" in err
+    assert "'site-7'" in err
