@@ -1,6 +1,7 @@
 """The parser of the command line, built from the table in ``verbs.toml``."""
 
 import argparse
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -190,6 +191,28 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _amount(text: str) -> float:
+    """A finite number that is not negative."""
+    return _finite(text, lambda value: value >= 0, "of at least 0")
+
+
+def _limit(text: str) -> float:
+    """A finite number that something can be within."""
+    return _finite(text, lambda value: value > 0, "above 0")
+
+
+def _finite(text: str, fits: Callable[[float], bool], bound: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(
+            f"must be a finite number {bound}, not {text!r:.40}"
+        )
+    return value
+
+
 # The names are those of the type that a message of argparse shows.
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
@@ -198,4 +221,6 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "named_path": _named_path,
     "minutes": _minutes,
     "count": _count,
+    "amount": _amount,
+    "limit": _limit,
 }
