@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 from federation.errors import JobError
@@ -251,15 +251,18 @@ class Prices:
         )
         return next(found, 0)
 
-    def oldest(self, clouds: Collection[str] | None) -> date:
-        """Day of the oldest price of machines and traffic of clouds; None for all."""
+    def days(self, clouds: Collection[str] | None) -> tuple[date, date]:
+        """Days of the oldest and of the newest price of clouds; None for all.
+
+        Of machines and traffic, and of the table if it has neither of them.
+        """
         rows: list[MachinePrice | Egress] = [*self.machines, *self.egress]
         days = [
             date.fromisoformat(row.as_of or self.as_of)
             for row in rows
             if clouds is None or row.provider in clouds
-        ]
-        return min(days, default=date.fromisoformat(self.as_of))
+        ] or [date.fromisoformat(self.as_of)]
+        return min(days), max(days)
 
     def storage_month(self, provider: str) -> float | None:
         """Dollars of a GB that a cloud keeps for a month; None if not known."""
@@ -292,26 +295,42 @@ def load(
     Args:
         path: The file; None for that of this release.
         today: To tell how old it is.
-        warn: Called with a word about prices that are old.
-        is_decisive: Whether a budget depends on them: old ones are then an error.
+        warn: Called with a word about prices that are old, or of a day to come.
+        is_decisive: Whether a budget depends on them: either is then an error.
         clouds: Those whose age matters; None for all.
 
     Raises:
         JobError: It cannot be read, a key is unknown, missing or out of bounds, or the
-            prices are too old for a budget.
+            prices are too old for a budget, or of a day to come.
     """
     path = path or PACKAGED
     prices = job_file.load_table(path, Prices, _check)
-    age = (today - prices.oldest(clouds)).days
-    if age > OLD_DAYS:
-        text = (
-            f"the prices in {path} are {age} days old: compare them, and name your own "
-            "table with --prices"
-        )
+    text = _doubt(prices, path, today, clouds)
+    if text:
         if is_decisive:
             raise JobError(f"{text}. A budget must not depend on them", key="as_of")
         warn(text)
     return prices
+
+
+def _doubt(
+    prices: Prices, path: Path, today: date, clouds: Collection[str] | None
+) -> str:
+    """Why prices may not be those of today; empty if they may be."""
+    oldest, newest = prices.days(clouds)
+    # Tomorrow has begun east of Greenwich.
+    if newest - today > timedelta(days=1):
+        return (
+            f"the prices in {path} are of {newest}, and it is {today}: correct as_of "
+            "there, or the clock of this host, since their age is unknown"
+        )
+    age = (today - oldest).days
+    if age <= OLD_DAYS:
+        return ""
+    return (
+        f"the prices in {path} are {age} days old: compare them, and name your own "
+        "table with --prices"
+    )
 
 
 def day_of(seconds: float) -> date:

@@ -422,7 +422,7 @@ def test_prices_of_a_deployment_are_in_a_table_of_its_own(tmp_path: Path):
         '[sites.machine]\nregion = "us-east-1"\ntype = "g5.xlarge"\n'
     )
     text = prices.PACKAGED.read_text().replace('as_of = "2026-06-17"', "as_of = 'D'")
-    (tmp_path / "mine.toml").write_text(text.replace("'D'", '"2096-06-17"'))
+    (tmp_path / "mine.toml").write_text(text.replace("'D'", '"2096-06-08"'))
     plan = written(tmp_path, more)
     found = spending.budget_prices(plan, now=3.99e9)
     assert found["site-gcp-us-central1"] == 1.006

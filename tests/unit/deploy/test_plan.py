@@ -336,6 +336,24 @@ def test_old_prices_are_told():
     assert "are 91 days old" in told[0]
 
 
+def test_prices_of_a_day_to_come_are_not_new(tmp_path: Path):
+    """Nobody knows their age: a slip, or a clock that is behind."""
+    text = prices.PACKAGED.read_text()
+    one = text.replace('gpu = "H100"', 'as_of = "2027-06-17"', 1)
+    path = tmp_path / "prices.toml"
+    for slip in (text.replace("2026-", "2027-"), one):
+        path.write_text(slip)
+        told: list[str] = []
+        prices.load(path, today=date(2026, 6, 20), warn=told.append)
+        assert len(told) == 1
+        assert "2027-06-17" in told[0]
+        with pytest.raises(JobError, match="2027-06-17") as caught:
+            prices.load(path, today=date(2026, 6, 20), warn=print, is_decisive=True)
+        assert caught.value.key == "as_of"
+    # East of Greenwich a table may be of the day that begins there first.
+    prices.load(None, today=date(2026, 6, 16), warn=pytest.fail, is_decisive=True)
+
+
 def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
     """Dollars are unknown, not nothing; and the key that states the price is named."""
     job = virtual_job()
