@@ -356,6 +356,7 @@ def _check(prices: Prices) -> None:
             raise JobError(
                 f"{text!r} is not a day, for example 2026-06-17", key=where
             ) from None
+    _check_unique(prices)
     for index, machine in enumerate(prices.machines):
         if machine.spot is not None and machine.spot > machine.on_demand:
             raise JobError(
@@ -370,3 +371,23 @@ def _check(prices: Prices) -> None:
                 "must rise, and the last tier must have no up_to",
                 key=f"egress[{index}].tiers",
             )
+
+
+def _check_unique(prices: Prices) -> None:
+    """Refuse a second price of the same: which one counts would depend on its place."""
+    tables: Mapping[str, Sequence[tuple[str, ...]]] = {
+        "machines": [(m.provider, m.region, m.machine) for m in prices.machines],
+        "egress": [(each.provider,) for each in prices.egress],
+        "transfer": [(each.provider,) for each in prices.transfer],
+        "storage": [(each.provider,) for each in prices.storage],
+        "keys": [(each.provider,) for each in prices.keys],
+    }
+    for table, names in tables.items():
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if first != index:
+                raise JobError(
+                    f"{' '.join(name)} has a price in {table}[{first}] already: remove "
+                    "one of them",
+                    key=f"{table}[{index}]",
+                )

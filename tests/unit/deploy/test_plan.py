@@ -1,12 +1,14 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
 import re
+import tomllib
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 
 import pytest
+import tomli_w
 from support.small_jobs import small_job
 from support.without_report import simulate
 
@@ -352,6 +354,28 @@ def test_prices_of_a_day_to_come_are_not_new(tmp_path: Path):
         assert caught.value.key == "as_of"
     # East of Greenwich a table may be of the day that begins there first.
     prices.load(None, today=date(2026, 6, 16), warn=pytest.fail, is_decisive=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("machines", 'region = "us-east4"\nmachine = "a3-highgpu-8g"\non_demand = 8'),
+        ("egress", "tiers = [{ dollars = 0.01 }]"),
+        ("transfer", "between_zones = 0.01\nbetween_regions = 0.01"),
+        ("storage", "per_gigabyte_month = 0.01"),
+        ("keys", "per_month = 0.1"),
+    ],
+)
+def test_a_second_price_of_the_same_is_refused(tmp_path: Path, name: str, row: str):
+    """Or the first would count, and a correction below it would not be noticed."""
+    table = tomllib.loads(prices.PACKAGED.read_text())
+    table[name].append({"provider": "gcp"} | tomllib.loads(row))
+    path = tmp_path / "prices.toml"
+    path.write_text(tomli_w.dumps(table))
+    last = len(table[name]) - 1
+    message = rf"{name}\[{last}\]: gcp.* {name}\[{last - 1}\] already"
+    with pytest.raises(JobError, match=message):
+        prices.load(path, today=date(2026, 6, 20), warn=print)
 
 
 def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
