@@ -11,9 +11,11 @@ from deploy.exit_codes import DONE, FAILED
 from federation.errors import FederationError, JobError
 
 if TYPE_CHECKING:
-    from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
     from deploy.fleet.planning.forecast import RunForecast
     from deploy.fleet.planning.plan import Alternative, SizesOf
+    from deploy.fleet.planning.recommendation import Recommendation
+    from deploy.fleet.planning.run_prices import PriceTerms
     from federation.job.spec import JobSpec
     from federation.rounds.cost import Speeds
     from monitoring.runs.run_folder import RunFolder
@@ -26,7 +28,6 @@ def _plan(options: argparse.Namespace) -> int:
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415
     from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415
     from deploy.fleet.planning import (  # noqa: PLC0415
-        bucket_cost,
         forecast,
         plan as planning,
         run_prices,
@@ -54,16 +55,8 @@ def _plan(options: argparse.Namespace) -> int:
         terms=terms,
         is_decisive=options.budget is not None,
     )
-    ways = [*planning.alternatives(found.federation, found.speeds, sizes_of)]
-    ways += planning.one_cloud_only(
-        found.federation, found.speeds, wanted.file, sizes_of
-    )
-    if known is not None and found.prices is not None:
-        ways += run_prices.ways_to_rent(
-            ways[0], known, wanted.file, found.prices, terms
-        )
-    if found.prices is not None:
-        ways = [bucket_cost.with_bucket(way, found.prices) for way in ways]
+    ways = _ways(wanted.file, found, known, sizes_of, terms)
+    best = _recommended(options, ways)
     if options.plot:
         from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
 
@@ -72,14 +65,42 @@ def _plan(options: argparse.Namespace) -> int:
     for price in found.missing:
         tell(f"dollars are unknown: {price}")
     if options.json:
-        say_json([planning.document(one) for one in ways])
+        say_json([planning.document(way) for way in ways])
     else:
         _show(wanted, ways, found)
-    return _chosen(options, ways)
+    if best is None:
+        return DONE
+    tell(best.message)
+    return FAILED if best.best is None else DONE
+
+
+def _ways(
+    file: "DeploymentFile",
+    found: "RunForecast",
+    known: "Speeds | None",
+    sizes_of: "SizesOf",
+    terms: "PriceTerms",
+) -> "Sequence[Alternative]":
+    """The job as it is, and all that is compared with it."""
+    from deploy.fleet.planning import (  # noqa: PLC0415
+        bucket_cost,
+        plan as planning,
+        run_prices,
+    )
+
+    ways = [*planning.alternatives(found.federation, found.speeds, sizes_of)]
+    ways += planning.one_cloud_only(found.federation, found.speeds, file, sizes_of)
+    if found.prices is None:
+        return ways
+    if known is not None:
+        ways += run_prices.ways_to_rent(ways[0], known, file, found.prices, terms)
+    return [bucket_cost.with_bucket(way, found.prices) for way in ways]
 
 
 def _tell_notices(
-    options: argparse.Namespace, wanted: "DeploymentPlan", job: "JobSpec"
+    options: argparse.Namespace,
+    wanted: "DeploymentPlan",
+    job: "JobSpec",
 ) -> None:
     """Report what a person should know before the deployment is brought up."""
     from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415 -- keeps `--help` fast
@@ -97,21 +118,27 @@ def _tell_notices(
         tell(f"crossfed up --keep would be refused: {error}")
 
 
+def _day_of_prices(wanted: "DeploymentPlan", found: "RunForecast") -> str | None:
+    """Day of the price table; None if no price of it counts."""
+    from deploy.fleet.planning import forecast  # noqa: PLC0415 -- imports torch
+
+    if found.prices is None or not forecast.has_clouds(wanted.file):
+        return None
+    return found.prices.as_of
+
+
 def _show(
     wanted: "DeploymentPlan", ways: "Sequence[Alternative]", found: "RunForecast"
 ) -> None:
     """Print the job's own prediction, and all ways side by side."""
-    from deploy.fleet.planning import (  # noqa: PLC0415
-        forecast,
-        plan as planning,
-        run_prices,
-    )
+    from deploy.fleet.planning import plan as planning, run_prices  # noqa: PLC0415
 
     for line in planning.lines(wanted.file.name, ways, found.speeds):
         say(line)
-    if found.prices is not None and forecast.has_clouds(wanted.file):
+    day = _day_of_prices(wanted, found)
+    if found.prices is not None and day is not None:
         hours = run_prices.gpu_hours(ways[0], wanted.file, found.prices)
-        say(f"GPU-hours: {hours:,.2f}; prices of {found.prices.as_of}")
+        say(f"GPU-hours: {hours:,.2f}; prices of {day}")
     for line in _kept(ways[0], found):
         say(line)
     names, rows = planning.table(ways)
@@ -185,34 +212,19 @@ def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]
     return found
 
 
-def _chosen(options: argparse.Namespace, ways: "Sequence[Alternative]") -> int:
-    """Name the best way in a budget or before a deadline, if one is asked for."""
-    from deploy.fleet.planning import plan as planning  # noqa: PLC0415
-    from monitoring.units import format_duration  # noqa: PLC0415
+def _recommended(
+    options: argparse.Namespace, ways: "Sequence[Alternative]"
+) -> "Recommendation | None":
+    """The best way in a budget or before a deadline; None if neither is asked for."""
+    from deploy.fleet.planning import recommendation  # noqa: PLC0415
 
     if options.budget is None and options.deadline is None:
-        return DONE
+        return None
     if all(way.cost is None for way in ways):
-        raise JobError("time and cost need speeds: see --probe", key="--deadline")
+        key = "--budget" if options.deadline is None else "--deadline"
+        raise JobError("time and cost need speeds: see --probe", key=key)
     deadline = None if options.deadline is None else options.deadline * _HOUR
-    best = planning.choose(ways, budget=options.budget, deadline=deadline)
-    if best is not None and best.cost is not None:
-        took = format_duration(best.cost.seconds)
-        dollars = planning.in_dollars(best.cost.total)
-        tell(f"best: {best.name}: {took}, {dollars} dollars")
-        return DONE
-    cheapest, fewest = planning.least(ways, deadline=deadline)
-    if cheapest is not None and cheapest.cost is not None:
-        tell(
-            f"nothing fits: the smallest budget that can be met is "
-            f"{cheapest.cost.total:,.4f} dollars ({cheapest.name})"
-        )
-    else:
-        tell(
-            f"nothing fits: the shortest time is {format_duration(fewest or 0.0)}, "
-            "whatever it costs"
-        )
-    return FAILED
+    return recommendation.recommend(ways, budget=options.budget, deadline=deadline)
 
 
 def _speeds(

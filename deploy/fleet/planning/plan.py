@@ -165,50 +165,6 @@ def one_cloud_only(
             continue  # This job needs more sites.
 
 
-def choose(
-    found: Sequence[Alternative], *, budget: float | None, deadline: float | None
-) -> Alternative | None:
-    """Choose the fastest way in a budget, or the cheapest before a deadline.
-
-    Args:
-        found: Ways to run a job, with their cost.
-        budget: Dollars; None for any.
-        deadline: Seconds; None for any. With both, the cheapest in both.
-
-    Returns:
-        None if no way fits.
-    """
-    known = [(one, one.cost) for one in found if one.cost is not None]
-    # Without dollars, nothing can be said to be the cheapest but what takes least time.
-    known = [each for each in known if each[1].is_known] or known
-    fits = [
-        (each, of)
-        for each, of in known
-        if (budget is None or of.total <= budget)
-        and (deadline is None or of.seconds <= deadline)
-    ]
-    if deadline is None or not all(of.is_known for _, of in fits):
-        best = min(fits, key=lambda one: one[1].seconds, default=None)
-    else:
-        best = min(fits, key=lambda one: (one[1].total, one[1].seconds), default=None)
-    return None if best is None else best[0]
-
-
-def least(
-    found: Sequence[Alternative], *, deadline: float | None
-) -> tuple[Alternative | None, float | None]:
-    """The cheapest way before a deadline with its dollars, and the fewest seconds."""
-    known = [(one, one.cost) for one in found if one.cost is not None]
-    fits = [
-        each
-        for each in known
-        if each[1].is_known and (deadline is None or each[1].seconds <= deadline)
-    ]
-    cheapest = min(fits, key=lambda each: each[1].total, default=None)
-    fewest = min((of.seconds for _, of in known), default=None)
-    return (None if cheapest is None else cheapest[0]), fewest
-
-
 def lines(
     name: str, found: Sequence[Alternative], speeds: Speeds | None
 ) -> Iterator[str]:

@@ -11,7 +11,7 @@ from federation.job import job_file
 
 
 def deployed(folder: Path, *names: str) -> Path:
-    """Write a job with two sites, and a deployment that has those of some names."""
+    """Write a job with two sites, and a deployment of sites on this host."""
     job = small_job(num_sites=2, rounds=4)
     (folder / "job.toml").write_text(tomli_w.dumps(job_file.document(job)))
     sites = [{"name": name, "dollars_per_hour": 36.0} for name in names]
