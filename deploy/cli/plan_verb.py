@@ -3,8 +3,9 @@
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, FAILED
@@ -23,26 +24,35 @@ if TYPE_CHECKING:
 _HOUR = 3600.0
 
 
+class _Notices:
+    """Tells a person each notice once, and keeps them for ``--json``."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if text not in self.texts:
+            tell(text)
+            self.texts.append(text)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415
     from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415
-    from deploy.fleet.planning import (  # noqa: PLC0415
-        forecast,
-        plan as planning,
-        run_prices,
-    )
+    from deploy.fleet.planning import forecast, run_prices  # noqa: PLC0415
 
     wanted = deployment_file.load(options.deployment)
     if options.refresh_prices:
         return _refresh(options, wanted)
     job = deployment_file.load_job(wanted)
     start_checks.check_sites(wanted, job)  # Or their prices would be ignored.
+    notices = _Notices()
     wanted = offers.with_types(
-        wanted, clock=options.clock, tell=tell, prices=options.prices
+        wanted, clock=options.clock, tell=notices, prices=options.prices
     )
     sizes_of = partial(job_check.sizes_of, clock=options.clock)
-    known = _speeds(options, wanted, job, sizes_of)
+    known = _speeds(options, wanted, job, sizes_of, notices)
     terms = run_prices.PriceTerms(gigabytes_before=options.month_gb)
     found = forecast.forecast(
         wanted,
@@ -50,7 +60,7 @@ def _plan(options: argparse.Namespace) -> int:
         sizes_of=sizes_of,
         speeds=known,
         clock=options.clock,
-        warn=tell,
+        warn=notices,
         prices=options.prices,
         terms=terms,
         is_decisive=options.budget is not None,
@@ -61,11 +71,11 @@ def _plan(options: argparse.Namespace) -> int:
         from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
 
         plan_plot.write(_points(ways), options.plot)
-    _tell_notices(options, wanted, job)
+    _tell_notices(options, wanted, job, notices)
     for price in found.missing:
-        tell(f"dollars are unknown: {price}")
+        notices(f"dollars are unknown: {price}")
     if options.json:
-        say_json([planning.document(way) for way in ways])
+        say_json(_document(wanted, ways, found, notices, best))
     else:
         _show(wanted, ways, found)
     if best is None:
@@ -101,21 +111,40 @@ def _tell_notices(
     options: argparse.Namespace,
     wanted: "DeploymentPlan",
     job: "JobSpec",
+    notices: _Notices,
 ) -> None:
     """Report what a person should know before the deployment is brought up."""
     from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
 
     for notice in start_checks.notices(job):
-        tell(notice)
+        notices(notice)
     try:
         start_checks.check_work_allowed(wanted, job)
     except JobError as error:
-        tell(f"crossfed up would be refused: {error}")
+        notices(f"crossfed up would be refused: {error}")
     try:
         sizes.check_sizes(wanted, options.clock)
     except JobError as error:
-        tell(f"crossfed up --keep would be refused: {error}")
+        notices(f"crossfed up --keep would be refused: {error}")
+
+
+def _document(
+    wanted: "DeploymentPlan",
+    ways: "Sequence[Alternative]",
+    found: "RunForecast",
+    notices: _Notices,
+    best: "Recommendation | None",
+) -> dict[str, Any]:
+    """All that a plan tells a person, as data."""
+    from deploy.fleet.planning import plan as planning  # noqa: PLC0415
+
+    return {
+        "alternatives": [planning.document(way) for way in ways],
+        "recommendation": None if best is None else asdict(best),
+        "prices_of": _day_of_prices(wanted, found),
+        "notices": notices.texts,
+    }
 
 
 def _day_of_prices(wanted: "DeploymentPlan", found: "RunForecast") -> str | None:
@@ -232,6 +261,7 @@ def _speeds(
     wanted: "DeploymentPlan",
     job: "JobSpec",
     sizes_of: "SizesOf",
+    notices: _Notices,
 ) -> "Speeds | None":
     """Speeds that are stated, measured now or by an earlier run; None if none are."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
@@ -241,7 +271,7 @@ def _speeds(
     if sum(map(bool, (options.speeds, options.like, options.probe))) > 1:
         raise JobError("give one of --speeds, --like and --probe", key="--speeds")
     if options.probe:
-        return _probed(wanted, job, sizes_of)
+        return _probed(wanted, job, sizes_of, notices)
     if options.speeds:
         return forecast.load_speeds(options.speeds)
     if options.like is None:
@@ -262,14 +292,16 @@ def _speeds(
     )
 
 
-def _probed(wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf") -> "Speeds":
+def _probed(
+    wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf", notices: _Notices
+) -> "Speeds":
     """Measure speeds here, and leave them in the deployment's folder."""
     from deploy.fleet.planning import probe  # noqa: PLC0415 -- imports torch
 
     found = probe.probe(wanted, job, sizes_of)
     path = probe.write(found, wanted)
     if found.run is None:
-        tell(
+        notices(
             "no run of this deployment has shown how long its programs take to start "
             "and its messages to travel: the prediction does not include that"
         )

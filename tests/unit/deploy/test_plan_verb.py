@@ -1,13 +1,20 @@
 """``crossfed plan``, as it is typed: what it refuses, names and prints."""
 
+import json
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 from support.small_jobs import small_job
 
 from deploy.cli import main
+from deploy.fleet import prices
 from federation.job import job_file
+
+ROOT = Path(__file__).parents[3]
 
 
 def deployed(folder: Path, *names: str) -> Path:
@@ -53,3 +60,70 @@ def test_only_traffic_may_be_nothing(capsys: pytest.CaptureFixture[str]):
         assert "above 0, not '0'" in capsys.readouterr().err
     assert main(["plan", "there-is-no.toml", "--month-gb", "0"]) == 2
     assert "--month-gb" not in capsys.readouterr().err
+
+
+Plan = Callable[..., tuple[Any, str]]
+
+
+@pytest.fixture
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Plans a deployment at stated speeds; returns its JSON and what it tells."""
+    line = {"down_bytes_per_second": 1e6, "up_bytes_per_second": 1e6}
+    rate = {"train_examples_per_second": 1e3, "evaluate_examples_per_second": 1e3}
+    sites = [{"name": f"site-{index}", **line, **rate} for index in range(2)]
+    speeds = tmp_path / "speeds.toml"
+    speeds.write_text(tomli_w.dumps({"sites": sites}))
+
+    def plan(file: Path, *options: str, code: int = 0) -> tuple[Any, str]:
+        given = ["plan", str(file), "--json", "--speeds", str(speeds), *options]
+        assert main(given) == code
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return plan
+
+
+def test_json_has_the_recommendation(tmp_path: Path, planned: Plan):
+    """With numbers that are enough."""
+    file = deployed(tmp_path, "site-0", "site-1")
+    found, _ = planned(file)
+    assert found["recommendation"] is None
+    assert found["prices_of"] is None  # Every price is stated.
+    own = found["alternatives"][0]
+    found, err = planned(file, "--deadline", "10")
+    best = found["recommendation"]
+    assert best["best"] in {each["name"] for each in found["alternatives"]}
+    assert best["smallest_budget"] <= sum(own["dollars"].values())
+    assert best["message"] in err
+    little, _ = planned(file, "--budget", "1e-9", code=1)
+    assert little["recommendation"]["best"] is None
+    enough = little["recommendation"]["smallest_budget"]
+    found, _ = planned(file, "--budget", repr(enough))
+    assert found["recommendation"]["best"] == best["best"]
+
+
+def test_json_has_the_notices(tmp_path: Path, planned: Plan):
+    """And the day of the prices; each notice is told once."""
+    file = deployed(tmp_path)
+    table = tomllib.loads((ROOT / "deploy/examples/two-clouds.toml").read_text())
+    for index, site in enumerate(table["sites"]):
+        site["name"] = f"site-{index}"
+    file.write_text(tomli_w.dumps(table | {"job": "job.toml"}))
+    text = prices.PACKAGED.read_text()
+    (tmp_path / "p.toml").write_text(
+        text.replace("2026-06-17", "2025-06-17").replace("spot = 0.0396, ", "")
+    )
+    found, err = planned(file, "--prices", str(tmp_path / "p.toml"))
+    assert found["prices_of"] == "2025-06-17"
+    assert any("days old" in notice for notice in found["notices"])
+    assert any("dollars_per_hour" in notice for notice in found["notices"])
+    assert all(err.count(notice) == 1 for notice in found["notices"])
+
+
+def test_an_error_leaves_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Half a document would be taken for the whole one."""
+    file = deployed(tmp_path, "site-0", "site-1")
+    assert main(["plan", str(file), "--json", "--budget", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--budget: " in err
