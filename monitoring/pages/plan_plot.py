@@ -1,5 +1,6 @@
 """Time and cost of the ways to run a job, as a picture of its own."""
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,5 +42,8 @@ def write(points: Mapping[str, tuple[float, float]], path: Path) -> None:
     axes.legend(
         frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5)
     )
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
+    # Not by the library: its frames would be shown below the error as the user's.
     with os_errors(StoreUnavailable, f"write {path}", "name another file"):
-        figure.savefig(path, dpi=150)
+        path.write_bytes(drawn.getbuffer())

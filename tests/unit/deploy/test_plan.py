@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from argparse import Namespace
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -12,7 +13,7 @@ import tomli_w
 from support.small_jobs import small_job
 from support.without_report import simulate
 
-from deploy.cli import job_check
+from deploy.cli import job_check, terminal
 from deploy.fleet import deployment_file, prices
 from deploy.fleet.bringing_up import start_checks
 from deploy.fleet.deployment_file import DeploymentFile
@@ -27,7 +28,7 @@ from deploy.fleet.planning.recommendation import recommend
 from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from deploy.wiring import parts
 from federation.clock import VirtualClock
-from federation.errors import JobError
+from federation.errors import JobError, StoreUnavailable
 from federation.events import Event
 from federation.job.spec import JobSpec
 from federation.rounds import cost
@@ -372,8 +373,8 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
 
 
 @pytest.mark.slow
-def test_a_plan_is_drawn(tmp_path: Path):
-    """As SVG or PNG; another ending is refused."""
+def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As SVG or PNG; another ending is refused, and an error shows no one's code."""
     from monitoring.pages import plan_plot  # noqa: PLC0415 (imports matplotlib)
 
     points = {"as it is": (10.0, 2.0), "half": (5.0, 3.0)}
@@ -382,6 +383,13 @@ def test_a_plan_is_drawn(tmp_path: Path):
         assert (tmp_path / name).read_bytes().startswith(head)
     with pytest.raises(JobError, match=r"must end in .svg or .png"):
         plan_plot.write(points, tmp_path / "p.jpg")
+    for name in ("no folder/p.svg", "no folder/p.png"):
+        with pytest.raises(
+            StoreUnavailable, match=r"no folder/p\..*name another"
+        ) as no:
+            plan_plot.write(points, tmp_path / name)
+        assert terminal.complain(no.value, Namespace(verbose=False)) == 1
+        assert "site-packages" not in capsys.readouterr().err
 
 
 def test_old_prices_are_told():
