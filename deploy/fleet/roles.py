@@ -25,7 +25,7 @@ from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.errors import ComputeError
 from privacy.membership.certificates import EARLY_SECONDS
 
-_END_SECONDS, _LEAST_SECONDS = 90.0, 60.0
+_END_SECONDS = 90.0
 # A launch that is repeated within so long is the same one.
 _SAME_SECONDS = 300.0
 _SETTINGS_DIGITS = 16
@@ -206,7 +206,7 @@ def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
     left = spending.seconds_left(plan, nodes, now=deployment.clock.now())
     if left is None or left >= spec.max_seconds:
         return spec
-    if left < _LEAST_SECONDS:
+    if left < spending.LEAST_SECONDS:
         raise ComputeError(
             f"{spec.name}: not launched: of max_dollars = {plan.file.max_dollars:g}, "
             f"all machines together would have spent the rest in {left:.0f} s. Raise it"

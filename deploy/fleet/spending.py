@@ -17,6 +17,9 @@ from deploy.fleet.tables.providers import LOCAL
 from federation import durable_json
 from federation.errors import JobError
 
+LEAST_SECONDS = 60.0
+"""No machine is launched if the rest of a budget pays for less."""
+
 _RECORD = "spending.json"
 _HOUR = 3600.0
 _DAMAGED = "restore it; if you delete it, max_dollars counts from now on"
@@ -165,8 +168,25 @@ def seconds_left(
         return None
     spent = observed(read(plan.folder), nodes, hourly, now)
     write(plan.folder, spent)
-    rates = _rates(spent, nodes, hourly)
-    return max(0.0, limit - spent.dollars) / sum(rates.values()) * _HOUR
+    return rest_seconds(limit, spent, nodes, hourly)
+
+
+def rest_seconds(
+    limit: float, spending: Spending, nodes: Sequence[Node], hourly: Mapping[str, float]
+) -> float | None:
+    """How long the rest of a budget pays for all machines together.
+
+    Args:
+        limit: Dollars that all of them may cost.
+        spending: What they have cost so far.
+        nodes: All nodes of the deployment that their services list.
+        hourly: Dollars per hour, by role.
+
+    Returns:
+        None if no machine has a price.
+    """
+    rate = sum(_rates(spending, nodes, hourly).values())
+    return max(0.0, limit - spending.dollars) / rate * _HOUR if rate else None
 
 
 def _rates(

@@ -55,7 +55,7 @@ def test_a_node_that_dies_is_replaced_and_the_run_completes(file: Path):
     role = f"site-{SITES[0]}"
     wait_for(lambda: "is submitted" in err.read_text(), "the run is submitted", 60)
     os.kill(pid_of(file, role), signal.SIGKILL)
-    wait_for(lambda: f"{role}: gone, and replaced now" in err.read_text(), "seen", 20)
+    wait_for(lambda: f"{role}: gone; to be replaced" in err.read_text(), "seen", 20)
     assert kept.wait(240) == 0, err.read_text()
     result = json.loads((file.parent / "kept.json").read_text())
     assert (result["status"], result["rounds_completed"]) == ("completed", 2)

@@ -16,7 +16,7 @@ from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.keeping.sizes import Sizer
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
 from federation.errors import ComputeError, FederationError, JobError, NoCapacity
@@ -84,6 +84,8 @@ class Keeper:
         self._since: float | None = None
         self._written = -_WRITE_SECONDS
         self._told, self._is_moving, self._is_to_move = "", False, False
+        # Names of roles whose loss was reported, until they are filled again.
+        self._gone = ""
         self._next_try, self._pause = 0.0, _RETRY_SECONDS
 
     def look(self, nodes: Sequence[Node]) -> None:
@@ -110,7 +112,7 @@ class Keeper:
             self._since = min(node.launched for node in alive)
         self._count(nodes, now)
         limit, spent = self._plan.file.max_dollars, self._spending.dollars
-        if limit is not None and spent >= limit:
+        if limit is not None and (spent >= limit or self._is_used_up(limit, alive)):
             self._end(
                 f"the budget is spent: ${spent:,.2f} of max_dollars = {limit:g}. Raise "
                 "it and run crossfed up again, which resumes the run"
@@ -123,6 +125,17 @@ class Keeper:
         else:
             return True
         return False
+
+    def _is_used_up(self, limit: float, alive: Sequence[Node]) -> bool:
+        """Whether nothing works, and the rest of the budget launches nothing.
+
+        Machines end by themselves when it is spent, which may be a little before: then
+        it is never reached. A head does not end itself.
+        """
+        if any(node.labels.get(ROLE) != HEAD for node in alive):
+            return False
+        left = costs.rest_seconds(limit, self._spending, alive, self._hourly)
+        return left is not None and left < costs.LEAST_SECONDS
 
     def resume(self) -> None:
         """Change machines as decided, while no round runs; resume the run.
@@ -311,8 +324,9 @@ class Keeper:
                 deployment.held_back = self._waiting | {
                     role for role in self._starts.failed if role not in missing
                 }
-                if missing:
-                    self._tell(f"{names}: gone, and replaced now")
+                if missing and names != self._gone:
+                    self._tell(f"{names}: gone; to be replaced")
+                self._gone = names
                 self._restore(deployment)
         except _TakenDown:
             raise
@@ -348,7 +362,7 @@ class Keeper:
 
     def _replaced(self) -> None:
         self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
-        self._is_moving = False
+        self._gone, self._is_moving = "", False
         if self._resized is not None:  # It may have resumed a run that had paused.
             self._ask_to_pause()
 

@@ -121,6 +121,27 @@ def test_budget_that_is_spent_ends_all_machines(
         check_budget(deployment)
 
 
+def test_a_rest_that_starts_no_machine_ends_a_deployment_that_has_none(
+    tmp_path: Path, told: list[str]
+):
+    """Machines end by themselves when the budget is spent, or a little before."""
+    more = "max_dollars = 1.0\n[aggregator]\ndollars_per_hour = 3.6"
+    plan, now = written(tmp_path, more), SystemClock().now()
+    ended = {"state": NodeState.GONE, "launched": now - 1e4}
+    with opened(plan) as deployment:
+        kept = keeper(deployment, told, hourly=3.6)
+    kept.look([node(ended=now - 1e4 + 900.0, **ended)])
+    with pytest.raises(ComputeError, match=r"the budget is spent: \$0\.95 of"):
+        kept.look([node(ended=now - 1e4 + 950.0, **ended)])
+    head = node(id="h", labels={"crossfed-role": "head"}, launched=now)
+    works = node(id="b", launched=now)
+    gone = node(ended=now - 1e4 + 950.0, **ended)
+    again = keeper(deployment, told, hourly=3.6)
+    again._is_within_limits([gone, works])
+    with pytest.raises(ComputeError, match="the budget is spent"):
+        again._is_within_limits([gone, replace(works, state=NodeState.GONE), head])
+
+
 @pytest.mark.slow  # It starts a node.
 def test_hours_that_are_over_end_all_machines(tmp_path: Path, told: list[str]):
     """A replacement would otherwise run for as long again."""
@@ -168,6 +189,9 @@ def test_a_service_that_refuses_is_reported_once_and_tried_again(
     assert line.startswith("aggregator, site-aws-us-east-1: not replaced: us-east-1a")
     assert line.endswith("tried again until it succeeds")
     assert not folder_lock.is_held(plan.folder / "lock")
+    kept._next_try = 0.0
+    kept.look([])
+    assert [line for line in told if "to be replaced" in line] == told[:1]
 
 
 def test_a_node_that_is_gone_is_replaced_once(
@@ -184,7 +208,7 @@ def test_a_node_that_is_gone_is_replaced_once(
     kept.look([gone, site])
     kept.look([node(id="b", launched=now), site])
     assert len(calls) == 1
-    assert told == ["aggregator: gone, and replaced now"]
+    assert told == ["aggregator: gone; to be replaced"]
 
 
 def node(**changes: object) -> Node:
@@ -570,7 +594,7 @@ def test_a_role_that_waits_for_a_lower_price_has_no_machine(moving: Moving):
     moving.mover.waits_for = frozenset()
     moving.keeper.look([aggregator])
     assert len(moving.markets) == 2
-    assert moving.told[-1] == "site-aws-us-east-1: gone, and replaced now"
+    assert moving.told[-1] == "site-aws-us-east-1: gone; to be replaced"
 
 
 def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
