@@ -75,13 +75,18 @@ def _up_here(
         take_down,
     )
     from deploy.fleet.bringing_up.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.bringing_up.start_checks import check_budget  # noqa: PLC0415 -- --help
+    from deploy.fleet.bringing_up.start_checks import (  # noqa: PLC0415 -- --help
+        check_budget,
+        check_start_budget,
+    )
     from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping import zone_prices  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
 
     hourly = spending.budget_prices(plan, now=options.clock.now())
+    if not plan.folder.exists():  # What is refused makes none.
+        check_start_budget(plan, now=options.clock.now())
     start_allowed = start_wait.allowed_start(
         plan,
         partial(pools.pools_of, plan, options.clock),

@@ -20,6 +20,9 @@ from federation.job.spec import JobSpec
 _CONFIG = "aggregator.toml"
 # With so few, no threshold lets a sum open without one of them.
 _FEW_SECRET_SITES = 3
+# Programs of this host start one after the other, the last of them with at least
+# ``spending.LEAST_SECONDS`` of the budget left.
+_LOCAL_MINUTES = 2.0
 
 
 def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
@@ -131,14 +134,36 @@ def check_budget(deployment: Deployment) -> None:
             f"may cost {limit:g}: raise it, or use another folder for a new budget",
             key="max_dollars",
         )
-    hourly = sum(spending.budget_prices(plan, now=deployment.clock.now()).values())
-    minutes = plan.file.start.machine_minutes if _has_clouds(plan) else 0.0
+    if not _runs(deployment):
+        check_start_budget(plan, now=deployment.clock.now())
+
+
+def check_start_budget(plan: DeploymentPlan, *, now: float) -> None:
+    """Refuse a budget that machines would have spent before they work, if none runs.
+
+    Args:
+        plan: The deployment, whose folder may not exist yet.
+        now: Seconds since 1970.
+
+    Raises:
+        JobError: The message says what would do.
+    """
+    limit = plan.file.max_dollars
+    if limit is None:
+        return
+    spent = spending.read(plan.folder).dollars
+    hourly = sum(spending.budget_prices(plan, now=now).values())
+    minutes = _LOCAL_MINUTES
+    takes = f"{minutes:g} minutes"
+    if _has_clouds(plan) and plan.file.start.machine_minutes >= minutes:
+        minutes = plan.file.start.machine_minutes
+        takes = f"start.machine_minutes = {minutes:g}"
     least = spent + hourly * minutes / 60.0
-    if limit < least and not _runs(deployment):
+    if limit < least:
         raise JobError(
             f"{plan.path}: {limit:g} would be spent before the machines work: together "
-            f"they cost ${hourly:,.2f} an hour and take start.machine_minutes = "
-            f"{minutes:g} to start. ${spent:,.2f} are spent so far: give at least "
+            f"they cost ${hourly:,.2f} an hour and take {takes} to start. "
+            f"${spent:,.2f} are spent so far: give at least "
             f"{math.ceil(least * 100) / 100:.2f}",
             key="max_dollars",
         )

@@ -23,7 +23,7 @@ from deploy.fleet import (
     spending,
     take_down,
 )
-from deploy.fleet.bringing_up.start_checks import check_budget
+from deploy.fleet.bringing_up.start_checks import check_budget, check_start_budget
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.keep import Keeper, Restore
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
@@ -727,3 +727,14 @@ def test_a_budget_that_ends_before_machines_work_is_refused(tmp_path: Path):
     assert caught.value.key == "max_dollars"
     check(0.99, NodeState.RUNNING)
     check(1.0, NodeState.GONE)
+
+
+def test_a_budget_that_starts_no_machine_of_this_host_is_refused(tmp_path: Path):
+    """With the least that would do, and before there is a folder."""
+    more = "max_dollars = {}\n[aggregator]\ndollars_per_hour = 6.0"
+    plan = written(tmp_path, more.format(0.19))
+    with pytest.raises(JobError, match=r"take 2 minutes to start.* at least 0\.20"):
+        check_start_budget(plan, now=1.782e9)
+    with opened(plan) as deployment, pytest.raises(JobError, match="2 minutes"):
+        check_budget(deployment)
+    check_start_budget(written(tmp_path, more.format(0.2)), now=1.782e9)
