@@ -31,7 +31,14 @@ from cloud_adapters.compute.local_files import (
     tail,
     write,
 )
-from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState, all_gone
+from cloud_adapters.compute.pool import (
+    Market,
+    Node,
+    NodesDamaged,
+    NodeSpec,
+    NodeState,
+    all_gone,
+)
 from federation import folder_lock
 from federation.errors import ComputeError, MachineRefused, StoreUnavailable
 from federation.os_errors import os_errors
@@ -77,10 +84,21 @@ class LocalPool:
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``."""
-        found = filter(None, map(_node_or_none, self._places()))
-        wanted = labels.items()
-        matching = [node for node in found if wanted <= node.labels.items()]
-        return sorted(matching, key=lambda node: (node.launched, node.id))
+        found: list[Node] = []
+        damaged: dict[str, str] = {}
+        for place in self._places():
+            try:
+                node = _node_or_none(place)
+            except ComputeError as error:
+                damaged[place.name] = f"{place.name} ({_process(place)}): {error}"
+                continue
+            if node is not None and labels.items() <= node.labels.items():
+                found.append(node)
+        found.sort(key=lambda node: (node.launched, node.id))
+        if damaged:
+            told = "; ".join(damaged.values())
+            raise NodesDamaged(told, ids=damaged.keys(), known=found)
+        return found
 
     def terminate(self, ids: Collection[str]) -> None:
         """See ``ComputePool``."""
@@ -98,7 +116,11 @@ class LocalPool:
 
     def clean_up(self) -> None:
         """See ``ComputePool``: the bridge of networks goes when the last node has."""
-        if all_gone(self.nodes({})):
+        try:
+            nodes = self.nodes({})
+        except NodesDamaged:
+            return  # They work.
+        if all_gone(nodes):
             local_network.remove(self.folder)
 
     def _places(self) -> Iterator[Path]:
@@ -175,6 +197,15 @@ def _node_or_none(place: Path) -> Node | None:
         if folder_lock.is_held(place / LOCK) and not _has_ended(place):
             raise
         return None
+
+
+def _process(place: Path) -> str:
+    """The process of a node that works, in words."""
+    try:
+        started = read(place, NodeStarted)
+    except ComputeError:
+        started = None
+    return "process unknown" if started is None else f"process {started.pid}"
 
 
 def _has_ended(place: Path) -> bool:

@@ -133,7 +133,10 @@ def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
     Raises:
         ComputeError: It is damaged, or cannot be read.
     """
-    advice = "end its process if there is one, and remove the folder"
+    advice = (
+        "crossfed down ends it; or end its process if there is one, and remove its "
+        "folder"
+    )
     path = folder / _NAMES[kind]
     return durable_json.read(path, kind, advice=advice, refusal=ComputeError)
 

@@ -212,6 +212,31 @@ class Node:
         return max(0.0, (now if self.ended is None else self.ended) - self.launched)
 
 
+class NodesDamaged(ComputeError):
+    """Nodes work that nobody knows by their labels: their files are damaged.
+
+    Args:
+        message: Which ones, what is damaged, and what to do.
+        ids: How the service knows them.
+        known: The others that were asked for.
+    """
+
+    def __init__(
+        self, message: str, *, ids: Collection[str] = (), known: Sequence[Node] = ()
+    ) -> None:
+        """Keep the nodes apart, for a caller who may do without some of them."""
+        super().__init__(message)
+        self.ids, self.known = frozenset(ids), known
+
+
+class NodeList(Protocol):
+    """Who lists nodes, as a ``ComputePool`` does."""
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        """See ``ComputePool``."""
+        ...
+
+
 class ComputePool(Protocol):
     """A compute service in one account and region.
 
@@ -237,6 +262,9 @@ class ComputePool(Protocol):
         """Find nodes that carry all these labels, the oldest first.
 
         Nodes that are gone are listed for as long as the service remembers them.
+
+        Raises:
+            NodesDamaged: Others work, and may carry the labels or not.
         """
         ...
 
@@ -277,7 +305,7 @@ class VolumeKeeper(Protocol):
 
 
 def wait_for(
-    pool: ComputePool,
+    pool: NodeList,
     labels: Mapping[str, str],
     holds: Callable[[Sequence[Node]], bool],
     *,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from cloud_adapters.compute.pool import Node, NodeState
+from cloud_adapters.compute.pool import Node, NodesDamaged, NodeState
 from deploy.cli.arguments import load_plan
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, FAILED
@@ -129,7 +129,8 @@ def _left_cells(each: "Remains") -> "Iterator[str]":
 def _nodes(options: argparse.Namespace) -> int:
     """List nodes, without the folder's lock: a person may look at any time.
 
-    A service that fails is reported, and hides no node of the others.
+    A service that fails is reported, and hides no node of the others; nor does a node
+    whose files are damaged.
     """
     from deploy.fleet import pools  # noqa: PLC0415 -- --help
     from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
@@ -143,7 +144,7 @@ def _nodes(options: argparse.Namespace) -> int:
         except ComputeError as error:
             tell(f"{provider}: {error}")
             code = FAILED
-            continue
+            found = error.known if isinstance(error, NodesDamaged) else ()
         rows += [
             {
                 "node": node.name,

@@ -1,16 +1,24 @@
 """``crossfed down``: end every node of a deployment."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
+from cloud_adapters.compute.pool import (
+    ComputePool,
+    Node,
+    NodesDamaged,
+    NodeState,
+    all_gone,
+    wait_for,
+)
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
 from federation.errors import ComputeError, FederationError
 from federation.protocols import Clock
 
-_END_SECONDS = 300.0
+_END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
 
 Tell = Callable[[str], None]
 
@@ -38,7 +46,7 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     # The aggregator's, which is the first, comes last: sites tell it that they leave.
     for pool in reversed([*deployment.pools.values()]):
         # A head whose machine is lost may take long to end: its sites do not wait.
-        for end in (_end_head, _end_others):
+        for end in (_end_head, _end_others, _end_damaged):
             try:
                 ended += end(deployment, pool, any_owner=any_owner, tell=tell)
             except ComputeError as error:
@@ -75,6 +83,9 @@ def still_running(deployment: Deployment) -> str:
     for name, pool in deployment.pools.items():
         try:
             found = pool.nodes({DEPLOYMENT: deployment.name})
+        except NodesDamaged as error:
+            found = error.known
+            alive += sorted(error.ids)
         except ComputeError:
             unknown.append(name)
             continue
@@ -127,7 +138,7 @@ def _end_head(
     """
     if deployment.plan.is_head:
         return 0
-    found = pool.nodes({DEPLOYMENT: deployment.name, ROLE: HEAD})
+    found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name, ROLE: HEAD})
     nodes = found if any_owner else _own(deployment, found)
     alive = [node for node in nodes if node.state is not NodeState.GONE]
     _end(pool, deployment.name, alive, deployment.clock, tell)
@@ -143,13 +154,63 @@ def _end_others(
         ComputeError: The service fails, a node does not end in time, or another
             folder has one.
     """
-    found = pool.nodes({DEPLOYMENT: deployment.name})
+    found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name})
     nodes = found if any_owner else _own(deployment, found)
     others = [node for node in nodes if node.labels.get(ROLE) != HEAD]
     ended = _end_all(deployment, pool, others, tell)
     if not any_owner:
         reconcile.check_owner(found, deployment.owner, deployment.name)
     return ended
+
+
+def _end_damaged(
+    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
+) -> int:
+    """End nodes of one service whose labels cannot be read; how many.
+
+    They are in this deployment's folder, so they are nobody else's.
+
+    Raises:
+        ComputeError: The service fails, or a node does not end in time.
+    """
+    del any_owner
+    begin, ids = deployment.clock.monotonic(), frozenset[str]()
+    while (damaged := _damaged(pool)) is not None:
+        if new := damaged.ids - ids:
+            names = ", ".join(sorted(new))
+            tell(f"files of {names} are damaged: ended all the same")
+            pool.terminate(new)
+            ids |= new
+        if deployment.clock.monotonic() - begin >= _END_SECONDS:
+            raise ComputeError(f"not ended within {_END_SECONDS:g} s: {damaged}")
+        deployment.clock.sleep(_LOOK_SECONDS)
+    for each in sorted(ids):
+        tell(f"ended {each}")
+    if ids:
+        pool.clean_up()
+    return len(ids)
+
+
+def _damaged(pool: ComputePool) -> NodesDamaged | None:
+    try:
+        pool.nodes({})
+    except NodesDamaged as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True)
+class _KnownNodes:
+    """Lists the nodes of a service without those whose labels cannot be read."""
+
+    pool: ComputePool
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        """See ``ComputePool``."""
+        try:
+            return self.pool.nodes(labels)
+        except NodesDamaged as error:
+            return error.known
 
 
 def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
@@ -182,7 +243,7 @@ def _end(
         return
     pool.terminate(ids)
     wait_for(
-        pool,
+        _KnownNodes(pool),
         {DEPLOYMENT: name},
         lambda found: all_gone([node for node in found if node.id in ids]),
         what="the nodes ended",
