@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _SHOWN_LOG = 2000
 _LOOK_SECONDS = 0.1
 _TOKEN_DIGITS = 12
+# Of a node that has not written down why it ended.
+_NO_REASON = "it was killed, this host was restarted, or its disk was full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ def _node(place: Path) -> Node:
     elif ended is not None:
         state, text = NodeState.GONE, ended.why
     elif started is not None:
-        state, text = NodeState.GONE, "it was killed, or this host was restarted"
+        state, text = NodeState.GONE, _NO_REASON
     else:
         state = NodeState.GONE if is_asked else NodeState.STARTING
     return Node(

@@ -107,7 +107,10 @@ def check_own(folder: Path) -> None:
         )
 
 
-def write(folder: Path, value: _Kind) -> None:
+def write(
+    folder: Path,
+    value: LocalNode | NodeStarted | NodeReady | NodeEnded | NodeTrouble,
+) -> None:
     """Write a file of a node, whole or not at all.
 
     Raises:

@@ -11,6 +11,7 @@ The program is started again whenever it ends, as a service manager would. It en
 the node, whatever ends that.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ from cloud_adapters.compute.local_reports import VARIABLE, Reports, received
 from cloud_adapters.local.child_process import Child
 from federation import folder_lock
 from federation.clock import SystemClock
-from federation.errors import FederationError
+from federation.errors import FederationError, StoreUnavailable
 
 if TYPE_CHECKING:  # It brings numpy, and a node is to be small.
     from federation.protocols import Clock
@@ -75,13 +76,15 @@ def serve(
     if node is None:
         raise FederationError(f"{folder} holds no node")
 
+    notes = _Notes(folder)
+
     def tell(text: str) -> None:
         if child.pid is None:
             said = _last_words(folder)
             # In this order: a node that is no longer ready has left the reason.
-            write(folder, NodeTrouble(at=clock.now(), text=f"{text}{said}"))
-            remove(folder, NodeReady)
-        print(f"{_MARK}{text}", flush=True)  # noqa: T201 -- into its log
+            notes.put(NodeTrouble(at=clock.now(), text=f"{text}{said}"))
+            notes.drop(NodeReady)
+        _log(text)
 
     with (
         folder_lock.hold(folder / LOCK, f"{folder} is at work"),
@@ -107,10 +110,55 @@ def serve(
         write(folder, NodeStarted(at=clock.now(), pid=os.getpid()))
         started()
         try:
-            why = _keep_running(child, folder, stopped, node.max_seconds, reports)
+            why = _keep_running(child, notes, stopped, node.max_seconds, reports)
         finally:
             child.stop(_PATIENCE_SECONDS)
         write(folder, NodeEnded(at=clock.now(), why=why))
+
+
+class _Notes:
+    """What a node says of its program, for those who look.
+
+    The program works without: on a full disk, a note waits until it can be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._due: dict[type, NodeReady | NodeTrouble] = {}
+        self._told = ""
+
+    def put(self, note: NodeReady | NodeTrouble) -> None:
+        """Write a note, now or as soon as that is possible."""
+        self._due[type(note)] = note
+        self.retry()
+
+    def drop(self, kind: type[NodeReady]) -> None:
+        """Remove a note of this kind.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        self._due.pop(kind, None)
+        remove(self.folder, kind)
+
+    def retry(self) -> None:
+        """Write what is due."""
+        for kind, note in [*self._due.items()]:
+            try:
+                write(self.folder, note)
+            except StoreUnavailable as error:
+                if str(error) != self._told:
+                    self._told = str(error)
+                    _log(f"{error}; tried again until it succeeds")
+            else:
+                del self._due[kind]
+
+
+def _log(text: str) -> None:
+    """Write a line into the node's log."""
+    # On a full disk, the line is kept and written before the next one.
+    with contextlib.suppress(OSError):
+        print(f"{_MARK}{text}", flush=True)  # noqa: T201
 
 
 @contextmanager
@@ -132,7 +180,7 @@ def _last_words(folder: Path) -> str:
 
 def _keep_running(
     child: Child,
-    folder: Path,
+    notes: _Notes,
     stopped: threading.Event,
     seconds: float,
     reports: Reports,
@@ -142,6 +190,7 @@ def _keep_running(
     Raises:
         FederationError: The node's file was deleted, so that nothing finds it.
     """
+    folder = notes.folder
     # Not by the time of day, which may be set forward or back meanwhile.
     deadline = child.clock.monotonic() + seconds
     while not (folder / STOP).exists():
@@ -153,7 +202,8 @@ def _keep_running(
             raise FederationError(f"{folder} was deleted: the node ends")
         child.watch()
         if reports.is_ready():
-            write(folder, NodeReady(at=child.clock.now()))
+            notes.put(NodeReady(at=child.clock.now()))
+        notes.retry()
         stopped.wait(_LOOK_SECONDS)
     return ""
 

@@ -204,8 +204,10 @@ class Deployment:
         Raises:
             StoreUnavailable: The folder cannot be written.
         """
-        if self.plan.folder.exists():
-            self._write(named_places(self.plan))
+        named = named_places(self.plan)
+        # Most deployments end as they began: nothing is written on a full disk.
+        if self.plan.folder.exists() and places(self.plan) != named:
+            self._write(named)
 
     def _write(self, found: Mapping[str, PoolPlace]) -> None:
         record = DeploymentRecord(

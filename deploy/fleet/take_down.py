@@ -15,7 +15,7 @@ from cloud_adapters.compute.pool import (
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
-from federation.errors import ComputeError, FederationError
+from federation.errors import ComputeError, FederationError, StoreUnavailable
 from federation.protocols import Clock
 
 _END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
@@ -40,19 +40,20 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     Raises:
         ComputeError: A service failed, a node is another folder's, or does not end in
             time.
+        StoreUnavailable: The folder cannot be read or written.
     """
     ended = 0
-    failures: list[ComputeError] = []
+    failures: list[ComputeError | StoreUnavailable] = []
     # The aggregator's, which is the first, comes last: sites tell it that they leave.
     for pool in reversed([*deployment.pools.values()]):
         # A head whose machine is lost may take long to end: its sites do not wait.
         for end in (_end_head, _end_others, _end_damaged):
             try:
                 ended += end(deployment, pool, any_owner=any_owner, tell=tell)
-            except ComputeError as error:
+            except (ComputeError, StoreUnavailable) as error:
                 failures.append(error)
     if not failures:
-        deployment.forget_places()
+        _forget_places(deployment, ended)
         return ended
     first, told = failures[0], "; ".join(dict.fromkeys(map(str, failures)))
     if told == str(first) and not ended:
@@ -60,6 +61,21 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     raise type(first)(
         f"{told}; {ended} other nodes were ended. Run this command again"
     ) from first
+
+
+def _forget_places(deployment: Deployment, ended: int) -> None:
+    """Look no longer where nothing is left.
+
+    Raises:
+        StoreUnavailable: The folder cannot be written, though all nodes have ended.
+    """
+    try:
+        deployment.forget_places()
+    except StoreUnavailable as error:
+        raise StoreUnavailable(
+            f"{ended} nodes were ended and {deployment.name} has no running node, but "
+            f"this could not be noted: {error}"
+        ) from error
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Nodes of this host: what ends them, and what does not."""
 
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from faults import disks
 from support.deployment import descendants, is_alive, wait_for
 
 from cloud_adapters.compute.local import LocalPool
@@ -24,6 +26,20 @@ from federation.folder_lock import hold
 
 pytestmark = pytest.mark.slow
 WAITS = "import signal; print('it runs', flush=True); signal.pause()"
+# After SIGUSR2; it ends after SIGUSR1.
+READY_WHEN_ASKED = """
+import os, signal, socket
+def on_term(*_):
+    raise SystemExit("it cannot go on")
+signal.signal(signal.SIGUSR1, on_term)
+print("it runs", flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+signal.sigwait([signal.SIGUSR2])
+address = os.environ["NOTIFY_SOCKET"]
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+    line.sendto(b"STATUS=x\\nREADY=1", address)
+signal.pause()
+"""
 
 
 def launch(pool: LocalPool, program: str = WAITS, number: str = "one") -> Node:
@@ -50,6 +66,11 @@ def process_of(pool: LocalPool, node: Node) -> int:
     started = read(pool.folder / node.id, NodeStarted)
     assert started is not None
     return started.pid
+
+
+def signalled(pool: LocalPool, node: Node, number: int) -> None:
+    for pid in descendants(process_of(pool, node)):
+        os.kill(pid, number)
 
 
 def test_a_killed_node_takes_its_program_with_it(pool: LocalPool):
@@ -91,32 +112,53 @@ def test_a_program_that_ends_is_started_again_and_told_of(pool: LocalPool):
 
 def test_a_node_is_ready_as_soon_as_its_program_says_so(pool: LocalPool):
     """And no longer when that has ended; the reason is its last line."""
-    program = """
-import os, signal, socket
-def on_term(*_):
-    raise SystemExit("it cannot go on")
-signal.signal(signal.SIGUSR1, on_term)
-print("it runs", flush=True)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-signal.sigwait([signal.SIGUSR2])
-address = os.environ["NOTIFY_SOCKET"]
-with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-    line.sendto(b"STATUS=x\\nREADY=1", address)
-signal.pause()
-"""
-    node = launch(pool, program)
-
-    def signalled(number: int) -> None:
-        for pid in descendants(process_of(pool, node)):
-            os.kill(pid, number)
-
+    node = launch(pool, READY_WHEN_ASKED)
     wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
     assert [each.ready for each in pool.nodes({})] == [False]
-    signalled(signal.SIGUSR2)
+    signalled(pool, node, signal.SIGUSR2)
     wait_for(lambda: bool(pool.nodes({})[0].ready), "it is ready", 60)
-    signalled(signal.SIGUSR1)
+    signalled(pool, node, signal.SIGUSR1)
     wait_for(lambda: not pool.nodes({})[0].ready, "it is not ready", 60)
     assert "it cannot go on" in pool.nodes({})[0].trouble
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None,
+    reason="only root may mount a disk",
+)
+def test_a_full_disk_ends_no_node(tmp_path: Path):
+    """What it could not write follows; nor does a full disk keep it from its end."""
+    disk = tmp_path / "disk"
+    with disks.disks([disk], size=1 << 20):
+        pool = LocalPool(
+            folder=disk / "nodes", working_folder=tmp_path, clock=SystemClock()
+        )
+        node = launch(pool, READY_WHEN_ASKED)
+        pid = process_of(pool, node)
+        try:
+            _fill_while_it_works(pool, node, disk)
+        finally:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not is_alive(pid), "it lets go of the disk", 60)
+
+
+def _fill_while_it_works(pool: LocalPool, node: Node, disk: Path) -> None:
+    wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
+    disks.fill(disk)
+    signalled(pool, node, signal.SIGUSR2)
+    why = "ready.json: No space left"
+    wait_for(lambda: why in pool.log(node.id), "it cannot note it", 60)
+    assert [each.ready for each in pool.nodes({})] == [False]
+    disks.clear(disk)
+    wait_for(lambda: bool(pool.nodes({})[0].ready), "it is ready", 60)
+    disks.fill(disk)
+    signalled(pool, node, signal.SIGUSR1)
+    wait_for(lambda: not pool.nodes({})[0].ready, "its program ends", 60)
+    assert pool.nodes({})[0].state is NodeState.RUNNING
+    pool.terminate([node.id])
+    wait_for(lambda: all_gone(pool.nodes({})), "it ends", 60)
+    assert pool.nodes({})[0].trouble.endswith("or its disk was full")
 
 
 def test_a_launch_that_was_killed_half_way_is_completed(pool: LocalPool):

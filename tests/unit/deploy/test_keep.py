@@ -25,6 +25,7 @@ from deploy.fleet import (
 )
 from deploy.fleet.bringing_up.start_checks import check_budget, check_start_budget
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_record import PoolPlace
 from deploy.fleet.keeping.keep import Keeper, Restore
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.roles import NodeRequest
@@ -36,6 +37,7 @@ from federation.errors import (
     ComputeUnavailable,
     JobError,
     NoCapacity,
+    StoreUnavailable,
 )
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -464,6 +466,9 @@ class Listing:
             raise ComputeUnavailable("no route to the service")
         return [self.found]
 
+    def clean_up(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     ("more", "answers", "why"),
@@ -738,3 +743,39 @@ def test_a_budget_that_starts_no_machine_of_this_host_is_refused(tmp_path: Path)
     with opened(plan) as deployment, pytest.raises(JobError, match="2 minutes"):
         check_budget(deployment)
     check_start_budget(written(tmp_path, more.format(0.2)), now=1.782e9)
+
+
+class Full(Listing):
+    """A compute service of a host whose disk is full."""
+
+    def nodes(self, _: object) -> list[Node]:
+        raise StoreUnavailable("cannot write stop: No space left on device")
+
+
+def test_a_full_disk_keeps_no_machine_of_a_cloud(tmp_path: Path, told: list[str]):
+    """Nor does one on which nothing can be noted hide that all have ended."""
+    plan, gone = written(tmp_path), node(state=NodeState.GONE)
+    asked = Listing(gone, 9)
+    deployment = Deployment(
+        plan=plan,
+        pools={"aws": asked, "local": Full(gone, 0)},
+        clock=VirtualClock(1.7e9),
+        owner="me",
+    )
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        take_down.take_down(deployment, any_owner=False, tell=told.append)
+    assert asked.answers < 9
+
+
+def test_what_has_not_changed_is_not_noted_again(tmp_path: Path, told: list[str]):
+    """A full disk is no reason for an error after everything has ended."""
+    with opened(written(tmp_path)) as deployment:
+        record = deployment.plan.folder / "deployment.json"
+        before = record.stat().st_ino
+        assert take_down.take_down(deployment, any_owner=False, tell=told.append) == 0
+        assert record.stat().st_ino == before
+        place = PoolPlace(pool="x", provider="aws", region="", project="", endpoint="")
+        deployment._write({"x": place})
+        record.with_name(f".{record.name}.tmp").mkdir()  # Nothing can be written.
+        with pytest.raises(StoreUnavailable, match="could not be noted"):
+            take_down.take_down(deployment, any_owner=False, tell=told.append)
