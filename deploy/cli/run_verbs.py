@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
+_DEFAULT_AGGREGATOR = Path("aggregator.toml")  # As in verbs.toml.
 LOOK_SECONDS = 0.2
 START_LOOK_SECONDS = 0.5  # Of all submitted runs.
 PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
@@ -97,12 +99,21 @@ def follow(
                 if event is not None:
                     show(event)
     except KeyboardInterrupt:
-        tell(f"the run continues; see it with: crossfed watch {run.path.name}")
-        return DONE
+        if not is_over(run) or is_pause():
+            tell(f"the run continues; see it with: {_watch_words(options, run)}")
+            return DONE
     outcome = _outcome(run)
     if outcome.code == STOPPED and is_pause():
         return STOPPED
     return _tell_outcome(options, run, outcome)
+
+
+def _watch_words(options: argparse.Namespace, run: "RunFolder") -> str:
+    """The command that shows a run, from the folder where this one was given."""
+    words = ["crossfed", "watch", run.path.name]
+    if options.aggregator != _DEFAULT_AGGREGATOR:
+        words += ["--aggregator", str(options.aggregator)]
+    return shlex.join(words)
 
 
 def _await_start(

@@ -1,5 +1,6 @@
 """Following a run that others write."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_queue
 from deploy.cli import run_verbs
+from deploy.exit_codes import STOPPED
 from federation import folder_lock
 from federation.clock import VirtualClock
 from monitoring.runs.run_folder import RunFolder
@@ -90,3 +92,53 @@ def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path))
     assert found.startswith("run one is not started: ")
     assert "coordinator.json is damaged" in found
+
+
+class Interrupted(VirtualClock):
+    """A clock whose user presses Ctrl-C as soon as it waits."""
+
+    def __init__(self, run: RunFolder, outcome: run_queue.Outcome | None) -> None:
+        super().__init__(0.0)
+        self._run, self._outcome = run, outcome
+
+    def sleep(self, _seconds: float) -> None:
+        if self._outcome is not None:
+            run_queue.leave_outcome(self._run, self._outcome)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("aggregator.toml", "crossfed watch one"),
+        ("my fed/a.toml", "crossfed watch one --aggregator 'my fed/a.toml'"),
+    ],
+)
+def test_who_stops_watching_is_told_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+):
+    run = RunFolder(tmp_path / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    options = argparse.Namespace(
+        aggregator=Path(name), clock=Interrupted(run, None), json=False
+    )
+    assert run_verbs.follow(options, run) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"crossfed: the run continues; see it with: {command}"
+
+
+def test_who_stops_watching_a_run_that_has_ended_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Unless it only pauses, and is resumed by the one who watches."""
+    run = RunFolder(tmp_path / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    stopped = run_queue.Outcome(code=STOPPED, message="it was stopped")
+    options = argparse.Namespace(
+        aggregator=Path("a.toml"), clock=Interrupted(run, stopped), json=False
+    )
+    assert run_verbs.follow(options, run) == STOPPED
+    assert capsys.readouterr().err.endswith("crossfed: it was stopped\n")
+    (run.path / run_queue.OUTCOME).unlink()
+    assert run_verbs.follow(options, run, is_pause=lambda: True) == 0
+    assert "the run continues" in capsys.readouterr().err
