@@ -9,6 +9,7 @@ from federation.os_errors import os_errors
 from privacy.secagg.errors import KeyFileRefused
 
 MAX_KEY_FILE_BYTES = 1 << 14
+_CHECK = "check its path, or restore it from a backup"
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -46,7 +47,7 @@ def read_private(path: Path) -> bytes:
     """
     # O_NONBLOCK: a pipe in the key's place must not hang the agent.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    with os_errors(KeyFileRefused, f"open {path}"):
+    with os_errors(KeyFileRefused, f"open {path}", _CHECK):
         handle = os.open(path, flags)
     try:
         with os_errors(KeyFileRefused, f"read {path}"):

@@ -38,6 +38,7 @@ from privacy.secagg.errors import RosterRefused, StaleRoster, UnknownSite
 MAX_SITES = 1024
 MAX_ORGANISATION_BYTES = 200
 MAX_ROSTER_BYTES = 1 << 20
+_CORRECT = "correct the file, or restore it from a backup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,9 @@ def load(path: Path) -> Roster:
     try:
         return parse(data.decode())
     except UnicodeDecodeError:
-        raise RosterRefused(f"{path} is not UTF-8") from None
+        raise RosterRefused(f"{path} is not UTF-8; {_CORRECT}") from None
+    except RosterRefused as error:
+        raise RosterRefused(f"{path}: {error}; {_CORRECT}") from error
 
 
 def parse(text: str) -> Roster:

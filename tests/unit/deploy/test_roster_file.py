@@ -128,3 +128,13 @@ def test_a_draft_is_plain_toml(tmp_path: Path):
     trust(path, None, KEYS[0])
     expected = {"organisation": "Hospital A", "public_key": KEYS[0]}
     assert tomllib.loads(path.read_text()) == {"serial": 1, "aggregator": expected}
+
+
+@pytest.mark.parametrize("text", [b'serial = "', b"serial = 1\n", b"\xff"])
+def test_a_damaged_roster_is_named_with_what_to_do(tmp_path: Path, text: bytes):
+    path = tmp_path / "roster.toml"
+    path.write_bytes(text)
+    with pytest.raises(RosterRefused) as caught:
+        roster.load(path)
+    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).endswith("or restore it from a backup")
