@@ -8,21 +8,17 @@ from cloud_adapters.net.tls import client_context
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host import config as aggregator_file, new_aggregator
 from deploy.aggregator_host.config import AggregatorConfig
-from deploy.fleet import reconcile
+from deploy.fleet.bringing_up.aggregator_wait import await_service
 from deploy.fleet.bringing_up.local_program import program, write_settings
 from deploy.fleet.bringing_up.start_checks import check_aggregator_kept
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT
+from deploy.fleet.reconcile import AGGREGATOR
 from deploy.fleet.roles import NodeRequest, Tell, fill
 from federation.addresses import parse_address
-from federation.errors import ComputeError
 from privacy.keystream import RandomBytes
 
 _SETTINGS = "aggregator.toml"
 _PORT, _OK = 8443, 200
-_HEALTH_SECONDS = 60.0
-_LOOK_SECONDS = 0.2
-_SHOWN_LOG = 2000
 
 
 def start(
@@ -105,20 +101,8 @@ def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) 
     Raises:
         ComputeError: It does not; with the last lines that it wrote.
     """
-    clock = deployment.clock
-    begin = clock.monotonic()
     address = address_of(deployment, config)
-    while (trouble := _trouble(config, address)) is not None:
-        if clock.monotonic() - begin > _HEALTH_SECONDS:
-            pool = deployment.pools[deployment.plan.file.aggregator.pool]
-            labels = {DEPLOYMENT: deployment.name, reconcile.ROLE: AGGREGATOR}
-            *_, newest = pool.nodes(labels)
-            raise ComputeError(
-                f"the aggregator does not serve after {_HEALTH_SECONDS:g} s: "
-                f"{trouble}. Its log ends:\n{pool.log(newest.id)[-_SHOWN_LOG:]}"
-            )
-        clock.sleep(_LOOK_SECONDS)
-    tell(f"aggregator: ready after {clock.monotonic() - begin:.1f} s")
+    await_service(deployment, lambda: _trouble(config, address), tell)
 
 
 def _trouble(config: AggregatorConfig, address: str) -> str | None:

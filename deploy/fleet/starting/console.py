@@ -22,4 +22,7 @@ def is_ready(log: str) -> bool:
 
 def end_of(log: str) -> str:
     """The last lines of a console, for a message."""
-    return log[-_SHOWN:].strip() or "(no line of it was kept)"
+    shown = log[-_SHOWN:]
+    if len(shown) < len(log):  # Its first line may begin in the middle.
+        shown = shown.partition("\n")[2] or shown
+    return shown.strip() or "(no line of it was kept)"
