@@ -18,7 +18,8 @@ def check_moves(
     Args:
         plan: The deployment.
         clock: To tell how old prices are.
-        tell: Called with a word about prices that are old.
+        tell: Called with a word about prices that are old, or a deadline without an
+            effect.
 
     Raises:
         CorruptObject: The record of spot prices is damaged.
@@ -27,7 +28,26 @@ def check_moves(
     spot_record.SpotRecord(plan.folder, {}, tell)  # A damaged one is refused.
     if plan.file.deadline_hours is None:
         return
-    table = prices.load(plan.prices, today=prices.day_of(clock.now()), warn=tell)
+    movable = [site for site in plan.file.sites if site.is_movable]
+    if not movable:
+        tell(
+            "deadline_hours changes nothing: no site is on a spot machine of a cloud, "
+            "from which it could move"
+        )
+        return
+    clouds = {
+        site.provider
+        for site in movable
+        for market in MARKETS
+        if site.in_market(market).dollars_per_hour is None
+    }
+    table = prices.load(
+        plan.prices,
+        today=prices.day_of(clock.now()),
+        # Prices that all sites state are not those of the table.
+        warn=tell if clouds else lambda _: None,
+        clouds=clouds,
+    )
     site_prices.check_prices(plan, table)
     for market in MARKETS:  # A budget counts either.
         sites = tuple(

@@ -178,6 +178,23 @@ def test_a_damaged_record_is_refused_before_the_start(plan: DeploymentPlan):
     check_moves(plan, clock, told.append)
 
 
+def test_a_deadline_that_moves_no_site_is_told(plan: DeploymentPlan):
+    """Instead of old prices, on which nothing depends."""
+    told: list[str] = []
+    check_moves(without(plan, '"spot"', '"on-demand"'), VirtualClock(3e9), told.append)
+    (line,) = told
+    assert line.startswith("deadline_hours changes nothing: no site is on a spot")
+
+
+def test_old_prices_are_told_only_if_a_deadline_depends_on_them(plan: DeploymentPlan):
+    told: list[str] = []
+    check_moves(plan, VirtualClock(3e9), told.append)
+    assert [line[:14] for line in told] == ["the prices in "]
+    both = 'provider = "aws"\ndollars_per_hour = 0.2\non_demand_dollars_per_hour = 1.0'
+    check_moves(without(plan, 'provider = "aws"', both), VirtualClock(3e9), told.append)
+    assert len(told) == 1
+
+
 def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):
     """And a machine that was moved is counted at the other one."""
     stated = without(
