@@ -29,7 +29,8 @@ from deploy.fleet.pools import named_places, nodes_folder, places, pools_of
 from deploy.fleet.tables.providers import CONTAINERS
 from deploy.fleet.tables.site_machine import SiteMachine
 from federation import durable_files, folder_lock
-from federation.errors import CorruptObject, JobError
+from federation.errors import CorruptObject, JobError, StoreUnavailable
+from federation.os_errors import os_errors
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.keystream import RandomBytes
@@ -276,7 +277,8 @@ def opened(
         for pool in pools.values():
             nodes = pool.nodes({reconcile.DEPLOYMENT: plan.file.name})
             reconcile.check_owner(nodes, "", plan.file.name)
-    with file_errors("make", folder):
+    advice = "name a folder that this user can make and write to"
+    with os_errors(StoreUnavailable, f"make {folder}", advice):
         own_folder.make(folder)
     check_own(folder)
     complaint = f"another crossfed command works on {folder}: wait until it has ended"

@@ -8,6 +8,7 @@ import pytest
 from deploy.fleet import deployment as fleet, deployment_file
 from deploy.fleet.deployment import is_out_of_reach
 from federation.clock import SystemClock
+from federation.errors import StoreUnavailable
 
 FILE = """
 name = "fed"
@@ -20,6 +21,17 @@ name = "boxed"
 isolation = "container"
 image = "localhost/x:1"
 """
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    path = tmp_path / "fed.toml"
+    path.write_text(FILE.replace("\n[[sites]]", '\nfolder = "/proc/x"\n[[sites]]', 1))
+    plan = deployment_file.load(path)
+    with (
+        pytest.raises(StoreUnavailable, match=r"make /proc/x: No such file.*; name a"),
+        fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock()),
+    ):
+        pass
 
 
 def test_a_token_is_never_in_a_folder_of_a_container(tmp_path: Path):
