@@ -14,8 +14,10 @@ from federation.errors import ComputeError
 
 if TYPE_CHECKING:
     from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.prices import Prices
     from deploy.fleet.remains import Remains
     from federation.job.spec import JobSpec
+    from federation.protocols import Clock
 
 _HOUR = 3600.0
 _MIB = 1 << 20
@@ -24,7 +26,6 @@ _MIB = 1 << 20
 def _down(options: argparse.Namespace) -> int:
     from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
         deployment as fleet,
-        prices,
         remains,
         start_record,
         take_down,
@@ -33,8 +34,7 @@ def _down(options: argparse.Namespace) -> int:
     plan = load_plan(options)
     is_purged = _confirmed(options, plan)
     job = _job_if_any(plan)
-    today = prices.day_of(options.clock.now())
-    table = prices.load(plan.prices, today=today, warn=lambda _: None)
+    table = _prices_to_show(plan, options.clock)
     deleted = 0
     start_record.forget(plan)
     with fleet.opened(
@@ -63,6 +63,22 @@ def _down(options: argparse.Namespace) -> int:
         names = ("what", "MiB", "dollars a month", "where")
         say_table(names, ([str(cell) for cell in _left_cells(e)] for e in left))
     return DONE
+
+
+def _prices_to_show(plan: "DeploymentPlan", clock: "Clock") -> "Prices":
+    """The deployment's price table; that of the release if it has a fault.
+
+    Machines cost money while someone looks for a misspelt price.
+    """
+    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
+
+    today = prices.day_of(clock.now())
+    try:
+        return prices.load(plan.prices, today=today, warn=lambda _: None)
+    except JobError as error:
+        tell(f"{error}; what remains is shown at the prices of this release")
+        return prices.load(None, today=today, warn=lambda _: None)
 
 
 def _confirmed(options: argparse.Namespace, plan: "DeploymentPlan") -> bool:

@@ -390,6 +390,20 @@ def test_mistakes_are_named_before_anything_starts(
     assert not (tmp_path / "deployments").exists()
 
 
+def test_a_faulty_price_table_keeps_no_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """They cost money while someone looks for the fault."""
+    path = written(tmp_path)
+    path.write_text(f'prices = "mine.toml"\n{path.read_text()}')
+    (path.parent / "mine.toml").write_text("as_of = 3\n")
+    assert main(["down", str(path)]) == 0
+    said = capsys.readouterr()
+    assert "mine.toml" in said.err
+    assert "at the prices of this release" in said.err
+    assert "has no running node" in said.out
+
+
 def test_a_site_that_is_removed_from_the_file_is_ended(running: Path):
     """It would run, and cost, unseen."""
     whole = running.read_text()
