@@ -79,7 +79,7 @@ class RunCheckpoints:
         chunk_bytes: A larger blob is stored in chunks of this size.
         rounds_before: Numbers of rounds that the job had before it was extended.
         newest_saved: The newest round that was saved, by the run's record of events;
-            None if it tells of none.
+            None if it names none.
         allocate: Makes the vectors of a state that is loaded.
 
     Raises:
@@ -186,7 +186,7 @@ class RunCheckpoints:
             CheckpointMismatch: The run was started from another job.
             LayoutMismatch: The run's model has another layout.
             CorruptObject: Checkpoints exist and not one of them is whole, or there is
-                none and the run's record tells of some.
+                none although the run's record names one.
             StoreUnavailable: The store is unreachable.
         """
         damages: list[tuple[str, BadCheckpoint]] = []

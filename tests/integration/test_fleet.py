@@ -400,7 +400,7 @@ def test_a_faulty_price_table_keeps_no_machine(
     assert main(["down", str(path)]) == 0
     said = capsys.readouterr()
     assert "mine.toml" in said.err
-    assert "at the prices of this release" in said.err
+    assert "prices of this release" in said.err
     assert "has no running node" in said.out
 
 

@@ -132,7 +132,7 @@ def test_a_clip_norm_far_too_large_is_told(clip_norm: float, told: int):
     secure = {"clip_norm": clip_norm}
     simulate(job_of(4, 1, secure=secure), listeners=[seen.append])
     texts = [e.message for e in seen if isinstance(e, Warned)]
-    assert sum("rounding changes updates by more" in t for t in texts) == told
+    assert sum("rounding changes updates" in t for t in texts) == told
 
 
 @pytest.mark.parametrize(("clip_norm", "told"), [(1e7, ROUNDS), (10.0, 0)])
@@ -151,7 +151,7 @@ def test_updates_that_are_rounded_to_nothing_are_told(clip_norm: float, told: in
     )
     simulate(job, listeners=[seen.append])
     texts = [e.message for e in seen if isinstance(e, Warned)]
-    assert sum("the mean of the updates is exactly 0" in t for t in texts) == told
+    assert sum("updates is exactly 0" in t for t in texts) == told
 
 
 def test_an_average_is_sent_whole_as_predicted():

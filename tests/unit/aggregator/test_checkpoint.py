@@ -136,7 +136,7 @@ def test_new_run_has_no_state():
 def test_checkpoints_that_the_record_tells_of_are_missed():
     """The run does not begin again as if nothing had been trained."""
     for newest in (0, 7):
-        with pytest.raises(CorruptObject, match=f"but the run saved round {newest}: "):
+        with pytest.raises(CorruptObject, match=f"run saved round {newest}: "):
             Run().open(newest_saved=newest).load_latest()
     state = saved(7).open(newest_saved=7).load_latest()
     assert state is not None

@@ -110,5 +110,5 @@ def test_a_run_whose_checkpoints_were_lost_does_not_begin_again(tmp_path: Path):
     simulate(job, folder=folder, report=False, **stop)
     for path in folder.glob("checkpoints/round-*"):
         path.unlink()
-    with pytest.raises(CorruptObject, match="but the run saved round 1"):
+    with pytest.raises(CorruptObject, match="run saved round 1:"):
         simulate(job, folder=folder, resume=True, report=False)

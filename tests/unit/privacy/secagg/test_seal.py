@@ -146,7 +146,7 @@ def test_tiny_and_huge_values_are_encoded():
     assert _integers(np.full(300, 1e-30, np.float32), _spec()).max() == 0
     spec = _spec(clip_norm=1e12)
     integers = _integers(np.full(4, 1e25, np.float32), spec)  # Clipped to that norm.
-    assert integers[0] == pytest.approx(5e11 * spec.scale, rel=1e-6)
+    assert integers[0] == pytest.approx(5e11 * spec.scale, rel=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
