@@ -129,7 +129,7 @@ class SecureGather:
         self._follow_levels(one, record)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
-        if not mean_d.any():
+        if mean_d.size and not mean_d.any():
             record.events.warned(
                 f"round {record.round_index}: the mean of the updates is exactly 0. "
                 "If sites should have learned something, "
@@ -303,7 +303,7 @@ class SecureGather:
         size = padded(fragment.size(self.layout.size))
         variance = squares / (len(one.opened.survivors) * size)
         if self._first_planned == record.round_index:
-            self._warn_of_rounding(record, variance * size)
+            self._warn_of_rounding(record, one.levels.plan, variance * size)
         found = next_plan(
             self.contract.levels,
             energies_b=one.levels.energies_b,
@@ -312,15 +312,18 @@ class SecureGather:
         if found is not None:
             self._next_plans[fragment] = found
 
-    def _warn_of_rounding(self, record: RoundRecord, energy: float) -> None:
+    def _warn_of_rounding(
+        self, record: RoundRecord, plan: LevelPlan, energy: float
+    ) -> None:
         """Warn if a first plan, which follows from the clip norm, is too coarse.
 
         Args:
             record: Of the round.
+            plan: Of its levels.
             energy: Mean square of the norm of what a site rounded, in weight units.
         """
         found = math.sqrt(energy)
-        if found < rounding_norm(self._plan(record)):
+        if found < rounding_norm(plan):
             record.events.warned(
                 f"round {record.round_index}: rounding changes updates by more than "
                 f"their own norm, of about {found:.3g}, since "

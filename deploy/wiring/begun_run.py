@@ -2,8 +2,9 @@
 
 import contextlib
 
-from aggregator.manifest import decode
-from federation.errors import CheckpointMismatch, CorruptObject
+from aggregator.checkpoint_objects import BadCheckpoint, CheckpointObjects
+from cloud_adapters.storage.disk.store import LocalStore
+from federation.errors import CheckpointMismatch
 from federation.ids import RunId
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, is_begun, read_file
@@ -27,7 +28,8 @@ def begun_id(run: RunFolder) -> RunId | None:
         return None
     paths = run.path.glob(f"sites/*/{LEDGER_NAME}")
     ids = {read_file(path).terms.run_id for path in paths if is_begun(path)}
-    for path in run.path.glob("checkpoints/round-*.json"):
-        with contextlib.suppress(CorruptObject, CheckpointMismatch):  # As on loading.
-            ids.add(decode(str(path), path.read_bytes()).run_id)
+    checkpoints = CheckpointObjects(LocalStore(run.path), "checkpoints/")
+    for key in checkpoints.manifest_keys():
+        with contextlib.suppress(BadCheckpoint, CheckpointMismatch):  # As on loading.
+            ids.add(checkpoints.read_manifest(key).run_id)
     return RunId(*ids) if len(ids) == 1 else None

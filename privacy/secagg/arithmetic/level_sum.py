@@ -23,6 +23,9 @@ class LevelSum:
 
     Costs a word for each k values; opening it, the mean besides.
 
+    Attributes:
+        plan: Levels and steps that the words stand for.
+
     Args:
         size: Values in an update, d.
         plan: The round's.
@@ -43,7 +46,7 @@ class LevelSum:
         allocate: Allocate = in_memory,
     ) -> None:
         """Begin with zero."""
-        self._size, self._plan, self._rotation = size, plan, rotation
+        self._size, self.plan, self._rotation = size, plan, rotation
         self._clip_norm = clip_norm
         self._digits = Digits(levels=plan.levels, num_sites=num_sites)
         self._allocate = allocate
@@ -105,7 +108,7 @@ class LevelSum:
         """
         opened = open_levels(
             self._sum_w,
-            plan=self._plan,
+            plan=self.plan,
             digits=self._digits,
             rotation=self._rotation,
             size=self._size,
@@ -115,7 +118,7 @@ class LevelSum:
         )
         norm = math.sqrt(float(opened.energies_b.sum()))
         most = largest_sum_norm(
-            self._plan,
+            self.plan,
             num_updates=self._num_folded,
             weight=weight,
             clip_norm=self._clip_norm,
