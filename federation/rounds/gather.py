@@ -307,12 +307,11 @@ def round_tasks(
     @cache
     def whole() -> Words:
         words = record.sent(state.weights_d)
-        if not (record.links.sums and state.round_index):
+        if not (record.links.sums and state.round_index and state.optimizer):
             return words
-        record.is_usual = False
         # A site that takes the steps itself goes on from the optimiser's state.
         moments = [state.optimizer[name] for name in sorted(state.optimizer)]
-        return np.concatenate([words, *moments]) if moments else words
+        return np.concatenate([words, *moments])
 
     return [
         RoundTask(

@@ -57,9 +57,8 @@ class RoundRecord:
         counted: For each site whose update has a weight, the round of its task.
         members: Who takes part, as far as this round has shown.
         steps: Local steps of the run that sites take; None for the job's number.
-        is_usual: Whether it exchanges what most rounds do. Those that set up keys,
-            send whole models where others send sums, or have no scale of the levels
-            yet, take longer for as many steps.
+        is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
+            have no scale of the levels yet, take longer for as many steps.
     """
 
     def __init__(
