@@ -190,6 +190,7 @@ def test_only_the_restored_site_refuses_and_nobody_is_charged(
     place.begin(job)
     with pytest.raises(Killed):
         place.run(killing(place, copied, lambda event: is_last(event, index)))
+    place.grid.end()
     before = place.charges()
     place.restore()
     behind = place.charges()

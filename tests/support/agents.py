@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from support.deployment import wait_for
 
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from deploy.aggregator_host.parties import Parties
@@ -157,6 +158,7 @@ class AgentGrid:
         agents: The agents by site; put another in its place to restart a site.
         seen: Every task that was sent.
         questions: What coordinators have asked all agents, in order.
+        at_work: Sites that have a task now.
     """
 
     def __init__(self, agents: Mapping[str, SiteAgent]) -> None:
@@ -164,6 +166,14 @@ class AgentGrid:
         self.agents = dict(agents)
         self.seen: list[Task] = []
         self.questions: list[bytes] = []
+        self.at_work: list[SiteId] = []
+        self._grids: list[InProcessGrid] = []
+
+    def end(self) -> None:
+        """End the grids of all coordinators, and wait for sites that are at work."""
+        while self._grids:
+            self._grids.pop().close()
+        wait_for(lambda: not self.at_work, "no site is at work")
 
     @contextmanager
     def connected(self) -> Iterator["AgentGrid"]:
@@ -196,7 +206,8 @@ class AgentGrid:
         handlers = {
             name: _Far(self, name, is_absent=name in roll_call.absent) for name in sites
         }
-        return InProcessGrid(handlers, clock=SystemClock(), fault=fault)
+        self._grids.append(InProcessGrid(handlers, clock=SystemClock(), fault=fault))
+        return self._grids[-1]
 
 
 @dataclass(frozen=True)
@@ -211,6 +222,7 @@ class _Far:
         arrived = wire.decode(wire.encode_bytes(task))
         assert isinstance(arrived, RoundTask | SecureTask)
         self.grid.seen.append(arrived)
+        self.grid.at_work.append(self.name)
         try:
             answer = self.grid.agents[self.name].answer(arrived)
         except FederationError as error:  # As in cloud_adapters.flower.site.
@@ -221,6 +233,8 @@ class _Far:
                 kind=FailureKind.CRASHED,
                 message=wire.one_line(f"{type(error).__name__}: {error}"),
             )
+        finally:
+            self.grid.at_work.remove(self.name)
         found = wire.decode(wire.encode_bytes(answer))
         assert not isinstance(found, RoundTask | SecureTask)
         return found
