@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from clients.bfloat16 import multiplies_bfloat16
 from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
+from clients.float32_muon import Float32Muon
 from clients.models.fixed_ranks import FixedRanks
 from clients.models.hidden_matrices import hidden_matrices
 from clients.ranks.peers import NO_PEERS, Peers
@@ -111,7 +113,19 @@ def make_optimizers(
         )
     hidden = list(hidden_matrices(model, spec).values())
     found = {id(p) for p in hidden}
-    muon = torch.optim.Muon(
+    muon = _muon(hidden, spec)
+    rest = [p for p in trained if id(p) not in found]
+    return (muon, _adam(rest, spec)) if rest else (muon,)
+
+
+def _muon(
+    hidden: Sequence[torch.nn.Parameter], spec: OptimizerSpec
+) -> torch.optim.Optimizer:
+    if not multiplies_bfloat16(hidden[0].device):
+        return Float32Muon(
+            hidden, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay
+        )
+    return torch.optim.Muon(
         hidden,
         lr=spec.lr,
         momentum=spec.momentum,
@@ -121,8 +135,6 @@ def make_optimizers(
         # learning rate suits both.
         adjust_lr_fn="match_rms_adamw",
     )
-    rest = [p for p in trained if id(p) not in found]
-    return (muon, _adam(rest, spec)) if rest else (muon,)
 
 
 def _other(

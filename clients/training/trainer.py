@@ -19,6 +19,7 @@ from typing import Unpack
 import numpy as np
 import torch
 
+from clients.bfloat16 import note_slow
 from clients.data import batches
 from clients.data.batches import ALONE, Ordering, Rank
 from clients.data.datasets import (
@@ -164,6 +165,7 @@ class TorchTrainer:
                 sampling_rate(in_round(job, first), num_units(job, self.train))
         self._persons = persons_of(job, self.train)
         check_shares(job, self.site, self.train, self.peers.count)
+        note_slow(job.training, self.pool.device, self.pool.noted)
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective

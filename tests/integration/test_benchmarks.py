@@ -46,6 +46,7 @@ SHORT = {
     "elasticity": "--rounds 10 --seeds 1",
     "few_levels": "--smoke",
     "group_sums": "--job POISONED --smoke --attacks flip",
+    "muon": "--smoke",
     "noise": "--values 10000 --repetitions 1",
     "objective_overhead": "--smoke",
     "overhead": "--job JOB --rounds 1",

@@ -5,6 +5,7 @@ import torch
 from support.small_jobs import small_job
 from torch import nn
 
+from clients.float32_muon import Float32Muon
 from clients.models import digits_cnn, gpt, mlp
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.model_pool import ModelPool
@@ -12,6 +13,7 @@ from clients.training.local_steps import make_optimizers
 from federation.errors import JobError
 from federation.job.spec import OptimizerSpec
 
+MUONS = (Float32Muon, getattr(torch.optim, "Muon", Float32Muon))
 MUON = OptimizerSpec(name="muon", momentum=0.95, lr=0.1)
 
 needs_muon = pytest.mark.skipif(
@@ -107,7 +109,7 @@ def test_each_trained_parameter_has_one_optimiser():
     model = gpt(vocabulary=16, context=4, layers=1, heads=1, width=8)
     model.get_submodule("positions").requires_grad_(requires_grad=False)
     muon, adamw = make_optimizers(model, MUON)
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, MUONS)
     assert isinstance(adamw, torch.optim.AdamW)
     stepped = [p for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -120,4 +122,4 @@ def test_a_model_of_hidden_matrices_alone_needs_no_adamw():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
     model[1].requires_grad_(requires_grad=False)
     (only,) = make_optimizers(model, MUON)
-    assert isinstance(only, torch.optim.Muon)
+    assert isinstance(only, MUONS)

@@ -17,6 +17,7 @@ from clients.data.batches import epoch_order
 from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.models import weights
 from clients.models.model_pool import ModelPool
+from clients.training import local_steps
 from clients.training.local_steps import LocalOptimizer, learning_rate
 from clients.training.trainer import TorchTrainer
 from federation.errors import JobError, SiteError
@@ -191,8 +192,12 @@ def stepped_by_muon(
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9")
 @pytest.mark.parametrize("state", ["keep", "fresh"])
-def test_muon_steps_hidden_matrices_and_adamw_the_rest(state: str):
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(
+    state: str, monkeypatch: pytest.MonkeyPatch
+):
     """Over two rounds, with one schedule for both, and the state of both kept."""
+    # With torch's own Muon on every processor.
+    monkeypatch.setattr(local_steps, "multiplies_bfloat16", lambda _: True)
     job = job_of(
         {
             "local_steps": 3,
