@@ -28,6 +28,7 @@ from deploy.fleet.choosing.spot_history import (
     situation,
 )
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.keeping.missed_deadline import MissedDeadline
 from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.site_machines import (
     own_machine,
@@ -64,9 +65,10 @@ class Mover:
             prices: The table.
             progress: How far its run is.
             record: What is known of spot machines.
-            tell: Called with a word about every move.
+            tell: Called with a word about every move, and about a missed deadline.
         """
         self._folder, self._hours = plan.folder, plan.file.deadline_hours or math.inf
+        self._missed = MissedDeadline(self._hours, tell)
         self._boot_hours = plan.file.start.machine_minutes / 60.0
         self._progress, self._tell, self._record = progress, tell, record
         self._movable = {s.name: s for s in plan.file.sites if s.is_movable}
@@ -94,6 +96,7 @@ class Mover:
         progress = self._progress()
         if progress is None:
             return plan
+        self._missed.look(progress, now)
         state = progress.rounds_left, self._changes.copy()
         # A deadline also comes nearer when no round ends; clocks are set back, too.
         is_over = not self._decided_at <= now < self._due

@@ -136,6 +136,30 @@ def test_nothing_is_decided_before_the_first_round_or_after_the_last(
         assert mover.moved(plan, [], 11.9 * HOUR) == plan
 
 
+def test_a_missed_deadline_is_reported_once_before_and_once_after(
+    plan: DeploymentPlan,
+):
+    """It has twelve hours for rounds of an hour; the run continues."""
+    told: list[str] = []
+    mover = mover_of(plan, PRICES, progress(8), told.append)
+    machines = [node(Market.ON_DEMAND)]
+    found: list[list[str]] = []
+    for hours in (3.9, 4.1, 5.0, 12.0, 13.0):
+        mover.moved(plan, machines, hours * HOUR)
+        found.append([line for line in told if "deadline_hours" in line])
+        told.clear()
+    none, (early,), still, (late,), last = found
+    assert none == still == last == []
+    assert early == (
+        "deadline_hours = 12 will probably be missed: 8 rounds left, 8.0 h at the pace "
+        "so far, in 7.9 h"
+    )
+    assert "deadline_hours = 12 are over, with 8 rounds left" in late
+    done: list[str] = []
+    mover_of(plan, PRICES, progress(0), done.append).moved(plan, machines, 13 * HOUR)
+    assert not done
+
+
 def test_a_site_without_a_home_is_never_moved(plan: DeploymentPlan):
     """Its keys and its ledger would be lost; `up` refuses such a file, too."""
     text = plan.path.read_text().replace('url = "file:///mnt/home"', "")
