@@ -17,9 +17,9 @@ import machine
 import torch
 from torch.nn import functional
 
-from clients.bfloat16 import multiplies_bfloat16
 from clients.float32_muon import Float32Muon
 from clients.models import gpt, hidden_matrices
+from clients.sixteen_bits import multiplies_bfloat16
 from federation.job.spec import OptimizerSpec
 
 _LR = 1e-3

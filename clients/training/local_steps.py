@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from clients.bfloat16 import multiplies_bfloat16
 from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
 from clients.float32_muon import Float32Muon
 from clients.models.fixed_ranks import FixedRanks
 from clients.models.hidden_matrices import hidden_matrices
 from clients.ranks.peers import NO_PEERS, Peers
+from clients.sixteen_bits import multiplies_bfloat16
 from clients.training.control_variates import add_variates
 from clients.training.half_precision import LossScale
 from federation.errors import JobError

@@ -19,7 +19,6 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from clients.bfloat16 import note_slow
 from clients.data import batches
 from clients.data.batches import ALONE, Ordering, Rank
 from clients.data.datasets import (
@@ -40,6 +39,7 @@ from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
+from clients.sixteen_bits import note_slow
 from clients.training.control_variates import ControlVariates
 from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps

@@ -1,16 +1,13 @@
 """Muon in float32 takes the steps of torch's, and is taken where bfloat16 is slow."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
-from clients import bfloat16
 from clients.float32_muon import Float32Muon, orthogonalised
 from clients.training import local_steps
 from clients.training.local_steps import make_optimizers
-from federation.job.spec import OptimizerSpec, TrainingSpec
+from federation.job.spec import OptimizerSpec
 
 LR, MOMENTUM, DECAY = 0.1, 0.9, 2.0
 
@@ -107,19 +104,3 @@ def test_float32_is_taken_where_bfloat16_is_slow(
     assert type(muon).__name__ == kind
     settings = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
     assert settings == {"lr": 0.3, "momentum": 0.7, "weight_decay": 0.2}
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bf16_is_warned_about_once_where_it_is_slow(
-    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """And not where it is fast."""
-    training = TrainingSpec(precision=precision, local_steps=1)
-    noted: set[str] = set()
-    cpu = torch.device("cpu")
-    with caplog.at_level(logging.WARNING):
-        for is_fast in (True, False, False):
-            monkeypatch.setattr(bfloat16, "multiplies_bfloat16", lambda _, f=is_fast: f)
-            bfloat16.note_slow(training, cpu, noted)
-            assert len(caplog.records) <= (not is_fast)
-    assert len(caplog.records) == (precision == "bf16")
