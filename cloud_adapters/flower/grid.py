@@ -42,7 +42,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock
-from federation.rounds.failures import failure
+from federation.rounds.failures import failure, no_answer
 from federation.wire.relayed import down_frames
 
 POLL_SECONDS = 0.02
@@ -470,7 +470,7 @@ class FlowerGrid:
             if (answer := batch.left.get(question.index)) is not None:
                 self._settle(batch, question, answer)
             else:
-                text = f"gave no answer within {seconds:g} s"
+                text = no_answer(seconds)
                 self._fail(batch, question, FailureKind.DEADLINE, text)
 
     def _give_up_silent(self, batch: Batch, silent: set[int]) -> None:

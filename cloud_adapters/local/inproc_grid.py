@@ -39,7 +39,7 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import Clock, SiteHandler
-from federation.rounds.failures import failure
+from federation.rounds.failures import failure, no_answer, still_working
 from federation.wire import frame as wire
 
 # Updates that threads may finish ahead of the awaited one.
@@ -47,8 +47,9 @@ MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
 
 # How long `close` waits for sites that are in the middle of their work: a process
-# that ends while a thread is inside a C++ library may be aborted by it.
-CLOSING_SECONDS = 1.0
+# that ends while a thread is inside a C++ library may be aborted by it. Sites of a run
+# that is over end their work after a step, of which several may share the processors.
+CLOSING_SECONDS = 10.0
 
 # A site that answers within the first is quick; a turn lasts at most as long as the
 # second, lest one slow site hold up the replies of quick ones.
@@ -97,10 +98,34 @@ class _Errand:
     replies: deque[Reply] | None = None
     given_up: bool = False
     left: bool = False
+    inside: bool = False
+
+    def handled(self, handler: SiteHandler) -> "_Inside":
+        """Note when the site itself is at work, and not a fault."""
+        return _Inside(self, handler)
 
     def seconds_left(self, now: float) -> float:
         """Time until its deadline, once a site works on it."""
         return self.started + self.deadline_seconds - now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inside:
+    """A site, while it is called for a task."""
+
+    errand: _Errand
+    handler: SiteHandler
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer the task."""
+        self.errand.inside = True
+        try:
+            return self.handler.handle(task)
+        finally:
+            self.errand.inside = False
+
+    def close(self) -> None:
+        """Leave the site as it is."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -175,18 +200,21 @@ class InProcessGrid(Closing):
     def close(self) -> None:
         """End the threads.
 
-        Sites in the middle of their work get ``CLOSING_SECONDS`` to finish it; a
-        thread in which a site hangs ends when the site does.
+        Sites in the middle of their work, also those that were given up, get
+        ``CLOSING_SECONDS`` to finish it; a thread in which a site hangs ends when the
+        site does.
         """
         with self._lock:
             self._open = False
-            at_work = {slot.thread for slot in self._working}
-            patience = CLOSING_SECONDS / max(1, len(at_work))
-            threads = tuple(self._threads)
+            busy = {slot.thread: slot for slot in self._busy.values()}
+            threads = self._threads - busy.keys()
             self._to_receive.notify()
             self._to_work.notify_all()
         for thread in threads:
-            thread.join(timeout=patience if thread in at_work else None)
+            thread.join()
+        inside = [thread for thread, slot in busy.items() if slot.inside and thread]
+        for thread in inside:
+            thread.join(timeout=CLOSING_SECONDS / len(inside))
 
     def sites(self) -> Sequence[SiteId]:
         """Every site, in the order of the job."""
@@ -348,7 +376,7 @@ class InProcessGrid(Closing):
         return min((*started, *waiting), default=math.inf)
 
     def _overdue(self, slot: _Errand, now: float) -> deque[Reply]:
-        text = f"gave no answer within {slot.deadline_seconds:g} s"
+        text = no_answer(slot.deadline_seconds)
         failed = failure(slot.task, FailureKind.DEADLINE, text)
         return deque([_reply(slot, failed, 0, now)])
 
@@ -392,7 +420,7 @@ class InProcessGrid(Closing):
                 self._num_held += 1
                 if earlier is None:
                     return slot
-                text = f"is still working on round {earlier.task.round_index}"
+                text = still_working(earlier.task.round_index)
                 failed = failure(slot.task, FailureKind.BUSY, text)
                 slot.started = self._clock.monotonic()
                 slot.replies = deque([_reply(slot, failed, 0, slot.started)])
@@ -401,7 +429,9 @@ class InProcessGrid(Closing):
 
     def _replies(self, slot: _Errand) -> deque[Reply]:
         """Call the site."""
-        answers = answers_of(slot.task, self._handlers[slot.task.site], self._fault)
+        answers = answers_of(
+            slot.task, slot.handled(self._handlers[slot.task.site]), self._fault
+        )
         now = self._clock.monotonic()
         replies = deque(_reply(slot, *answer, now) for answer in answers)
         for index in range(1, len(replies)):  # The task travelled once.

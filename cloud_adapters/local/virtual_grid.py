@@ -24,7 +24,7 @@ from federation.clock import VirtualClock
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, Task
 from federation.protocols import SiteHandler
-from federation.rounds.failures import failure
+from federation.rounds.failures import failure, no_answer
 from federation.wire import frame as wire
 
 
@@ -120,7 +120,7 @@ class VirtualGrid:
         task_id = TaskId(self._num_sent)
         self._num_sent += 1
         num_bytes = wire.encoded_size(task)
-        text = f"gave no answer within {deadline_seconds:g} s"
+        text = no_answer(deadline_seconds)
         missed = Reply(
             task_id=task_id,
             message=failure(task, FailureKind.DEADLINE, text),

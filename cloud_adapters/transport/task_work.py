@@ -25,7 +25,7 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import Buffer
-from federation.rounds.failures import failure
+from federation.rounds.failures import failure, no_answer, still_working
 from federation.vectors import Layout
 from federation.wire import frame as wire
 
@@ -149,7 +149,7 @@ def within(
     with _lock:
         earlier = _working.get(task.site)
         if earlier is not None and earlier[0].is_alive():
-            text = f"is still working on round {earlier[1]}"
+            text = still_working(earlier[1])
             return inline(failure(task, FailureKind.BUSY, text))
         thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
         _working[task.site] = (thread, task.round_index)
@@ -161,5 +161,5 @@ def within(
             return answers[0]
         if (reason := leaves()) is not None:
             return inline(failure(task, FailureKind.LEAVING, reason.value))
-    text = f"gave no answer within {seconds:g} s"
+    text = no_answer(seconds)
     return inline(failure(task, FailureKind.DEADLINE, text))

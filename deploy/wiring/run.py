@@ -30,6 +30,7 @@ from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import LedgerAnchor
+from federation.patient_grid import PatientGrid
 from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
@@ -78,6 +79,7 @@ class InProcess:
         make: Makes one of them, at first and after a restart.
         clock: Clock of deadlines and faults.
         faults: Misfortunes to rehearse.
+        end_early: Has sites that are at work when the run ends take no more steps.
     """
 
     job: JobSpec
@@ -85,6 +87,7 @@ class InProcess:
     make: Callable[[SiteId], SiteHandler]
     clock: Clock
     faults: Sequence[FaultSpec] = ()
+    end_early: Callable[[], None] = lambda: None
 
     @property
     def engine(self) -> str:
@@ -110,7 +113,9 @@ class InProcess:
                 fault=fault,
                 returned=fault.returned,
             )
-            return rounds(stack.enter_context(grid))
+            stack.enter_context(grid)
+            stack.callback(self.end_early)
+            return rounds(grid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +212,10 @@ class Run:
                     contract=None if secret is None else secret.contract,
                     identities={} if secret is None else secret.relays,
                 )
+            job = self.federation.job
+            if not job.relays:  # A relay's sites are asked together.
+                needed = job.minimum_sites
+                grid = PatientGrid(grid, needed=needed, clock=self.clock)
             grid = recorded(grid, self.transcript)
             if secret is None:
                 gather = wiring.plain_gather(

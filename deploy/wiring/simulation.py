@@ -2,8 +2,10 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -296,6 +298,8 @@ class _Simulation:
         # Sites share this process; and two runs in virtual time have the same events.
         self._meter = CLOCK if isinstance(clock, VirtualClock) else THREAD
         self._clocks: Mapping[SiteId, VirtualClock] = {}  # Only in virtual time.
+        self._is_over = threading.Event()
+        federation = replace(federation, ends_early=self._is_over.is_set)
         self._federation = federation
         now = self._clock.now()
         if run is None or not run.exists():
@@ -412,6 +416,7 @@ class _Simulation:
             make=self._site,
             clock=self._clock,
             faults=self._job.simulation.faults,
+            end_early=self._is_over.set,
         )
 
     def _site(self, name: SiteId) -> SiteHandler:

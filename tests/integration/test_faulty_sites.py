@@ -1,10 +1,13 @@
 """Whole simulations in which sites misbehave."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from support.toy import merged
 from support.without_report import simulate
 
@@ -123,6 +126,36 @@ def test_hanging_site_misses_its_deadline_and_is_busy():
     seconds = {r.round_index: r.seconds for r in told(events, RoundFinished)}
     assert 3.0 <= seconds[BAD_ROUND] < 30
     assert seconds[3] < 30
+
+
+def test_a_busy_site_that_a_round_needs_is_waited_for():
+    """Or all rounds that follow would be lost as well, within a second."""
+    hang = {"site": "bad", "kind": "hang", "seconds": 4.0, "rounds": [1]}
+    needed = {"round_deadline_seconds": 3.0, "minimum_sites": 3}
+    result, events = run(digits(hang, schedule=needed))
+    assert (result.status, result.rounds_completed) == ("completed", 2)
+    rounds = told(events, RoundFinished)
+    assert [r.status for r in rounds] == ["lost", "completed", "completed"]
+    assert [{*r.answered} for r in rounds[1:]] == [{*SITES}] * 2
+    kinds = [f.kind for f in told(events, SiteFailed)]
+    assert kinds in (["deadline"], ["deadline", "late"])
+
+
+def test_a_run_that_ends_while_sites_train_ends_its_process_in_order(tmp_path: Path):
+    """Not by an abort: a thread inside torch must not outlive the interpreter."""
+    schedule = {"round_deadline_seconds": 0.5, "minimum_sites": 3, "max_lost_rounds": 1}
+    job = digits(schedule=schedule, training={"local_steps": 1_000_000})
+    file = tmp_path / "job.toml"
+    file.write_text(tomli_w.dumps(job_file.document(job)))
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "crossfed", "simulate", file],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "raise schedule.round_deadline_seconds" in done.stderr
+    assert (done.returncode, "terminate" in done.stderr) == (1, False)
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])

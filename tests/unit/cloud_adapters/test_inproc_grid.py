@@ -313,9 +313,10 @@ def test_hanging_site_gives_up_its_thread():
         _wait_until(lambda: not grid._busy)
         third = list(exchange(grid, tasks(3), deadline_seconds=PATIENT))
     assert kinds(first) == ["c deadline", "a ok", "b ok"]
-    assert first[0].message.message == "gave no answer within 0.05 s"
+    advice = "raise schedule.round_deadline_seconds if a round takes longer"
+    assert first[0].message.message == f"gave no answer within 0.05 s: {advice}"
     assert kinds(second) == ["c busy", "a ok", "b ok"]
-    assert second[0].message.message == "is still working on round 1"
+    assert second[0].message.message == f"is still working on round 1: {advice}"
     assert kinds(third) == ["c late", "c ok", "a ok", "b ok"]
 
 
@@ -505,15 +506,35 @@ def test_close_in_the_middle_wakes_who_waits():
 
 
 def test_close_does_not_wait_for_hanging_sites(monkeypatch: pytest.MonkeyPatch):
-    """Nor for those that were given up."""
-    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
+    """Not for long if a site itself hangs, and not at all for a rehearsed fault."""
+    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", SHORT)
     gate = Gate(SITES[0])
-    grid = grid_of(gate, clock=gate.clock)
+    with grid_of(gate, clock=gate.clock) as grid:
+        list(exchange(grid, tasks(), deadline_seconds=SHORT))
+    assert not gate.passed.acquire(blocking=False)
+    gate.opened.set()
+    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
+    held = Gate(SITES[0])
+
+    def hang(task: RoundTask, answer: Callable[[], SiteMessage]) -> list[SiteMessage]:
+        held(task)
+        return [answer()]
+
+    grid = grid_of(clock=held.clock, fault=hang)
     with closing(grid):
         list(exchange(grid, tasks(), deadline_seconds=SHORT))
         start = SystemClock().monotonic()
     assert SystemClock().monotonic() - start < PATIENT / 2
-    gate.opened.set()
+    held.opened.set()
+
+
+def test_close_waits_for_sites_that_were_given_up():
+    """They are inside a library as well, which may be in the middle of a step."""
+    gate = Gate(SITES[0])
+    with grid_of(gate, clock=gate.clock) as grid:
+        list(exchange(grid, tasks(), deadline_seconds=SHORT))
+        threading.Timer(SHORT, gate.opened.set).start()
+    assert gate.passed.acquire(blocking=False)
 
 
 def test_close_waits_a_little_for_sites_at_work(monkeypatch: pytest.MonkeyPatch):
