@@ -30,11 +30,11 @@ from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import LedgerAnchor
-from federation.patient_grid import PatientGrid
 from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
+from federation.rounds.patient_grid import PatientGrid
 from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import Allocate, in_memory, place
 from monitoring.views.round_view import named_metric

@@ -1,6 +1,7 @@
 """Where sites on this host meet their aggregator, and what they enrol with."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from deploy.fleet.deployment import is_out_of_reach
 from federation.clock import SystemClock
 from federation.errors import StoreUnavailable
 
-FILE = """
+PLAIN = """
 name = "fed"
 job = "job.toml"
 [[sites]]
 name = "plain"
+"""
+FILE = f"""{PLAIN}
 [[sites]]
 name = "boxed"
 [sites.machine]
@@ -25,7 +28,7 @@ image = "localhost/x:1"
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     path = tmp_path / "fed.toml"
-    path.write_text(FILE.replace("\n[[sites]]", '\nfolder = "/proc/x"\n[[sites]]', 1))
+    path.write_text(PLAIN.replace("\n[[sites]]", '\nfolder = "/proc/x"\n[[sites]]'))
     plan = deployment_file.load(path)
     with (
         pytest.raises(StoreUnavailable, match=r"make /proc/x: No such file.*; name a"),
@@ -34,6 +37,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
         pass
 
 
+@pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed")
 def test_a_token_is_never_in_a_folder_of_a_container(tmp_path: Path):
     """Its user owns all files there, and no other process reads them as secrets."""
     path = tmp_path / "fed.toml"

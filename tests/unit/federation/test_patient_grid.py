@@ -10,8 +10,8 @@ from federation.clock import VirtualClock
 from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, SiteFailure, Task
-from federation.patient_grid import PatientGrid
 from federation.rounds.failures import failure
+from federation.rounds.patient_grid import PatientGrid
 
 DEADLINE = 32.0
 C, A, B = toy.SITES

@@ -21,7 +21,7 @@ _LOOK_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Asked:
+class _SentTasks:
     """One call of ``send``.
 
     Attributes:
@@ -29,7 +29,7 @@ class _Asked:
         deadline_seconds: For each of them.
         needed: How many answers make a round.
         open: Tasks that the grid works on.
-        busy: What the grid said of sites that are to be asked again.
+        busy: Answers of sites that are to be asked again.
         answered: How many answers came.
         until: When no site is asked again, on the monotonic clock.
         next_time: When they are asked again.
@@ -64,7 +64,7 @@ class PatientGrid:
             clock: Measures pauses.
         """
         self._grid, self._needed, self._clock = grid, needed, clock
-        self._calls: list[_Asked] = []
+        self._calls: list[_SentTasks] = []
         # Of tasks that were sent again: the id that the caller knows.
         self._first_ids: dict[TaskId, TaskId] = {}
         self._bytes_down: dict[TaskId, int] = {}
@@ -89,7 +89,7 @@ class PatientGrid:
         """
         ids = self._grid.send(tasks, deadline_seconds=deadline_seconds)
         if tasks:
-            call = _Asked(
+            call = _SentTasks(
                 tasks=dict(zip(ids, tasks, strict=True)),
                 deadline_seconds=deadline_seconds,
                 needed=min(self._needed, len(tasks)),
@@ -134,7 +134,7 @@ class PatientGrid:
         self._forget()
 
     def _taken(self, replies: deque[Reply]) -> deque[Reply]:
-        """Keep what is said of busy sites; pass on the rest."""
+        """Keep answers that a site is busy; pass on the rest."""
         found: deque[Reply] = deque()
         while replies:
             reply = replies.popleft()  # Only the receiver holds an update.
@@ -163,7 +163,7 @@ class PatientGrid:
         """Ask again whom it is time to ask.
 
         Returns:
-            What was said of busy sites for which no one waits any more; and seconds
+            Answers of busy sites for which no one waits any more; and seconds
             until one is to be asked again, if any is.
         """
         found: deque[Reply] = deque()
@@ -187,7 +187,7 @@ class PatientGrid:
         self._forget()
         return found, min(waits, default=None)
 
-    def _ask_again(self, call: _Asked) -> None:
+    def _ask_again(self, call: _SentTasks) -> None:
         again = {task_id: call.tasks[task_id] for task_id in call.busy}
         for task_id, reply in call.busy.items():
             self._bytes_down[task_id] = reply.bytes_down
