@@ -19,7 +19,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         return _on_cpu("_is_mkldnn_bf16_supported")
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True
 
 

@@ -465,6 +465,7 @@ class Reply:
         inside_up: The same for the answer.
         following: What came in the same message after ``message``; only a relay sends
             more than one.
+        is_awaited: Whether the site was busy first, and was asked again.
     """
 
     task_id: TaskId
@@ -477,3 +478,4 @@ class Reply:
     inside_down: int = 0
     inside_up: int = 0
     following: tuple[SiteMessage, ...] = ()
+    is_awaited: bool = False

@@ -64,7 +64,7 @@ class Presence:
         needed = min(self._quorum, len(asked))
         begin = self._clock.monotonic()
         silent = self.silent(asked)
-        self._gone &= silent
+        self._gone -= asked - silent  # A question to some forgets no others.
         while silent:
             seconds = self._clock.monotonic() - begin
             enough = len(asked - silent) >= needed

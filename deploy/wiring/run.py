@@ -212,11 +212,12 @@ class Run:
                     contract=None if secret is None else secret.contract,
                     identities={} if secret is None else secret.relays,
                 )
+            grid = recorded(grid, self.transcript)
             job = self.federation.job
-            if not job.relays:  # A relay's sites are asked together.
+            # A relay's sites are asked together, and some groups may be lost.
+            if not job.relays and not job.privacy.secure_aggregation.groups:
                 needed = job.minimum_sites
                 grid = PatientGrid(grid, needed=needed, clock=self.clock)
-            grid = recorded(grid, self.transcript)
             if secret is None:
                 gather = wiring.plain_gather(
                     self.federation, self.run_id, grid, introduced=introduced

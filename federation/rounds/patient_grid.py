@@ -50,8 +50,8 @@ class _SentTasks:
 class PatientGrid:
     """A grid that asks busy sites again until enough sites have answered.
 
-    It does so when all other sites of the same call have, for as long as the deadline
-    of their tasks. Each of them then has the whole deadline for its answer. Bytes of
+    It does so as soon as the others of a call cannot be enough, and for as long as the
+    deadline of their tasks. Each then has the whole deadline for its answer. Bytes of
     earlier questions are added to those of the last.
     """
 
@@ -144,9 +144,11 @@ class PatientGrid:
             if call is not None:
                 call.open.discard(task_id)
                 earlier = self._bytes_down.pop(task_id, 0)
-            if earlier or task_id != reply.task_id:
+            if task_id != reply.task_id:
                 num_bytes = reply.bytes_down + earlier
-                reply = replace(reply, task_id=task_id, bytes_down=num_bytes)
+                reply = replace(
+                    reply, task_id=task_id, bytes_down=num_bytes, is_awaited=True
+                )
             message = reply.message
             kind = message.kind if isinstance(message, SiteFailure) else None
             if call is not None and kind is FailureKind.BUSY:
@@ -169,17 +171,20 @@ class PatientGrid:
         found: deque[Reply] = deque()
         waits: list[float] = []
         for call in self._calls:
-            if call.open or not call.busy:
+            at_best = call.answered + len(call.open)
+            if not call.busy or (call.open and at_best >= call.needed):
                 continue
             now = self._clock.monotonic()
             if call.until is None:
                 call.until = now + call.deadline_seconds
                 call.pause = _FIRST_PAUSE * call.deadline_seconds
                 call.next_time = now + call.pause
-            if call.answered >= call.needed or now >= call.until:
-                found.extend(call.busy.values())
-                call.busy.clear()
-                call.tasks.clear()
+            is_vain = at_best + len(call.busy) < call.needed
+            if at_best >= call.needed or is_vain or now >= call.until:
+                if not call.open:
+                    found.extend(call.busy.values())
+                    call.busy.clear()
+                    call.tasks.clear()
             elif now >= call.next_time:
                 self._ask_again(call)
             else:

@@ -139,6 +139,7 @@ class RoundRecord:
         for reply in replies:
             message = reply.message
             self.sums.add_bytes(reply)
+            self.is_usual &= not reply.is_awaited
             failure = self.verdicts.accept(message)
             self._note_leaving(failure or message)
             if failure is not None:

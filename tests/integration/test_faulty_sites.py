@@ -140,6 +140,24 @@ def test_a_busy_site_that_a_round_needs_is_waited_for():
     assert kinds in (["deadline"], ["deadline", "late"])
 
 
+def test_groups_do_not_wait_for_a_site_whose_group_is_lost():
+    """Others suffice, in each round that follows."""
+    names = [f"site-{number}" for number in range(9)]
+    hang = {"site": names[0], "kind": "hang", "seconds": 90.0, "rounds": [1]}
+    secure = {"enabled": True, "groups": 3, "clip_norm": 10.0}
+    job = digits(
+        hang,
+        sites=[{"name": name} for name in names],
+        schedule={"round_deadline_seconds": 6.0, "minimum_sites": 9},
+        aggregation={"combine": "median", "weights": "uniform"},
+        privacy={"secure_aggregation": secure},
+    )
+    result, events = run(job)
+    assert result.rounds_completed == 3
+    seconds = [r.seconds for r in told(events, RoundFinished)]
+    assert max(seconds[1:]) < 6.0 <= seconds[0]
+
+
 def test_sites_take_no_more_steps_when_a_run_is_over(monkeypatch: pytest.MonkeyPatch):
     """A process that ends while a thread is inside torch may be aborted by it."""
     monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", 3.0)

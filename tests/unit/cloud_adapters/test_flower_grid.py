@@ -664,6 +664,22 @@ def test_node_that_does_not_come_back_delays_one_round_only(
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 
 
+def test_a_question_to_some_nodes_forgets_no_lost_one(
+    beating: Beating, clock: VirtualClock
+):
+    """Or it would be awaited again in the next round: a busy site was asked alone."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    exchange(grid, seconds=600.0)
+    some = [replace(TASK, site=SITES[1])]
+    list(exchange_over(grid, some, deadline_seconds=600.0))
+    before = clock.now()
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
+    assert found["one"] == FailureKind.DISCONNECTED
+    assert clock.now() - before < 5.0
+
+
 def test_node_that_took_leave_is_awaited_for_a_restart_only(
     beating: Beating, clock: VirtualClock
 ):

@@ -1,5 +1,6 @@
 """Busy sites are waited for if, and only if, a round would be lost without them."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
@@ -43,6 +44,42 @@ class Busy(ScriptedGrid):
             else:
                 said = toy.update(task.site)
             yield reply_to(said, task_id, bytes_down=10)
+
+
+class Working(Busy):
+    """Such sites, whose own work takes time."""
+
+    def __init__(
+        self, until: Mapping[SiteId, float], *, clock: VirtualClock, seconds: float
+    ) -> None:
+        super().__init__(until, clock=clock)
+        self._seconds = seconds
+        self._ready: list[tuple[float, Reply]] = []
+
+    def send(
+        self,
+        tasks: Sequence[Task],
+        *,
+        deadline_seconds: float,  # noqa: ARG002 -- of the seam
+    ) -> Sequence[TaskId]:
+        ids = self.number(tasks)
+        now = self._clock.monotonic()
+        for reply in self.play([*zip(ids, tasks, strict=True)]):
+            is_busy = isinstance(reply.message, SiteFailure)
+            self._ready.append((now + self._seconds * (not is_busy), reply))
+        return ids
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        if not self._ready:
+            return deque()
+        now = self._clock.monotonic()
+        when, reply = first = min(self._ready, key=lambda each: each[0])
+        if timeout_seconds is not None and when > now + timeout_seconds:
+            self._clock.sleep(timeout_seconds)
+            return deque()
+        self._ready.remove(first)
+        self._clock.wait_until(when)
+        return deque([reply])
 
 
 def told(replies: Iterable[Reply]) -> list[tuple[TaskId, SiteId, str]]:
@@ -100,6 +137,32 @@ def test_after_the_deadline_sites_stay_busy(failed: tuple[SiteId, ...]):
     assert found[-1] == (0, C, "busy")
     assert DEADLINE <= clock.monotonic() < 1.3 * DEADLINE
     assert 5 <= len(grid.asked) <= 8
+
+
+def test_a_site_is_asked_again_while_another_works():
+    """It would be busy at the end if nobody asked until the other has answered."""
+    clock = VirtualClock()
+    grid = Working({C: 10.0, A: 20.0}, clock=clock, seconds=30.0)
+    found = told(ask(grid, clock, needed=3))
+    assert [kind.split()[0] for *_, kind in found] == ["ok"] * 3
+    assert clock.monotonic() < DEADLINE + 30.0
+
+
+def test_no_one_waits_if_a_round_is_lost_in_any_case():
+    """Sites would train, and pay for it, in vain."""
+    clock = VirtualClock()
+    grid = Busy({C: 5.0}, clock=clock, failed=[B])
+    found = told(ask(grid, clock, needed=3))
+    assert found == [(1, A, "ok 10"), (2, B, "crashed"), (0, C, "busy")]
+    assert len(grid.asked) == 1
+
+
+def test_an_answer_that_was_waited_for_says_so():
+    """The pace of a run is not measured in such a round."""
+    clock = VirtualClock()
+    found = ask(Busy({C: 2.0}, clock=clock), clock, needed=3)
+    awaited = {reply.message.site: reply.is_awaited for reply in found}
+    assert awaited == {A: False, B: False, C: True}
 
 
 def test_fewer_tasks_need_fewer_answers():

@@ -31,6 +31,7 @@ from federation.messages import (
     SecureStep,
     SiteFailure,
     SiteMessage,
+    SiteUpdate,
     TaskKind,
 )
 from federation.rounds.round_record import RoundRecord
@@ -237,3 +238,13 @@ def test_site_that_leaves_in_a_step_has_failed_once():
     assert not list(record.sound(replies(), MaskedUpdate))  # Nobody else answers.
     failed = [(e.site, e.kind) for e in told if isinstance(e, SiteFailed)]
     assert failed == [(SITE, "leaving"), (OTHER, "deadline"), (THIRD, "deadline")]
+
+
+def test_a_round_that_waited_for_a_busy_site_is_not_usual():
+    """Its time says nothing of the next one's."""
+    record, _ = opened()
+    quick, awaited = replies(toy.update(SITE), toy.update(OTHER))
+    list(record.sound([quick], SiteUpdate))
+    assert record.is_usual
+    list(record.sound([replace(awaited, is_awaited=True)], SiteUpdate))
+    assert not record.is_usual
