@@ -135,16 +135,19 @@ def test_a_full_disk_ends_no_node(tmp_path: Path):
         )
         node = launch(pool, READY_WHEN_ASKED)
         pid = process_of(pool, node)
+        pids = {pid}
         try:
+            wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
+            pids |= {*descendants(pid)}
             _fill_while_it_works(pool, node, disk)
         finally:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: not is_alive(pid), "it lets go of the disk", 60)
+            # Its program has the log open, and ends a moment after it.
+            wait_for(lambda: not any(map(is_alive, pids)), "the disk is free", 60)
 
 
 def _fill_while_it_works(pool: LocalPool, node: Node, disk: Path) -> None:
-    wait_for(lambda: "it runs" in pool.log(node.id), "its program runs", 60)
     disks.fill(disk)
     signalled(pool, node, signal.SIGUSR2)
     why = "ready.json: No space left"
