@@ -16,6 +16,8 @@ from federation.protocols import Clock, Grid
 # Parts of a deadline: the first pause, which is doubled each time, and the last. Every
 # question may send the model once more.
 _FIRST_PAUSE, _LAST_PAUSE = 1 / 32, 1 / 4
+# The deadline may be a day, and a site free in a moment: a coordinator was killed.
+_FIRST_SECONDS = 10.0
 # Late answers are taken in so often while nothing else is open.
 _LOOK_SECONDS = 1.0
 
@@ -177,7 +179,8 @@ class PatientGrid:
             now = self._clock.monotonic()
             if call.until is None:
                 call.until = now + call.deadline_seconds
-                call.pause = _FIRST_PAUSE * call.deadline_seconds
+                first = _FIRST_PAUSE * call.deadline_seconds
+                call.pause = min(first, _FIRST_SECONDS)
                 call.next_time = now + call.pause
             is_vain = at_best + len(call.busy) < call.needed
             if at_best >= call.needed or is_vain or now >= call.until:

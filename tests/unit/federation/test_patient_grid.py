@@ -165,6 +165,15 @@ def test_an_answer_that_was_waited_for_says_so():
     assert awaited == {A: False, B: False, C: True}
 
 
+def test_a_long_deadline_does_not_make_the_first_pause_long():
+    """A part of a day would be 45 minutes, most of which the site is free."""
+    clock = VirtualClock()
+    grid = PatientGrid(Busy({C: 5.0}, clock=clock), needed=1, clock=clock)
+    replies = exchange(grid, [toy.task(C)], deadline_seconds=86_400.0)
+    assert told(replies) == [(0, C, "ok 20")]
+    assert clock.monotonic() == 10.0
+
+
 def test_fewer_tasks_need_fewer_answers():
     """A step that asks one site is not waited for as if it asked all."""
     clock = VirtualClock()
