@@ -5,6 +5,7 @@ A processor without instructions for it (AVX2 and no AVX-512, for example) takes
 """
 
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from federation.job.spec import TrainingSpec
 
 _LOG = logging.getLogger(__name__)
+# Sites of a simulation begin in several threads.
+_LOCK = threading.Lock()
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -44,8 +47,12 @@ def note_slow(training: TrainingSpec, device: torch.device, noted: set[str]) -> 
         'has no fast matrix products in 16 bits: "fp32" is probably many times faster '
         "here"
     )
-    if ask is not None and text not in noted and not ask(device):
+    if ask is None or ask(device):
+        return
+    with _LOCK:
+        is_new = text not in noted
         noted.add(text)
+    if is_new:
         _LOG.warning("%s", text)
 
 
