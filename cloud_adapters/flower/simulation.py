@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,6 +88,8 @@ def run_on_flower_simulation(
         environment = {
             **_QUIET,
             "FLWR_HOME": folder,
+            # Ray's processes leave empty folders where they have their temporary files.
+            "TMPDIR": folder,
             "OMP_NUM_THREADS": str(cpus_per_site),
             # Ray's processes import what this process can import.
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -209,14 +212,23 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message, ResourceWarning)
         try:
             with _signals_kept(), _few_processes():
-                ray.init(
-                    address="local",  # Of our own, whatever RAY_ADDRESS says.
-                    num_cpus=num_cpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.CRITICAL,
-                    _temp_dir=folder,
-                )
+                try:
+                    ray.init(
+                        address="local",  # Of our own, whatever RAY_ADDRESS says.
+                        num_cpus=num_cpus,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level=logging.CRITICAL,
+                        _temp_dir=folder,
+                    )
+                # Ray raises bare exceptions, for instance on a busy machine.
+                except Exception as error:
+                    _end_what_started(error)
+                    raise FederationError(
+                        f"Ray, which runs Flower's simulation engine, did not start: "
+                        f"{error}; if the processors are busy, try again later, or "
+                        f"simulate in this process with --engine inproc"
+                    ) from error
             yield
         finally:
             ray.shutdown()
@@ -224,6 +236,18 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
             # not at some later moment of the caller's.
             gc.collect()
             worker._worker_logs_enabled = True  # noqa: SLF001
+
+
+def _end_what_started(error: BaseException) -> None:
+    """End Ray's processes if it failed among them: ``ray.shutdown`` does not know them.
+
+    Otherwise they last as long as this process, and write to a folder that is gone.
+    """
+    node = importlib.import_module("ray._private.node")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = frame.f_locals.get("self")
+        if isinstance(found, node.Node):
+            found.kill_all_processes(check_alive=False, wait=True)
 
 
 def import_flower() -> None:

@@ -90,6 +90,23 @@ def test_engine_that_cannot_start_is_an_error_of_ours():
     assert before == surroundings()
 
 
+@pytest.mark.flower
+@pytest.mark.slow
+def test_ray_that_does_not_start_is_an_error_of_ours():
+    """It raises bare exceptions, as if its processes are too slow."""
+    before = surroundings()
+    with pytest.raises(FederationError, match=r"did not start: .*--engine inproc"):
+        run_on_flower_simulation(
+            lambda grid: ask(grid, 1),
+            toy_sites.faulty_site,
+            sites=FAULTY,
+            job_text="",
+            clock=SystemClock(),
+            workers=-1,
+        )
+    assert before == surroundings()
+
+
 def test_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     """Somebody without Flower is told how to get it."""
     monkeypatch.setitem(sys.modules, "flwr.serverapp", None)
