@@ -1,13 +1,20 @@
 """The outcome of a run, in a few lines."""
 
+import math
 from collections.abc import Iterator
 
 from federation.events import ModelSelected
+from federation.messages import MetricSums
 from monitoring import privacy_words
 from monitoring.units import format_number, format_span
 from monitoring.views import storage_use
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import RunView
+
+_DIVERGED = (
+    "the loss is not finite: lower the learning rate (`crossfed find-rate` suggests "
+    "one), or look for NaN in an objective of your own"
+)
 
 
 def lines(view: RunView, *, status: str = "") -> Iterator[str]:
@@ -23,6 +30,8 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     if view.selected is not None:
         yield f"model       {chosen(view.selected)}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))
+    if not math.isfinite(loss_of(_newest_sums(view)) or 0.0):
+        yield f"diverged    {_DIVERGED}"
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
     if view.left_out is not None and view.left_out.sites:
@@ -59,8 +68,7 @@ def chosen(selected: ModelSelected) -> str:
 
 def quality(view: RunView) -> Iterator[tuple[str, str]]:
     """The results of the newest evaluation, by name; empty without one."""
-    last = view.last_evaluated
-    sums = None if last is None else last.pooled
+    last, sums = view.last_evaluated, _newest_sums(view)
     loss, accuracy = loss_of(sums), accuracy_of(sums)
     if loss is None:
         return
@@ -80,6 +88,11 @@ def quality(view: RunView) -> Iterator[tuple[str, str]]:
         points = privacy_words.format_points(of_right)
         legend = f" +-{points} (standard deviation of the noise)"
     yield "accuracy", f"{noisy}{accuracy:.2%}{legend}"
+
+
+def _newest_sums(view: RunView) -> MetricSums | None:
+    last = view.last_evaluated
+    return None if last is None else last.pooled
 
 
 def _on_what(view: RunView) -> str:

@@ -1,10 +1,14 @@
 """The last lines of a run say what it is worth and what it has spent."""
 
+import math
 import re
+from dataclasses import replace
 
+import pytest
 from support import event_samples
 from support.stored_runs import stored
 
+from federation.events import ModelEvaluated
 from monitoring.terminal.outcome import lines
 from monitoring.views.run_fold import fold
 
@@ -44,6 +48,20 @@ def test_language_outcome():
     events = event_samples.language(1)
     assert re.fullmatch(r"perplexity  [\d.]+", list(lines(fold(events)))[-1])
     assert len(list(lines(fold(events[:1])))) == 2
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_model_that_diverged_is_told_of(loss: float):
+    """A run completes with one, and nothing else would say so."""
+    events = [
+        replace(event, pooled=replace(event.pooled, loss_sum=loss))
+        if isinstance(event, ModelEvaluated)
+        else event
+        for event in event_samples.two_sites(1)
+    ]
+    found = list(lines(fold(events)))
+    assert found[2].startswith(f"loss        {loss} nats")
+    assert found[-1].startswith("diverged    the loss is not finite")
 
 
 def test_clouds_are_told_of_in_one_line():
