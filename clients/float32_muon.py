@@ -15,6 +15,9 @@ import torch
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPS = 1e-7
+# Columns for each row, above which products of square matrices alone are less work: 34
+# rows^3 and 4 rows^2 columns, against 10 rows^3 and 20 rows^2 columns.
+_GRAM_PAYS = 1.5
 # The root mean square of AdamW's steps, arXiv:2502.16982, equation 4.
 _RMS = 0.2
 
@@ -83,12 +86,39 @@ def orthogonalised(update: torch.Tensor) -> torch.Tensor:
     Args:
         update: Two axes; it is not changed.
     """
-    first, third, fifth = _COEFFICIENTS
     is_tall = update.shape[0] > update.shape[1]
     wide = update.float().T if is_tall else update.float()
     wide = wide / wide.norm().clamp(min=_EPS)
+    rows, columns = wide.shape
+    wide = _by_gram(wide) if columns > _GRAM_PAYS * rows else _directly(wide)
+    return (wide.T if is_tall else wide).to(update.dtype)
+
+
+def _directly(wide: torch.Tensor) -> torch.Tensor:
+    first, third, fifth = _COEFFICIENTS
     for _ in range(_ITERATIONS):
         gram = wide @ wide.T
         change = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         wide = torch.addmm(wide, change, wide, beta=first)
-    return (wide.T if is_tall else wide).to(update.dtype)
+    return wide
+
+
+def _by_gram(wide: torch.Tensor) -> torch.Tensor:
+    """Iterate on the square matrix of inner products of rows, and apply the result.
+
+    An iteration multiplies by ``P = first * I + change``, a polynomial of the inner
+    products: so they become ``P @ gram @ P``, and all factors commute. The product of
+    all ``P`` is kept as ``scale * I + mixing``.
+    """
+    first, third, fifth = _COEFFICIENTS
+    gram = wide @ wide.T
+    mixing = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+    scale, change = first, mixing
+    for _ in range(_ITERATIONS - 1):
+        for _ in range(2):
+            gram = torch.addmm(gram, change, gram, beta=first)
+        change = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+        sums = mixing * first + change * scale
+        mixing = torch.addmm(sums, change, mixing)
+        scale *= first
+    return torch.addmm(wide, mixing, wide, beta=scale)

@@ -88,6 +88,21 @@ def test_singular_values_come_near_one():
     assert torch.equal(orthogonalised(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (16, 20), (16, 28), (64, 16)])
+@pytest.mark.parametrize("smallest", [0, -4])
+def test_either_way_computes_the_same(shape: tuple[int, int], smallest: int):
+    """Also where singular values are far apart, and where many products are saved."""
+    draws = torch.Generator().manual_seed(3)
+    rows = torch.logspace(0, smallest, shape[0])[:, None]
+    update = rows * torch.randn(shape, generator=draws)
+    exact = update.double() / update.double().norm()
+    for _ in range(5):
+        gram = exact @ exact.T
+        exact = 3.4445 * exact + (2.0315 * gram @ gram - 4.7750 * gram) @ exact
+    off = orthogonalised(update).double() - exact
+    assert off.norm() < 1e-4 * exact.norm()
+
+
 @needs_muon
 @pytest.mark.parametrize(("is_fast", "kind"), [(False, "Float32Muon"), (True, "Muon")])
 def test_float32_is_taken_where_bfloat16_is_slow(
