@@ -229,7 +229,11 @@ class FlowerGrid:
                 self._ask_returned(batch)
                 ready.extend(batch.ready())
             self._batches = [batch for batch in self._batches if batch.is_open()]
-            if ready or not self._batches or self._clock.monotonic() >= end:
+            if ready or self._clock.monotonic() >= end:
+                return ready
+            # Also if no task is open: the caller may pause before it sends one again.
+            self._check_flower()
+            if not self._batches:
                 return ready
             now = self._clock.monotonic()
             self._pause(self._delivery.pause_seconds(now - begin, end - now))
@@ -508,9 +512,12 @@ class FlowerGrid:
         )
         self._late |= batch.settle(question, reply)
 
-    def _pause(self, seconds: float | None = None) -> None:
+    def _check_flower(self) -> None:
         if self._stopped():
             raise FederationError("Flower has stopped; no site will answer")
+
+    def _pause(self, seconds: float | None = None) -> None:
+        self._check_flower()
         self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
 
 

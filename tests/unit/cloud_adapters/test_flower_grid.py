@@ -273,6 +273,9 @@ def test_ended_flower_is_an_error(flower: FakeFlower, clock: VirtualClock):
     """Nobody waits for answers that cannot come."""
     grid = make_grid(flower, clock, stopped=lambda: True)
     flower.silent = {20}
+    assert not grid.receive(0)
+    with pytest.raises(FederationError, match="Flower has stopped"):
+        grid.receive(9.0)  # Busy sites are to be asked again after that.
     with pytest.raises(FederationError, match="Flower has stopped"):
         exchange(grid)
 
