@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _default(name: str) -> list[Path]:
-    names = ("warm", "large", "late") if name == _WARM else (name,)
+    names = ("warm", "10M", "large", "late") if name == _WARM else (name,)
     return [HERE / "measured" / f"{each}.jsonl" for each in names]
 
 

@@ -147,6 +147,21 @@ def test_curves_are_of_the_largest_model():
     panels = warm.panels([small, ROUNDS])
     assert {name for lines in panels.values() for name in lines} == {"rounds"}
     assert list(warm.by_size([small, ROUNDS])) == ["large", "tiny"]
+    # Two rows are no picture if another model has three.
+    many = [{**small, "row": f"small {number}"} for number in range(3)]
+    panels = warm.panels([*many, ROUNDS, SYNCHRONOUS])
+    assert set(panels["10 Mbit/s"]) == {"small 0", "small 1", "small 2"}
+
+
+def test_seeds_of_either_precision_are_one_size():
+    """A processor without bfloat16 runs its seeds in float32."""
+    warm = importlib.import_module("warm_model")
+    seeds = [
+        {**row, "seed": 1, "size": f"{row['size']}-float32"}
+        for row in (SYNCHRONOUS, ROUNDS)
+    ]
+    (table,) = warm.by_size([SYNCHRONOUS, ROUNDS, *seeds]).values()
+    assert [row["seed"] for row in table] == [0, 0, 1, 1]
 
 
 def test_losses_of_steps_become_those_of_windows():
