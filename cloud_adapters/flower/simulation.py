@@ -88,7 +88,7 @@ def run_on_flower_simulation(
         environment = {
             **_QUIET,
             "FLWR_HOME": folder,
-            # Ray's processes leave empty folders where they have their temporary files.
+            # What Ray's processes leave among temporary files is removed with it.
             "TMPDIR": folder,
             "OMP_NUM_THREADS": str(cpus_per_site),
             # Ray's processes import what this process can import.
@@ -201,6 +201,12 @@ def _run(
 def _ray(num_cpus: int, folder: str) -> Iterator[None]:
     """Start Ray here, before the server's clock runs; Flower uses what it finds."""
     import ray  # noqa: PLC0415
+
+    if ray.is_initialized():
+        raise FederationError(
+            "Ray already runs in this process, and Flower's simulation engine starts "
+            "its own: call ray.shutdown() first, or simulate with engine inproc"
+        )
     from ray._private import worker  # noqa: PLC0415 -- only for the next line
 
     # Deaths of processes would be printed on standard output, which is for data;
@@ -227,7 +233,7 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
                     raise FederationError(
                         f"Ray, which runs Flower's simulation engine, did not start: "
                         f"{error}; if the processors are busy, try again later, or "
-                        f"simulate in this process with --engine inproc"
+                        f"simulate with engine inproc"
                     ) from error
             yield
         finally:

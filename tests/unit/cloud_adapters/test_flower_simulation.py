@@ -1,5 +1,6 @@
 """What a run on Flower's simulation engine leaves, and how it ends badly."""
 
+import importlib
 import subprocess
 import sys
 import tempfile
@@ -75,49 +76,57 @@ def test_nothing_is_left_behind(flower_story: Story, name: str):
 
 @pytest.mark.flower
 @pytest.mark.slow
-def test_engine_that_cannot_start_is_an_error_of_ours():
+@pytest.mark.parametrize(
+    ("gpus_per_site", "workers", "text"),
+    [
+        (1e6, 1, "simulation engine failed"),
+        # Ray itself fails, when it has started some of its processes.
+        (0.0, -1, r"did not start: .* simulate with engine inproc"),
+    ],
+)
+def test_engine_that_cannot_start_is_an_error_of_ours(
+    gpus_per_site: float, workers: int, text: str
+):
     """And the server, which waits for answers, is let go."""
     before = surroundings()
-    with pytest.raises(FederationError, match="simulation engine failed"):
-        run_on_flower_simulation(
-            lambda grid: ask(grid, 1),
-            toy_sites.faulty_site,
-            sites=FAULTY,
-            job_text="",
-            clock=SystemClock(),
-            gpus_per_site=1e6,
-        )
+    with pytest.raises(FederationError, match=text):
+        _run(gpus_per_site=gpus_per_site, workers=workers)
     assert before == surroundings()
 
 
 @pytest.mark.flower
 @pytest.mark.slow
-def test_ray_that_does_not_start_is_an_error_of_ours():
-    """It raises bare exceptions, as if its processes are too slow."""
-    before = surroundings()
-    with pytest.raises(FederationError, match=r"did not start: .*--engine inproc"):
-        run_on_flower_simulation(
-            lambda grid: ask(grid, 1),
-            toy_sites.faulty_site,
-            sites=FAULTY,
-            job_text="",
-            clock=SystemClock(),
-            workers=-1,
-        )
-    assert before == surroundings()
+def test_ray_of_the_caller_is_left_alone():
+    """A notebook may have one; it is neither used nor ended."""
+    import_flower()
+    ray = importlib.import_module("ray")
+    with (
+        flower_simulation._short_folder() as folder,
+        flower_simulation._environment(flower_simulation._QUIET),
+        flower_simulation._ray(1, folder),
+    ):
+        with pytest.raises(FederationError, match=r"call ray\.shutdown\(\) first"):
+            _run()
+        assert ray.is_initialized()
+
+
+def _run(*, gpus_per_site: float = 0.0, workers: int = 1) -> None:
+    run_on_flower_simulation(
+        lambda grid: ask(grid, 1),
+        toy_sites.faulty_site,
+        sites=FAULTY,
+        job_text="",
+        clock=SystemClock(),
+        gpus_per_site=gpus_per_site,
+        workers=workers,
+    )
 
 
 def test_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     """Somebody without Flower is told how to get it."""
     monkeypatch.setitem(sys.modules, "flwr.serverapp", None)
     with pytest.raises(MissingExtra, match=r"flwr.*pip install 'crossfed\[flower\]'"):
-        run_on_flower_simulation(
-            lambda grid: ask(grid, 1),
-            toy_sites.faulty_site,
-            sites=FAULTY,
-            job_text="",
-            clock=SystemClock(),
-        )
+        _run()
     with pytest.raises(MissingExtra):
         import_flower()
 
