@@ -96,9 +96,12 @@ def _heading(rows: Sequence[Result]) -> str:
     row = rows[0]
     size = tomllib.loads(_ROWS.read_text())["sizes"].get(row["size"], {})
     before = size.get("warm_up_steps", "some")
+    names = " and ".join(
+        f"`--size {each}`" for each in sorted({r["size"] for r in rows})
+    )
     return (
         f"{row['parameters']:,} parameters, {_steps(row)} steps at each site after "
-        f"{before} synchronous ones (`--size {row['size']}`):\n"
+        f"{before} synchronous ones ({names}):\n"
     )
 
 

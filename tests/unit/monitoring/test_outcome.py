@@ -51,8 +51,8 @@ def test_language_outcome():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_model_that_diverged_is_told_of(loss: float):
-    """A run completes with one, and nothing else would say so."""
+def test_a_loss_that_is_not_finite_is_reported(loss: float):
+    """The run completes, so nothing else would say that its model is of no use."""
     events = [
         replace(event, pooled=replace(event.pooled, loss_sum=loss))
         if isinstance(event, ModelEvaluated)
