@@ -75,7 +75,9 @@ def quality(view: RunView) -> Iterator[tuple[str, str]]:
     noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
     noise = privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
     unit = view.loss_unit.removeprefix(" in")
-    yield "loss", f"{noisy}{loss:.4f}{noise}{unit}, {_on_what(view)}"
+    rounded = format_number(loss)
+    shown = rounded if "e" in rounded else f"{loss:.4f}"
+    yield "loss", f"{noisy}{shown}{noise}{unit}, {_on_what(view)}"
     for name, mean in metrics_of(sums).items():
         yield name, f"{noisy}{format_number(mean)}"
     if view.is_language:

@@ -50,18 +50,29 @@ def test_language_outcome():
     assert len(list(lines(fold(events[:1])))) == 2
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_reported(loss: float):
-    """The run completes, so nothing else would say that its model is of no use."""
+def _with_loss(loss: float) -> list[str]:
     events = [
-        replace(event, pooled=replace(event.pooled, loss_sum=loss))
+        replace(event, pooled=replace(event.pooled, loss_sum=loss * event.pooled.count))
         if isinstance(event, ModelEvaluated)
         else event
         for event in event_samples.two_sites(1)
     ]
-    found = list(lines(fold(events)))
+    return list(lines(fold(events)))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_reported(loss: float):
+    """The run completes, so nothing else would say that its model is of no use."""
+    found = _with_loss(loss)
     assert found[2].startswith(f"loss        {loss} nats")
     assert found[-1].startswith("diverged    the loss is not finite")
+
+
+def test_a_loss_of_any_size_is_readable():
+    """Without thirty digits before the point, or four zeros after it."""
+    assert _with_loss(2.8e28)[2].startswith("loss        2.8e+28 nats")
+    assert _with_loss(3e-5)[2].startswith("loss        3.0e-05 nats")
+    assert not any(line.startswith("diverged") for line in _with_loss(2.8e28))
 
 
 def test_clouds_are_told_of_in_one_line():
