@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from clients.models import weight_files
+from clients.models.weights import parameters_by_name
 from federation.errors import JobError
 
 _KEY = "model.frozen"
@@ -28,7 +29,7 @@ def freeze(module: torch.nn.Module, patterns: Sequence[str]) -> None:
     Raises:
         JobError: A pattern fits no parameter, or all of them are frozen now.
     """
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named = parameters_by_name(module)
     for index, pattern in enumerate(patterns):
         fitting = [p for name, p in named.items() if fnmatchcase(name, pattern)]
         if not fitting:

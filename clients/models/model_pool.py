@@ -92,11 +92,8 @@ class Instance:
         self._first_p = personal.read(module, layout)
         self._begin = _Snapshot(module)
         frozen = {t.name for t in layout.tensors if t.role is Role.FROZEN}
-        self._frozen = [
-            tensor
-            for name, tensor in module.named_parameters(remove_duplicate=False)
-            if name in frozen
-        ]
+        named = weights.parameters_by_name(module)
+        self._frozen = [tensor for name, tensor in named.items() if name in frozen]
         self._versions = self._frozen_versions()
         is_sharded = any(hasattr(tensor, "to_local") for tensor in self._frozen)
         self._digest = (
@@ -120,12 +117,14 @@ class Instance:
         begin_p = self._first_p if own_p is None else own_p
         personal.load(self.module, self._layout, begin_p)
 
-    def check_frozen(self) -> None:
-        """Check that frozen tensors have not changed, since nothing reloads them.
+    def check_unchanged(self) -> None:
+        """Check that its tensors are those of the layout, and frozen ones unchanged.
 
         Raises:
-            JobError: Training has changed one.
+            JobError: Training has added or resized one, or changed a frozen one, which
+                nothing reloads.
         """
+        weights.state_of(self.module, self._layout)
         versions = self._frozen_versions()
         if versions == self._versions:
             return
@@ -253,7 +252,7 @@ class ModelPool:
             instance = self._instance(*self._another())
         try:
             yield instance
-            instance.check_frozen()
+            instance.check_unchanged()
         finally:
             instance.reset()
             with self._lock:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from clients.models import personal
+from clients.models.weights import parameters_by_name
 from federation.errors import JobError
 
 KINDS = ("value", "channel")
@@ -132,7 +133,7 @@ def holding_zeros(
         personal_patterns: See ``ModelSpec.personal``.
     """
     with ExitStack() as stack:
-        for name, parameter in model.named_parameters() if enabled else ():
+        for name, parameter in parameters_by_name(model).items() if enabled else ():
             if personal.match(name, personal_patterns):
                 continue
             if parameter.requires_grad and not hasattr(parameter, "to_local"):

@@ -50,11 +50,12 @@ def layout_of(
         JobError: A tensor is of a kind that cannot travel, a pattern fits none, or
             there is nothing to train or to share.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = parameters_by_name(module)
     rows, unused, unused_personal = [], set(integer_buffers), set(personal_patterns)
     exact = exact_factors(module)
     from_server = {each.weight for each in exact if not each.refactored}
-    for name, tensor in _distinct(module).items():
+    distinct = _distinct(module)
+    for name, tensor in distinct.items():
         parameter = parameters.get(name)
         if name in from_server:
             role = Role.SERVER
@@ -81,6 +82,8 @@ def layout_of(
             "that requires a gradient",
             key="model.factory",
         )
+    loaded = {name for name, _, _, role in rows if role is not Role.FROZEN}
+    _check_memory(module, {n: t for n, t in distinct.items() if n in loaded})
     _check_tied(module, personal_patterns)
     _check_personal(unused_personal, {role for *_, role in rows})
     layout = Layout.build(rows)
@@ -101,11 +104,91 @@ def _check_personal(unused: set[str], roles: set[Role]) -> None:
         )
 
 
+def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Find a module's parameters by their names in its state, tied ones by each.
+
+    Hooks of ``state_dict`` may rename tensors, as ``checkpoint_wrapper`` of torch does,
+    so memory identifies a parameter. One that the state leaves out has its own name.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    by_memory = {_memory(name, parameter): parameter for name, parameter in own.items()}
+    memories = {
+        name: _memory(name, tensor)
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    in_state = set(memories.values())
+    left_out = {n: p for n, p in own.items() if _memory(n, p) not in in_state}
+    return left_out | {
+        name: by_memory[memory]
+        for name, memory in memories.items()
+        if memory in by_memory
+    }
+
+
+def _check_memory(module: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Check that values loaded into a module's state are those that it trains.
+
+    Args:
+        module: Its state is read a second time, while ``loaded`` keeps the first.
+        loaded: Tensors of its state that are loaded in every round.
+
+    Raises:
+        JobError: A hook copies or drops a tensor, or two overlap.
+    """
+    fault = ""
+    again = {_memory(name, tensor) for name, tensor in module.state_dict().items()}
+    for name, tensor in loaded.items():
+        if _memory(name, tensor) not in again:
+            fault = f"returns a copy as {name!r}, so that loading it has no effect"
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and _memory(name, parameter) not in again:
+            fault = f"does not hold the trained parameter {name!r} itself"
+    if fault:
+        raise JobError(
+            f"state_dict() of the model {fault}: let its hooks and get_extra_state() "
+            "rename tensors at most, and return every trained one",
+            key="model.factory",
+        )
+    if pair := _overlapping(loaded):
+        raise JobError(
+            f"{pair[1]!r} of the model shares memory with {pair[0]!r}, but not all of "
+            "it in the same form: make them one parameter, or clone one",
+            key="model.factory",
+        )
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Find two tensors that have memory in common."""
+    stops: dict[str, int] = {}  # Of those that reach beyond the start of the next one.
+    whole = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    for name, tensor in sorted(whole.items(), key=lambda item: item[1].data_ptr()):
+        start = tensor.data_ptr()
+        stops = {n: stop for n, stop in stops.items() if stop > start}
+        for other in stops:
+            # Columns of one matrix reach into each other and have nothing in common.
+            if np.intersect1d(_bytes_of(tensor), _bytes_of(whole[other])).size:
+                return other, name
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps)
+        stops[name] = start + extent * tensor.itemsize
+    return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """Addresses of all bytes of a tensor."""
+    places = tensor.data_ptr() + np.arange(tensor.itemsize)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        steps = np.arange(size) * stride * tensor.itemsize
+        places = (places[:, None] + steps).ravel()
+    return places
+
+
 def _check_tied(module: torch.nn.Module, patterns: Sequence[str]) -> None:
     """Refuse a pattern for weights that travel under another of their names."""
     first: dict[object, str] = {}
     for name, tensor in module.state_dict().items():
-        known = first.setdefault(_memory(tensor), name) if tensor.numel() else name
+        known = first.setdefault(_memory(name, tensor), name)
         if personal.match(name, patterns) and not personal.match(known, patterns):
             raise JobError(
                 f"{name!r} shares its values with {known!r}, which is not personal: "
@@ -158,16 +241,54 @@ def _distinct(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen, distinct = set(), {}
     for name, tensor in module.state_dict().items():
         _check_travels(name, tensor)
-        memory = _memory(tensor)
-        if tensor.numel() == 0 or memory not in seen:
+        memory = _memory(name, tensor)
+        if memory not in seen:
             seen.add(memory)
             distinct[name] = tensor
     return distinct
 
 
-def _memory(tensor: torch.Tensor) -> object:
-    """What tensors have in common that are one, under several names."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _memory(name: str, tensor: torch.Tensor) -> object:
+    """What tensors have in common that are one, under several names.
+
+    Without memory of its own, a tensor is identified by its name.
+    """
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return name
+    held, _ = _held(tensor)
+    if held.is_meta or held.numel() == 0:
+        return name
+    return held.data_ptr(), held.shape, held.stride(), held.dtype
+
+
+def state_of(module: torch.nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the state of a module that may have run since it was laid out.
+
+    Raises:
+        JobError: A tensor has appeared, gone or changed its shape.
+    """
+    state: dict[str, torch.Tensor] = module.state_dict()
+    shapes = {spec.name: spec.shape for spec in layout.tensors}
+    known = {_memory(name, state[name]) for name in shapes if name in state}
+    late = [
+        n for n, t in state.items() if n not in shapes and _memory(n, t) not in known
+    ]
+    gone = [n for n in shapes if n not in state]
+    other = [n for n in shapes if n in state and tuple(state[n].shape) != shapes[n]]
+    if not (late or gone or other):
+        return state
+    name = (late + gone + other)[0]
+    was, now = (
+        shapes.get(name, "missing"),
+        tuple(state[name].shape) if name in state else "missing",
+    )
+    raise JobError(
+        f"{name!r} of the model is {now} after training or evaluation, and was {was} "
+        "when the factory returned it, so sites cannot train or send it: make all "
+        "layers and buffers in __init__(), with their sizes; a cache can be a buffer "
+        "with persistent=False",
+        key="model.factory",
+    )
 
 
 def _check_travels(name: str, tensor: object) -> None:
@@ -245,7 +366,7 @@ def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector
     """
     weights_d = np.zeros(layout.size, dtype=np.float32)
     integers_m = np.empty(layout.num_integers, dtype=np.int64)
-    state = module.state_dict()
+    state = state_of(module, layout)
     for spec, view in layout.float_views(weights_d):
         held, rows = _held(state[spec.name])
         torch.from_numpy(view[rows]).copy_(held)
@@ -335,8 +456,5 @@ def copy_untrained(
 
 
 def _trained(module: torch.nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
+    named = parameters_by_name(module).items()
+    return {name for name, parameter in named if parameter.requires_grad}

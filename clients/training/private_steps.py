@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from clients.data.privacy_units import plural_of_units
+from clients.models import weights
 from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
@@ -302,7 +303,7 @@ class PrivateGradient:
             out_d: Shape ``(d,)``; zero where nothing is trained.
         """
         factor = -lr / self._expected
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = weights.parameters_by_name(model)
         for spec, view in layout.float_views(out_d):
             parameter = parameters.get(spec.name)
             if parameter is None or not parameter.requires_grad:

@@ -355,7 +355,9 @@ class TorchTrainer:
             kept,
             lora_rank=self._lora_rank,
             peers=self.peers,
-            variates=variates.gradients(layout, model.named_parameters())
+            variates=variates.gradients(
+                layout, weights.parameters_by_name(model).items()
+            )
             if variates
             else (),
         )

@@ -182,7 +182,7 @@ class _Forgetful(nn.Module):
         self.calls = 0
         self.seen: list[float] = []
         self.register_buffer("scale", torch.ones(1), persistent=False)
-        self.register_buffer("cache", None)
+        self.register_buffer("cache", None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.linear(x) * (self.scale + self.calls + len(self.seen))
