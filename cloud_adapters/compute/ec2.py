@@ -31,7 +31,12 @@ from cloud_adapters.compute import ec2_errors
 from cloud_adapters.compute.machine_types import MachineType, SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from cloud_adapters.net import aws_session
-from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
+from federation.errors import (
+    ComputeError,
+    ComputeUnavailable,
+    MachineRefused,
+    NoCapacity,
+)
 
 if TYPE_CHECKING:
     from federation.protocols import Clock
@@ -274,7 +279,24 @@ class Ec2Pool:
                 f"cannot {doing}: {', '.join(lacking) or 'the region'} has none; name "
                 "one of each zone in subnets"
             )
-        return [(zone, subnets[zone]) for zone in spec.zones or sorted(subnets)]
+        zones = [*(spec.zones or sorted(subnets))]
+        if spec.market is Market.SPOT and len(zones) > 1:
+            zones = self._cheapest_first(spec.machine, zones)
+        return [(zone, subnets[zone]) for zone in zones]
+
+    def _cheapest_first(self, machine: str, zones: Sequence[str]) -> list[str]:
+        """Order zones by the spot prices of the hour's beginning.
+
+        Not by those of now: a launch that is repeated must try zones in the same order,
+        because each zone has a token of its own.
+        """
+        hour = self.clock.now() // 3600.0 * 3600.0
+        try:
+            found = self.spot_prices(machine, zones, hour)
+        except ComputeError:  # A launch does not fail for want of a price.
+            return [*zones]
+        prices = {each.zone: each.dollars_per_hour for each in found if each.at <= hour}
+        return sorted(zones, key=lambda zone: prices.get(zone, math.inf))
 
     def _call(
         self, operation: str, doing: str, client: Any = None, **parameters: Any

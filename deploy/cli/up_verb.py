@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cloud_adapters.compute.machine_types import SpotMarket
 from deploy.cli import plan_verb
 from deploy.cli.arguments import load_plan
 from deploy.cli.run_verbs import follow, is_over
@@ -17,10 +16,9 @@ from deploy.exit_codes import DONE, STOPPED
 if TYPE_CHECKING:
     from deploy.fleet.deployment import Deployment
     from deploy.fleet.deployment_file import DeploymentPlan
-    from deploy.fleet.keeping.moves import Mover
     from deploy.fleet.keeping.run_watch import RunWatch
     from deploy.fleet.keeping.sizes import Sizer
-    from deploy.fleet.keeping.spot_record import SpotRecord
+    from deploy.fleet.placement import Placement
     from federation.job.spec import JobSpec
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
@@ -79,8 +77,6 @@ def _up_here(
         check_budget,
         check_start_budget,
     )
-    from deploy.fleet.choosing import decision_log  # noqa: PLC0415 -- --help
-    from deploy.fleet.keeping import zone_prices  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
 
@@ -94,11 +90,10 @@ def _up_here(
         tell=tell,
     )
     with (
-        start_allowed as decisions,
+        start_allowed,
         fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
         take_down.naming_what_runs(deployment, tell),
     ):
-        decision_log.append(plan.folder, *decisions)
         watch = RunWatch(deployment, tell)
         check_budget(deployment)
         deployment.note_wanted()
@@ -118,18 +113,16 @@ def _up_here(
     if options.detach:
         return _say_started(options, run)
     if options.keep:
-        record = _spot_record(deployment)
         watch.keeper = Keeper(
             deployment,
             start,
             hourly=hourly,
             random_bytes=os.urandom,
             tell=tell,
-            mover=_mover(deployment, run, job.rounds, record),
+            placement=_placement(deployment, run, job.rounds),
             sizer=_sizer(deployment, run, job.rounds),
             pause=partial(run_queue.ask_to_pause, run),
             starts=watch.starts,
-            paid=partial(zone_prices.paid_prices, plan, record),
         )
     code = _watched(options, run, watch)
     if watch.keeper is not None:
@@ -199,8 +192,8 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     """Deployment and job, if nothing is wrong that can be known before the start."""
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
     from deploy.fleet.bringing_up.start_checks import check_before  # noqa: PLC0415 -- --help
-    from deploy.fleet.keeping.move_checks import check_moves  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
+    from deploy.fleet.placement import check_deadline  # noqa: PLC0415 -- --help
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
     if options.keep and options.detach:
@@ -212,39 +205,20 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
         check_sizes(plan, options.clock)
     plan = offers.with_types(plan, clock=options.clock, tell=tell)
     if options.keep:
-        check_moves(plan, options.clock, tell)
+        check_deadline(plan, now=options.clock.now(), tell=tell)
     return plan, job
 
 
-def _spot_record(deployment: "Deployment") -> "SpotRecord":
-    """What the clouds of a deployment publish, and what it has seen of them."""
-    from deploy.fleet.keeping import spot_record  # noqa: PLC0415 -- --help
+def _placement(
+    deployment: "Deployment", run: "RunFolder", rounds: int
+) -> "Placement | None":
+    """Who chooses between spot and on demand; None without a deadline."""
+    from deploy.fleet import placement, run_progress  # noqa: PLC0415 -- --help
 
-    markets = {
-        name: pool
-        for name, pool in deployment.pools.items()
-        if isinstance(pool, SpotMarket)
-    }
-    return spot_record.SpotRecord(deployment.plan.folder, markets, tell)
-
-
-def _mover(
-    deployment: "Deployment", run: "RunFolder", rounds: int, record: "SpotRecord"
-) -> "Mover | None":
-    """Who moves sites of clouds before a deadline; None if there is none."""
-    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keeping import (  # noqa: PLC0415 -- keeps `--help` fast
-        moves,
-        run_progress,
-    )
-
-    plan = deployment.plan
-    if plan.file.deadline_hours is None:
+    if deployment.plan.file.deadline_hours is None:
         return None
-    today = prices.day_of(deployment.clock.now())
-    table = prices.load(plan.prices, today=today, warn=lambda _: None)
     progress = run_progress.ReadProgress(run, rounds)
-    return moves.Mover(plan, table, progress, record, tell)
+    return placement.Placement(deployment.plan, progress, tell)
 
 
 def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":

@@ -53,7 +53,6 @@ class Deployment:
         launch_first: Roles whose new machine is launched before the old one ends, which
             goes on if there is no capacity. Their sites have a home, whose lease lets
             one of them work.
-        leaving: IDs of nodes that are replaced because their sites move to other zones.
     """
 
     plan: DeploymentPlan
@@ -62,7 +61,6 @@ class Deployment:
     owner: str
     held_back: frozenset[str] = frozenset()
     launch_first: frozenset[str] = frozenset()
-    leaving: frozenset[str] = frozenset()
     _launches: dict[str, LastLaunch] = field(default_factory=dict)
 
     @property

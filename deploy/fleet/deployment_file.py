@@ -218,7 +218,6 @@ def _check_paths(file: DeploymentFile) -> None:
         ("job", file.job),
         ("folder", file.folder),
         ("prices", file.prices),
-        ("start.carbon", file.start.carbon),
     )
     for name, text in paths:
         if "\0" in text or (name == "job" and not text):

@@ -15,7 +15,6 @@ from cloud_adapters.compute.machine_types import (
 )
 from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
 from deploy.fleet import prices as price_table
-from deploy.fleet.choosing.choice import MachineOffer
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.pools import pools_of
 from deploy.fleet.prices import MachinePrice, Prices
@@ -72,11 +71,11 @@ def resolved(
                 market = node.market.value if _may_move(plan, site) else own.market
                 own = replace(own, type=kind)
             elif _is_open(site):
-                offer = _chosen(plan, index, pools[site.pool], prices)
-                own = replace(own, type=offer.machine)
+                hourly, kind = _chosen(plan, index, pools[site.pool], prices)
+                own = replace(own, type=kind)
                 tell(
-                    f"{SITE_PREFIX}{site.name}: {offer.name} at "
-                    f"${offer.dollars_per_hour:.3f} an hour is the cheapest that meets "
+                    f"{SITE_PREFIX}{site.name}: {site.provider} {own.region} {kind} "
+                    f"{market} at ${hourly:.3f} an hour is the cheapest that meets "
                     "machine.requires"
                 )
         found = replace(site, machine=own).in_market(market)
@@ -86,8 +85,8 @@ def resolved(
 
 def offers(
     site: SiteMachine, types: Sequence[MachineType], prices: Prices
-) -> Sequence[MachineOffer]:
-    """Machines that meet what a site requires, the cheapest first.
+) -> Sequence[tuple[float, str]]:
+    """Machines that meet what a site requires: dollars per hour and type, sorted.
 
     Args:
         site: The site: its region, zones, market and requirements.
@@ -99,21 +98,13 @@ def offers(
     for each in types:
         hourly = _hourly(site, each.name, prices)
         if hourly is not None and not machine.requires.lacking(each):
-            found.append(
-                MachineOffer(
-                    provider=site.provider,
-                    region=machine.region,
-                    machine=each.name,
-                    market=Market(machine.market),
-                    dollars_per_hour=hourly,
-                )
-            )
-    return sorted(found, key=lambda each: (each.dollars_per_hour, each.machine))
+            found.append((hourly, each.name))
+    return sorted(found)
 
 
 def _chosen(
     plan: DeploymentPlan, index: int, pool: ComputePool, prices: Prices
-) -> MachineOffer:
+) -> tuple[float, str]:
     site = plan.file.sites[index]
     if not isinstance(pool, MachineCatalogue):
         raise TypeError(f"{site.pool} describes no types of machines")

@@ -4,7 +4,7 @@ Pure: nodes in, decisions out. Their executor may be killed at any moment;
 the same question is then asked again.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cloud_adapters.compute.pool import Node, NodeState
@@ -131,7 +131,6 @@ def decide(
     role: NodeRole,
     nodes: Sequence[Node],
     launched: int,
-    leaving: Collection[str] = frozenset(),
 ) -> Decision:
     """Decide what to do for a role.
 
@@ -144,18 +143,12 @@ def decide(
         nodes: All nodes that are known, of every role.
         launched: The last number that a node of this role was launched with, as
             written down; 0 for none.
-        leaving: Nodes to replace although their settings are those of now: their site
-            moves to another zone.
     """
     ours = [node for node in nodes if node.labels.get(ROLE) == role.name]
     numbers = {node.id: _number(node) for node in ours}
     highest = max([launched, *numbers.values()])
     alive = [node for node in ours if node.state.works]
-    fitting = [
-        node
-        for node in alive
-        if node.labels.get(SETTINGS) == role.settings and node.id not in leaving
-    ]
+    fitting = [node for node in alive if node.labels.get(SETTINGS) == role.settings]
     kept = max(fitting, key=lambda node: numbers[node.id], default=None)
     end = tuple(node for node in alive if node is not kept)
     if kept is not None:

@@ -66,7 +66,7 @@ def decide(deployment: Deployment, request: NodeRequest) -> Decision:
     found = deployment.pools[request.pool].nodes(ours)
     role = NodeRole(name=spec.name, settings=digest)
     launched = deployment.launched(spec.name)
-    return reconcile.decide(role, found, launched, deployment.leaving)
+    return reconcile.decide(role, found, launched)
 
 
 def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
@@ -85,9 +85,7 @@ def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
     decision = decide(deployment, request)
     first, later = _to_end(deployment, decision)
     if decision.end:
-        moves = all(node.id in deployment.leaving for node in decision.end)
-        why = "it moves to another zone" if moves else "its settings have changed"
-        tell(f"{role_name}: {why}; the node that runs is replaced")
+        tell(f"{role_name}: its settings have changed; the node that runs is replaced")
     _end(deployment, request, first)
     number, kept = decision.number, decision.node
     if kept is not None and is_here and kept.state is NodeState.STARTING:

@@ -61,8 +61,6 @@ def observed(
     nodes: Sequence[Node],
     hourly: Mapping[str, float],
     now: float,
-    *,
-    paid: Mapping[str, float] | None = None,
 ) -> Spending:
     """Add what is seen now; a machine that is no longer listed keeps its last cost.
 
@@ -71,10 +69,7 @@ def observed(
         nodes: All nodes of the deployment that their services list.
         hourly: Dollars per hour, by role.
         now: Seconds since 1970.
-        paid: Dollars per hour of single machines by their IDs, which count instead of
-            those of their roles.
     """
-    own_prices = {} if paid is None else paid
     known = {each.id: each for each in spending.machines}
     for node in nodes:
         role = node.labels.get(ROLE, "")
@@ -83,15 +78,13 @@ def observed(
             known[node.id] = MachineCost(
                 id=node.id,
                 role=role,
-                dollars_per_hour=own_prices.get(node.id, hourly.get(role, 0.0)),
+                dollars_per_hour=hourly.get(role, 0.0),
                 seconds=seconds,
             )
         # The end of a machine that is gone may not be known.
         elif node.ended is not None or not _is_gone(node):
             # One that was first seen without a budget has no price yet.
-            price = own_prices.get(
-                node.id, before.dollars_per_hour or hourly.get(role, 0.0)
-            )
+            price = before.dollars_per_hour or hourly.get(role, 0.0)
             known[node.id] = replace(before, seconds=seconds, dollars_per_hour=price)
     return Spending(machines=tuple(known.values()))
 

@@ -4,7 +4,7 @@ import base64
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
 from support.fake_gce import FakeGce
 from support.small_jobs import small_job
 
-from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from deploy.aggregator_host import run_queue
 from deploy.cli import run_verbs, up_verb
@@ -24,14 +23,13 @@ from deploy.fleet import deployment as fleet, deployment_file, spending
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.keep import Keeper
-from deploy.fleet.keeping.moves import Mover
-from deploy.fleet.keeping.run_progress import WorkLeft
 from deploy.fleet.keeping.run_watch import RunWatch
 from deploy.fleet.keeping.sizes import Sizer
-from deploy.fleet.keeping.spot_record import SpotRecord
+from deploy.fleet.placement import Placement
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
 from deploy.fleet.roles import NodeRequest, fill
+from deploy.fleet.run_progress import WorkLeft
 from deploy.fleet.spending import MachineCost, Spending
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeUnavailable
@@ -332,13 +330,11 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
     kept.plan = deployment_file.load(kept.plan.path)
     kept.keeper._plan = kept.plan
     kept.look()
-    kept.keeper._mover = Mover(
+    kept.keeper._placement = Placement(
         kept.plan,
-        PRICES,
         lambda: WorkLeft(
             started=kept.clock.now() - 3.8 * 3600, rounds_left=8, round_seconds=3600.0
         ),
-        SpotRecord(kept.plan.folder, {}, kept.told.append),
         kept.told.append,
     )
     kept.look()
@@ -350,87 +346,8 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
         (Market.ON_DEMAND, NodeState.RUNNING),
     }
     assert len(mine) == 2
-    (moved,) = [line for line in kept.told if "leave no slack" in line]
-    assert moved.startswith(f"{ROLES[0]}: on-demand: aws {REGION} m5.large on-demand")
-
-
-class ZonePrices:
-    """A cloud that publishes what its zones cost, each since a week ago."""
-
-    def __init__(self, **dollars: float) -> None:
-        self.dollars = dollars
-
-    def spot_prices(
-        self, machine: str, zones: Sequence[str], since: float
-    ) -> Sequence[SpotPrice]:
-        assert machine == "m5.large"
-        return [
-            SpotPrice(zone=zone, at=since, dollars_per_hour=self.dollars[zone[-1]])
-            for zone in zones
-        ]
-
-
-def moving(kept: Kept, folder: Path, market: ZonePrices) -> "Paused":
-    """Both sites run, the first in the first zone; a deadline may move it."""
-    text = kept.plan.path.read_text()
-    spot = f'type = "m5.large"\nmarket = "spot"\nzones = {json.dumps(ZONES)}'
-    text = text.replace('type = "m5.large"', spot)
-    home = '[sites.home]\nurl = "file:///mnt/home"\n\n[[sites]]'
-    at = text.index("[[sites]]", text.index("[sites.machine]"))
-    text = f"{text[:at]}{home}{text[at + 9 :]}"
-    kept.plan.path.write_text(f"deadline_hours = 12\n{text}")
-    kept.plan = deployment_file.load(kept.plan.path)
-    kept.keeper._plan = kept.plan
-    kept.look()
-    record = SpotRecord(kept.plan.folder, {f"aws {REGION}": market}, kept.told.append)
-    started = kept.clock.now() - 3600.0
-    kept.keeper._mover = Mover(
-        kept.plan,
-        PRICES,
-        lambda: WorkLeft(started=started, rounds_left=7, round_seconds=3600.0),
-        record,
-        kept.told.append,
-    )
-    return Paused(kept, folder)
-
-
-def places(kept: Kept) -> list[tuple[str, NodeState]]:
-    mine = [node for node in kept.nodes() if node.labels[ROLE] == ROLES[0]]
-    return sorted((node.zone, node.state) for node in mine)
-
-
-def test_a_working_site_moves_to_a_cheaper_zone_between_two_rounds(
-    kept: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The run pauses after its round, and continues when the new machine is there."""
-    run = moving(kept, tmp_path, ZonePrices(a=0.04, b=0.01))
-    asked: list[list[tuple[str, NodeState]]] = []
-    run.meanwhile = lambda: asked.append(places(kept))
-    assert run.watched() == DONE
-    # Nothing has moved before the run has paused.
-    assert asked == [[(ZONES[0], NodeState.RUNNING)]]
-    assert places(kept) == [
-        (ZONES[0], NodeState.GONE),
-        (ZONES[1], NodeState.RUNNING),
-    ]
-    assert run.starts == 1
-    (line,) = [line for line in kept.told if ": move: " in line]
-    assert line.startswith(f"{ROLES[0]}: move: aws {ZONES[1]} m5.large spot at $0.010")
-    assert f"{ROLES[0]}: it moves to another" in "".join(kept.told)
-    assert json.loads(capsys.readouterr().out)["status"] == "completed"
-
-
-def test_a_working_site_stays_if_the_cheaper_zone_refuses(kept: Kept, tmp_path: Path):
-    """Its machine is ended only after the next one was launched."""
-    run = moving(kept, tmp_path, ZonePrices(a=0.04, b=0.01))
-    kept.aws.refusal = lambda form: (
-        "InsufficientInstanceCapacity" if form["Action"] == "RunInstances" else None
-    )
-    assert run.watched() == DONE
-    assert places(kept) == [(ZONES[0], NodeState.RUNNING)]
-    assert run.starts == 1
-    (line,) = [line for line in kept.told if "the machines stay for now" in line]
-    assert ZONES[1] in line
+    (moved,) = [line for line in kept.told if "on demand from now on" in line]
+    assert moved.startswith(f"{ROLES[0]}: ")
 
 
 class Growing(Sizer):
@@ -493,7 +410,7 @@ def test_a_machine_stays_if_a_larger_one_cannot_be_had(growing: Kept):
     )
     growing.keeper.resume()
     assert sizes(growing) == [("m5.large", NodeState.RUNNING)]
-    assert any("keeps m5.large: m5.xlarge cannot be had" in x for x in growing.told)
+    assert any("keeps m5.large: m5.xlarge is not available" in x for x in growing.told)
 
 
 def test_a_change_that_was_killed_after_the_launch_is_completed(

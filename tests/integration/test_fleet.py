@@ -360,11 +360,6 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(
         ('job = "job.toml"', 'job = ""', "fed.toml: job: "),
         ('job = "job.toml"', 'job = "a\\u0000b"', "fed.toml: job: "),
         (
-            'job = "job.toml"',
-            'job = "job.toml"\nstart.carbon = "a\\u0000b"',
-            "fed.toml: start.carbon: ",
-        ),
-        (
             "[sites.policy]",
             "[sites.machine]\nline.rate_mbit = 1.0\n[sites.policy]",
             "sites[0].machine.line: is for isolation 'namespace'",

@@ -13,13 +13,13 @@ from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment as fleet, spending as costs, take_down
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.moves import Mover
 from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.keeping.sizes import Sizer
+from deploy.fleet.placement import Placement
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
 from federation import folder_lock
-from federation.errors import ComputeError, FederationError, JobError, NoCapacity
+from federation.errors import ComputeError, JobError
 from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
@@ -30,8 +30,6 @@ _WRITE_SECONDS = 60.0
 _LIMITS_SECONDS = 10.0
 
 Tell = Callable[[str], None]
-# Given all nodes and the time, prices of single ones by their IDs.
-Paid = Callable[[Sequence[Node], float], Mapping[str, float]]
 # Starts what a deployment lacks, as ``bring_up`` does.
 Restore = Callable[[Deployment], object]
 
@@ -47,11 +45,10 @@ class Keeper:
         hourly: Mapping[str, float],
         random_bytes: RandomBytes,
         tell: Tell,
-        mover: Mover | None = None,
+        placement: Placement | None = None,
         sizer: Sizer | None = None,
         pause: Callable[[], None] = lambda: None,
         starts: Starts | None = None,
-        paid: Paid | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
 
@@ -61,29 +58,27 @@ class Keeper:
             hourly: Dollars of an hour of each role's machine; empty without a budget.
             random_bytes: ``os.urandom``.
             tell: Called with a word about every step.
-            mover: Decides which machines it should have, if there is a deadline.
+            placement: Chooses between spot and on demand, if there is a deadline.
             sizer: Decides on sizes of machines, if any site states several.
             pause: Asks the run to pause after its round, so that machines can change.
             starts: What is known of starts of machines; None for nothing yet.
-            paid: Finds prices of machines that differ from those in ``hourly``; None
-                if none does.
         """
         self._starts = starts or starts_of(deployment, tell)
-        self._mover = mover
+        self._placement = placement
         self._sizer, self._ask_to_pause = sizer, pause
         # Machines that are wanted when the run has paused.
         self._resized: DeploymentPlan | None = None
         self._plan, self._clock = deployment.plan, deployment.clock
         self._pools = deployment.pools
         self._seen: Sequence[Node] = ()
-        self._restore, self._hourly, self._paid = restore, hourly, paid
+        self._restore, self._hourly = restore, hourly
         # A table that becomes too old in the middle of a run must not end it.
         self._priced_at = deployment.clock.now()
         self._random_bytes, self._tell = random_bytes, tell
         self._spending = costs.read(self._plan.folder)
         self._since: float | None = None
         self._written = -_WRITE_SECONDS
-        self._told, self._is_moving, self._is_to_move = "", False, False
+        self._told, self._is_moving = "", False
         # Names of roles whose loss was reported, until they are filled again.
         self._gone = ""
         self._next_try, self._pause = 0.0, _RETRY_SECONDS
@@ -142,19 +137,17 @@ class Keeper:
 
         A machine that cannot be had is not asked for again: the old one stays, which
         ends only when the new one is launched. If a service fails then, too, the run
-        waits for it, within the budget and the hours. So it does for a lower price,
-        because rounds without a site may be lost, and too many of them end a run.
+        waits for it, within the budget and the hours.
 
         Raises:
             ComputeError: Another command has ended the deployment, or a limit is
                 reached and all machines were ended.
         """
-        self._await_price()
         old, new = self._plan, self._resized
         if new is None:
             self._try_to_resume()  # A command that is gone asked for the pause.
             return
-        self._resized, self._is_to_move = None, False
+        self._resized = None
         changed = {
             f"{SITE_PREFIX}{after.name}"
             for before, after in zip(old.file.sites, new.file.sites, strict=True)
@@ -167,29 +160,18 @@ class Keeper:
         except _TakenDown:
             raise
         except (ComputeError, JobError) as error:
-            if self._mover is not None and isinstance(error, NoCapacity):
-                self._mover.note_refused(new, changed, self._clock.now())
             self._plan = old
             self._hourly = costs.budget_prices(old, now=self._priced_at)
-            self._note_refused(old, new, error)
+            if self._sizer is not None:
+                self._sizer.refused(old, new, str(error))
+            self._tell(f"{old.file.name}: the machines stay for now: {error}")
             self._try_to_resume()
         if self._sizer is not None:
             self._sizer.changed()
 
-    def _note_refused(
-        self, old: DeploymentPlan, new: DeploymentPlan, error: FederationError
-    ) -> None:
-        """Have those decide again whose machines a service has refused."""
-        if self._sizer is not None:
-            self._sizer.refused(old, new, str(error), self._clock.now())
-        if self._mover is not None:
-            self._tell(f"{old.file.name}: the machines stay for now: {error}")
-            self._mover.reconsider()
-
     def _try_to_resume(self) -> None:
         """Bring up the machines of the present plan, until that succeeds."""
         while True:
-            self._await_price()
             try:
                 self._bring_up(set())
             except _TakenDown:
@@ -197,40 +179,20 @@ class Keeper:
             except (ComputeError, JobError) as error:
                 self._retry(f"{self._plan.file.name}: not resumed: {error}")
                 self._await_next_try()
-                if isinstance(error, NoCapacity):
-                    self._decide_without_capacity()
+                # A spot machine that is not available may no longer come in time.
+                self._place(self._listed())
             else:
                 self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
                 return
 
-    def _await_price(self) -> None:
-        """Wait until every role shall have a machine again, which prices decide."""
-        while self._waiting:
-            self._clock.sleep(_LIMITS_SECONDS)
-            paused = Deployment(
-                plan=self._plan, pools=self._pools, clock=self._clock, owner=""
-            )
-            _check_wanted(paused)
-            nodes = self._listed()
-            if self._is_within_limits(nodes):
-                self._decide_in_pause(nodes)
-
-    def _decide_without_capacity(self) -> None:
-        """Have the deadline decide again: a spot machine may not come in time."""
-        nodes = self._listed()
-        works = {n.labels.get(ROLE) for n in nodes if n.state is not NodeState.GONE}
-        sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
-        if self._mover is not None:
-            self._mover.note_refused(self._plan, sites - works, self._clock.now())
-            self._decide_in_pause(nodes)
-
-    def _decide_in_pause(self, nodes: Sequence[Node]) -> None:
+    def _place(self, nodes: Sequence[Node]) -> None:
         """Take over what the deadline calls for; a change from before is void then."""
-        if self._mover is None:
+        if self._placement is None:
             return
-        plan = self._mover.moved(self._plan, nodes, self._clock.now())
+        plan = self._placement.placed(self._plan, nodes, self._clock.now())
         if plan != self._plan:
-            self._plan, self._resized, self._is_to_move = plan, None, False
+            self._plan, self._resized = plan, None
+            # What comes costs something else.
             self._hourly = costs.budget_prices(plan, now=self._priced_at)
 
     def _await_next_try(self) -> None:
@@ -252,9 +214,7 @@ class Keeper:
         with self._opened() as deployment:
             _check_wanted(deployment)
             deployment.launch_first = frozenset(first)
-            deployment.held_back = frozenset(self._starts.failed) | self._waiting
-            if first and self._mover is not None:
-                deployment.leaving = self._mover.leaving(self._plan, self._listed())
+            deployment.held_back = frozenset(self._starts.failed)
             self._restore(deployment)
 
     def _decide_sizes(self, now: float) -> None:
@@ -271,12 +231,9 @@ class Keeper:
         Raises:
             ComputeError: A service failed.
         """
-        now = self._clock.now()
         with self._opened() as deployment:
             deployment.note_ended()
             take_down.take_down(deployment, any_owner=False, tell=self._tell)
-        if self._mover is not None:  # Last: nothing may keep machines from their end.
-            self._mover.note_ended(now)
 
     def _opened(self) -> AbstractContextManager[Deployment]:
         return fleet.opened(
@@ -285,10 +242,7 @@ class Keeper:
 
     def _count(self, nodes: Sequence[Node], now: float) -> None:
         before = len(self._spending.machines)
-        paid = self._paid(nodes, now) if self._paid and self._hourly else {}
-        self._spending = costs.observed(
-            self._spending, nodes, self._hourly, now, paid=paid
-        )
+        self._spending = costs.observed(self._spending, nodes, self._hourly, now)
         is_due = self._clock.monotonic() - self._written >= _WRITE_SECONDS
         if is_due or len(self._spending.machines) != before:
             costs.write(self._plan.folder, self._spending)
@@ -307,8 +261,8 @@ class Keeper:
 
     def _replace(self, nodes: Sequence[Node]) -> None:
         """Bring the deployment up again if a node of it is gone."""
-        if self._mover is not None:
-            self._move(self._mover, nodes)
+        if self._placement is not None:
+            self._move(self._placement, nodes)
         missing = self._missing(nodes)
         is_early = self._clock.monotonic() < self._next_try
         if (
@@ -321,9 +275,9 @@ class Keeper:
         try:
             with self._opened() as deployment:
                 _check_wanted(deployment)
-                deployment.held_back = self._waiting | {
+                deployment.held_back = frozenset(
                     role for role in self._starts.failed if role not in missing
-                }
+                )
                 if missing and names != self._gone:
                     self._tell(f"{names}: gone; to be replaced")
                 self._gone = names
@@ -331,32 +285,23 @@ class Keeper:
         except _TakenDown:
             raise
         except (ComputeError, JobError) as error:
-            if self._mover is not None and isinstance(error, NoCapacity):
-                self._mover.note_refused(self._plan, missing, self._clock.now())
             self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
         else:
             self._replaced()
 
-    def _move(self, mover: Mover, nodes: Sequence[Node]) -> None:
+    def _move(self, placement: Placement, nodes: Sequence[Node]) -> None:
         """Take over what the deadline calls for, after the round if it may wait."""
         now = self._clock.now()
-        was_waiting = mover.waiting
-        plan = mover.moved(self._plan, nodes, now)
-        if mover.waiting - was_waiting:
-            self._tell("the run pauses after its round, until a machine costs less")
-            self._ask_to_pause()
-        if plan == self._plan and self._is_to_move:
-            plan = self._resized or plan  # It waits, and may not for long.
+        plan = placement.placed(self._plan, nodes, now)
         if plan == self._plan:
             return
-        if mover.may_wait(self._plan, plan, nodes, now):
+        if placement.may_wait(self._plan, plan, nodes, now):
             if self._resized != plan:
-                self._resized, self._is_to_move = plan, True
+                self._resized = plan
                 self._tell("the run pauses after its round, and machines move then")
                 self._ask_to_pause()
             return
-        self._resized, self._is_to_move = None, False
-        self._is_moving, self._plan = True, plan
+        self._resized, self._is_moving, self._plan = None, True, plan
         # What comes costs something else.
         self._hourly = costs.budget_prices(plan, now=self._priced_at)
 
@@ -374,13 +319,7 @@ class Keeper:
         }
         if missing >= sites and all(map(self._starts.is_given_up, sites)):
             self._end("none of its sites could be started; see above")
-        missing -= self._waiting
         return {role for role in missing if self._starts.may_replace(role)}
-
-    @property
-    def _waiting(self) -> frozenset[str]:
-        """Roles that shall have no machine for now, because it would cost too much."""
-        return frozenset() if self._mover is None else self._mover.waiting
 
     def _retry(self, message: str) -> None:
         """Report a refusal once, and try again later."""

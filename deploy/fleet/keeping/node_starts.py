@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from cloud_adapters.compute.pool import Node
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.keeping.site_machines import role_of
+from deploy.fleet.placement import role_of
 from deploy.fleet.reconcile import ROLE
 from deploy.fleet.starting.starts import Starts
 from deploy.fleet.tables.providers import LOCAL

@@ -1,8 +1,7 @@
 """Between rounds, give the slowest site a larger machine and idle sites smaller ones.
 
 The rule is ``elasticity``; here are its inputs, from a run's events, and its bounds. A
-decision is made once after each round. Whether it changes anything or not, it is a line
-of ``decisions.jsonl`` in the deployment's folder.
+decision is made once after each round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,6 @@ from statistics import median
 
 from cloud_adapters.compute.pool import Market
 from deploy.fleet import prices as price_table, spending
-from deploy.fleet.choosing import decision_log
-from deploy.fleet.choosing.decision_log import DecisionRow
 from deploy.fleet.choosing.elasticity import (
     FederationLoad,
     MachineSize,
@@ -90,11 +87,8 @@ class Sizer:
         if ended <= self._looked or ended >= self._rounds:
             return plan
         self._looked = ended
-        changes, why = self._changes(plan, view, ended, now)
-        if not changes:
-            self._log(now, "", "keep", None, f"after round {ended}: {why}")
+        changes = self._changes(plan, view, ended, now)
         for change in changes:
-            self._log(now, change.site, "resize", change.size.machine, change.reason)
             self._tell(
                 f"{SITE_PREFIX}{change.site}: {change.reason}; the run pauses after "
                 "its round"
@@ -105,24 +99,21 @@ class Sizer:
         """Count rounds again, because machines have changed."""
         self._skipped = self._looked = self._ended() + 1
 
-    def refused(
-        self, old: DeploymentPlan, new: DeploymentPlan, why: str, now: float
-    ) -> None:
+    def refused(self, old: DeploymentPlan, new: DeploymentPlan, why: str) -> None:
         """Never ask again for the machines that a service has refused.
 
         Args:
             old: The machines that are kept.
             new: Those that were asked for.
             why: What the service said.
-            now: Seconds since 1970.
         """
         for before, after in zip(old.file.sites, new.file.sites, strict=True):
             if before.machine.type != after.machine.type:
                 self._refused.add((after.name, after.machine.type))
-                reason = f"{after.machine.type} cannot be had: {why}"
-                kept = before.machine.type
-                self._log(now, after.name, "keep", kept, reason)
-                self._tell(f"{SITE_PREFIX}{after.name}: keeps {kept}: {reason}")
+                self._tell(
+                    f"{SITE_PREFIX}{after.name}: keeps {before.machine.type}: "
+                    f"{after.machine.type} is not available: {why}"
+                )
 
     def _ended(self) -> int:
         if not self._run.exists():
@@ -132,33 +123,27 @@ class Sizer:
 
     def _changes(
         self, plan: DeploymentPlan, view: RunView, ended: int, now: float
-    ) -> tuple[Sequence[Resize], str]:
-        """Changes to make; if there are none, why not."""
+    ) -> Sequence[Resize]:
+        """Changes to make."""
         names = [site.name for site in plan.file.sites]
         rows = [row for row in view.rounds if row.index > self._skipped]
         measured = [found for row in rows if (found := _measured(row, names))]
         if len(measured) < _ROUNDS:
-            return (), (
-                f"{len(measured)} of {_ROUNDS} rounds in which every site has answered "
-                "on the present machines"
-            )
+            return ()
         load = self._load(plan, measured[-_ROUNDS:], self._rounds - ended)
         if plan.file.deadline_hours is not None:
             end = view.first_started_at + plan.file.deadline_hours * _HOUR
             load = replace(load, seconds_left=max(0.0, end - now))
         changes = resize(load, rounds=_ROUNDS)
         if not changes:
-            return (), "no change that is allowed saves 5 % of the rest"
+            return ()
         rest, limit = dollars(load, changes, rounds=_ROUNDS), plan.file.max_dollars
         spent = spending.read(self._folder).dollars
         is_dearer = rest > dollars(load, (), rounds=_ROUNDS)
         if limit is not None and is_dearer and spent + rest > limit:
-            return (), (
-                f"with {', '.join(each.size.machine for each in changes)} the run "
-                f"would cost ${spent + rest:,.2f}, and max_dollars = {limit:g}"
-            )
+            return ()
         forecast = f"the rest is expected to cost ${rest:,.2f}"
-        return [replace(c, reason=f"{c.reason}; {forecast}") for c in changes], ""
+        return [replace(c, reason=f"{c.reason}; {forecast}") for c in changes]
 
     def _load(
         self, plan: DeploymentPlan, rounds: Sequence[_Round], rounds_left: int
@@ -197,18 +182,6 @@ class Sizer:
             rounds_left=rounds_left,
             change_seconds=plan.file.start.machine_minutes * 60.0,
         )
-
-    def _log(
-        self, now: float, site: str, action: str, offer: str | None, why: str
-    ) -> None:
-        row = DecisionRow(
-            at=now,
-            role=f"{SITE_PREFIX}{site}" if site else "",
-            action=action,
-            offer=offer,
-            reason=why,
-        )
-        decision_log.append(self._folder, row)
 
 
 def is_elastic(plan: DeploymentPlan) -> bool:

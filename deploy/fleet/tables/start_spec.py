@@ -22,14 +22,10 @@ class StartSpec:
             when machines are started: the highest of its zones now on AWS; on Google
             Cloud, which publishes no such prices, that of the price table. None for
             any price.
-        max_grams_per_kwh: What carbon intensity the electricity of each region may
-            have, in grams of CO2-equivalent per kWh. None for any.
-        carbon: Table of carbon intensity, relative to this file; yours, since none is
-            in the release. It is read again every 30 seconds while `crossfed up` waits.
-        at_latest_hours: After so many hours of waiting, prices and carbon intensity no
-            longer count, and the window alone does. They count from the first
-            `crossfed up` that waits to the first that starts machines, or to `crossfed
-            down`. None to wait for as long as it takes.
+        at_latest_hours: After so many hours of waiting, prices no longer count, and the
+            window alone does. The hours count from the first `crossfed up` that waits
+            to the first that starts machines, or to `crossfed down`. None to wait for
+            as long as it takes.
         machine_minutes: How long a machine takes from its request until its site
             works: installation and takeover. `crossfed up --keep` counts it for each
             move before a deadline and for each change of size.
@@ -37,8 +33,6 @@ class StartSpec:
 
     window: str = ""
     max_spot_dollars_per_hour: float | None = key(default=None, above=0.0)
-    max_grams_per_kwh: float | None = key(default=None, above=0.0)
-    carbon: str = ""
     at_latest_hours: float | None = key(default=None, above=0.0)
     machine_minutes: float = key(default=15.0, above=0.0, high=600.0)
 
@@ -56,16 +50,8 @@ def check(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
     start_window.parse(start.window, key="start.window")
     clouds = [site for site in sites if site.provider in CLOUDS]
     spots = [site for site in clouds if site.machine.market == Market.SPOT.value]
-    has_ceiling = start.max_grams_per_kwh is not None
     has_price = start.max_spot_dollars_per_hour is not None
     for name, is_wrong, why in (
-        ("carbon", has_ceiling and not start.carbon, "is missing: name your table"),
-        (
-            "max_grams_per_kwh",
-            bool(start.carbon) and not has_ceiling,
-            "is missing: a table without a ceiling holds nothing back",
-        ),
-        ("max_grams_per_kwh", has_ceiling and not clouds, "is for sites of clouds"),
         (
             "max_spot_dollars_per_hour",
             has_price and not spots,
@@ -73,7 +59,7 @@ def check(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
         ),
         (
             "at_latest_hours",
-            start.at_latest_hours is not None and not (has_ceiling or has_price),
+            start.at_latest_hours is not None and not has_price,
             "has no effect without a ceiling: the window always counts",
         ),
     ):

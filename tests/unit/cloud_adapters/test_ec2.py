@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -67,6 +68,29 @@ def test_spot_prices_are_read_from_the_time_asked_for(ec2_server: Ec2Server):
     ec2_server.prices = [(ZONES[0], "2026-11-26T00:00:00Z", "0.0")]
     with pytest.raises(ComputeUnavailable, match=r"0\.0 is no price"):
         ec2_server.pool().spot_prices("g5.xlarge", (), since)
+
+
+def test_a_spot_machine_is_launched_in_the_cheapest_zone(ec2_server: Ec2Server):
+    """By the prices of the hour's beginning: a repeated launch tries the same order."""
+    ec2_server.prices = [
+        (ZONES[0], "2026-11-26T00:00:00Z", "0.5"),
+        (ZONES[1], "2026-11-26T00:00:00Z", "0.4"),
+        (ZONES[0], "2026-11-26T12:10:00Z", "0.1"),
+    ]
+    noon = datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp()
+    clock = VirtualClock(noon + 1800.0)
+    for market, zone in ((Market.SPOT, ZONES[1]), (Market.ON_DEMAND, ZONES[0])):
+        pool = replace(ec2_server.pool(), clock=clock)
+        node = pool.launch(spec(market=market, zones=ZONES[:2]), market.value)
+        assert node.zone == zone
+    clock.sleep(3600.0)
+    later = replace(ec2_server.pool(), clock=clock)
+    node = later.launch(spec(market=Market.SPOT, zones=ZONES[:2]), "later")
+    assert node.zone == ZONES[0]
+    # Without prices, the order of the file counts.
+    ec2_server.prices = [(ZONES[1], "2026-11-26T00:00:00Z", "0.0")]
+    node = later.launch(spec(market=Market.SPOT, zones=ZONES[:2]), "unpriced")
+    assert node.zone == ZONES[0]
 
 
 def test_spot_prices_of_the_emulator_are_those_of_every_zone_with_the_type(

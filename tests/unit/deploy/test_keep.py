@@ -1,7 +1,6 @@
 """Who keeps a deployment ends what bills, and never works against another command."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -273,27 +272,14 @@ class OnDemand:
 
     Attributes:
         waits: Whether that may wait for the end of the round.
-        decided_again: Whether it was asked to decide again.
-        waits_for: Roles that shall have no machine from the next decision on.
-        waiting: Roles that shall have none now.
-        refused: Roles whose machines a service had no capacity for.
-        ended: When all machines were ended.
     """
 
     def __init__(self) -> None:
-        self.waits = self.decided_again = False
-        self.waits_for: frozenset[str] = frozenset()
-        self.waiting = self.waits_for
-        self.refused: list[set[str]] = []
-        self.ended: list[float] = []
+        self.waits = False
 
-    def note_ended(self, now: float) -> None:
-        self.ended.append(now)
-
-    def moved(
+    def placed(
         self, plan: deployment_file.DeploymentPlan, *_: object
     ) -> deployment_file.DeploymentPlan:
-        self.waiting = self.waits_for
         sites = tuple(
             replace(site, machine=replace(site.machine, market="on-demand"))
             for site in plan.file.sites
@@ -302,15 +288,6 @@ class OnDemand:
 
     def may_wait(self, *_: object) -> bool:
         return self.waits
-
-    def reconsider(self) -> None:
-        self.decided_again = True
-
-    def leaving(self, *_: object) -> frozenset[str]:
-        return frozenset({"left"})
-
-    def note_refused(self, _: object, roles: set[str], *_now: float) -> None:
-        self.refused.append(roles)
 
 
 class Silent:
@@ -340,7 +317,7 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
         hourly=spending.budget_prices(plan, now=now),
         random_bytes=os.urandom,
         tell=told.append,
-        mover=OnDemand(),
+        placement=OnDemand(),
     )
     spot = node(id="a", labels={"crossfed-role": role}, launched=now - 3600)
     kept.look([spot])
@@ -348,33 +325,6 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
     kept.look([moved])
     costs = {each.id: each.dollars_per_hour for each in kept._spending.machines}
     assert costs["b"] > 2 * costs["a"] > 0
-
-
-def test_a_budget_counts_what_single_machines_are_paid(tmp_path: Path, told: list[str]):
-    """Without one, nothing is asked for."""
-    plan, clock = written(tmp_path), VirtualClock(1.782e9)
-    with opened(plan):
-        pass  # Makes the folder.
-    asked: list[float] = []
-
-    def paid(nodes: Sequence[Node], now: float) -> dict[str, float]:
-        asked.append(now)
-        return {nodes[0].id: 0.25}
-
-    site = node(labels={"crossfed-role": "site-a"}, launched=clock.now() - 3600)
-    for hourly, dollars in (({"site-a": 1.0}, 0.25), ({}, 0.0)):
-        kept = Keeper(
-            Deployment(plan=plan, pools={}, clock=clock, owner=""),
-            lambda _: None,
-            hourly=hourly,
-            random_bytes=os.urandom,
-            tell=told.append,
-            paid=paid,
-        )
-        kept._count([site], clock.now())
-        assert kept._spending.dollars == pytest.approx(dollars)
-        (plan.folder / "spending.json").unlink()
-    assert asked == [clock.now()]
 
 
 def test_a_node_ends_by_itself_when_the_budget_is_spent(tmp_path: Path):
@@ -399,6 +349,20 @@ def test_a_node_ends_by_itself_when_the_budget_is_spent(tmp_path: Path):
         spending.write(plan.folder, Spending(machines=(used,)))
         with pytest.raises(ComputeError, match=r"spent the rest in 13 s\. Raise it"):
             roles._within_budget(deployment, request)
+
+
+def test_what_is_left_of_a_budget_lasts_at_the_price_of_the_machine_that_runs(
+    tmp_path: Path,
+):
+    """A machine that costs more than the file says ends all the earlier."""
+    plan = written(tmp_path, "max_dollars = 10.0\n[aggregator]\ndollars_per_hour = 1.0")
+    cost = MachineCost(id="i", role=AGGREGATOR, dollars_per_hour=4.0, seconds=3600.0)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    for state, hours in ((NodeState.RUNNING, 1.5), (NodeState.GONE, 6.0)):
+        spending.write(plan.folder, Spending(machines=(cost,)))
+        seen = [node(id="i", state=state, launched=3600.0, ended=7200.0)]
+        left = spending.seconds_left(plan, seen, now=7200.0)
+        assert left == pytest.approx(hours * 3600.0), state
 
 
 def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
@@ -508,11 +472,10 @@ class Moving:
     """A keeper of a site that is to move, and what it brings up."""
 
     def __init__(self, plan: deployment_file.DeploymentPlan, told: list[str]) -> None:
-        self.mover, self.told = OnDemand(), told
-        self.mover.waits = True
+        self.placement, self.told = OnDemand(), told
+        self.placement.waits = True
         self.markets: list[str] = []
         self.first: list[frozenset[str]] = []
-        self.leaving: list[frozenset[str]] = []
         self.refusals = 0
         with opened(plan) as deployment:
             self.keeper = Keeper(
@@ -521,7 +484,7 @@ class Moving:
                 hourly={},
                 random_bytes=os.urandom,
                 tell=told.append,
-                mover=self.mover,
+                placement=self.placement,
                 pause=lambda: told.append("asked to pause"),
             )
 
@@ -532,7 +495,6 @@ class Moving:
         (site,) = deployment.plan.file.sites
         self.markets.append(site.machine.market)
         self.first.append(deployment.launch_first)
-        self.leaving.append(deployment.leaving)
 
     def look(self) -> None:
         now = SystemClock().now()
@@ -558,7 +520,6 @@ def test_a_move_that_may_wait_is_made_while_the_run_pauses(moving: Moving):
     moving.keeper.resume()
     assert moving.markets == ["on-demand"]
     assert moving.first == [{"site-aws-us-east-1"}]
-    assert moving.leaving == [{"left"}]
     moving.look()
     assert moving.told.count("asked to pause") == 1
 
@@ -566,7 +527,7 @@ def test_a_move_that_may_wait_is_made_while_the_run_pauses(moving: Moving):
 def test_a_move_that_may_wait_no_longer_is_made_in_the_round(moving: Moving):
     """The run may still pause, and is resumed then."""
     moving.look()
-    moving.mover.waits = False
+    moving.placement.waits = False
     moving.look()
     assert moving.markets == ["on-demand"]
     moving.keeper.resume()
@@ -578,28 +539,8 @@ def test_a_move_that_is_refused_is_decided_again(moving: Moving):
     moving.look()
     moving.refusals = 1
     moving.keeper.resume()
-    assert moving.mover.decided_again
-    assert moving.mover.refused == [{"site-aws-us-east-1"}]
     assert moving.markets == ["spot"]
-    assert moving.leaving == [frozenset()]  # The old machine stays.
     assert "kept: the machines stay for now: us-east-1a has no" in moving.told[-1]
-
-
-def test_a_role_that_waits_for_a_lower_price_has_no_machine(moving: Moving):
-    """Until its mover says otherwise."""
-    moving.mover.waits = False
-    moving.mover.waits_for = frozenset({"site-aws-us-east-1"})
-    now = SystemClock().now()
-    aggregator = node(launched=now)
-    moving.keeper.look([aggregator])  # Moves on demand, which brings it up.
-    # Rounds without the site could be lost, and end the run.
-    assert moving.told.count("asked to pause") == 1
-    moving.keeper.look([aggregator])
-    assert len(moving.markets) == 1
-    moving.mover.waits_for = frozenset()
-    moving.keeper.look([aggregator])
-    assert len(moving.markets) == 2
-    assert moving.told[-1] == "site-aws-us-east-1: gone; to be replaced"
 
 
 def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
@@ -629,85 +570,6 @@ def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
     gone = node(state=NodeState.GONE, labels=mine)
     deployment.pools = {"aws": Listing(gone, 9)}
     assert not take_down.still_running(deployment)
-
-
-class Falling(OnDemand):
-    """A mover to which a spot machine costs too much until a time.
-
-    Attributes:
-        until: When the price falls.
-    """
-
-    def __init__(self, clock: VirtualClock, until: float) -> None:
-        super().__init__()
-        self.clock, self.until = clock, until
-        self.waiting = frozenset({"site-aws-us-east-1"})
-
-    def moved(
-        self, plan: deployment_file.DeploymentPlan, *_: object
-    ) -> deployment_file.DeploymentPlan:
-        if self.clock.now() >= self.until:
-            self.waiting = frozenset()
-        return super().moved(plan) if self.refused else plan
-
-
-def falling(
-    plan: deployment_file.DeploymentPlan, restore: Restore, told: list[str]
-) -> tuple[Keeper, Falling, VirtualClock]:
-    clock = VirtualClock(1.7e9)
-    mover = Falling(clock, clock.now() + 7200.0)
-    pools = {"cloud": Listing(node(launched=clock.now()), 10_000)}
-    with opened(plan):
-        pass  # Makes the folder, which records what is spent.
-    kept = Keeper(
-        Deployment(plan=plan, pools=pools, clock=clock, owner=""),
-        restore,
-        hourly={AGGREGATOR: 1.0},
-        random_bytes=os.urandom,
-        tell=told.append,
-        mover=mover,
-    )
-    return kept, mover, clock
-
-
-def test_a_paused_run_is_resumed_when_the_price_has_fallen(
-    tmp_path: Path, told: list[str]
-):
-    """With every machine; if spot machines are refused then, on demand."""
-    plan = written(tmp_path, "max_dollars = 50.0")
-    markets: list[str] = []
-
-    def restore(deployment: Deployment) -> None:
-        assert not deployment.held_back
-        markets.append(deployment.plan.file.sites[0].machine.market)
-        if len(markets) == 1:
-            refuse(deployment)
-
-    spot = replace(plan.file.sites[0].machine, market="spot")
-    sites = (replace(plan.file.sites[0], machine=spot),)
-    plan = replace(plan, file=replace(plan.file, sites=sites))
-    kept, mover, clock = falling(plan, restore, told)
-    kept.resume()
-    assert 7200.0 <= clock.now() - 1.7e9 < 7300.0
-    assert markets == ["spot", "on-demand"]
-    assert mover.refused == [{"site-aws-us-east-1"}]
-
-
-def test_a_wait_for_a_price_ends_with_the_budget_or_the_deployment(
-    tmp_path: Path, told: list[str]
-):
-    plan = written(tmp_path, "max_dollars = 1.0")
-    kept, mover, clock = falling(plan, lambda _: None, told)
-    with pytest.raises(ComputeError, match=r"the budget is spent: \$1\."):
-        kept.resume()
-    assert mover.ended == [clock.now()]
-    kept, _, clock = falling(plan, lambda _: None, told)
-    with opened(plan) as deployment:
-        deployment.note_ended()
-    begin = clock.now()
-    with pytest.raises(ComputeError, match="down has ended kept"):
-        kept.resume()
-    assert clock.now() - begin < 60.0
 
 
 def test_a_budget_that_ends_before_machines_work_is_refused(tmp_path: Path):

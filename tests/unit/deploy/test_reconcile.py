@@ -131,16 +131,3 @@ def test_whatever_is_killed_one_node_is_left_in_the_end(story: list[str]):
     alive = [one for one in nodes.values() if one.state is NodeState.RUNNING]
     assert len(alive) == 1
     assert alive[0].labels[reconcile.NUMBER] == str(max(nodes))
-
-
-def test_a_node_that_leaves_its_zone_is_replaced_though_it_fits():
-    """By one with the next number, which is kept when both are there."""
-    old, new = node(1, NodeState.RUNNING), node(2, NodeState.STARTING)
-    found = decide(ROLE, [old], 1, {old.id})
-    assert (found.node, found.number, found.end) == (None, 2, (old,))
-    # A launch that was refused has used its number up, and the old one stays.
-    assert decide(ROLE, [old], 2).node == old
-    found = decide(ROLE, [old, new], 2, {old.id})
-    assert (found.node, found.end) == (new, (old,))
-    # The command was killed in between: the next one knows nothing of the move.
-    assert decide(ROLE, [old, new], 2) == found

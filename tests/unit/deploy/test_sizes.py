@@ -1,6 +1,5 @@
 """Sizes of machines change between rounds, as the run's events suggest."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,11 +79,6 @@ def sizer(plan: DeploymentPlan, tell: Callable[[str], None] = print) -> Sizer:
     return Sizer(plan, None, RunFolder(plan.folder / "run"), ROUNDS, tell)
 
 
-def rows(plan: DeploymentPlan) -> list[dict[str, object]]:
-    lines = (plan.folder / "decisions.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_an_idle_site_shrinks_and_says_why(plan: DeploymentPlan):
     told: list[str] = []
     ours = sizer(plan, told.append)
@@ -92,8 +86,7 @@ def test_an_idle_site_shrinks_and_says_why(plan: DeploymentPlan):
     assert types(ours.wanted(plan, 0.0)) == ["g5.2xlarge", "g5.xlarge"]
     (line,) = told
     assert "expected to cost $" in line
-    (row,) = rows(plan)
-    assert (row["action"], row["offer"]) == ("resize", "g5.xlarge")
+    assert "g5.xlarge" in line
 
 
 def test_the_slowest_site_grows_when_the_deadline_is_near(tmp_path: Path):
@@ -104,17 +97,15 @@ def test_the_slowest_site_grows_when_the_deadline_is_near(tmp_path: Path):
     assert types(ours.wanted(plan, began)) == ["g5.4xlarge", "g5.2xlarge"]
 
 
-def test_what_is_not_changed_has_a_reason_too(plan: DeploymentPlan):
-    """Once after each round, however often it is asked."""
+def test_nothing_changes_before_three_rounds_or_for_a_small_saving(
+    plan: DeploymentPlan,
+):
     ours = sizer(plan)
     happens(plan.folder, 3, SLOW, SLOW / 4)
     for now in (0.0, 1e12, -1e12):  # A clock that jumps decides nothing.
         assert ours.wanted(plan, now) == plan
     happens(plan.folder, 4, SLOW, SLOW)
     assert ours.wanted(plan, 0.0) == plan
-    first, second = (str(row["reason"]) for row in rows(plan))
-    assert first.startswith("after round 3: 2 of 3 rounds in which every site")
-    assert second.startswith("after round 4: no change that is allowed saves 5 %")
 
 
 def test_three_whole_rounds_pass_between_two_changes(plan: DeploymentPlan):
@@ -133,12 +124,13 @@ def test_three_whole_rounds_pass_between_two_changes(plan: DeploymentPlan):
 
 
 def test_a_size_that_was_refused_is_not_asked_for_again(plan: DeploymentPlan):
-    ours = sizer(plan)
+    told: list[str] = []
+    ours = sizer(plan, told.append)
     happens(plan.folder, 4, SLOW, SLOW / 4)
-    ours.refused(plan, ours.wanted(plan, 0.0), "no capacity", 1.0)
+    ours.refused(plan, ours.wanted(plan, 0.0), "no capacity")
     happens(plan.folder, 5, SLOW, SLOW / 4)
     assert ours.wanted(plan, 0.0) == plan
-    assert "g5.xlarge cannot be had: no capacity" in str(rows(plan)[1]["reason"])
+    assert "g5.xlarge is not available: no capacity" in told[-1]
 
 
 def test_a_change_beyond_the_budget_is_not_made(tmp_path: Path):
@@ -147,7 +139,6 @@ def test_a_change_beyond_the_budget_is_not_made(tmp_path: Path):
     ours = sizer(plan)
     run = happens(plan.folder, 4, SLOW, SLOW * 0.9)
     assert ours.wanted(plan, run.view().first_started_at) == plan
-    assert "max_dollars = 20" in str(rows(plan)[0]["reason"])
 
 
 @pytest.mark.parametrize(
@@ -229,7 +220,6 @@ def test_a_change_that_takes_longer_than_it_saves_is_not_made(tmp_path: Path):
     ours = sizer(plan)
     happens(plan.folder, 4, SLOW / 4, SLOW / 16)
     assert ours.wanted(plan, 0.0) == plan
-    assert "is allowed saves 5 %" in str(rows(plan)[0]["reason"])
 
 
 def test_the_next_command_keeps_the_size_that_runs(plan: DeploymentPlan):

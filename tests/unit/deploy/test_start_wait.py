@@ -1,6 +1,5 @@
-"""Machines are started when hours, spot prices and carbon intensity allow it."""
+"""Machines are started when hours and spot prices allow it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,16 +10,6 @@ import pytest
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet import deployment_file, spending, start_record
-from deploy.fleet.choosing import decision_log
-from deploy.fleet.choosing.decision_log import DecisionRow
-from deploy.fleet.choosing.start_conditions import (
-    CARBON_CEILING,
-    SPOT_CEILING,
-    WINDOW,
-    Reading,
-    StartConditions,
-    held_back,
-)
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.start_wait import allowed_start, await_start
@@ -44,17 +33,6 @@ type = "g5.xlarge"
 market = "{market}"
 [[sites]]
 name = "here"
-"""
-TABLE = """
-source = "a test"
-[[intensity]]
-region = "us-east-1"
-grams_per_kwh = {now}
-[[intensity]]
-region = "us-east-1"
-grams_per_kwh = 120.0
-begins = "2026-11-26T15:00:00+01:00"
-ends = "2026-11-26T19:00:00Z"
 """
 
 
@@ -87,39 +65,21 @@ class Waited:
     def __init__(self, plan: DeploymentPlan, market: Market | None = None) -> None:
         self.told: list[str] = []
         clock = VirtualClock(NOON)
-        self.rows: Sequence[DecisionRow] = await_start(
+        await_start(
             plan, lambda: {"aws us-east-1": market}, clock=clock, tell=self.told.append
         )
         self.hours = (clock.now() - NOON) / HOUR
 
 
-def test_each_condition_that_holds_a_start_back_is_named():
-    """An unknown value holds it back, too; one at its ceiling does not."""
-    conditions = StartConditions(max_spot_dollars=0.4, max_grams=200.0)
-    found = held_back(
-        conditions,
-        now=NOON,
-        since=NOON,
-        prices=[Reading(what="a", value=0.5), Reading(what="b", value=0.4)],
-        intensities=[Reading(what="r", value=None, why="no row")],
-    )
-    assert [(each.key, each.reason) for each in found] == [
-        (SPOT_CEILING, "a: $0.5/h is more than $0.4/h"),
-        (CARBON_CEILING, "r: unknown: no row"),
-    ]
-
-
-def test_nothing_to_wait_for_is_no_decision(tmp_path: Path):
+def test_without_conditions_nothing_is_waited_for(tmp_path: Path):
     waited = Waited(written(tmp_path, ""))
-    assert (waited.hours, [*waited.rows], waited.told) == (0.0, [], [])
-    decision_log.append(tmp_path, *waited.rows)
-    assert not (tmp_path / decision_log.NAME).exists()
+    assert (waited.hours, waited.told) == (0.0, [])
 
 
 def test_a_spot_price_is_waited_for_in_every_zone(tmp_path: Path):
-    """The cloud's own prices, read every five minutes; the log says what held back."""
+    """The cloud's own prices, read every five minutes; one at the cap is allowed."""
     plan = written(tmp_path, "max_spot_dollars_per_hour = 0.4")
-    market = Market(lambda now: (0.3, 0.6 if now < NOON + 2 * HOUR else 0.35))
+    market = Market(lambda now: (0.3, 0.6 if now < NOON + 2 * HOUR else 0.4))
     waited = Waited(plan, market)
     assert waited.hours == pytest.approx(2.0, abs=0.1)
     assert 24 <= market.asked <= 26
@@ -127,12 +87,6 @@ def test_a_spot_price_is_waited_for_in_every_zone(tmp_path: Path):
     assert (
         "start.max_spot_dollars_per_hour: a spot g5.xlarge in us-east-1: $0.6" in line
     )
-    decision_log.append(tmp_path, *waited.rows)
-    lines = (tmp_path / decision_log.NAME).read_text().splitlines()
-    held, started = map(json.loads, lines)
-    assert (held["action"], held["conditions"]) == ("wait", [SPOT_CEILING])
-    assert (started["action"], "conditions" in started) == ("start", False)
-    assert started["at"] - held["at"] == pytest.approx(2 * HOUR, abs=360.0)
 
 
 def test_a_price_that_cannot_be_read_holds_back_but_for_the_first_time(tmp_path: Path):
@@ -155,7 +109,6 @@ def test_a_cloud_without_such_prices_has_that_of_the_table(tmp_path: Path):
     dear = written(tmp_path, "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6")
     waited = Waited(dear)
     assert waited.hours == pytest.approx(6.0, abs=0.1)
-    assert "at_latest_hours = 6 are over" in waited.rows[-1].reason
 
 
 def test_a_price_table_that_has_become_unreadable_holds_back(
@@ -210,102 +163,27 @@ def test_machines_that_run_do_not_wait(
     cloud = Running(state, role)
     assert Waited(plan, cloud).hours > 7.0  # No command was given before.
     plan.folder.mkdir(parents=True)
-    waited = Waited(plan, cloud)
-    assert (waited.hours > 7.0, bool(waited.rows)) == (waits, waits)
-
-
-def test_carbon_intensity_is_waited_for(tmp_path: Path):
-    """The row of the time counts, in the offset that it states."""
-    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
-    (tmp_path / "carbon.toml").write_text(TABLE.format(now=380.0))
-    waited = Waited(plan)
-    assert waited.hours == pytest.approx(2.0, abs=0.1)
-    assert "start.max_grams_per_kwh: us-east-1: 380 g/kWh is more" in waited.told[0]
-    (tmp_path / "carbon.toml").write_text(TABLE.format(now=190.0))
-    assert Waited(plan).hours == 0.0
-
-
-def test_a_table_that_has_become_unreadable_holds_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A program that rewrites it may be half done; at the start it is a mistake."""
-    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
-    path = tmp_path / "carbon.toml"
-    with pytest.raises(JobError, match="carbon"):
-        Waited(plan)
-    path.write_text(TABLE.format(now=380.0))
-    slept: list[float] = []
-
-    def sleep(self: VirtualClock, seconds: float) -> None:
-        real(self, seconds)
-        slept.append(seconds)
-        path.write_text("" if len(slept) == 1 else TABLE.format(now=100.0))
-
-    real = VirtualClock.sleep
-    monkeypatch.setattr(VirtualClock, "sleep", sleep)
-    assert Waited(plan).hours == pytest.approx(60.0 / HOUR)
+    assert (Waited(plan, cloud).hours > 7.0) == waits
 
 
 @pytest.mark.slow
 def test_all_conditions_must_hold_at_once(tmp_path: Path):
     """The window counts also when the others no longer do."""
     start = (
-        'window = "20:00-22:00 UTC", max_grams_per_kwh = 200, carbon = "carbon.toml", '
+        'window = "20:00-22:00 UTC", max_spot_dollars_per_hour = 0.01, '
         "at_latest_hours = 1"
     )
-    plan = written(tmp_path, start, market="on-demand")
-    (tmp_path / "carbon.toml").write_text(TABLE.format(now=380.0))
-    waited = Waited(plan)
+    waited = Waited(written(tmp_path, start))
     assert waited.hours == pytest.approx(8.0, abs=0.1)
-    held = [row.conditions for row in waited.rows[:-1]]
-    assert held == [(WINDOW, CARBON_CEILING), (WINDOW,)]
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("grams_per_kwh = 1e4", "at most 2000"),
-        ('grams_per_kwh = 1.0\nbegins = "2026-11-26T18:00:00"', "offset from UTC"),
-        ('grams_per_kwh = 1.0\nends = "at night"', "offset from UTC"),
-        (
-            """grams_per_kwh = 1.0
-begins = "2026-11-27T05:00:00Z"
-ends = "2026-11-27T06:00:00+01:00"
-""",
-            "never hold",
-        ),
-    ],
-)
-def test_a_wrong_table_is_refused(tmp_path: Path, table: str, message: str):
-    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
-    text = f'source = "x"\n[[intensity]]\nregion = "us-east-1"\n{table}\n'
-    (tmp_path / "carbon.toml").write_text(text)
-    with pytest.raises(JobError, match=message) as caught:
-        Waited(plan)
-    assert "intensity[0]" in str(caught.value)
-
-
-def test_of_two_rows_that_begin_together_the_higher_one_counts(tmp_path: Path):
-    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
-    row = '[[intensity]]\nregion = "us-east-1"\ngrams_per_kwh = 380.0\n'
-    row += 'ends = "2026-11-26T13:00:00Z"\n'
-    (tmp_path / "carbon.toml").write_text(TABLE.format(now=100.0) + row)
-    assert Waited(plan).hours == pytest.approx(1.0, abs=0.1)
-
-
-def test_a_region_that_the_table_lacks_is_named(tmp_path: Path):
-    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
-    other = TABLE.format(now=100.0).replace("us-east-1", "eu-west-1")
-    (tmp_path / "carbon.toml").write_text(other)
-    with pytest.raises(JobError, match=r"no \[\[intensity\]\] of 'us-east-1'"):
-        Waited(plan)
+    first, second = waited.told
+    assert "start.window: it opens" in first
+    assert "start.max_spot_dollars_per_hour: a spot" in first
+    assert "max_spot" not in second
 
 
 @pytest.mark.parametrize(
     ("start", "market", "key"),
     [
-        ("max_grams_per_kwh = 200", "spot", "carbon: is missing"),
-        ('carbon = "x.toml"', "spot", "max_grams_per_kwh: is missing"),
         ("max_spot_dollars_per_hour = 1", "on-demand", "max_spot_dollars_per_hour"),
         ("at_latest_hours = 1", "spot", "at_latest_hours: has no effect"),
         ("max_spot_dollars_per_hour = 0", "spot", "max_spot_dollars_per_hour"),

@@ -1,5 +1,6 @@
 """How far a run is, as its events say: what a deadline has to know."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,6 +24,10 @@ class WorkLeft:
     rounds_left: int
     round_seconds: float
     round_began: float | None = None
+
+    def work_hours(self, now: float) -> float:
+        """How much work is left, at the median pace."""
+        return self.rounds_left * self.round_seconds / _HOUR - self.done_hours(now)
 
     def done_hours(self, now: float) -> float:
         """How much of the round in progress is done, at the median pace."""
@@ -60,3 +65,43 @@ class ReadProgress:
             round_seconds=median(took),
             round_began=None if view.current is None else view.current.started_at,
         )
+
+
+class MissedDeadline:
+    """Reports each of the two once."""
+
+    def __init__(self, hours: float, tell: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            hours: ``deadline_hours``, after the run has begun.
+            tell: Called with a word about the deadline.
+        """
+        self._hours, self._tell = hours, tell
+        self._is_expected = self._is_past = False
+
+    def look(self, progress: WorkLeft, now: float) -> None:
+        """Report what the progress of a run calls for.
+
+        Args:
+            progress: How far the run is.
+            now: Seconds since 1970.
+        """
+        count = progress.rounds_left
+        if not count or self._is_past:
+            return
+        work = progress.work_hours(now)
+        left = self._hours - (now - progress.started) / _HOUR
+        rest = f"{count} round{'s' * (count > 1)} left, {work:.1f} h at the pace so far"
+        if left <= 0:
+            self._is_past = True
+            self._tell(
+                f"deadline_hours = {self._hours:g} are over, with {rest}: the run "
+                "continues until max_hours or max_dollars"
+            )
+        elif work > left and not self._is_expected:
+            self._is_expected = True
+            self._tell(
+                f"deadline_hours = {self._hours:g} will probably be missed: {rest}, in "
+                f"{left:.1f} h"
+            )
