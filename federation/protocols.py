@@ -476,25 +476,6 @@ class ObjectStore(Protocol):
         ...
 
 
-class SignsUrls(Protocol):
-    """A store with temporary URLs. Implementations: S3, GCS."""
-
-    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
-        """Make a URL that reads or writes one object without credentials.
-
-        It is a secret as long as it lives: never log it.
-
-        Args:
-            key: The object.
-            method: ``GET`` or ``PUT``.
-            expires_seconds: How long it works, at most seven days.
-
-        Raises:
-            NotAuthenticated: These credentials cannot sign.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataKey:
     """A key for one object, and the same key wrapped by a key service.

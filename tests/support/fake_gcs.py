@@ -16,11 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import unquote
 
 import google_crc32c
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
-from support.gcs_signatures import BadSignature, check_signature
 from support.google_discovery import Api, Call, NotOfTheApi
 from support.google_server import (
     Answer,
@@ -79,7 +76,6 @@ class FakeGcs(GoogleServer):
         max_page: Objects in a page of a listing.
         allows: Whether the caller has a permission such as ``storage.objects.get``
             on a bucket and an object; of listings, on a bucket and a prefix.
-        signers: Public keys of service accounts, for signed URLs.
     """
 
     def __init__(self, *buckets: str) -> None:
@@ -88,7 +84,6 @@ class FakeGcs(GoogleServer):
         self.kept_at_once = 1 << 62
         self.max_page = 1000
         self.allows: Callable[[str, str, str], bool] = lambda *_: True
-        self.signers: dict[str, RSAPublicKey] = {}
         self.uploads: dict[str, Upload] = {}
         self._api = Api("storage.v1")
         self._objects: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
@@ -125,8 +120,6 @@ class FakeGcs(GoogleServer):
         except NotOfTheApi as error:
             if "upload_id" in request.query:  # PUT and DELETE are in no document.
                 return self._upload_call(request)
-            if "X-Goog-Signature" in request.query:
-                return self._signed_call(request)
             raise GoogleError(400, "invalid", str(error)) from None
         if request.is_cut:
             raise GoogleError(400, "invalid", "the body ended early")
@@ -290,20 +283,6 @@ class FakeGcs(GoogleServer):
         self._api.check_answer("storage.objects.insert", written)
         self._objects[bucket][name] = Stored(content, written)
         return written
-
-    def _signed_call(self, request: Request) -> Answer:
-        """Answer who comes with a signed URL: the XML API's GET and PUT."""
-        try:
-            check_signature(request, self.signers)
-        except BadSignature as error:
-            raise GoogleError(403, "forbidden", str(error)) from None
-        bucket, name = unquote(request.path).removeprefix("/").split("/", 1)
-        with self._state:
-            if request.method == "PUT":
-                self._write(bucket, {"name": name}, request.body, {})
-                return Answer()
-            stored = self._find(bucket, name, {})
-            return media_answer(stored, request.headers.get("range", ""))
 
     def _rewrite(self, params: Params, request: Request) -> Resource:
         source = self._find(

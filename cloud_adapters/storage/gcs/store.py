@@ -58,7 +58,7 @@ _OWN_METADATA = frozenset({PUT_ID, SHA256})
 
 
 class GcsStore:
-    """A ``federation.protocols.ObjectStore``, and one of ``SignsUrls``."""
+    """A ``federation.protocols.ObjectStore`` over Cloud Storage."""
 
     def __init__(
         self,
@@ -297,18 +297,6 @@ class GcsStore:
             raise gcs_errors.UNCLEAR.told(doing, "no crc32c in its answer")
         self._check(resource, new, size=size, crc32c=decoded(found["crc32c"]))
         return _info(target, resource)
-
-    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
-        """Make a URL for one object; see ``SignsUrls.signed_url``."""
-        from cloud_adapters.storage.gcs import sign as gcs_sign  # noqa: PLC0415 -- slow, and rare
-
-        return gcs_sign.signed_url(
-            self._http,
-            self._bucket,
-            self._name(key),
-            method=method,
-            expires_seconds=expires_seconds,
-        )
 
     def close(self) -> None:
         """Let go of connections."""

@@ -43,14 +43,11 @@ from cloud_adapters.storage.s3.read import Read
 from federation.errors import ObjectChanged, ObjectNotFound
 from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
-MAX_URL_SECONDS = 7 * 24 * 3600
-
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_SIGNED = {"GET": "get_object", "PUT": "put_object"}
 
 
 class S3Store:
-    """A ``federation.protocols.ObjectStore`` and ``SignsUrls`` over S3.
+    """A ``federation.protocols.ObjectStore`` over S3.
 
     It may be used by several threads at once, but not after a fork. Every write that
     is not seen through leaves nothing under its key; parts that a killed process left
@@ -193,32 +190,6 @@ class S3Store:
             if_absent=if_absent,
         )
         return s3_copy.copy(self._calls, source, write)
-
-    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
-        """Make a URL that opens one object; see ``SignsUrls.signed_url``.
-
-        It ends with the credentials that signed it, if that is sooner.
-
-        Raises:
-            ValueError: Method or time are not of the permitted kind.
-            NotAuthenticated: There are no credentials.
-        """
-        name = name_in(self._calls.prefix, key)
-        if method not in _SIGNED:
-            raise ValueError(f"a URL can be signed for GET or PUT, not {method!r}")
-        if not 1 <= expires_seconds <= MAX_URL_SECONDS:
-            raise ValueError(
-                f"a signed URL can be valid for 1 s to 7 days, not {expires_seconds} s"
-            )
-        url: str = self._calls.understand(
-            f"sign a URL of {self._where(key)}",
-            lambda: self._calls.client.generate_presigned_url(
-                _SIGNED[method],
-                Params={"Bucket": self._calls.bucket, "Key": name},
-                ExpiresIn=int(expires_seconds),
-            ),
-        )
-        return url
 
     def remove_unfinished(self, *, older_seconds: float) -> int:
         """Remove parts of killed uploads; see ``probe.RemovesUnfinished``."""

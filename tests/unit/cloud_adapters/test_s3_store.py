@@ -394,8 +394,6 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
     store = S3Store("bucket", endpoint_url=s3_server.url, retry=quick_retry())
     with pytest.raises(NotAuthenticated, match=r"AWS_PROFILE.*NoCredentialsError"):
         store.read("key")
-    with pytest.raises(NotAuthenticated):
-        store.signed_url("key", method="GET", expires_seconds=60)
     store.close()
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(NotAuthenticated, match="ProfileNotFound"):
@@ -453,7 +451,6 @@ def test_secrets_are_nowhere(
     secrets = {"key": "AKIAVISIBLE", "secret": "SECRETSECRET", "token": "TOKENTOKEN"}
     caplog.set_level(logging.INFO)
     store = s3_server.store(client=servers.client(s3_server.url, **secrets))
-    url = store.signed_url("key", method="GET", expires_seconds=60)
     said = io.StringIO(repr(store) + store.url)
     for client in (
         store._calls.client,
@@ -467,7 +464,7 @@ def test_secrets_are_nowhere(
                 said.write(traceback.format_exc())
     text = said.getvalue() + caplog.text
     assert "no-such-bucket" in text
-    for secret in (*secrets.values(), url, "X-Amz-Signature", "Authorization"):
+    for secret in (*secrets.values(), "X-Amz-Signature", "Authorization"):
         assert secret not in text
 
 
