@@ -512,13 +512,12 @@ def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
 
 
 def _sums(metrics: Mapping[str, Metric], count: int, end: int) -> MetricSums:
-    number = _LONG if end else _SHORT
-    # A minus sign is a byte more.
-    sums = {
-        name: end * (-count if metric.low < 0 else count) if metric.is_whole else number
-        for name, metric in metrics.items()
-    }
-    return MetricSums(count=count, loss_sum=number, metrics=sums)
+    sums = {}
+    for name, metric in metrics.items():
+        # 0, as of a bin without records, is the shortest; a minus sign is a byte more.
+        most = count if metric.is_whole else _LONG
+        sums[name] = end * (-most if end and metric.low < 0 else most)
+    return MetricSums(count=count, loss_sum=_LONG if end else _SHORT, metrics=sums)
 
 
 def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
