@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -274,7 +275,9 @@ def refuse_misspelt(kind: type[Any], options: Mapping[str, Any], *, key: str) ->
     for name in options:
         if name in known or hasattr(kind, name) or name.endswith("_token_id"):
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        # No model reads it, or it is very near: a name that another model has.
+        cutoff = 0.85 if _is_read(kind, name) else 0.5
+        near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
         others = {other: options[other] for other in options if other != name}
         # Some attributes are computed, and all are in a config.json.
         if near and not hasattr(kind(**others), name):
@@ -283,6 +286,15 @@ def refuse_misspelt(kind: type[Any], options: Mapping[str, Any], *, key: str) ->
                 f"mean {near[0]!r}?",
                 key=f"{key}.{name}",
             )
+
+
+def _is_read(kind: type[Any], name: str) -> bool:
+    """Whether the code of a configuration's models, or what all share, has a name."""
+    folder = Path(inspect.getfile(kind)).parent
+    shared = folder.parents[1].glob("*_utils.py")
+    files = [*folder.glob("*.py"), *(f for f in shared if "gguf" not in f.name)]
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return any(word.search(file.read_text("utf-8")) for file in files)
 
 
 def _from_folder(kind: Any, path: Path) -> Any:

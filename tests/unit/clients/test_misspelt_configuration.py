@@ -47,3 +47,28 @@ def test_other_names_pass():
     known = ["n_embd", "hidden_size", "num_labels", "layer_norm", "num_layer"]
     given = dict.fromkeys([*known, "sep_token_id", "rope_theta"], 1)
     refuse_misspelt(Configuration, given, key="config")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        ("bert", "n_layers", "num_hidden_layers"),
+        ("bert", "n_heads", "num_attention_heads"),
+        ("distilbert", "num_hidden_layer", "num_hidden_layers"),
+        ("llama", "n_layer", "num_hidden_layers"),
+        ("gpt2", "n_layers", "n_layer"),
+        ("gpt2", "n_head", ""),
+        ("llama", "rope_theta", ""),
+        ("bert", "torch_dtype", ""),
+        ("bert", "gradient_checkpointing", ""),
+    ],
+)
+def test_names_of_other_models_are_refused(kind: str, name: str, meant: str):
+    """Unless something in transformers reads them."""
+    configurations = pytest.importorskip("transformers").CONFIG_MAPPING
+    if not meant:
+        refuse_misspelt(configurations[kind], {name: 1}, key="config")
+        return
+    with pytest.raises(JobError, match=f"no '{name}', .*mean '{meant}'"):
+        refuse_misspelt(configurations[kind], {name: 1}, key="config")
