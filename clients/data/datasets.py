@@ -513,22 +513,31 @@ def _as_model_type(
     return values.to(torch.float32 if values.is_floating_point() else torch.int64)
 
 
-def first_not_finite(dataset: Dataset, walk: Iterable[Indices]) -> int | None:
-    """Index of the first record of some batches that holds NaN or infinity."""
+def first_not_finite(
+    dataset: Dataset, walk: Iterable[Indices], is_handled: Callable[[Batch], bool]
+) -> int | None:
+    """Index of the first record of some batches whose NaN or infinity does harm.
+
+    Args:
+        dataset: The records.
+        walk: Those of each batch.
+        is_handled: Whether model and objective handle some records, as they do if NaN
+            stands for a missing value.
+    """
     for indices in walk:
-        row = not_finite_row(dataset.batch(indices))
-        if row is not None:
-            return int(indices[row])
+        rows = not_finite_rows(dataset.batch(indices))
+        if not len(rows) or is_handled(dataset.batch(indices[rows])):
+            continue
+        each = (indices[[row]] for row in rows)
+        found = (one for one in each if not is_handled(dataset.batch(one)))
+        return int(next(found, indices[rows])[0])
     return None
 
 
-def not_finite_row(batch: Batch) -> int | None:
-    """Place of the first record in a batch that holds NaN or infinity."""
-    for part in leaves(batch):
-        bad = ~part.isfinite().reshape(len(part), -1).all(1)
-        if bad.any():
-            return int(bad.int().argmax())
-    return None
+def not_finite_rows(batch: Batch) -> Indices:
+    """Places of the records in a batch that hold NaN or infinity."""
+    bad = [~part.isfinite().reshape(len(part), -1).all(1) for part in leaves(batch)]
+    return torch.stack(bad).any(0).nonzero()[:, 0].cpu().numpy()
 
 
 def not_finite_records(part: str, first: int) -> str:

@@ -6,12 +6,13 @@ the log alone: in a deployed run, to that of the site.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 
 from clients.data.datasets import (
+    Batch,
     Dataset,
     Indices,
     first_not_finite,
@@ -30,6 +31,29 @@ PROBABILITIES = (
     "returns probabilities, but classification needs logits: remove the softmax at its "
     "end"
 )
+
+
+SIGMOID = (
+    "returns probabilities, but the task needs logits: remove the sigmoid at its end"
+)
+_VIEWS = (
+    "View",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Select",
+    "Slice",
+    "ToCopy",
+    "Alias",
+)
+
+
+def ends_in_sigmoid(logits: torch.Tensor) -> bool:
+    """Whether what a model returned, with its graph, comes from a sigmoid."""
+    node = logits.grad_fn
+    while node is not None and node.name().startswith(_VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("SigmoidBackward")
 
 
 def are_probabilities(logits_bk: torch.Tensor) -> bool:
@@ -86,10 +110,15 @@ class EvaluationNotes:
             self.noted.add(PROBABILITIES)
             _LOG.warning("model.factory: %s", PROBABILITIES)
 
-    def on_result(self, sums: MetricSums, batches: Iterable[Indices]) -> None:
+    def on_result(
+        self,
+        sums: MetricSums,
+        batches: Iterable[Indices],
+        is_handled: Callable[[Batch], bool],
+    ) -> None:
         """Find the record that made the loss infinite or NaN, if one did."""
         if not self.is_over and not math.isfinite(sums.loss_sum):
-            bad = first_not_finite(self.held_out, batches)
+            bad = first_not_finite(self.held_out, batches, is_handled)
             if bad is not None:
                 text = not_finite_records("held-out", bad)
                 _LOG.warning("site %s: the loss is not finite: %s", self.site, text)

@@ -402,6 +402,26 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
+def stays_finite(
+    objective: Objective, model: torch.nn.Module, batch: Batch, *, gradients: bool
+) -> bool:
+    """Whether the loss of some records is finite, and its gradients if asked.
+
+    In evaluation mode, in which one record is enough for batch normalisation.
+    """
+    before = model.training
+    model.eval()
+    # cuDNN differentiates recurrent layers in training mode only.
+    with torch.set_grad_enabled(gradients), torch.backends.cudnn.flags(enabled=False):
+        total = objective(model, *batch).total
+        found: list[torch.Tensor | None] = [total]
+        if total.requires_grad:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found += torch.autograd.grad(total, trained, allow_unused=True)
+    model.train(before)
+    return all(bool(f.to_dense().isfinite().all()) for f in found if f is not None)
+
+
 class RecordObjective:
     """A function from model, inputs and targets to values of each record.
 

@@ -7,14 +7,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from clients.data.datasets import Dataset, not_finite_records, not_finite_row
+from clients.data.datasets import (
+    Batch,
+    Dataset,
+    first_not_finite,
+    not_finite_records,
+    not_finite_rows,
+)
 from clients.models.applying import logits_of
 from clients.models.evaluation_notes import (
     PROBABILITIES,
+    SIGMOID,
     are_probabilities,
     beyond_bounds,
+    ends_in_sigmoid,
 )
-from clients.models.objectives import RecordObjective, classes_misfit
+from clients.models.objectives import RecordObjective, classes_misfit, stays_finite
 from clients.training.local_federation import Federation
 from clients.training.private_steps import takes_private_steps
 from clients.training.trainer import TorchTrainer
@@ -25,6 +33,7 @@ from federation.ids import SiteId
 from federation.job.code_files import unpinned
 from federation.job.metrics import LOSS, TRAINER, loss_of, metrics_of
 from federation.job.privacy_job import DifferentialPrivacySpec
+from federation.job.spec import JobSpec
 from federation.protocols import Trainer
 from federation.tree import Tree, map_tree
 from privacy.counts import coarse
@@ -36,10 +45,13 @@ _MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN and labels in.
 _TargetsRead = list[list[Tree]]  # By part of the data, then by batch.
 
 
-def check_first_batches(federation: Federation) -> None:
+def check_first_batches(federation: Federation) -> tuple[int, int]:
     """Read records of every site, and take a step at each kind of site.
 
     Sites with the same table of data are of one kind.
+
+    Returns:
+        Records in which it has looked for NaN, and all records of these sites.
 
     Raises:
         JobError: The factory does not make the same model in every call.
@@ -47,6 +59,7 @@ def check_first_batches(federation: Federation) -> None:
     """
     job, seen, num_classes = federation.job, [], 0
     first: SiteId | None = None
+    num_read = num_all = 0
     federation.pool.reserve(2)
     for site in job.sites:
         data = job.data if site.data is None else site.data
@@ -61,6 +74,7 @@ def check_first_batches(federation: Federation) -> None:
             if data not in seen:
                 num_classes = _check_step(federation, name)
             _check_labels(federation, name, num_classes, read)
+            _check_smallest_batch(federation, name)
         except Exception as error:
             # User code may raise anything. This translates and does not continue.
             source = unpinned(data.source)  # As in the job file, without its digest.
@@ -68,6 +82,10 @@ def check_first_batches(federation: Federation) -> None:
                 f"site {name!r}, data {source!r}: {sentence(error)}"
             ) from error
         seen.append(data)
+        sizes = list(map(len, federation.site_data[name]))
+        num_read += sum(min(size, _MOST_RECORDS) for size in sizes)
+        num_all += sum(sizes)
+    return num_read, num_all
 
 
 def _check_size(federation: Federation, name: SiteId) -> None:
@@ -91,15 +109,29 @@ def _check_size(federation: Federation, name: SiteId) -> None:
 def _check_records(federation: Federation, name: SiteId) -> _TargetsRead:
     """Read the first records of a site, and return their targets by part."""
     found: _TargetsRead = []
+    pool, is_loop = federation.pool, federation.job.training.task == TRAINER
+
+    def is_handled(batch: Batch) -> bool:
+        if is_loop:
+            return False  # Its loss is not known here.
+        batch = map_tree(lambda part: part.to(pool.device), batch)
+        with pool.borrow() as model:
+            model.load(*pool.initial_weights())
+            return stays_finite(
+                pool.objective, model.module, batch, gradients=what == "training"
+            )
+
     for part, what in zip(
         federation.site_data[name], ("training", "held-out"), strict=True
     ):
         size, targets = min(len(part), _MOST_RECORDS), []
         for start in range(0, size, _CHUNK):
-            batch = part.batch(np.arange(start, min(start + _CHUNK, size)))
-            row = not_finite_row(batch)
-            if row is not None:
-                raise SiteError(not_finite_records(what, start + row))
+            indices = np.arange(start, min(start + _CHUNK, size))
+            batch = part.batch(indices)
+            if len(not_finite_rows(batch)):
+                bad = first_not_finite(part, [indices], is_handled)
+                if bad is not None:
+                    raise SiteError(not_finite_records(what, bad))
             targets.append(batch[1])
         found.append(targets)
     return found
@@ -141,22 +173,13 @@ def _check_step(federation: Federation, name: SiteId) -> int:
     """
     job, pool = federation.job, federation.pool
     train, held_out = federation.site_data[name]
-    # One step without privacy, whose requirements on the model are checked elsewhere.
-    off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
-    step = replace(job.training, local_steps=1, local_epochs=None)
     held_out = held_out.subset(np.arange(min(len(held_out), _CHUNK)))
     if job.training.task == TRAINER:
-        loop = replace(federation, job=replace(job, training=step, privacy=off))
+        loop = replace(federation, job=_one_step(job))
         _try(federation, loop.loop_trainer(name, (train, held_out)), held_out)
         return 0
     pool.noted.add(PROBABILITIES)  # An error below, and no warning before it.
-    trainer = TorchTrainer(
-        replace(job, training=replace(step, accumulate=1), privacy=off),
-        name,
-        pool=pool,
-        train=train,
-        held_out=held_out,
-    )
+    trainer = _trainer(federation, name, train, held_out)
     _try(federation, trainer, held_out)
     _note_bounds(federation, held_out)
     weights_d, integers_m = pool.initial_weights()
@@ -167,6 +190,10 @@ def _check_step(federation: Federation, name: SiteId) -> int:
         if takes_private_steps(job):
             model.module.train()
             trainer.check_apart(model.module, batch, gradients=True)
+        if job.training.task in {"binary", "multi_label"} and ends_in_sigmoid(
+            logits_of(model.module.eval(), batch[0])
+        ):
+            raise JobError(SIGMOID, key="model.factory")
         if job.training.task != "classification":
             return 0
         with torch.no_grad():
@@ -174,6 +201,41 @@ def _check_step(federation: Federation, name: SiteId) -> int:
     if are_probabilities(logits_bk):
         raise JobError(PROBABILITIES, key="model.factory")
     return len(logits_bk[0])
+
+
+def _one_step(job: JobSpec) -> JobSpec:
+    """Take privacy off, whose requirements on the model are checked elsewhere."""
+    off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
+    step = replace(job.training, local_steps=1, local_epochs=None)
+    return replace(job, training=step, privacy=off)
+
+
+def _trainer(
+    federation: Federation, name: SiteId, train: Dataset, held_out: Dataset
+) -> TorchTrainer:
+    job, pool = _one_step(federation.job), federation.pool
+    job = replace(job, training=replace(job.training, accumulate=1))
+    return TorchTrainer(job, name, pool=pool, train=train, held_out=held_out)
+
+
+def _check_smallest_batch(federation: Federation, name: SiteId) -> None:
+    """Train or evaluate on one record, where a site has a batch of one.
+
+    Raises:
+        SiteError: The model or the objective needs more records.
+    """
+    job, (train, held_out) = federation.job, federation.site_data[name]
+    if job.training.task == TRAINER or takes_private_steps(job):
+        return
+    first, start = np.zeros(1, np.int64), federation.pool.initial_weights()
+    batch_size, size = job.training.batch_size, len(train)
+    is_cut = job.training.local_steps is None and size % batch_size == 1
+    if is_cut or 1 in {size, batch_size}:
+        one = _trainer(federation, name, train.subset(first), held_out)
+        one.fit(*start, round_index=1)
+    if len(held_out) % job.evaluation.batch_size == 1:
+        one = _trainer(federation, name, train, held_out.subset(first))
+        one.evaluate(*start, round_index=1)
 
 
 def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:

@@ -33,7 +33,7 @@ from clients.data.reading import BatchReader
 from clients.models import personal, weights
 from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
-from clients.models.objectives import results_by_record
+from clients.models.objectives import results_by_record, stays_finite
 from clients.models.pruning import holding_zeros
 from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
@@ -389,7 +389,7 @@ class TorchTrainer:
         local_d, local_m = weights.read(model, layout)
         has_finite_loss = training is None or math.isfinite(training.loss_sum)
         if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
-            self._check_finite(round_index, steps)
+            self._check_finite(round_index, steps, (weights_d, before_m, kept))
         if not has_finite_loss and optimizer.skipped:
             training = None  # Of a step that was not taken; a secure sum has no NaN.
         if lost_d is not None:
@@ -533,8 +533,19 @@ class TorchTrainer:
             seed=torch_seed(self._seed, "training", self.site, round_index),
         )
 
-    def _check_finite(self, round_index: int, steps: range) -> None:
+    def _check_finite(
+        self,
+        round_index: int,
+        steps: range,
+        start: tuple[Vector, IntegerVector, Arrays],
+    ) -> None:
         """Find the record that made losses infinite, and weights or gradients.
+
+        Args:
+            round_index: From 1.
+            steps: Those of the round, counted over the run from 0.
+            start: Shapes ``(d,)`` and ``(m,)``, and the site's arrays: what the round
+                began with.
 
         Raises:
             NotFinite: It is one of this round's batches. Not where whole sites are
@@ -542,7 +553,14 @@ class TorchTrainer:
         """
         if self.peers.count > 1:
             return
-        bad = first_not_finite(self.train, self._indices(round_index, steps))
+
+        def is_handled(batch: Batch) -> bool:
+            with self.pool.borrow() as fresh:
+                fresh.load(*start)
+                return self.stays_finite(fresh.module, batch, gradients=True)
+
+        walk = self._indices(round_index, steps)
+        bad = first_not_finite(self.train, walk, is_handled)
         if bad is not None:
             error = NotFinite(
                 not_finite_records("training", bad),
@@ -684,6 +702,15 @@ class TorchTrainer:
         self.check_apart(model, batch, gradients=True)
         return partial(self._sum_of_means, model, batch)
 
+    def stays_finite(
+        self, model: torch.nn.Module, batch: Batch, *, gradients: bool
+    ) -> bool:
+        """Whether a model handles some records; see ``objectives.stays_finite``."""
+        with self._autocast():
+            return stays_finite(
+                self._objective, model, self._on_device(batch), gradients=gradients
+            )
+
     def _sum_of_means(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Sum over records of each record's mean loss over its predictions."""
         inputs, targets = batch
@@ -738,7 +765,8 @@ class TorchTrainer:
         # Afterwards: a model that draws random numbers draws the same in every round.
         if walk:
             notes.on_batch(model, first)
-        notes.on_result(found, walk)
+        handled = partial(self.stays_finite, model, gradients=False)
+        notes.on_result(found, walk, handled)
         return found
 
     def _steps_of(self, round_index: int) -> range:

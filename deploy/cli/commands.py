@@ -90,13 +90,14 @@ def _check_job(options: argparse.Namespace) -> int:
             federation = wiring.build_federation(job)
         initial_weights(job, federation.pool)
         found = job_check.forecast(federation, options.clock, options.speeds)
-        check_first_batches(federation)
+        num_read, num_records = check_first_batches(federation)
     dealt = wiring.data_distributed(federation, at=options.clock.now())
     size, own = federation.pool.layout.size, federation.pool.layout.num_personal
     if options.json:
         sites = _site_rows(dealt)
         document: dict[str, Any] = {"job": job_file.document(job)}
         document |= {"sites": sites, "parameters": size, **found.document()}
+        document |= {"records": num_records, "records_read": num_read}
         say_json(document)
         return DONE
     output = console()
@@ -108,6 +109,8 @@ def _check_job(options: argparse.Namespace) -> int:
         say(line)
     if advice := tokenizers.notice(job, loaded):
         say(advice)
+    if num_read < num_records:
+        say(f"looked for NaN in {num_read:,} of {num_records:,} records")
     say("the job is sound")
     return DONE
 

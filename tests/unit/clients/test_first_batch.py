@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.small_jobs import blobs, small_job
 
 from clients.data.datasets import as_dataset
 from clients.models.model_pool import ModelPool
 from clients.training.first_batch import check_first_batches
 from clients.training.local_federation import Federation
+from clients.training.trainer import TorchTrainer
+from clients.training.update import NotFinite, prepare
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import DataSpec
@@ -146,3 +149,143 @@ def test_values_beyond_their_bounds_are_noted(caplog: pytest.LogCaptureFixture):
         "widen the bounds"
         for name in ("loss", "squared_error")
     ]
+
+
+class Imputing(torch.nn.Linear):
+    """Puts 0 in the place of missing inputs, in a way whose gradient may be NaN."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 3)
+        self.way = way
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "before":
+            x = x.nan_to_num() * self.scale
+        elif self.way == "after":  # The gradient of the branch not taken is 0 * NaN.
+            x = torch.where(x.isnan(), 0.0, x * self.scale)
+        else:
+            x = x * self.scale
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["before", "after", "not at all"])
+@pytest.mark.parametrize("row", [3, 59])
+def test_nan_counts_as_missing_if_the_model_handles_it(way: str, row: int):
+    """Also beyond the first batch, and only if gradients are finite too."""
+    inputs, targets = arrays()
+    holes = inputs.copy()
+    holes[row, 1] = np.nan
+    model = {"factory": f"{__name__}:Imputing", "options": {"way": way}}
+    job = small_job(num_sites=2, model=model)
+    found = federation((inputs, targets), (holes, targets))
+    found = replace(found, job=job, pool=ModelPool(job))
+    if way == "before":
+        check_first_batches(found)
+        return
+    with pytest.raises(SiteError, match=f"site-1'.* training record {row} holds NaN"):
+        check_first_batches(found)
+
+
+@pytest.mark.parametrize(("way", "is_blamed"), [("before", False), ("after", True)])
+def test_divergence_is_blamed_on_nan_only_if_it_does_harm(way: str, *, is_blamed: bool):
+    inputs, targets = arrays()
+    inputs = inputs.copy()
+    inputs[7, 1] = np.nan
+    job = small_job(
+        model={"factory": f"{__name__}:Imputing", "options": {"way": way}},
+        training={"local_epochs": 3, "optimizer": {"lr": 1e30}},
+    )
+    pool, data = ModelPool(job), as_dataset((inputs, targets), name="train")
+    trainer = TorchTrainer(job, SiteId("site-0"), pool=pool, train=data, held_out=data)
+    start = pool.initial_weights()
+    with pytest.raises(NotFinite) as caught:
+        prepare(start[0], trainer.fit(*start, round_index=1))
+    assert ("training record 7 holds NaN" in str(caught.value)) == is_blamed
+    assert ("learning rate" in str(caught.value)) != is_blamed
+
+
+def test_records_that_were_looked_at_are_counted():
+    """The rest may hold NaN; the first 1,024 of each part are read."""
+    inputs, targets = arrays()
+    many = np.tile(inputs, (20, 1)), np.tile(targets, 20)
+    many[0][1100] = np.nan
+    read = check_first_batches(federation((inputs, targets), many))
+    assert read == (2 * 60 + 2 * 1024, 2 * 60 + 2 * 1200)
+
+
+def sigmoid(*, functional: bool) -> torch.nn.Module:
+    last = torch.nn.Flatten(0) if functional else torch.nn.Sigmoid()
+    linear = torch.nn.Linear(4, 1)
+    if functional:
+        linear.register_forward_hook(lambda *call: torch.sigmoid(call[2])[:, 0])
+    return torch.nn.Sequential(linear, last)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("task", ["binary", "multi_label"])
+def test_a_sigmoid_at_the_end_is_found(task: str, *, functional: bool):
+    inputs, targets = arrays()
+    data = inputs, (targets == 0).astype(np.int64)
+    job = small_job(
+        num_sites=2,
+        model={"factory": f"{__name__}:sigmoid", "options": {"functional": functional}},
+        training={"task": task, "local_steps": 1},
+    )
+    found = replace(federation(data, data), job=job, pool=ModelPool(job))
+    with pytest.raises(SiteError, match="remove the sigmoid"):
+        check_first_batches(found)
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "is_sound"),
+    [
+        ({"local_epochs": 1, "batch_size": 59}, {}, False),
+        ({"local_epochs": 1, "batch_size": 58}, {}, True),
+        ({"local_steps": 2, "batch_size": 59}, {}, True),
+        ({"local_steps": 2, "batch_size": 1}, {}, False),
+        ({"local_steps": 2}, {"batch_size": 59}, True),  # It has running averages.
+    ],
+)
+def test_a_last_batch_of_one_record_is_tried(
+    training: dict[str, Any], evaluation: dict[str, Any], *, is_sound: bool
+):
+    """Batch normalisation cannot train on it."""
+    tables = {"training": training, "evaluation": evaluation}
+    job = small_job(
+        num_sites=2, model={"factory": "support.small_jobs:normalised"}, **tables
+    )
+    found = federation(arrays(), arrays())
+    found = replace(found, job=job, pool=ModelPool(job))
+    if is_sound:
+        check_first_batches(found)
+        return
+    with pytest.raises(SiteError, match=r"batch normalisation.*training.batch_size"):
+        check_first_batches(found)
+
+
+def test_a_last_held_out_batch_of_one_record_is_tried():
+    """``squeeze()`` takes the axis of records from it."""
+    inputs, targets = arrays()
+    data = inputs, (targets == 0).astype(np.int64)
+
+    def check(batch_size: int) -> None:
+        job = small_job(
+            num_sites=2,
+            model={"factory": f"{__name__}:squeezed"},
+            training={"task": "binary", "local_steps": 1},
+            evaluation={"batch_size": batch_size},
+        )
+        check_first_batches(
+            replace(federation(data, data), job=job, pool=ModelPool(job))
+        )
+
+    check(58)
+    with pytest.raises(SiteError, match=r"one row per record|shape of the targets"):
+        check(59)
+
+
+def squeezed() -> torch.nn.Module:
+    linear = torch.nn.Linear(4, 1)
+    linear.register_forward_hook(lambda *call: call[2].squeeze())
+    return linear
