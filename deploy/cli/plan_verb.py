@@ -1,7 +1,6 @@
 """The verb ``plan``: what a deployment's run will send, take and cost."""
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -43,8 +42,6 @@ def _plan(options: argparse.Namespace) -> int:
     from deploy.fleet.planning import forecast, run_prices  # noqa: PLC0415
 
     wanted = deployment_file.load(options.deployment)
-    if options.refresh_prices:
-        return _refresh(options, wanted)
     job = deployment_file.load_job(wanted)
     start_checks.check_sites(wanted, job)  # Or their prices would be ignored.
     notices = _Notices()
@@ -192,34 +189,6 @@ def _kept(own: "Alternative", found: "RunForecast") -> "Iterator[str]":
                 f"S = D x C / T = {kept['dollars_per_month_and_second']:,.4f} dollars "
                 "a month for each second"
             )
-
-
-def _refresh(options: argparse.Namespace, wanted: "DeploymentPlan") -> int:
-    """Write a new price table, from those of clouds and the old one."""
-    from cloud_adapters.extras import naming_extras  # noqa: PLC0415 -- --help
-    from deploy.fleet import prices, refresh  # noqa: PLC0415 -- keeps `--help` fast
-
-    with naming_extras():
-        from cloud_adapters.compute import (  # noqa: PLC0415 -- extra aws
-            aws_prices,
-            gcp_prices,
-        )
-    today = prices.day_of(options.clock.now())
-    old = prices.load(options.prices or wanted.prices, today=today, warn=lambda _: None)
-    secret = gcp_prices.key_of(os.environ)
-    google = None if secret is None else gcp_prices.GcpPrices(secret)
-    found = refresh.refreshed(
-        old, wanted.file, aws_prices.connect(), google, today=today
-    )
-    refresh.write(found, options.refresh_prices)
-    if google is None:
-        tell(
-            "only prices of AWS were asked for: those of other clouds keep their day. "
-            f"Google's need an API key, in {gcp_prices.KEY} or a file that "
-            f"{gcp_prices.KEY_FILE} names"
-        )
-    say(str(options.refresh_prices))
-    return DONE
 
 
 def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]":

@@ -72,7 +72,7 @@ class DeploymentFile:
             machines on demand while there is time to, and before that to cheaper
             zones. None for no deadline.
         prices: Price table, relative to this file, in place of that of the release; for
-            example one that `crossfed plan --refresh-prices` has written.
+            example one that `tools/refresh_prices.py` has written.
         start: When `crossfed up` may start machines.
         folder: Folder for keys, runs and the state of local sites, relative to this
             file; by default `deployments/NAME`.

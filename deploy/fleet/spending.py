@@ -202,8 +202,8 @@ def _rates(
 def _refuse(message: str) -> None:
     raise JobError(
         f"a budget needs new prices, but {message}; name a newer table as prices in "
-        "the deployment file (crossfed plan --refresh-prices writes one), or state "
-        "dollars_per_hour of every site",
+        "the deployment file (tools/refresh_prices.py of the repository writes one), "
+        "or state dollars_per_hour of every site",
         key="max_dollars",
     )
 

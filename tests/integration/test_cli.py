@@ -122,7 +122,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "logs": common | {"run", "--aggregator"},
         "plan": common
         | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
-        | {"--budget", "--deadline", "--plot", "--refresh-prices"},
+        | {"--budget", "--deadline", "--plot"},
         "up": common | here | {"--accept", "--detach", "--keep", "--speeds"},
         "nodes": common | here | {"--all"},
         "down": common | here | {"--any-owner", "--purge", "--yes-purge"},

@@ -9,10 +9,11 @@ from typing import Any
 
 import boto3
 import pytest
+import refresh_prices
+from aws_prices import AwsPrices
 from botocore.stub import ANY, Stubber
 
-from cloud_adapters.compute.aws_prices import AwsPrices
-from deploy.fleet import prices, refresh
+from deploy.fleet import prices
 from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from federation.errors import ComputeError, ComputeForbidden, JobError
@@ -122,9 +123,9 @@ def test_a_table_is_refreshed(aws: Callable[..., AwsPrices], tmp_path: Path):
         # is left out.
         [[("a", "0.9"), ("a", "0.5"), ("b", "0.4"), ("c", "0.6")], [("a", "0.9")]],
     )
-    found = refresh.refreshed(OLD, FILE, source, today=TODAY)
+    found = refresh_prices.refreshed(OLD, FILE, source, today=TODAY)
     path = tmp_path / "prices.toml"
-    refresh.write(found, path)
+    refresh_prices.write(found, path)
     told: list[str] = []
     assert prices.load(path, today=TODAY, warn=told.append) == found
     assert "159 days old" in told[0]  # Those of gcp.
@@ -155,7 +156,7 @@ def test_prices_that_cannot_be_right_are_refused(
     """Nothing is written then."""
     source: Any = aws(products, [[("a", "0.4")]])
     with pytest.raises((JobError, ComputeError), match=message):
-        refresh.refreshed(OLD, FILE, source, today=TODAY)
+        refresh_prices.refreshed(OLD, FILE, source, today=TODAY)
 
 
 def test_tiers_with_a_gap_are_refused(aws: Callable[..., AwsPrices]):

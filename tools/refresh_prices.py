@@ -1,18 +1,27 @@
-"""``crossfed plan --refresh-prices``: a new dated price table from a cloud's own lists.
+"""Write a new dated price table from the clouds' own lists.
 
-Asked for are the machines of the table and of the deployment, on AWS and, where there
-is a key for its price list, on Google Cloud; and AWS's traffic. Everything else is kept
-with the day that it is of, so that its age is still seen.
+    python tools/refresh_prices.py DEPLOYMENT TABLE [--prices OLD]
+
+Machines of the old table and of the deployment are priced, on AWS and, with an API key
+in CROSSFED_GOOGLE_API_KEY or a file that CROSSFED_GOOGLE_API_KEY_FILE names, on Google
+Cloud; and AWS's traffic. All other rows keep their day, so that their age is visible.
 """
 
+import argparse
+import os
+import sys
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import aws_prices
+import gcp_prices
 import tomli_w
+from aws_prices import AwsPrices
+from gcp_prices import find_parts
 
-from cloud_adapters.compute.gcp_prices import find_parts
+from deploy.fleet import deployment_file, prices as price_table
 from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.prices import (
     Egress,
@@ -25,16 +34,14 @@ from deploy.fleet.prices import (
 )
 from deploy.fleet.tables.providers import AWS, GCP
 from federation import durable_files
+from federation.clock import SystemClock
 from federation.errors import JobError
-
-if TYPE_CHECKING:
-    from cloud_adapters.compute.aws_prices import AwsPrices
 
 # A price that has changed by more is rather a slip, of theirs or of ours.
 _MOST_CHANGE = 3.0
 _SOURCE = "AWS Price List and spot price history"
 _SOURCES = {AWS: _SOURCE, GCP: "Google Cloud Billing Catalog, sum of parts"}
-_HEAD = "# Written by crossfed plan --refresh-prices. `--prices` takes this file.\n"
+_HEAD = "# Written by tools/refresh_prices.py. `--prices` takes this file.\n"
 
 _Row = TypeVar("_Row", MachinePrice, Egress, Transfer, Storage, Keys)
 
@@ -54,7 +61,7 @@ class MachinePrices(Protocol):
 def refreshed(
     old: Prices,
     file: DeploymentFile,
-    aws: "AwsPrices",
+    aws: AwsPrices,
     gcp: MachinePrices | None = None,
     *,
     today: date,
@@ -137,7 +144,7 @@ def _machine(
     return replace(row, on_demand=demand, spot=spot, source=source, as_of=day)
 
 
-def _egress(row: Egress, aws: "AwsPrices", region: str, day: str) -> Egress:
+def _egress(row: Egress, aws: AwsPrices, region: str, day: str) -> Egress:
     tiers = [
         EgressTier(up_to=tier.up_to, dollars=tier.dollars)
         for tier in aws.egress(region)
@@ -155,7 +162,6 @@ def _check_change(what: str, old: float, new: float) -> None:
         raise JobError(
             f"{what} was {old} dollars and is {new}: compare it with the cloud's own "
             "page, and if it is right, state it in your table",
-            key="--refresh-prices",
         )
 
 
@@ -175,3 +181,31 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_none(each) for each in value]
     return value
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("deployment", type=Path)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--prices", type=Path)
+    given = parser.parse_args()
+    today = price_table.day_of(SystemClock().now())
+    plan = deployment_file.load(given.deployment)
+    old = price_table.load(
+        given.prices or plan.prices, today=today, warn=lambda _: None
+    )
+    secret = gcp_prices.key_of(os.environ)
+    google = None if secret is None else gcp_prices.GcpPrices(secret)
+    found = refreshed(old, plan.file, aws_prices.connect(), google, today=today)
+    write(found, given.table)
+    if google is None:
+        print(
+            "only AWS was asked for prices: those of other clouds keep their day. Set "
+            f"{gcp_prices.KEY} or {gcp_prices.KEY_FILE} to ask Google",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.google_server import Answer, GoogleServer, Request, json_answer
-
-from cloud_adapters.compute.gcp_prices import (
+import refresh_prices
+from gcp_prices import (
     KEY,
     KEY_FILE,
     GcpPrices,
     key_of,
     parts_of,
 )
-from deploy.fleet import prices, refresh
+from support.google_server import Answer, GoogleServer, Request, json_answer
+
+from deploy.fleet import prices
 from deploy.fleet.deployment_file import DeploymentFile
 from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from federation.errors import ComputeError, ComputeForbidden, JobError
@@ -286,7 +287,7 @@ def test_a_table_gets_new_prices_of_google(google: Serve):
     file = DeploymentFile(name="x", job="j", sites=())
     aws: Any = NoAws()
     today = date(2026, 11, 26)
-    found = refresh.refreshed(old, file, aws, google([*A2, *E2]), today=today)
+    found = refresh_prices.refreshed(old, file, aws, google([*A2, *E2]), today=today)
     assert [(row.machine, row.as_of) for row in found.machines] == [
         ("a2-highgpu-1g", "2026-11-26"),
         ("e2-standard-4", "2026-11-26"),
@@ -296,7 +297,7 @@ def test_a_table_gets_new_prices_of_google(google: Serve):
     cheap = [row | {} for row in A2]
     cheap[2] = sku(cheap[2]["description"], 0.02)
     with pytest.raises(JobError, match="with the cloud's own"):
-        refresh.refreshed(old, file, aws, google([*cheap, *E2]), today=today)
+        refresh_prices.refreshed(old, file, aws, google([*cheap, *E2]), today=today)
 
 
 def test_a_price_that_a_person_has_stated_is_kept_with_its_day(google: Serve):
@@ -320,5 +321,5 @@ def test_a_price_that_a_person_has_stated_is_kept_with_its_day(google: Serve):
     file = DeploymentFile(name="x", job="j", sites=(site,))
     aws: Any = NoAws()
     today = date(2026, 11, 26)
-    found = refresh.refreshed(old, file, aws, google(E2), today=today)
+    found = refresh_prices.refreshed(old, file, aws, google(E2), today=today)
     assert found.machines == (stated,)
