@@ -74,13 +74,23 @@ def needs(federation: Federation) -> Mapping[SiteId, float]:
         JobError: Its promise cannot be kept with these data, rounds and batches.
     """
     if federation.job.privacy.differential_privacy.unit == "site":
-        delta = _delta_of_sites(federation.job)
+        delta = delta_of_sites(federation.job)
         need = _multiplier(federation, delta, 1.0)
         return dict.fromkeys(federation.site_data, need)
-    return {
+    found = {
         name: _multiplier(federation, records.delta, records.rate, records.beside)
         for name, records in _records(federation).items()
     }
+    most = federation.job.privacy.differential_privacy.max_noise_multiplier or math.inf
+    for name, need in found.items():
+        if need > most:
+            raise JobError(
+                f"site {name!r} needs a noise multiplier of {need:.4g} for its "
+                f"records, and the job allows {most:g}: raise it, choose smaller "
+                "batches or fewer rounds, or leave the site out",
+                key=f"{_TABLE}.max_noise_multiplier",
+            )
+    return found
 
 
 def plan(
@@ -103,28 +113,10 @@ def plan(
     """
     if stated is None:
         stated = needs(federation)
-    _check_stated(federation.job, stated)
     wanted = max(stated.values())
     if federation.job.privacy.differential_privacy.unit == "joint":
         return _plan_joint(federation, wanted)
     return _plan_sites(federation, wanted)
-
-
-def _check_stated(job: JobSpec, stated: Mapping[SiteId, float]) -> None:
-    """Refuse a statement that contradicts noise that the job sets.
-
-    Such a job need not reach its target with all rounds. A site that states another
-    number whenever the run resumes could choose by results how the cap is filled.
-    """
-    given = job.privacy.differential_privacy.noise_multiplier
-    odd = [name for name, need in stated.items() if given not in {None, need}]
-    if odd:
-        raise JobError(
-            f"site {odd[0]!r} has stated that it needs a noise multiplier of "
-            f"{stated[odd[0]]:g}, but the job sets {given:g} for all sites: nothing "
-            "was planned. Ask the site's operator which release it runs",
-            key=f"{_TABLE}.noise_multiplier",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +182,7 @@ def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
         share=share,
         ring=ring,
         noise=SumNoise(spans=federation.pool.trained_spans, bit_std=bit_std),
-        deltas=dict.fromkeys(names, _delta_of_sites(job)),
+        deltas=dict.fromkeys(names, delta_of_sites(job)),
         events=dict.fromkeys(names, event),
         signal_to_noise=_signal_to_noise(share, ring, num_sites),
     )
@@ -230,7 +222,8 @@ def _delta(given: float | None, count: int, what: str) -> float:
     return delta
 
 
-def _delta_of_sites(job: JobSpec) -> float:
+def delta_of_sites(job: JobSpec) -> float:
+    """Delta of what whole sites are promised: the job's, or the default."""
     given = job.privacy.differential_privacy.delta
     return _delta(given, len(job.sites), what="sites")
 

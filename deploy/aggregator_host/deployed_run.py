@@ -12,6 +12,7 @@ from typing import Protocol
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, notice
 from clients.privacy import site_plans as private_sites, sum_plan as sum_privacy
+from clients.privacy.stated_bounds import dominance_notice
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
@@ -207,7 +208,9 @@ class DeployedRun:
         return join_anchors(checkpoints.anchors(), self._run.anchors())
 
     def _facts(self) -> Iterator[Event]:
-        for text in (dropout_notice(self._job), notice(self._job)):
+        needs = self._roll_call.needs
+        odd = dominance_notice(needs) if needs else ""
+        for text in (dropout_notice(self._job), notice(self._job), odd):
             if text:
                 yield Warned(at=self._clock.now(), message=text)
         for reason in self._roll_call.absent.values():

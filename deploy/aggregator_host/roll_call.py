@@ -12,6 +12,7 @@ from types import MappingProxyType
 import tomli_w
 
 from aggregator.weighting import SignedCounts
+from clients.privacy.stated_bounds import introduction_fault
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -38,9 +39,9 @@ class SignedRollCall:
         aggregator: Signs.
         roster: Pins the sites' keys.
         relays: The sites behind each relay of the job.
+        job: As proposed; bounds what sites may state.
         sites: Those of the job. What others answer does not matter: a site that the
             job does not name refuses it.
-        in_sum: Whether their noise adds up, so that all of them plan it together.
         spares: Whether the run does without a site that refuses.
         absent: Sites that the run does without, and why.
         introductions: What the sites that take part have answered to the question.
@@ -51,8 +52,8 @@ class SignedRollCall:
     run_id: RunId
     aggregator: Identity = field(repr=False)
     roster: Roster
+    job: JobSpec
     sites: frozenset[SiteId]
-    in_sum: bool
     relays: Mapping[SiteId, Collection[SiteId]] = field(default_factory=dict)
     spares: bool = False
     absent: dict[SiteId, str] = field(default_factory=dict)
@@ -94,8 +95,8 @@ class SignedRollCall:
             run_id=run_id,
             aggregator=aggregator,
             roster=roster,
+            job=job,
             sites=sites,
-            in_sum=job.privacy.differential_privacy.in_sum,
             relays={
                 SiteId(relay.name): tuple(map(SiteId, relay.sites))
                 for relay in job.relays
@@ -184,10 +185,22 @@ class SignedRollCall:
         if found.refused:
             reason = wire.one_line(found.refused)
             return self._without(site, f"site {site!r} does not take part: {reason}")
-        if self.in_sum and self.needs is None and found.needs is None:
+        if self._asks_needs and found.needs is None:
             raise ProtocolError(f"site {site!r} does not state its noise plan")
+        fault = introduction_fault(self.job, found, is_last=not self._asks_needs)
+        if fault:
+            return self._without(
+                site,
+                f"site {site!r} {fault}: it is refused. Ask its operator which release "
+                f"it runs, or leave it out of the job",
+            )
         self.introductions[site], self._signed[site] = found, answer
         return site
+
+    @property
+    def _asks_needs(self) -> bool:
+        """Whether sites plan noise together, and this is the first question."""
+        return self.job.privacy.differential_privacy.in_sum and self.needs is None
 
     def _without(self, site: SiteId, why: str) -> SiteId:
         """Do without a site, or end the handshake of a run that needs it."""
@@ -198,7 +211,7 @@ class SignedRollCall:
 
     def move_on(self) -> bool:
         """See ``cloud_adapters.flower.roll_call.RollCall``."""
-        if not self.in_sum or self.needs is not None:
+        if not self._asks_needs:
             return False
         found = sorted(self.introductions.items())
         self.needs = {name: each.needs for name, each in found if each.needs}

@@ -16,6 +16,7 @@ from pathlib import Path
 from clients.models.model_pool import ModelPool
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.site_policy import check_job
+from clients.privacy.stated_bounds import need_fault
 from clients.training.kept_steps import KeptSteps
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
@@ -301,7 +302,8 @@ class SiteAgent:
         """What each site of the job has stated and signed.
 
         Raises:
-            ProtocolError: One is not signed by its site, or belongs to another run.
+            ProtocolError: One is not signed by its site, belongs to another run, or
+                states more than any site of the job may need.
             JobError: They are not those of all sites.
         """
         stated = introduction.stated_needs(
@@ -315,6 +317,10 @@ class SiteAgent:
                 f"job, but these differ: {odd}",
                 key="sites",
             )
+        for name, need in sorted(stated.items()):
+            fault = need_fault(met.job, need)
+            if fault:
+                raise ProtocolError(f"site {name!r} {fault}: nothing was planned")
         return stated
 
     def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> ProposedRun:

@@ -49,6 +49,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "accumulate_from"), []),
     (("model", "tokenizers"), []),
     (("model", "frozen"), []),
+    (("privacy", "differential_privacy", "max_noise_multiplier"), None),
 )
 
 

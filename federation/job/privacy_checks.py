@@ -314,6 +314,7 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
     used = {
         "colluding_sites": private.in_sum,
         "records_per_person": private.of_persons,
+        "max_noise_multiplier": unit == "joint" and private.noise_multiplier is None,
         "adaptive_clip": unit == "site",
         "accept_low_signal": unit == "site",
         "clip_quantile": private.adaptive_clip,
@@ -324,6 +325,8 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
             where = "adaptive_clip" if name.startswith("clip_") else 'unit = "site"'
             where = 'unit = "joint" or "site"' if name == "colluding_sites" else where
             where = 'unit = "person"' if name == "records_per_person" else where
+            if name == "max_noise_multiplier":
+                where = 'unit = "joint" without noise_multiplier'
             raise JobError(
                 f"it is for {where} only: remove this key", key=f"{table}.{name}"
             )

@@ -105,6 +105,9 @@ class DifferentialPrivacySpec:
             random for each step. `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`; calibrated to `target_epsilon` by default.
+        max_noise_multiplier: `joint`: largest noise multiplier that a site may state
+            that its records need; all sites add noise for it. A site that needs more is
+            refused by name. Default: what one expected batch of records would need.
         reserve_rounds: Rounds beyond `rounds` that the noise is calibrated for. Lost
             rounds, and rounds that a crash cut short, are charged too; without a
             reserve, the run ends that many rounds early.
@@ -137,6 +140,7 @@ class DifferentialPrivacySpec:
     clip_norm: float = key(default=1.0, above=0.0)
     records_per_person: int = key(default=8, low=1, high=1024)
     noise_multiplier: float | None = key(default=None, above=0.0)
+    max_noise_multiplier: float | None = key(default=None, above=0.0)
     reserve_rounds: int = key(default=1, low=0)
     colluding_sites: int = key(default=1, low=1)
     adaptive_clip: bool = False

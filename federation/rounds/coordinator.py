@@ -213,6 +213,7 @@ def _run_round(
         meter=parts.meter,
         members=state.members,
         steps=choice.steps if choice else None,
+        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
     )
     record.ask(members)
     if choice is not None:
@@ -445,6 +446,7 @@ def _evaluate_last(
         in_secret=_in_secret(job),
         links=job.communication.links,
         members=state.members,
+        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
     )
     record.ask(members)
     parts.gather.evaluation(shown, record)

@@ -78,8 +78,9 @@ class RoundRecord:
         members: Members = EVERYBODY,
         steps: range | None = None,
         codecs: Mapping[SiteId, Codec] = NO_CODECS,
+        epsilon_cap: float | None = None,
     ) -> None:
-        """Open a round; ``in_secret`` is that of ``RoundVerdicts``.
+        """Open a round; ``in_secret`` and ``epsilon_cap`` are of ``RoundVerdicts``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
         one before; ``meter`` measures what the round takes of the aggregator.
@@ -111,6 +112,7 @@ class RoundRecord:
             based_on=self._model_round,
             codec=links.up,
             codecs=codecs,
+            epsilon_cap=epsilon_cap,
         )
         start = clock.monotonic()
         self.sums = RoundSums(clock=clock, start=start, meter=meter)

@@ -48,6 +48,8 @@ class RoundVerdicts:
             before.
         codec: In whose words answers come.
         codecs: Those of sites that send other places, by site.
+        epsilon_cap: What no site's ledger can have spent; 0 without differential
+            privacy, None for any.
         complaints: What is wrong with each answer that does not count, or why there
             is none, with the name of the site before it.
         out_of_budget: Those of sites whose privacy budget does not allow the round.
@@ -64,6 +66,7 @@ class RoundVerdicts:
     based_on: int | None = None
     codec: Codec = IDENTITY
     codecs: Mapping[SiteId, Codec] = field(default_factory=dict)
+    epsilon_cap: float | None = None
     complaints: list[str] = field(init=False, default_factory=list)
     out_of_budget: list[str] = field(init=False, default_factory=list)
     suspicions: Suspicions | None = field(init=False, default=None)
@@ -213,6 +216,14 @@ class RoundVerdicts:
                 f"round {message.based_on}, not the whole of {based_on}"
             )
             return self._invalid(message.site, text)
+        spent = None if isinstance(message, SecureAnswer) else message.spent
+        if spent is not None and self.epsilon_cap is not None:
+            # After a recovery a ledger may be above its cap, and then trains no more.
+            told = spent.epsilon if self.kind is TaskKind.TRAIN else 0.0
+            told = max(told, spent.held_out_epsilon or 0.0)
+            if told > self.epsilon_cap:
+                text = f"states epsilon {told:.4g}, above {self.epsilon_cap:g}"
+                return self._invalid(message.site, text)
         if self.in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
             return self._judge_secret(message)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE

@@ -4,6 +4,7 @@ Over bytes alone, as in ``test_site_agent``.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.agents import OPEN_POLICY, AgentGrid, consortium
 from support.small_jobs import small_job
 from support.without_report import simulate
 
+from clients.privacy import stated_bounds
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring.run import SecureContext
@@ -26,6 +28,7 @@ from federation.job.spec import JobSpec
 from federation.messages import SecureTask, SiteMessage, Task
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
+from privacy.membership import introduction
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +106,48 @@ def test_joint_run_has_the_noise_plan_of_a_simulated_one(place: Place):
             line.get("epsilon_after") for line in other
         ]
         assert len(found) > JOB.rounds
+
+
+class Overstating:
+    """An agent that states another need of noise than its records have."""
+
+    def __init__(self, inner: SiteAgent, needs: float) -> None:
+        self.inner, self.needs = inner, needs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def introduce(self, sealed: bytes) -> bytes:
+        made = introduction.kept_introduction(self.inner.introduce(sealed))
+        told = made if made.needs is None else replace(made, needs=self.needs)
+        return introduction.seal_introduction(told, self.inner.identity)
+
+
+def test_need_that_no_site_of_the_job_has_ends_the_run_in_its_name(place: Place):
+    """All others would add noise for it, and the model would be nothing else."""
+    liar, most = SITES[1], stated_bounds.largest_need(JOB)
+    for need in (math.nextafter(most, math.inf), 1e3, 1e300):
+        place.grid.agents[liar] = cast(
+            SiteAgent, Overstating(place.agent(liar), needs=need)
+        )
+        with pytest.raises(SiteError) as caught:
+            place.run()
+        assert f"site '{liar}' states that it needs" in str(caught.value)
+        assert not any(f"'{name}'" in str(caught.value) for name in {*SITES} - {liar})
+
+
+def test_need_that_one_site_alone_has_is_told(place: Place):
+    """Within what the job allows it may be true, and costs all others."""
+    name, most = SITES[1], stated_bounds.largest_need(JOB)
+    place.grid.agents[name] = cast(
+        SiteAgent, Overstating(place.agent(name), needs=most)
+    )
+    assert place.run().status == "completed"
+    texts = [each.message for each in place.seen if isinstance(each, events.Warned)]
+    (told,) = [text for text in texts if "noise multiplier" in text]
+    assert told.startswith(f"site '{name}' needs a noise multiplier of {most:.4g}")
+    found = {each.noise_multiplier for each in planned(place.seen).sites}
+    assert found == {most}
 
 
 def visits_job(unit: str) -> JobSpec:

@@ -361,7 +361,7 @@ def test_the_largest_need_decides(tmp_path: Path, beginning: Beginning, name: st
         site.introduce(question), members.roster, question
     )
     assert own.needs is not None
-    needs = {"site-1": own.needs / 2, name: own.needs + 1}
+    needs = {"site-1": own.needs / 2, name: own.needs * 1.2}
     signed = {
         SiteId(one): introduction.seal_introduction(
             replace(own, site=SiteId(one), needs=needs.get(one, own.needs)),
@@ -375,7 +375,30 @@ def test_the_largest_need_decides(tmp_path: Path, beginning: Beginning, name: st
     )
     site.close()
     assert answer.privacy is not None
-    assert answer.privacy.noise_multiplier == own.needs + 1
+    assert answer.privacy.noise_multiplier == own.needs * 1.2
+
+
+def test_no_site_needs_more_noise_than_the_job_allows(
+    tmp_path: Path, beginning: Beginning
+):
+    """A site does not rely on the aggregator, which may collude with the other."""
+    members, site = beginning.members, agents.agent(tmp_path, SITE, beginning.members)
+    question = roll_call(members, job=joint_job(None)).question
+    own = introduction.open_introduction(
+        site.introduce(question), members.roster, question
+    )
+    signed = {
+        SiteId(one): introduction.seal_introduction(
+            replace(own, site=SiteId(one), needs=1e3 if one == ODD else own.needs),
+            members.sites[one],
+        )
+        for one in NAMES
+    }
+    meeting = Meeting(members, site, question, signed, tmp_path)
+    refused = meeting.tell(signed)
+    site.close()
+    assert refused.startswith("site 'site-0' states that it needs"), refused
+    assert meeting.kept() == ["proposal"]
 
 
 def test_noise_that_the_job_sets_is_not_restated(meeting: Meeting):
@@ -384,6 +407,6 @@ def test_noise_that_the_job_sets_is_not_restated(meeting: Meeting):
     key = meeting.members.sites[ODD]
     signed = meeting.signed | {ODD: introduction.seal_introduction(more, key)}
     refused = meeting.tell(signed)
-    assert "'site-0' has stated" in refused
-    assert "the job sets 2 for all sites" in refused
+    assert "'site-0' states that it needs" in refused
+    assert "the job sets 2 for all" in refused
     assert meeting.tell(meeting.signed) == ""

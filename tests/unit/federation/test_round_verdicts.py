@@ -1,5 +1,6 @@
 """What counts in a round, and what is wrong with the rest."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ from federation.compression.codec import BF16, FP16, IDENTITY, Codec
 from federation.messages import (
     FailureKind,
     MetricSums,
+    PrivacySpent,
     SecureStep,
+    SiteEvaluation,
     SiteMessage,
     TaskKind,
 )
@@ -359,3 +362,35 @@ def test_toy_layout_has_every_travelling_role():
     """What the tests of the round loop stand on."""
     roles = {tensor.role for tensor in toy.LAYOUT.tensors}
     assert roles == {Role.PARAMETER, Role.BUFFER, Role.MAX, Role.FROM_SERVER}
+
+
+def test_no_ledger_has_spent_more_than_the_cap():
+    """It would be the run's epsilon, whatever the others have spent."""
+    for kind, spent, cap, is_sound in (
+        (TaskKind.TRAIN, (8.0, 8.0), 8.0, True),
+        (TaskKind.TRAIN, (math.nextafter(8.0, 9.0), None), 8.0, False),
+        (TaskKind.TRAIN, (1e300, None), 8.0, False),
+        (TaskKind.TRAIN, (1.0, 1e300), 8.0, False),
+        (TaskKind.TRAIN, (0.1, None), 0.0, False),
+        # A ledger that was recovered may be above, and still evaluates.
+        (TaskKind.EVALUATE, (9.0, 8.0), 8.0, True),
+        (TaskKind.EVALUATE, (1.0, 9.0), 8.0, False),
+    ):
+        found = PrivacySpent(epsilon=spent[0], delta=1e-5, held_out_epsilon=spent[1])
+        judged = opened(kind)
+        judged.epsilon_cap = cap
+        answers = {
+            TaskKind.TRAIN: replace(SOUND, spent=found),
+            TaskKind.EVALUATE: SiteEvaluation(
+                run_id=toy.RUN,
+                round_index=ROUND,
+                site=SITE,
+                evaluation=SOUND.training,
+                phases=(),
+                based_on=ROUND - 1,
+                spent=found,
+            ),
+        }
+        failure = judged.accept(answers[kind])
+        assert (failure is None) == is_sound, (kind, spent)
+        assert is_sound or "states epsilon" in failure.message
