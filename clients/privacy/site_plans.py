@@ -628,12 +628,13 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
 
 def _holds_against(job: JobSpec) -> str:
     private = job.privacy.differential_privacy
+    aggregator = "the aggregator with its relays" if job.relays else "the aggregator"
     if not private.in_sum:
-        return "the aggregator, all other sites and the public, whatever they do"
+        return f"{aggregator}, all other sites and the public, whatever they do"
     colluding = private.colluding_sites
     sites = "one of the sites" if colluding == 1 else f"{colluding} of the sites"
     return (
-        f"the aggregator and the public together with {sites}, as long as the other "
+        f"{aggregator} and the public together with {sites}, as long as the other "
         "sites in a sum add their noise"
     )
 

@@ -20,7 +20,7 @@ from federation.platform_identity import PlatformIdentity
 from federation.protocols import Clock
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.membership.certificates import CERTIFICATE_DAYS, Authority, Revocations
-from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.agreement.roster import SITE, Roster
 from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import replace_private
 
@@ -44,12 +44,14 @@ class Invitation:
         site: Who is invited.
         expires: Seconds since 1970.
         keys: Digest of the keys that it was used with; empty before.
+        role: In the roster: ``site`` or ``relay``.
     """
 
     digest: str
     site: str
     expires: float
     keys: str = ""
+    role: str = SITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,14 @@ class BoundInvitation:
         machine: Who may enrol as it.
         expires: Seconds since 1970.
         keys: Digest of the keys that it was used with; empty before.
+        role: In the roster: ``site`` or ``relay``.
     """
 
     site: str
     machine: PlatformIdentity
     expires: float
     keys: str = ""
+    role: str = SITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

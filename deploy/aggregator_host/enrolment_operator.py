@@ -42,6 +42,7 @@ from privacy.membership.token import (
     Token,
 )
 from privacy.secagg.agreement.identity import PublicIdentity
+from privacy.secagg.agreement.roster import SITE
 from privacy.secagg.errors import RosterRefused
 
 # Refuses a node from now on; an unknown number is no error.
@@ -57,6 +58,7 @@ class SiteRow:
         state: ``invited``, ``enrolled`` or ``revoked``.
         at: Until when the token or the newest certificate holds, or when it was
             revoked; seconds since 1970.
+        role: ``site`` or ``relay``; of a revoked one, ``site``.
         organisation: Who answers for it; empty where that is not known.
         release: Release of crossfed that it last came with; likewise.
         fingerprint: Fingerprint of its identity; likewise.
@@ -65,6 +67,7 @@ class SiteRow:
     site: str
     state: str
     at: float
+    role: str = SITE
     organisation: str = ""
     release: str = ""
     fingerprint: str = ""
@@ -109,19 +112,21 @@ def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
         FederationError: A file is damaged or cannot be read.
     """
     book = BookFile(folder=config.folder).read().at(clock.now())
-    open_ones = [(one.site, one.expires) for one in book.invitations]
-    open_ones += [(one.site, one.expires) for one in book.bound]
+    path = config.folder / "roster.toml"
+    open_ones: list[Invitation | BoundInvitation] = [*book.invitations, *book.bound]
     invited = [
-        SiteRow(site=site, state="invited", at=expires)
-        for site, expires in open_ones
-        if book.member(site) is None
+        SiteRow(site=one.site, state="invited", at=one.expires, role=one.role)
+        for one in open_ones
+        if book.member(one.site) is None
     ]
-    enrolled = [
-        _row(one, "enrolled", max((c.expires for c in one.certificates), default=0.0))
-        for one in book.members
-    ]
+    enrolled = []
+    for one in book.members:
+        at = max((c.expires for c in one.certificates), default=0.0)
+        pinned = roster_file.pinned(path, site=one.site)
+        role = SITE if pinned is None else pinned.role
+        enrolled.append(replace(_row(one, "enrolled", at), role=role))
     revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
-    serial, digest = roster_file.describe(config.folder / "roster.toml")
+    serial, digest = roster_file.describe(path)
     return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)
 
 
@@ -145,8 +150,9 @@ def invite(
     clock: Clock,
     address: str | None = None,
     seconds: float = TOKEN_SECONDS,
+    role: str = SITE,
 ) -> Token:
-    """Make a token for a site; only its hash is stored.
+    """Make a token for a site or relay; only its hash is stored.
 
     Args:
         config: The operator's ``aggregator.toml``.
@@ -156,6 +162,7 @@ def invite(
         address: ``HOST:PORT`` where the site finds the aggregator; by default the
             first of ``hosts``, and the port of ``listen``.
         seconds: How long it holds.
+        role: In the roster: ``site`` or ``relay``.
 
     Raises:
         EnrolmentRefused: The site is enrolled.
@@ -176,7 +183,7 @@ def invite(
                 f"crossfed aggregator revoke {site}"
             )
         expires = clock.now() + seconds
-        found = Invitation(digest=token.digest, site=site, expires=expires)
+        found = Invitation(digest=token.digest, site=site, expires=expires, role=role)
         book_file.write(book.with_invitation(found))
     return token
 
@@ -189,6 +196,7 @@ def invite_machine(
     clock: Clock,
     address: str | None = None,
     seconds: float = TOKEN_SECONDS,
+    role: str = SITE,
 ) -> Token:
     """Let a machine enrol as a site if its cloud vouches for it.
 
@@ -202,6 +210,7 @@ def invite_machine(
         clock: Tells time.
         address: See ``invite``.
         seconds: How long it holds.
+        role: See ``invite``.
 
     Returns:
         A token without a secret: it says where to enrol, and admits no one by itself.
@@ -216,10 +225,10 @@ def invite_machine(
     with book_file.locked():
         book = book_file.read().at(clock.now())
         expires = clock.now() + seconds
-        found = BoundInvitation(site=site, machine=machine, expires=expires)
+        found = BoundInvitation(site=site, machine=machine, expires=expires, role=role)
         before = book.bound_invitation(site)
         if before is not None and before.machine == machine:
-            found = replace(before, expires=expires)
+            found = replace(before, expires=expires, role=role)
         book_file.write(book.with_bound(found))
     return token
 

@@ -114,10 +114,10 @@ class EnrolmentService:
             machine = self._vouched(book_file.read(), asked, binding)
         with book_file.locked():
             book = book_file.read()
-            bound = self._bind(book, asked, machine)
+            bound, role = self._bind(book, asked, machine)
             # It may be refused only before that is written.
             _check_new(book, asked)
-            self._check_roster(asked)
+            self._check_roster(asked, role)
             issued = authority.issue_site(asked.site, asked.request.encode())
             book = bound.at(self.clock.now())
             book_file.write(book)
@@ -129,11 +129,12 @@ class EnrolmentService:
                 site=asked.site,
                 organisation=asked.organisation,
                 key=asked.identity,
+                role=role,
             )
             member = replace(self._member(book, asked, node_id), machine=machine)
             book_file.write(book.with_member(_with_certificate(member, issued)))
         self.listener(
-            f"site {asked.site!r} of {asked.organisation!r} is enrolled as node "
+            f"{role} {asked.site!r} of {asked.organisation!r} is enrolled as node "
             f"{node_id}"
         )
         return self._answer(issued)
@@ -167,12 +168,13 @@ class EnrolmentService:
 
     def _bind(
         self, book: EnrolmentBook, asked: Enrolment, machine: PlatformIdentity | None
-    ) -> EnrolmentBook:
-        """Bind the invitation to the keys that it is first used with."""
+    ) -> tuple[EnrolmentBook, str]:
+        """Bind the invitation to the keys that it is first used with; its role too."""
         keys = enrolment.keys_digest(asked)
         if machine is None:
             invitation = self._invitation(book, asked)
-            return book.with_invitation(replace(invitation, keys=keys))
+            book = book.with_invitation(replace(invitation, keys=keys))
+            return book, invitation.role
         found = book.bound_invitation(asked.site)
         if found is None or found.machine.difference(machine):
             raise EnrolmentRefused(
@@ -184,7 +186,7 @@ class EnrolmentService:
                 "keys. If it has lost them, the aggregator's operator revokes the site "
                 "and invites it again"
             )
-        return book.with_bound(replace(found, keys=keys))
+        return book.with_bound(replace(found, keys=keys)), found.role
 
     def _invitation(self, book: EnrolmentBook, asked: Enrolment) -> Invitation:
         secret = enrolment.unhex(asked.secret, "secret")
@@ -207,12 +209,18 @@ class EnrolmentService:
             )
         return found
 
-    def _check_roster(self, asked: Enrolment) -> None:
+    def _check_roster(self, asked: Enrolment, role: str) -> None:
         before = roster_file.pinned(self._roster, site=asked.site)
         if before is not None and before.public_key != asked.identity:
             raise EnrolmentRefused(
                 f"the roster pins another key for site {asked.site!r}: the "
                 "aggregator's operator must revoke it first"
+            )
+        if before is not None and before.role != role:
+            raise EnrolmentRefused(
+                f"{asked.site!r} is invited as a {role}, and the roster lists a "
+                f"{before.role} of this name: the aggregator's operator must revoke it "
+                "first"
             )
         if before is not None and before.organisation != asked.organisation:
             raise EnrolmentRefused(

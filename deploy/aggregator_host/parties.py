@@ -17,7 +17,7 @@ from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import RosterRefused
-from privacy.secagg.protocol.of_job import max_examples_of
+from privacy.secagg.protocol.of_job import check_roles, max_examples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
             f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
             key="sites",
         )
+    check_roles(job, parties.roster)
     check_job(job)
 
 

@@ -137,7 +137,7 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
     say(f"fingerprint of this site: {found.fingerprint}")
     say(f"roster {found.roster.serial}, digest {facts['digest']}")
     for entry in found.roster.sites:
-        say(f"  {entry.site}: {entry.organisation}")
+        say(f"  {entry.role} {entry.site}: {entry.organisation}")
     if found.newer is not None:
         say(
             f"the aggregator has roster {found.newer.serial}: crossfed enroll --roster "
@@ -152,10 +152,12 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
 
 def _invite(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
+    from privacy.secagg.agreement import roster  # noqa: PLC0415
 
     clock = options.clock
     config, machine = aggregator_file.load(options.config), _machine(options)
-    about = {"clock": clock, "address": options.address}
+    role = roster.RELAY if options.relay else roster.SITE
+    about = {"clock": clock, "address": options.address, "role": role}
     seconds = 60.0 * options.minutes
     if machine is None:
         token = enrolment_operator.invite(
@@ -247,7 +249,7 @@ def _sites(options: argparse.Namespace) -> int:
         return DONE
     for row in found.sites:
         about = ", ".join(filter(None, (row.organisation, row.release)))
-        say(f"{row.state:<9} {row.site}{': ' if about else ''}{about}")
+        say(f"{row.state:<9} {row.role} {row.site}{': ' if about else ''}{about}")
         say(f"          {_WHEN[row.state]} {_minute(row.at)}")
         if row.fingerprint:
             say(f"          fingerprint {row.fingerprint}")

@@ -54,10 +54,12 @@ def _storage_key(options: argparse.Namespace) -> int:
 
 def _trust_key(options: argparse.Namespace) -> int:
     from privacy.membership import roster_file  # noqa: PLC0415 -- keeps `--help` fast
+    from privacy.secagg.agreement import roster  # noqa: PLC0415
 
     trusted = roster_file.trust(
         options.roster,
-        site=None if options.aggregator else options.site,
+        site=None if options.aggregator else options.relay or options.site,
+        role=roster.RELAY if options.relay else roster.SITE,
         organisation=options.organisation,
         key=options.key,
         replace=options.replace,

@@ -67,6 +67,7 @@ from privacy.membership.introduction import Introduction, Proposal, Statements
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.protocol.of_job import check_roles
 
 PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
 
@@ -334,6 +335,7 @@ class SiteAgent:
         self._check_code(proposal)
         job = job_file.loads(proposal.job)
         check_job(job, self.config.file.policy, self.name)
+        check_roles(job, roster)
         _check_same_job(job, folder, roster)
         self._check_total(job)
         notice = dropout_notice(job)

@@ -109,15 +109,18 @@ def differences(before: Roster, after: Roster) -> list[str]:
     """Describe the changes of a newer roster."""
     old = {entry.site: entry for entry in before.sites}
     new = {entry.site: entry for entry in after.sites}
-    lines = [f"withdraws site {site!r}" for site in old if site not in new]
+    lines = [f"withdraws {e.role} {s!r}" for s, e in old.items() if s not in new]
     for site, entry in new.items():
         fingerprint = identity.PublicIdentity(entry.public_key).fingerprint
-        said = f"{site!r} of {entry.organisation!r}, fingerprint {fingerprint}"
+        said = (
+            f"{entry.role} {site!r} of {entry.organisation!r}, fingerprint "
+            f"{fingerprint}"
+        )
         if site not in old:
-            lines.append(f"adds site {said}")
+            lines.append(f"adds {said}")
         elif old[site] != entry:
             same = "the same party with the same data; others need a new name"
-            lines.append(f"changes site {said}: accept it only for {same}")
+            lines.append(f"changes {said}: accept it only for {same}")
     if before.aggregator_key != after.aggregator_key:
         lines.append("changes the key of the aggregator")
     return lines

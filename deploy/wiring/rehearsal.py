@@ -32,7 +32,7 @@ from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.identity import Identity, generate
 from privacy.secagg.agreement.policy import LocalPolicy
-from privacy.secagg.agreement.roster import Roster, RosterEntry
+from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
 from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.protocol.of_job import check_layout, contract_of, header_slots
 from privacy.secagg.protocol.round_memory import (
@@ -181,7 +181,12 @@ def rehearse(
         aggregator_organisation="simulation",
         aggregator_key=aggregator.public.key,
         sites=tuple(
-            RosterEntry(site=name, organisation=name, public_key=identity.public.key)
+            RosterEntry(
+                site=name,
+                organisation=name,
+                public_key=identity.public.key,
+                role=RELAY if name in relays else SITE,
+            )
             for name, identity in sorted((identities | relays).items())
         ),
     )

@@ -33,10 +33,12 @@ class Party:
     Attributes:
         organisation: Who answers for it, in words.
         public_key: In hexadecimal digits.
+        role: Of the aggregator it says nothing.
     """
 
     organisation: str
     public_key: str
+    role: str = roster.SITE
 
     @property
     def fingerprint(self) -> str:
@@ -75,6 +77,7 @@ def trust(
     organisation: str,
     key: str,
     replace: bool = False,
+    role: str = roster.SITE,
 ) -> PinResult:
     """Pin a key in a roster file, which is made if it does not exist.
 
@@ -86,6 +89,7 @@ def trust(
         organisation: Who answers for it, in words.
         key: The public key, 64 hexadecimal digits.
         replace: Whether another pinned key may be replaced.
+        role: ``site`` or ``relay``.
 
     Raises:
         RosterRefused: The roster is malformed or cannot be read or written, the
@@ -93,7 +97,7 @@ def trust(
             is not set.
     """
     document = _read_document(path)
-    party = Party(organisation=organisation, public_key=_public_key(key))
+    party = Party(organisation=organisation, public_key=_public_key(key), role=role)
     before = _pinned(document, site)
     if before is not None and before != party and not replace:
         raise RosterRefused(_would_replace(path, site, before, party))
@@ -224,12 +228,13 @@ def _pinned(document: dict[str, Any], site: str | None) -> Party | None:
         row = next(rows, None)
     if row is None:
         return None
-    return Party(organisation=row["organisation"], public_key=row["public_key"])
+    return Party(**{k: v for k, v in row.items() if k != "name"})
 
 
 def _pin(document: dict[str, Any], site: str | None, party: Party) -> None:
     if site is None:
-        document["aggregator"] = asdict(party)
+        words = asdict(party)
+        document["aggregator"] = {k: v for k, v in words.items() if k != "role"}
         return
     others = [row for row in document.get("sites", ()) if row["name"] != site]
     document["sites"] = [*others, {"name": site, **asdict(party)}]
@@ -238,7 +243,7 @@ def _pin(document: dict[str, Any], site: str | None, party: Party) -> None:
 def _would_replace(path: Path, site: str | None, before: Party, party: Party) -> str:
     whose = "the aggregator" if site is None else f"site {site!r}"
     if before.public_key == party.public_key:
-        what = f"for the organisation {before.organisation!r}"
+        what = f"as a {before.role} of the organisation {before.organisation!r}"
     else:
         what = f"with the key {before.fingerprint[:19]}..."
     return (

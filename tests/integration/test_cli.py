@@ -73,7 +73,8 @@ def test_verbs_and_options_are_frozen() -> None:
         "keys show": common | passphrase | {"file"},
         "keys storage": common | {"file"},
         "keys trust": common
-        | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
+        | {"roster", "--site", "--relay", "--aggregator", "--organisation", "--key"}
+        | {"--replace"},
         "doctor": common
         | {"--key", "--roster", "--store", "--job", "--site", "--aggregator"}
         | {"--endpoint", "--region", "--bucket-owner", "--identity-only"},
@@ -105,7 +106,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "aggregator up": common | {"--config"},
         "aggregator invite": common
         | {"site", "--address", "--minutes", "--config", "--instance", "--region"}
-        | {"--aws-role", "--gcp-service-account", "--project"},
+        | {"--aws-role", "--gcp-service-account", "--project", "--relay"},
         "aggregator revoke": common | {"site", "--config"},
         "aggregator sites": common | {"--config"},
         "enroll": common

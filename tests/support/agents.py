@@ -1,7 +1,7 @@
 """Site agents with keys and folders, and a grid that reaches them through bytes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from privacy.membership.introduction import Introduction, Proposal
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.identity import Identity, generate
-from privacy.secagg.agreement.roster import Roster, RosterEntry
+from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
 
 RUN_ID = RunId("20260102-030405-abcdef")
 
@@ -78,8 +78,8 @@ class Consortium:
         return Parties(identity=self.aggregator, roster=self.roster)
 
 
-def consortium(*names: str) -> Consortium:
-    """Make everybody's keys."""
+def consortium(*names: str, relays: Collection[str] = ()) -> Consortium:
+    """Make everybody's keys; ``relays`` are those of the names that are no sites."""
     aggregator = generate(os.urandom)
     sites = {name: generate(os.urandom) for name in names}
     return Consortium(
@@ -91,7 +91,10 @@ def consortium(*names: str) -> Consortium:
             aggregator_key=aggregator.public.key,
             sites=tuple(
                 RosterEntry(
-                    site=SiteId(name), organisation=name, public_key=identity.public.key
+                    site=SiteId(name),
+                    organisation=name,
+                    public_key=identity.public.key,
+                    role=RELAY if name in relays else SITE,
                 )
                 for name, identity in sorted(sites.items())
             ),

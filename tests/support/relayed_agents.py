@@ -192,7 +192,8 @@ class _Lines:
 def clouds_of(folder: Path, job: JobSpec) -> Iterator[Clouds]:
     """All parties of a job, in one process."""
     sites = [SiteId(site.name) for site in job.sites]
-    members = consortium(*sites, *(relay.name for relay in job.relays))
+    relays = [relay.name for relay in job.relays]
+    members = consortium(*sites, *relays, relays=relays)
     found = {name: agents.agent(folder, name, members) for name in sites}
     made = Clouds(folder, members, found)
     for relay in job.relays:

@@ -50,7 +50,7 @@ from privacy.secagg.agreement.message import (
     text,
     whole,
 )
-from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, Roster
+from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, SITE, Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.agreement.thresholds import smallest_threshold
 from privacy.secagg.arithmetic.ring import RING_BITS, RingSpec
@@ -95,14 +95,18 @@ class Member:
 def members_of(
     roster: Roster, sites: Collection[SiteId] | None = None
 ) -> tuple[Member, ...]:
-    """Number sites of a roster from 1, in the order of their names.
+    """Number sites of a roster, which relays are not, from 1 by their names.
 
     Args:
         roster: Pins the sites.
         sites: Those of the run; all of the roster's by default. Others than the
             roster's are left out.
     """
-    entries = [e for e in roster.sites if sites is None or e.site in sites]
+    entries = [
+        each
+        for each in roster.sites
+        if each.role == SITE and (sites is None or each.site in sites)
+    ]
     return tuple(
         Member(
             number=number,

@@ -16,6 +16,12 @@ take part in one run::
     organisation = "Hospital A"
     public_key = "d75a...1a"
 
+    [[sites]]
+    name = "aws-relay"
+    organisation = "Hospital A"
+    public_key = "3d40...0c"
+    role = "relay"                      # it adds up updates and has none
+
 Rosters are exchanged and compared by people, by their digest or by the
 fingerprints of the keys: that is where trust enters, and not in this file.
 """
@@ -23,10 +29,11 @@ fingerprints of the keys: that is where trust enters, and not in this file.
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from federation.ids import SiteId, check_name
@@ -38,22 +45,25 @@ from privacy.secagg.errors import RosterRefused, StaleRoster, UnknownSite
 MAX_SITES = 1024
 MAX_ORGANISATION_BYTES = 200
 MAX_ROSTER_BYTES = 1 << 20
+SITE, RELAY = ROLES = "site", "relay"
 _CORRECT = "correct the file, or restore it from a backup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterEntry:
-    """One site and its public key.
+    """One site or relay and its public key.
 
     Attributes:
         site: Its name.
         organisation: Who answers for it, in words.
         public_key: Raw Ed25519 key, 32 bytes.
+        role: ``site``, or ``relay`` of one that is no site: no sum counts it.
     """
 
     site: SiteId
     organisation: str
     public_key: bytes
+    role: str = SITE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,8 @@ class Roster:
         _check_party("aggregator", self.aggregator_organisation, self.aggregator_key)
         for entry in self.sites:
             _check_site_name(entry.site)
+            if entry.role not in ROLES:
+                raise RosterRefused(f"the role of {entry.site!r} is not in {ROLES}")
             _check_party(entry.site, entry.organisation, entry.public_key)
 
     @cached_property
@@ -98,12 +110,17 @@ class Roster:
 
         LP(LP("xsa-v1/roster") || LP(u64 serial)), then LP of the aggregator's
         organisation and key, then for each site LP of its name, organisation and
-        key; text as UTF-8, and LP of each part within.
+        key, and of a relay "relay" too; text as UTF-8, and LP of each part within.
         """
         head = fields(b"xsa-v1/roster", u64(self.serial))
         aggregator = fields(self.aggregator_organisation.encode(), self.aggregator_key)
         rows = [
-            fields(entry.site.encode(), entry.organisation.encode(), entry.public_key)
+            fields(
+                entry.site.encode(),
+                entry.organisation.encode(),
+                entry.public_key,
+                *([RELAY.encode()] if entry.role == RELAY else []),
+            )
             for entry in self.sites
         ]
         return hashlib.sha256(fields(head, aggregator, *rows)).digest()
@@ -118,6 +135,25 @@ class Roster:
             if entry.site == site:
                 return entry
         raise UnknownSite(f"site {site!r} is not in roster {self.serial}")
+
+    def check_roles(self, sites: Collection[str], relays: Collection[str]) -> None:
+        """Check that a job's sites are no relays, and that its relays are no sites.
+
+        Raises:
+            RosterRefused: A relay would count as a site, or a site as a relay.
+        """
+        for entry in self.sites:
+            if entry.role == RELAY and entry.site in sites:
+                raise RosterRefused(
+                    f"{entry.site!r} is a relay in roster {self.serial}, and the job "
+                    "names it as a site, though it has no update to hide the others': "
+                    "leave it out of [[sites]]"
+                )
+            if entry.role == SITE and entry.site in relays:
+                raise RosterRefused(
+                    f"{entry.site!r} is a site in roster {self.serial}, and the job "
+                    "names it as a relay: revoke it, and invite it with --relay"
+                )
 
     def check_current(self, serial: int) -> None:
         """Check that a roster offered by its serial is not older than this one.
@@ -179,9 +215,10 @@ def parse(text: str) -> Roster:
         document, "roster", {"serial": int, "aggregator": dict, "sites": list}
     )
     words = {"organisation": str, "public_key": str}
+    role = {"role": str}
     aggregator = _members(top["aggregator"], "aggregator", words)
     rows = [
-        _members(row, f"sites[{at}]", {"name": str, **words})
+        _members(row, f"sites[{at}]", {"name": str, **words}, role)
         for at, row in enumerate(top["sites"])
     ]
     entries = [
@@ -189,6 +226,7 @@ def parse(text: str) -> Roster:
             site=SiteId(row["name"]),
             organisation=row["organisation"],
             public_key=_key(row["public_key"], row["name"]),
+            role=row.get("role", SITE),
         )
         for row in rows
     ]
@@ -217,6 +255,7 @@ def dumps(roster: Roster) -> str:
             f"name = {_quote(entry.site)}",
             f"organisation = {_quote(entry.organisation)}",
             f'public_key = "{entry.public_key.hex()}"',
+            *(['role = "relay"'] if entry.role == RELAY else []),
         ]
     return "\n".join(lines) + "\n"
 
@@ -238,14 +277,18 @@ def _quote(text: str) -> str:
 
 
 def _members(
-    table: object, where: str, kinds: Mapping[str, type[Any]]
+    table: object,
+    where: str,
+    kinds: Mapping[str, type[Any]],
+    optional: Mapping[str, type[Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise RosterRefused(f"{where} must be a table")
     for name in table:
-        if name not in kinds:
+        if name not in {*kinds, *optional}:
             raise RosterRefused(f"{where} has the unknown key {name!r}")
-    for name, kind in kinds.items():
+    given = {name: kind for name, kind in optional.items() if name in table}
+    for name, kind in {**kinds, **given}.items():
         value = table.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise RosterRefused(f"{where}.{name} must be a {kind.__name__}")

@@ -21,6 +21,7 @@ from privacy.secagg.agreement.contract import (
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.errors import RosterRefused
 from privacy.secagg.protocol.train import slots_of
 
 _MECHANISMS = {
@@ -86,6 +87,7 @@ def relays_of(job: JobSpec, roster: Roster) -> tuple[RelayMember, ...]:
     Raises:
         JobError: The roster does not have one of them.
     """
+    check_roles(job, roster)
     members = members_of(roster, {SiteId(site.name) for site in job.sites})
     pinned = {entry.site: entry.public_key for entry in roster.sites}
     found = []
@@ -93,12 +95,27 @@ def relays_of(job: JobSpec, roster: Roster) -> tuple[RelayMember, ...]:
         name = SiteId(relay.name)
         if name not in pinned:
             raise JobError(
-                f"relay {relay.name!r} is not in the roster: enrol it like a site",
+                f"relay {relay.name!r} is not in the roster: enrol it, invited with "
+                "--relay",
                 key="relays",
             )
         numbers = tuple(m.number for m in members if m.site in relay.sites)
         found.append(RelayMember(name=name, public_key=pinned[name], numbers=numbers))
     return tuple(found)
+
+
+def check_roles(job: JobSpec, roster: Roster) -> None:
+    """Refuse a job that counts relays of the roster as sites, or sites as relays.
+
+    Raises:
+        JobError: It does.
+    """
+    try:
+        roster.check_roles(
+            {site.name for site in job.sites}, {relay.name for relay in job.relays}
+        )
+    except RosterRefused as error:
+        raise JobError(str(error), key="sites") from None
 
 
 def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Cloud:
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Cloud:
-    members = consortium(*(f"site-{number}" for number in range(8)), EAST)
+    members = consortium(*(f"site-{n}" for n in range(8)), EAST, relays=[EAST])
     serve = {"listen": "127.0.0.1:1", "hosts": ["h"], "sites": [*SITES]}
     config = agents.site_config(tmp_path / EAST, EAST, serve=serve)
     roster.save(members.roster, config.roster)

@@ -193,7 +193,9 @@ BEHIND = small_job(
 
 @pytest.fixture(scope="module")
 def cloud() -> Consortium:
-    return consortium("site-0", "site-1", "site-2", "east", "west")
+    return consortium(
+        "site-0", "site-1", "site-2", "east", "west", relays=["east", "west"]
+    )
 
 
 def relay_call(cloud: Consortium) -> SignedRollCall:
