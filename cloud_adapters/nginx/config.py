@@ -134,9 +134,9 @@ def prepare(settings: ProxySettings) -> list[str]:
             root starts it and its workers' memory cannot be closed.
         JobError: See ``config_text``.
     """
-    find_program()
     if trouble := open_memory():
         raise ProxyFailed(f"{trouble}: {OWN_USER}")
+    find_program()
     (settings.work / "temporary").mkdir(parents=True, exist_ok=True)
     settings.config.write_text(config_text(settings), encoding="utf-8")
     check(settings.work)

@@ -123,9 +123,9 @@ def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
 def _programs(config: AggregatorConfig) -> Iterator[Check]:
     found = [installed_program("flower-superlink")]
     if config.file.proxy:
-        found.append(proxy.find_program())
         if trouble := proxy.open_memory():
             yield problem("user", trouble, proxy.OWN_USER)
+        found.append(proxy.find_program())
     yield ok("programs", ", ".join(found))
 
 

@@ -115,6 +115,9 @@ def test_service_of_root_whose_memory_cannot_be_closed(
     write(federation, f'listen = "{LOOPBACK}:{free_port()}"\n')
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert "user" not in examined(federation)
+    # Where nginx is not installed, either.
+    monkeypatch.setattr(proxy, "_PROGRAMS", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "kernel" / "seccomp").mkdir(parents=True)
     (tmp_path / "kernel" / "seccomp" / "actions_avail").touch()
     (tmp_path / "fs").mkdir()
