@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,10 @@ def facts(benchmark: str, **settings: object) -> dict[str, object]:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if "model name" in line]
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
+    commit = ""
+    if shutil.which("git"):
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
     return {
         "benchmark": benchmark,
         "cpu": models[0] if models else platform.processor(),
@@ -21,6 +25,6 @@ def facts(benchmark: str, **settings: object) -> dict[str, object]:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         **{name: version(name) for name in ("numpy", "torch", "flwr", "ray")},
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         **settings,
     }

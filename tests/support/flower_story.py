@@ -4,9 +4,9 @@ Ray takes seconds to start: what a run leaves, and how it ends, is told by the r
 ``tests/contract/test_grid.py`` looks at, too.
 """
 
+import contextlib
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -60,13 +60,13 @@ def ask(
 
 def children() -> set[str]:
     """Processes that this one has started and that still live."""
-    found = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "args="],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {line for line in found.stdout.splitlines() if not line.startswith("ps ")}
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended since.
+            about = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(about[1]) == os.getpid():
+                found.add((process / "cmdline").read_text())
+    return found
 
 
 def surroundings() -> dict[str, Any]:
