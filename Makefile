@@ -38,13 +38,14 @@ help: ## Show this list
 # A comma in the arguments of a call.
 , := ,
 
-# Not --quiet: it downloads for minutes, and pip shows what.
+# Not --quiet: it downloads for minutes, and shows what in a terminal; in a pipe, what is
+# larger than 100 MB.
 define install
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not here; name a Python 3.11 or newer with PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
-	@echo "make: installing $(1) into $(VENV); the first time takes minutes, most of them for torch"
-	$(BIN)/python -m pip install --constraint constraints.txt --editable $(1)
+	@echo "make: installing crossfed into $(VENV); the first time takes minutes, most of them for torch"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+	@$(BIN)/python tools/brief.py 'Downloading .*\([0-9]{3,}\.[0-9] MB\)' $(BIN)/python -m pip install --constraint constraints.txt --editable $(1)
 	@touch $@
 endef
 
@@ -54,8 +55,11 @@ $(DEMO_READY): pyproject.toml constraints.txt
 $(READY): pyproject.toml constraints.txt
 	$(call install,'.[aws$(,)flower$(,)gcp$(,)gguf$(,)huggingface$(,)kubernetes$(,)mlflow$(,)onnx$(,)parquet$(,)tune]' --group dev)
 
+DEMO := $(BIN)/crossfed simulate jobs/quickstart.toml
+
 demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY)) ## Train one model across two simulated clouds and write a report
-	$(BIN)/crossfed simulate jobs/quickstart.toml
+	@if test -t 2; then $(DEMO); else $(PYTHON) tools/brief.py '^(?!site |round +[0-9]*[1-9]/)' $(DEMO); fi
+	@echo "next        open the report; $(BIN)/crossfed new my-federation starts a job of your own"
 
 nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
 	@if command -v nginx >/dev/null || test -x /usr/sbin/nginx; then :; \

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 def test_make_demo_leads_to_a_report(tmp_path: Path):
     """With what is installed here, and few steps."""
     (tmp_path / "jobs").mkdir()
-    for name in ("Makefile", "jobs/quickstart.toml"):
+    (tmp_path / "tools").mkdir()
+    for name in ("Makefile", "jobs/quickstart.toml", "tools/brief.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "crossfed"
@@ -37,8 +38,11 @@ def test_make_demo_leads_to_a_report(tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    *_, last = done.stdout.splitlines()
-    what, _, place = last.partition(" ")
+    *before, report, following = done.stdout.splitlines()
+    assert len(before) < 14
+    assert not any(line.startswith("site ") for line in before)
+    assert following.startswith("next ")
+    what, _, place = report.partition(" ")
     assert what == "report"
     page = (tmp_path / place.strip()).read_text()
     assert "1 of 1" in page
