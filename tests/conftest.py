@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -193,6 +194,18 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp()
         os.environ["TESTS_FORK_ROOT"] = f"{os.getpid()} {folder}"
         config.add_cleanup(lambda: shutil.rmtree(folder))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Count skipped tests by reason: which kinds of tests did not run, and why."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    texts = (report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    # A test that needs several things counts for each that is missing.
+    reasons = Counter(reason for text in texts for reason in text.split("; "))
+    if reasons:
+        terminalreporter.section("skipped tests, and what they need")
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"{number:4}  {reason}")
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from google.api_core.retry import Retry
-from support import containers
+from support import containers, programs
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.containers import (
@@ -132,7 +132,8 @@ def pool(
     """The service; whatever it has launched is ended."""
     found: Any
     if kind == "containers":
-        if why := containers.missing() or container_refusal():
+        needed = ("root", "podman", "images")
+        if why := programs.missing(*needed) or container_refusal():
             pytest.skip(why)
         for name, value in containers.SETTINGS.items():
             monkeypatch.setenv(name, value)

@@ -13,9 +13,9 @@ from integration.test_cluster_head import (
     check_a_run_with_a_lost_head,
     file as file,  # noqa: PLC0414 -- a fixture
 )
-from support import containers
 from support.fake_kube import FakeKube
 from support.pod_container import PodContainer
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,9 +23,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("containers"),
-    pytest.mark.skipif(
-        bool(containers.missing()), reason=containers.missing() or "nothing is missing"
-    ),
+    needs("root", "podman", "images"),
 ]
 
 

@@ -1,14 +1,13 @@
 """The files of deploy/containers, without building anything."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.containers import image
-from support.deploy_tools import tool
+from support.programs import needs, program
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "containers"
@@ -21,12 +20,12 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_hadolint_finds_nothing():
     done = run(
-        tool("hadolint"), "--failure-threshold", "style", FOLDER / "Containerfile"
+        program("hadolint"), "--failure-threshold", "style", FOLDER / "Containerfile"
     )
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@needs("bash")
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

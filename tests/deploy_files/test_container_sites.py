@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import containers, proxy_server
+from support import containers
 from support.containers import podman
 from support.deployment import CLOCK, CROSSFED, SITES, crossfed, wait_for
+from support.programs import needs
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.containers import ContainerPool
@@ -36,10 +37,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("containers"),
-    pytest.mark.skipif(
-        bool(containers.missing()) or not proxy_server.installed(),
-        reason=containers.missing() or "nginx is not installed (make nginx)",
-    ),
+    needs("root", "podman", "images", "nginx"),
 ]
 
 

@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support import containers, network
+from support import containers, network, programs
 from support.containers import CLOSED, STATE, image, podman
 from support.deployment import CLOCK, wait_for
 from support.line import Line
+from support.programs import needs
 
 ROOT = Path(__file__).parents[2]
 SITES = ("aws-us-east-1", "gcp-us-central1")
@@ -35,9 +36,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("containers"),
-    pytest.mark.skipif(
-        bool(containers.missing()), reason=containers.missing() or "none"
-    ),
+    needs("root", "podman", "images"),
 ]
 
 
@@ -112,8 +111,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     folder = tmp_path_factory.mktemp("containers")
     hosts = (AGGREGATOR, *SITES)
     with ExitStack() as stack:
-        if not network.lines_possible():
-            pytest.skip("needs iproute2 and TUN devices")
+        if why := programs.missing("ip", "TUN devices"):
+            pytest.skip(why)
         lines = stack.enter_context(network.network(hosts, distant=hosts))
         for host in hosts:
             containers.folder(folder / host)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from support import containers
 from support.containers import podman
-from support.deploy_tools import tool
 from support.deployment import wait_for
+from support.programs import needs, program
 
 from cloud_adapters.compute import kube_errors, kube_head, kube_manifest
 from cloud_adapters.compute.pool import ClusterHead, Market, NodeLimits, NodeSpec
@@ -37,9 +37,7 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 def manifest(folder: Path) -> str:
     """What an overlay comes to."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    command = ["kubectl", "kustomize", str(folder)]
+    command = [program("kubectl"), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,13 +73,13 @@ def test_kubernetes_accepts_them(overlay: str, tmp_path: Path):
     """By its own schema, where an unknown key is an error."""
     file = tmp_path / "manifest.yaml"
     file.write_text(manifest(FOLDER / "overlays" / overlay))
-    passes(tool("kubernetes-validate"), "--strict", file)
+    passes(program("kubernetes-validate"), "--strict", file)
 
 
 def test_kubernetes_accepts_all_components(with_everything: str, tmp_path: Path):
     file = tmp_path / "manifest.yaml"
     file.write_text(with_everything)
-    passes(tool("kubernetes-validate"), "--strict", file)
+    passes(program("kubernetes-validate"), "--strict", file)
     limits = _containers(with_everything)[-1]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == "1"
     account = of_kind(with_everything, "ServiceAccount")
@@ -95,7 +93,7 @@ def test_checkov_finds_nothing(overlay: str, tmp_path: Path):
     file = tmp_path / "manifest.yaml"
     file.write_text(manifest(FOLDER / "overlays" / overlay))
     options = ("--skip-download", "--quiet", "--compact", "--framework", "kubernetes")
-    passes(tool("checkov"), *options, "--file", file)
+    passes(program("checkov"), *options, "--file", file)
 
 
 def launched(**changed: Any) -> str:
@@ -119,7 +117,7 @@ def launched(**changed: Any) -> str:
 def test_kubernetes_accepts_jobs_that_are_launched(market: Market, tmp_path: Path):
     file = tmp_path / "manifest.yaml"
     file.write_text(launched(market=market, zones=("a", "b"), machine="c"))
-    passes(tool("kubernetes-validate"), "--strict", file)
+    passes(program("kubernetes-validate"), "--strict", file)
 
 
 @pytest.mark.slow
@@ -128,7 +126,7 @@ def test_checkov_finds_nothing_in_jobs_that_are_launched(tmp_path: Path):
     file = tmp_path / "manifest.yaml"
     file.write_text(f"{manifest(FOLDER / 'overlays' / JOBS)}---\n{launched()}")
     options = ("--skip-download", "--quiet", "--compact", "--framework", "kubernetes")
-    passes(tool("checkov"), *options, "--file", file)
+    passes(program("checkov"), *options, "--file", file)
 
 
 def test_jobs_are_launched_into_a_namespace_that_is_closed():
@@ -201,7 +199,7 @@ def test_sites_reach_a_head_and_nothing_else_does(tmp_path: Path):
     file = tmp_path / "manifest.yaml"
     results = (FOLDER / "results.yaml").read_text()
     file.write_text(f"{yaml.safe_dump_all(made)}---\n{results}")
-    passes(tool("kubernetes-validate"), "--strict", file)
+    passes(program("kubernetes-validate"), "--strict", file)
 
 
 def _pod(text: str) -> Document:
@@ -337,8 +335,7 @@ def is_ready(container: str, overlay: str) -> bool:
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
-    if shutil.which("iptables") is None:
-        pytest.skip("podman's networks need iptables (make test-images)")
+    program("iptables")  # Of podman's networks.
     made = Pods(tmp_path)
     try:
         yield made
@@ -350,9 +347,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 @pytest.mark.deploy
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("containers")
-@pytest.mark.skipif(
-    bool(containers.missing()), reason=containers.missing() or "nothing is missing"
-)
+@needs("root", "podman", "images")
 def test_pods_of_the_overlays_train(pods: Pods):
     """jobs/private.toml, with the policy of the overlay: keys stay in three volumes."""
     pods.play("aggregator", "aggregator", {})

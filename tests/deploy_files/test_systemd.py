@@ -1,7 +1,6 @@
 """The units of deploy/systemd: sound, as closed as their page says, and true."""
 
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support import proxy_server
 from support.deployment import SITES, deployed
+from support.programs import needs
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
 UNITS = sorted(path.name for path in FOLDER.glob("*.service"))
@@ -23,9 +22,7 @@ STATED = re.compile(r"^\| `(\S+)` \| ([\d.]+) \|", re.MULTILINE)
 MOST_STATES = 500
 STOP_SECONDS = {"crossfed-aggregator.service": 30, "crossfed-site.service": 10}
 
-needs_analyze = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
-)
+needs_analyze = needs("systemd-analyze")
 
 
 def analyze(*arguments: str | Path) -> str:
@@ -103,9 +100,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 @pytest.mark.deploy
 @pytest.mark.flower
 @pytest.mark.xdist_group("deployed")
-@pytest.mark.skipif(
-    not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-)
+@needs("nginx")
 def test_both_parties_report(manager: socket.socket, tmp_path: Path):
     """Ready when it serves, alive about once a second, and connected, in words."""
     policy = 'privacy = "none"\n'

@@ -11,8 +11,8 @@ from typing import Any
 
 import boto3
 import pytest
-from support.deploy_tools import tool
 from support.deployment import free_port, wait_for
+from support.programs import needs, program
 
 from cloud_adapters.identity import aws_policies, gcp_policies
 
@@ -27,9 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        shutil.which("terraform") is None, reason="terraform is not installed"
-    ),
+    needs("terraform"),
 ]
 
 # The modules of AWS as the example wires them, for a service on this machine. It knows
@@ -172,7 +170,7 @@ def test_checkov_finds_nothing(tree: Path):
     """Or the module says at that place why it is so."""
     options = ("--skip-download", "--quiet", "--compact", "--framework", "terraform")
     done = subprocess.run(
-        [tool("checkov"), *options, "--directory", tree / MODULES],
+        [program("checkov"), *options, "--directory", tree / MODULES],
         capture_output=True,
         text=True,
         check=False,

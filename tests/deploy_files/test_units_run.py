@@ -12,6 +12,7 @@ import pytest
 from support import containers
 from support.containers import podman, run
 from support.deployment import wait_for
+from support.programs import needs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "systemd"
@@ -46,9 +47,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("containers"),
-    pytest.mark.skipif(
-        bool(containers.missing()), reason=containers.missing() or "nothing is missing"
-    ),
+    needs("root", "podman", "images"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from faults.cells import CELLS, CHAINS, Cell
 from faults.rig import Rig, rig
 from faults.trial import run_cells
-from support import network, proxy_server
+from support.programs import needs
 
 # Longer than it takes to call a site silent (12 s), and than Flower keeps its place
 # (20 s).
@@ -20,10 +20,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(1200),
     pytest.mark.xdist_group("faults"),
-    pytest.mark.skipif(
-        not network.possible() or not proxy_server.installed(),
-        reason="needs root, iproute2 and nginx",
-    ),
+    needs("root", "ip", "nginx"),
 ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import proxy_server
 from support.deployment import (
     CLOCK,
     SITES,
@@ -20,15 +19,14 @@ from support.deployment import (
 )
 from support.fake_imds import FakeImds
 from support.held_models import HOLD
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.flower,
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 JOB = Path(__file__).parents[2] / "jobs" / "quickstart.toml"

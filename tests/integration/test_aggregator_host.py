@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import socket
 import ssl
 import urllib.error
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults import disks
-from support import proxy_server, superlink_state
+from support import superlink_state
 from support.deployment import (
     Deployment,
     command_of,
@@ -24,15 +23,14 @@ from support.deployment import (
     wait_for,
 )
 from support.forked import shared
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.flower,
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 
@@ -128,10 +126,7 @@ def test_logs_of_its_programs_are_bounded(host: Deployment):
     assert log.with_name("access.log.1").stat().st_size == 33 << 20
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mount") is None,
-    reason="only root may mount a disk",
-)
+@needs("root", "mount")
 def test_full_disk_is_named_and_passes(tmp_path: Path):
     """In the log and in ``/health``; an operator can still invite and revoke."""
     disk = tmp_path / "disk"

@@ -9,6 +9,7 @@ import pytest
 from support import proxy_server
 from support.deployment import crossfed, free_port
 from support.enrolments import Federation
+from support.programs import needs
 from support.proxy_server import RunningProxy
 
 from deploy.doctor import site as doctor_site
@@ -19,9 +20,7 @@ from privacy.membership.certificates import Authority
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

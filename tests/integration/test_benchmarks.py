@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import proxy_server
 from support.commands import ForkServer
+from support.programs import needs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -67,7 +67,7 @@ SHORT = {
 LONG = {"adapter_privacy", "agents_memory"}
 DEPLOYED = [
     pytest.mark.long,
-    pytest.mark.skipif(not proxy_server.installed(), reason="nginx is not installed"),
+    needs("nginx"),
 ]
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # `test_audit.py` runs the first; the cases of the second are tried below.
@@ -125,9 +125,10 @@ def test_no_script_is_left_out():
         pytest.param(
             name,
             marks=[pytest.mark.flower] * (name in FLOWER)
+            + [needs("git")] * (name == "turns")
             + [
                 pytest.mark.long,
-                pytest.mark.skipif(not proxy_server.installed(), reason="needs nginx"),
+                needs("nginx"),
             ]
             * (name in LONG),
         )

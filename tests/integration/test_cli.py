@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import programs
 from support.commands import CROSSFED, Done, ForkServer, crossfed, workplace
 
 from deploy.cli.commands import _parser
@@ -710,11 +711,10 @@ def check_refused_late(done: Done) -> None:
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system of 1 MB of its own."""
     folder.mkdir()
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("needs root and mount")
+    if why := programs.missing("root", "mount"):
+        pytest.skip(why)
     done = subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],  # noqa: S607
         check=False,
         capture_output=True,
     )

@@ -18,7 +18,6 @@ from integration.test_cloud_sites import (
     Clouds,
     clouds as clouds,  # noqa: PLC0414 -- a fixture
 )
-from support import proxy_server
 from support.deployment import (
     CLOCK,
     crossfed_here as crossfed,
@@ -26,15 +25,14 @@ from support.deployment import (
     wait_for,
 )
 from support.forked import Forked, shared
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("fleet"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 # What ``up`` tells in the course of its work; the first one whenever it is given.

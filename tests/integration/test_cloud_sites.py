@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_gce, fake_platforms, proxy_server
+from support import fake_gce, fake_platforms
 from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.ec2_server import IMAGE, REGION, Ec2Server
 from support.fake_gce import FakeGce
 from support.fake_imds import FakeImds
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE, CheckingSts, GoogleMachine
 from support.forked import Forked, shared
+from support.programs import needs
 
 from privacy.secagg.agreement import roster
 
@@ -39,9 +40,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("fleet"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from support import proxy_server
 from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube
 from support.forked import Forked, shared
 from support.pod_process import PodProcess
+from support.programs import needs
 
 from cloud_adapters.compute.kube_manifest import GRACE_SECONDS
 
@@ -29,9 +29,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.xdist_group("fleet"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import proxy_server
 from support.deployment import crossfed_here as crossfed, free_port, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube, KubeError
 from support.forked import Forked, shared
 from support.pod_process import PodProcess
+from support.programs import needs
 
 from cloud_adapters.identity import platforms
 from deploy.exit_codes import BAD_JOB, FAILED
@@ -130,9 +130,7 @@ def cluster(kube_server: FakeKube, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.deploy
 @pytest.mark.xdist_group("fleet")
-@pytest.mark.skipif(
-    not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-)
+@needs("nginx")
 def test_pods_train_and_go(cluster: Cluster):
     """From one command to the first model; one is replaced; nothing is left."""
     cluster.write()
@@ -171,6 +169,7 @@ def test_pods_train_and_go(cluster: Cluster):
         assert pod.process.wait(30) == 0, pod.log
 
 
+@needs("nginx")
 def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
     """Immediately: a shell would wait for the program, and be killed in the end."""
     cluster.write()
@@ -188,6 +187,7 @@ def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
     assert pod.process.wait(10) == 143
 
 
+@needs("nginx")
 def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
     """Though the folder that launched them is lost; not without being told to.
 

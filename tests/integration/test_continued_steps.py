@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import proxy_server
 from support.deployment import SITES, Deployment, deployed, wait_for
 from support.held_models import HOLD
+from support.programs import needs
 
 from cloud_adapters.keys.key_file import add_key
 
@@ -39,9 +39,7 @@ pytestmark = [
     pytest.mark.flower,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

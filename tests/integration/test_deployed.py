@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from support import proxy_server
 from support.deployment import (
     SITES,
     Deployment,
@@ -16,6 +15,7 @@ from support.deployment import (
     deployed,
     wait_for,
 )
+from support.programs import needs
 from support.releases import another_release
 
 from deploy.wiring.simulation import simulate
@@ -46,9 +46,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from support import proxy_server
 from support.deployment import SITES, Deployment, deployed
+from support.programs import needs
 
 from clients.models.model_pool import ModelPool
 from cloud_adapters.keys.key_file import add_key
@@ -31,9 +31,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from faults import store_process
 from safetensors.numpy import load_file
-from support import network, proxy_server
+from support import network
 from support.deployment import CLOCK, CROSSFED, SITES, Deployment, deployed, wait_for
 from support.line import Line
 from support.network import Network
+from support.programs import needs
 
 from deploy.wiring.simulation import simulate
 from federation.job import job_file
@@ -30,10 +31,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not network.lines_possible() or not proxy_server.installed(),
-        reason="needs root, iproute2, TUN devices and nginx",
-    ),
+    needs("root", "ip", "TUN devices", "nginx"),
 ]
 
 AGGREGATOR, STORE = "aggregator", "store"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import proxy_server
 from support.enrolments import Federation
+from support.programs import needs
 from support.proxy_server import RunningProxy
 
 from deploy.aggregator_host import enrolment_http, enrolment_operator
@@ -24,9 +25,7 @@ from privacy.membership.token import EnrolmentRefused, Token
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 FLEET = "POST /v1/fleet/pull-messages HTTP/1.1"

@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support import proxy_server
 from support.deployment import CLOCK, CROSSFED, crossfed, wait_for
+from support.programs import needs
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "local.toml"
 # What a person is promised who tries the example, from nothing.
@@ -17,9 +17,7 @@ pytestmark = [
     pytest.mark.long,  # It starts what tests usually fork, and measures.
     pytest.mark.deploy,
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

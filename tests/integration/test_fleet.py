@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import proxy_server
 from support.deployment import CLOCK, SITES, crossfed, crossfed_here, wait_for
 from support.forked import shared
+from support.programs import needs
 
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.pool import Line
@@ -53,9 +53,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("fleet"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

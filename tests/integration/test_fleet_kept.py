@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 from integration.test_fleet import alive, change_job, deployment_file, nodes
-from support import proxy_server
 from support.deployment import SITES, wait_for
 from support.forked import Forked, shared
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("fleet"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -20,6 +20,7 @@ from support.deployment import (
     wait_for,
 )
 from support.forked import program, shared
+from support.programs import needs
 
 APP = Path(__file__).parents[1] / "support" / "flower_lab"
 POLICY = """
@@ -51,9 +52,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+from support.programs import needs
 
 from cloud_adapters.keys.key_file import add_key
 
@@ -32,9 +32,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support import proxy_server
+from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.nginx import config as proxy
@@ -62,9 +63,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.flower,
     pytest.mark.xdist_group("superlink"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 REFUSED = {400, 401, 403, 404, 409, 411, 413, 415, 422, 426, 429}

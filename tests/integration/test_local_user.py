@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import proxy_server
 from support.deployment import (
     SITES,
     Deployment,
@@ -23,6 +22,7 @@ from support.deployment import (
     wait_for,
 )
 from support.forked import shared
+from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy.aggregator_host import host_secrets
@@ -33,12 +33,8 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.flower,
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        os.geteuid() != 0, reason="only root may become another user to attack as"
-    ),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("root"),
+    needs("nginx"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,10 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from support import fake_metadata, network
+from support import fake_metadata
 from support.fake_imds import FakeImds
 from support.google_server import Answer, GoogleServer, Request
+from support.programs import needs
 from support.s3_server import REGION, quick_retry
 from support.small_jobs import small_job
 
@@ -335,7 +336,7 @@ def test_doctor_and_a_file_without_credentials(
     assert check("gcp").status == "problem"
 
 
-@pytest.mark.skipif(not network.possible(), reason="needs root")
+@needs("root", "ip")
 def test_machines_ask_the_service_at_its_real_address(tmp_path: Path):
     """Who they are, and whether they are taken back; no setting names the address."""
     hosts = tmp_path / "hosts"

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import network, proxy_server
+from support import network
 from support.deployment import CLOCK, SITES, Deployment, deployed, wait_for
 from support.network import Network
+from support.programs import needs
 
 JOBS = Path(__file__).parents[2] / "jobs"
 POLICY = """
@@ -23,10 +24,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not network.possible() or not proxy_server.installed(),
-        reason="needs root, iproute2 and nginx",
-    ),
+    needs("root", "ip", "nginx"),
 ]
 
 

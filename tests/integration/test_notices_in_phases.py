@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_metadata, phase_gate, proxy_server
+from support import fake_metadata, phase_gate
 from support.deployment import CLOCK, Deployment, crossfed, deployed, wait_for
 from support.fake_imds import FakeImds
 from support.phase_gate import (
@@ -23,6 +23,7 @@ from support.phase_gate import (
     UNMASKING,
     UPLOAD,
 )
+from support.programs import needs
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,9 +32,7 @@ pytestmark = [
     pytest.mark.flower,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("notices"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 SITES = tuple(f"site-{number}" for number in range(7))

@@ -5,12 +5,12 @@ import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import numpy as np
 import pytest
 from support import sharded_jobs
+from support.programs import needs
 from support.ranked_sites import (
     TESTS,
     ForkedRanks,
@@ -259,7 +259,7 @@ LAYER = small_job(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # On a busy machine g++ takes minutes.
-@pytest.mark.skipif(which("g++") is None, reason="torch.compile needs g++ on the CPU")
+@needs("g++")
 @pytest.mark.parametrize(
     ("job", "source", "sharding"),
     [

@@ -17,6 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from support import memory_reader, proxy_server
+from support.programs import needs
 from support.proxy_server import RunningProxy, wait_for
 
 from cloud_adapters.nginx import processes as proxy_processes
@@ -28,9 +29,7 @@ from privacy.membership.certificates import Authority
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 FLEET = "POST /v1/fleet/pull-messages HTTP/1.1"
@@ -375,7 +374,7 @@ def _master(proxy: RunningProxy) -> int:
     return int(text or 0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has workers of another user")
+@needs("root")
 def test_programs_of_the_workers_user_cannot_read_the_key(proxy: RunningProxy):
     """Root's nginx has workers of ``nobody``, a user that other programs share."""
     work = proxy.settings.work

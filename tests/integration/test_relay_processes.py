@@ -7,8 +7,8 @@ from shutil import copy
 
 import pytest
 from safetensors.numpy import load_file
-from support import proxy_server
 from support.deployment import Deployment, deployed, free_port, wait_for
+from support.programs import needs
 from support.small_jobs import small_job
 
 from cloud_adapters.storage.disk.store import LocalStore
@@ -21,9 +21,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 RELAY, BEHIND, ALONE = "east", ("east-1", "east-2"), ("west-1", "west-2")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy.aggregator_host import host_secrets
@@ -16,9 +16,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 STAYS, GOES = SITES

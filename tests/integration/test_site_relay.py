@@ -14,6 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from support import proxy_server
+from support.programs import needs
 from support.proxy_server import RunningProxy, wait_for
 
 from cloud_adapters.flower import simulation as flower_simulation
@@ -38,9 +39,7 @@ with warnings.catch_warnings():
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 
 FLEET = "/v1/fleet"

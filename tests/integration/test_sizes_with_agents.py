@@ -11,10 +11,11 @@ import pytest
 from integration import test_cloud_sites
 from integration.test_cloud_sites import AWS_SITE, GCP_SITE, RELEASE, Clouds, Machine
 from safetensors.numpy import load_file
-from support import proxy_server, slow_models
+from support import slow_models
 from support.deployment import free_port, wait_for
 from support.ec2_server import IMAGE, REGION
 from support.fake_platforms import ACCOUNT, ROLE
+from support.programs import needs
 
 from deploy.wiring.simulation import simulate
 from federation.job import job_file
@@ -25,9 +26,7 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),
-    pytest.mark.skipif(
-        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
-    ),
+    needs("nginx"),
 ]
 made = test_cloud_sites.clouds
 ROUNDS, LOCAL_STEPS = 8, 4

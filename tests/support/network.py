@@ -8,7 +8,6 @@ of some length, width and quality would (``line``).
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,16 +21,6 @@ from support.line import Line
 # At a time in one process.
 MOST_NETWORKS = 4
 _NUMBERS = itertools.count()
-
-
-def possible() -> bool:
-    """Whether this process may make namespaces."""
-    return os.geteuid() == 0 and shutil.which("ip") is not None
-
-
-def lines_possible() -> bool:
-    """Whether it may also put lines between them."""
-    return possible() and os.access(line.TUN, os.R_OK | os.W_OK)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,69 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+SKIPPED = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_a(number):
+    pytest.skip("no moon (wait): tides")
+"""
+
+
+@pytest.mark.slow
+def test_skipped_tests_are_counted_by_reason(tmp_path: Path):
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "test_skipped.py").write_text(SKIPPED)
+    options = ("-n", "2", "-p", "no:cacheprovider", "--rootdir", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "pytest", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, counted, last = done.stdout.splitlines()
+    assert counted == "   3  no moon (wait): tides"
+    assert "3 skipped" in last
+
+
+def test_tests_ask_for_programs_in_one_way():
+    """By ``support.programs``, whose reasons say what to install."""
+    asks = re.compile(r"shutil\.which|import which|skipif\([^)]*(geteuid|installed)")
+    found = {
+        str(path.relative_to(ROOT / "tests"))
+        for path in (ROOT / "tests").rglob("*.py")
+        if asks.search(path.read_text("utf-8"))
+    }
+    # A test of immutable folders tries, and skips where that is not allowed.
+    own = {"unit/test_suite.py", "unit/cloud_adapters/test_local_store.py"}
+    own |= {"integration/test_local_nodes.py"}
+    assert found == {"support/programs.py", *own}
+
+
+@pytest.mark.parametrize(
+    ("user", "code", "message"),
+    [
+        (0, 0, "installing moon"),
+        (0, 1, "apt-get failed: .* moon"),
+        (1000, 0, "only root .* moon"),
+    ],
+)
+def test_programs_are_installed_or_named(
+    user: int, code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without root, without a network, without pip: it never fails."""
+    for name, text in (("id", f"echo {user}"), ("apt-get", f"exit {code}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = make("programs", "PROGRAMS=no-such-program:moon sh:shell", "MAKE=false")
+    assert done.returncode == 0, done.stderr
+    assert re.search(message, done.stdout)
+    assert "shell" not in done.stdout
+    assert "pip failed" in done.stdout
+
+
 @pytest.mark.parametrize(("lint", "tests"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_check_fails_with_lint_and_with_tests(lint: int, tests: int, tmp_path: Path):
     """They run at the same time; what each says is there, and whole."""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import programs
 
 from cloud_adapters.local import closed_memory
 
@@ -32,8 +33,8 @@ os.waitpid(child, 0)
 @pytest.mark.parametrize("user", [None, USER])
 def test_memory_stays_closed(user: int | None):
     """With rights, and without: the request is answered, and changes nothing."""
-    if user is not None and os.geteuid() != 0:
-        pytest.skip("only root may become another user")
+    if user is not None and (why := programs.missing("root")):
+        pytest.skip(why)
     done = subprocess.run(
         [sys.executable, "-P", "-c", _PROGRAM, *([] if user is None else [str(user)])],
         capture_output=True,

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from google.api_core import exceptions as api
 from google.api_core.retry import Retry
 from support.fake_gce import PROJECT, TYPES, ZONES, FakeGce, Resource
 from support.google_server import GoogleError
+from support.programs import needs, program
 
 from cloud_adapters.compute import gce, gce_errors
 from cloud_adapters.compute.pool import Market, NodeSpec, NodeState
@@ -29,7 +29,6 @@ from federation.errors import (
 )
 
 LABELS = {"crossfed-deployment": "x", "crossfed-role": "site-a"}
-GCLOUD = shutil.which("gcloud")
 STOCKOUT = ("ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS", "There are none.")
 
 
@@ -311,7 +310,7 @@ def test_a_fault_that_passes_is_outlasted(gce_server: FakeGce):
     assert pool.launch(spec(), "one").state is NodeState.RUNNING
 
 
-@pytest.mark.skipif(GCLOUD is None, reason="gcloud is not installed")
+@needs("gcloud")
 def test_gcloud_finds_and_ends_what_we_launch(gce_server: FakeGce, tmp_path: Path):
     """Google's own client understands our instances, and the fake its requests."""
     node = gce_server.pool().launch(spec(), "one")
@@ -320,7 +319,7 @@ def test_gcloud_finds_and_ends_what_we_launch(gce_server: FakeGce, tmp_path: Pat
     def gcloud(*words: str) -> str:
         override = f"{gce_server.url}/compute/v1/"
         done = subprocess.run(
-            [str(GCLOUD), "compute", "instances", *words, "--project", PROJECT],
+            [program("gcloud"), "compute", "instances", *words, "--project", PROJECT],
             env={
                 **os.environ,
                 "CLOUDSDK_CONFIG": str(tmp_path),

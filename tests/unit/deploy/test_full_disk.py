@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +11,7 @@ import pytest
 from cryptography import x509
 from faults import disks
 from support.enrolments import Federation
+from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
@@ -37,10 +36,7 @@ from cloud_adapters.superlink import gate as flower_gate  # noqa: E402
 pytestmark = pytest.mark.flower
 MIB = 1 << 20
 
-needs_a_disk = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mount") is None,
-    reason="only root may mount a disk",
-)
+needs_a_disk = needs("root", "mount")
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Where sites on this host meet their aggregator, and what they enrol with."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
+from support.programs import needs
 
 from deploy.fleet import deployment as fleet, deployment_file
 from deploy.fleet.deployment import is_out_of_reach
@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
         pass
 
 
-@pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed")
+@needs("podman")
 def test_a_token_is_never_in_a_folder_of_a_container(tmp_path: Path):
     """Its user owns all files there, and no other process reads them as secrets."""
     path = tmp_path / "fed.toml"

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import programs
 
 from cloud_adapters.compute.pool import NodeSpec
 from deploy.fleet.starting.user_data import (
@@ -65,9 +65,7 @@ def files(release: Release, spec: NodeSpec = SPEC) -> dict[str, str]:
 @pytest.mark.parametrize("kind", RELEASES)
 def test_cloud_init_reads_it(kind: str, tmp_path: Path):
     """By its own schema, which knows every key."""
-    program = shutil.which("cloud-init")
-    if program is None:
-        pytest.skip("cloud-init is not installed")
+    program = programs.program("cloud-init")
     path = tmp_path / "user-data"
     path.write_text(render(GPU_SPEC, RELEASES[kind], SITE_TOML, UNITS, INVITATION))
     done = subprocess.run(
@@ -83,9 +81,7 @@ def test_cloud_init_reads_it(kind: str, tmp_path: Path):
 @pytest.mark.slow
 def test_systemd_reads_the_unit_of_a_container(tmp_path: Path):
     """It fails for a key that it does not know."""
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("systemd-analyze is not installed")
+    program = programs.program("systemd-analyze")
     unit = tmp_path / "crossfed-site.service"
     text = files(RELEASES["image"])[f"/etc/systemd/system/{unit.name}"]
     unit.write_text(text.replace("/usr/bin/podman", sys.executable))
@@ -131,9 +127,7 @@ def test_the_machine_enrols_before_it_starts(kind: str):
 @pytest.mark.slow
 def test_systemd_reads_the_command_of_a_machine(tmp_path: Path):
     """With quotes and percent signs in the name of an organisation."""
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("systemd-analyze is not installed")
+    program = programs.program("systemd-analyze")
     found = files(RELEASES["https"])
     unit = tmp_path / "crossfed-enrol.service"
     text = found["/etc/systemd/system/crossfed-enrol.service"]
