@@ -2,6 +2,10 @@
 
 Models and data of a user come in through here, and so do their mistakes: each
 becomes an error that names the key of the job file. Nothing is registered.
+
+Nothing else in ``clients`` imports by a name from a job. A site's policy checks every
+text of the job that ``import_factory`` would take, also inside options. So pass such a
+text on as it is: a name that is put together here would pass the policy unseen.
 """
 
 import difflib
@@ -21,10 +25,10 @@ from typing import Any
 from clients.user_code import sentence
 from federation.errors import FederationError, JobError, UserCodeError, clash
 from federation.job import code_files
+from federation.job.metrics import is_function
 
 Factory = Callable[..., Any]
 
-_FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 _PREFIX = "crossfed_code_"  # of the private names of users' files
 
 
@@ -39,11 +43,11 @@ def import_factory(path: str, *, key: str | None = None) -> Factory:
         JobError: ``path`` has another form, or names nothing that can be called.
     """
     file, path = code_files.parse(path), code_files.unpinned(path)
-    match = _FORM.fullmatch(path)
+    where, _, name = path.rpartition(":")
     if file is not None:
-        module, name = _import_file(file, key=key), file.function
-    elif match is not None and not match[1].endswith(".py"):
-        module, name = _import_module(match[1], match[1], key=key), match[2]
+        module = _import_file(file, key=key)
+    elif is_function(path) and not where.endswith(".py"):
+        module = _import_module(where, where, key=key)
     else:
         raise JobError(
             f"{path!r} is not of the form module:function, for example "
@@ -52,11 +56,9 @@ def import_factory(path: str, *, key: str | None = None) -> Factory:
         )
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
-        hint = _nearest(name, known) or _reason(clash(path.partition(":")[0]))
+        hint = _nearest(name, known) or _reason(clash(where))
         what = "the file" if file else "module"
-        raise JobError(
-            f"{what} {path.rpartition(':')[0]!r} has no {name!r}{hint}", key=key
-        )
+        raise JobError(f"{what} {where!r} has no {name!r}{hint}", key=key)
     factory = getattr(module, name)
     if not callable(factory):
         raise JobError(

@@ -114,7 +114,8 @@ def _made(
 ) -> Any:
     """Make a model from its configuration or its folder."""
     if folder is None:
-        return kind.from_config(_config(_transformers(), dict(config or {})))
+        made = _config(_transformers(), dict(config or {}))
+        return kind.from_config(made, trust_remote_code=False)
     path = checked_folder(folder, sha256, key=_KEY, tokenizer=False)
     return _from_folder(kind, path)
 
@@ -377,19 +378,21 @@ def _refuse_other_files(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_remote_code(config: Mapping[str, Any]) -> None:
-    if "auto_map" in config:
+    # With attribute_map a key of any name becomes auto_map, or an implementation.
+    for name in config.keys() & {"auto_map", "attribute_map"}:
         raise JobError(
-            "the configuration names Python code of its own (auto_map), which is never "
-            "run: use a class of transformers, or write a factory of your own",
+            f"the configuration has {name}, which may name Python code of its own: "
+            "that is never run; use a class of transformers, or a factory of your own",
             key=_KEY,
         )
     for name, value in config.items():
         # The form owner/repository is a kernel of the hub: native code. Parts of a
         # model may have one each.
-        if name.endswith("_implementation") and "/" in str(value):
+        if "_implementation" in name and "/" in str(value):
             raise JobError(
                 f"{name} names code of the hub, which is never run: use eager or sdpa",
                 key=_KEY,
             )
-        if isinstance(value, Mapping):
-            _refuse_remote_code(value)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Mapping):
+                _refuse_remote_code(inner)

@@ -69,11 +69,11 @@ class PolicySpec:
             (`training.local_epochs`). No limit by default.
         max_accumulate: Most batches of a step in any round: `training.accumulate`, and
             each value in `training.accumulate_from`.
-        functions: Functions that a job may use as model or objective:
-            `module:function`; `module:*` for every function that the module itself
-            defines; or `./file.py:function` for a file beside this one, which must be
-            identical to the job author's. Models are called with the job's options, so
-            never list a function that can call others by name.
+        functions: Functions that a job may name: `module:function`; `module:*` for
+            every function that the module itself defines; or `./file.py:function` for a
+            file beside this one, which must be identical to the job author's. Functions
+            named inside options must be listed too. Functions are called with the job's
+            options, so never list one that does harm with some options.
     """
 
     privacy: str = key(default="record", choices=UNITS)

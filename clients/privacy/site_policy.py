@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from clients.factories import import_factory
 from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
-from federation.job import code_files, job_digest
+from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import JobSpec
@@ -311,6 +311,10 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         if site.data is not None
     ]
     named += [(key, text) for key, text in sources if text and "://" not in text]
+    # All texts that `import_factory` would take, wherever they are: our own functions
+    # import names from their options, and a user's may do so.
+    texts = _texts(job_file.document(job), "")
+    named += [(key, text) for key, text in texts if is_function(text)]
     for key, function in named:
         try:
             accepted = is_accepted(function, policy.functions)
@@ -319,6 +323,19 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
             return
         if not accepted:
             yield key, f"does not accept {function!r} (policy.functions)"
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """All texts of a job's document, keys of tables too, with the keys they are at."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield key, name
+            yield from _texts(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _texts(inner, f"{key}[{index}]")
 
 
 def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:

@@ -74,7 +74,10 @@ def read_gguf(path: Path) -> torch.nn.Module:
 
     quiet()
     model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, local_files_only=True
+        str(path.parent),
+        gguf_file=path.name,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     return model.eval()  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ from federation.os_errors import os_errors
 FOLDERS = "CROSSFED_CODE"
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
-_KEYS = {"factory", "source", "task"}  # of a job that name functions
+_KEYS = {"factory", "source", "task"}  # of a job and of options that name functions
 _FULL_KEYS = {"training.optimizer.name", "training.learning_rate.name"}
 
 Sources = Mapping[str, tuple[str, bytes]]
@@ -110,8 +110,9 @@ def pin(document: Any, folder: Path, name: str = "") -> None:
     entries = document.items() if isinstance(document, dict) else enumerate(document)
     for key, value in entries:
         full = f"{name}.{key}" if name else str(key)
-        if isinstance(value, dict | list | tuple) and key != "options":
+        if isinstance(value, dict | list | tuple):
             pin(value, folder, full)
+        is_option = "options" in name.split(".")  # One may be any text.
         may_name = key in _KEYS or full in _FULL_KEYS
         file = parse(value) if may_name and isinstance(value, str) else None
         if file is None or file.digest:
@@ -119,6 +120,8 @@ def pin(document: Any, folder: Path, name: str = "") -> None:
         try:
             found = digest_of(file.sources(folder))
         except JobError as error:
+            if is_option:
+                continue
             raise JobError(error.reason, key=full) from error
         document[key] = str(replace(file, digest=found))
         look_in(folder)

@@ -48,7 +48,9 @@ _USE = {
 ```python
 from transformers import AutoModel  # Or the class that `architectures` names.
 
-model = AutoModel.from_pretrained(folder, local_files_only=True)
+model = AutoModel.from_pretrained(
+    folder, local_files_only=True, trust_remote_code=False
+)
 ```""",
     "adapters": """\
 ```python

@@ -443,6 +443,37 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path):
         hugging_face(folder=str(tmp_path), sha256=digest)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"auto_map": {"AutoModelForCausalLM": "evil.M"}},
+        {"attribute_map": {"x": "auto_map"}, "x": {"AutoModelForCausalLM": "evil.M"}},
+        {"text_config": {"attribute_map": {"x": "auto_map"}}},
+        {"parts": [{"auto_map": {}}]},
+        {"_attn_implementation_internal": "owner/kernel"},
+    ],
+)
+def test_code_of_a_configuration_is_never_run(config: dict[str, Any]):
+    """transformers would ask at the terminal, and run it at a yes."""
+    with pytest.raises(JobError, match=r"auto_map|attribute_map|_implementation"):
+        hugging_face(config={**GPT2, **config})
+
+
+def test_no_call_of_transformers_may_ask_at_the_terminal():
+    """Without ``trust_remote_code`` it does, if a model has code of its own."""
+    root = Path(__file__).resolve().parents[2]
+    for package in ("clients", "deploy", "monitoring", "crossfed"):
+        for path in sorted((root / package).rglob("*.py")):
+            text = path.read_text("utf-8")
+            for call in re.finditer(r"\b(\w+)\.from_(pretrained|config)\(", text):
+                if call[1] in {"PeftModel", "ScriptDirectory"}:
+                    continue
+                rest = text[call.end() :][:300]
+                assert re.search(r"trust_remote_code=False|\*\*local", rest), (
+                    f"{path}: {call[0]}"
+                )
+
+
 def test_weights_by_pickle_are_never_read(tmp_path: Path):
     hugging_face(config=GPT2).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()

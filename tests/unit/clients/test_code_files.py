@@ -218,6 +218,14 @@ def test_options_are_no_names_of_functions(folder: Path):
     assert document["data"]["options"] == {"source": "./none.py:f"}
 
 
+def test_a_file_inside_options_is_pinned(folder: Path):
+    member = {"factory": "./my_model.py:net", "text": "./my_model.py"}
+    document = {"model": {"options": {"members": [member]}}}
+    code_files.pin(document, folder)
+    assert re.fullmatch(rf"\./my_model\.py@{SHA}:net", member["factory"])
+    assert member["text"] == "./my_model.py"
+
+
 def test_a_site_loads_a_file_only_if_its_policy_names_it(folder: Path):
     name, text = pinned(folder), "./my_model.py:net"
     assert site_policy.is_accepted(name, (text,))

@@ -1,5 +1,6 @@
 """Importing and calling ``module:function`` strings."""
 
+import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from clients.factories import call_factory, import_factory
 from federation.errors import JobError, SiteError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def area(width: float, height: float = 2):
@@ -121,3 +124,25 @@ def test_our_own_errors_pass():
 def test_factory_without_signature_is_called():
     """Functions written in C whose signature is hidden are simply called."""
     assert call_factory(dict, {"a": 1}) == {"a": 1}
+
+
+def test_only_one_function_imports_by_a_name_of_the_job():
+    """Otherwise a site's policy would not see the name."""
+    importing = {
+        *("importlib.import_module", "import_module", "__import__", "exec", "eval"),
+        *("runpy.run_path", "runpy.run_module", "pkgutil.resolve_name"),
+    }
+    found = set()
+    for package in ("clients", "privacy", "federation", "aggregator"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = ast.unparse(node.func)
+                if called in importing and not isinstance(node.args[0], ast.Constant):
+                    found.add(path.relative_to(ROOT).as_posix())
+                if called == "import_factory":  # No name is put together.
+                    text = node.args[0]
+                    kinds = ast.Name | ast.Attribute | ast.Subscript
+                    assert isinstance(text, kinds), f"{path}:{node.lineno}"
+    assert found == {"clients/factories.py"}

@@ -1,8 +1,11 @@
 """What a site's operator demands is held against a job, key by key."""
 
+import ast
 import math
 import sys
 from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.protocol.of_job import contract_of
 
+ROOT = Path(__file__).resolve().parents[3]
 SITE = SiteId("site-0")
 NOISE_SHARE = NoiseShare(
     multiplier=1.0, sensitivity=1.0, size=9, threshold=4, colluding=1
@@ -413,6 +417,81 @@ def test_named_function_is_not_imported_either():
     accepted = ("antigravity:geohash",)
     assert site_policy.is_accepted("antigravity:geohash", accepted)
     assert "antigravity" not in sys.modules
+
+
+def own_functions() -> list[tuple[str, list[str]]]:
+    """Every public function of ours that takes options, with their names."""
+    found = []
+    for package in ("clients", "privacy", "federation", "aggregator", "cloud_adapters"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.parse(path.read_text("utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    arguments = [*node.args.args, *node.args.kwonlyargs]
+                    name = f"{module.removesuffix('.__init__')}:{node.name}"
+                    found.append((name, [each.arg for each in arguments]))
+    return found
+
+
+def test_no_option_of_our_functions_names_what_the_policy_does_not_list():
+    """The operator has listed the function, and nothing that its options name."""
+    functions = own_functions()
+    names = {name for name, _ in functions}
+    assert "clients.models.clusters:clusters" in names
+    assert "clients.audit.canaries:with_canaries" in names
+    shapes = (
+        lambda text: text,
+        lambda text: {"factory": text},
+        lambda text: [{"options": {"deep": [[text]]}}],
+        lambda text: {text: 1},
+    )
+    for (name, arguments), shape in zip(functions, cycle(shapes), strict=False):
+        for argument in arguments:
+            model = {"factory": name, "options": {argument: shape("os:system")}}
+            key, said = refused(
+                small_job(model=model), **OPEN, functions=(*MODELS, name)
+            )
+            assert key.startswith(f"model.options.{argument}"), (name, key)
+            assert "'os:system'" in said
+
+
+def test_each_table_of_options_is_searched():
+    inside = {"options": {"members": [{"factory": "./work.py:net"}]}}
+    for table, changes in {
+        "model": {"model": {"factory": "clients.models:mlp", **inside}},
+        "data": {"data": {"source": "support.small_jobs:blobs", **inside}},
+        "sites[0].data": {
+            "sites": [
+                {
+                    "name": "site-0",
+                    "data": {"source": "support.small_jobs:blobs"} | inside,
+                }
+            ]
+        },
+        **{
+            f"training.{table}": {
+                "training": {"local_steps": 1, table: {"name": listed, **inside}}
+            }
+            for table, listed in (
+                ("optimizer", "clients.models:mlp"),
+                ("learning_rate", "clients.models:mlp"),
+            )
+        },
+        "training": {
+            "training": {"local_steps": 1, "task": "clients.models:mlp"} | inside
+        },
+    }.items():
+        key, said = refused(small_job(**changes), **OPEN)
+        assert key == f"{table}.options.members[0].factory"
+        assert "'./work.py:net'" in said
+
+
+def test_a_listed_function_may_be_named_inside_options():
+    options = {"number": 2, "factory": "clients.models:mlp", "options": {"hidden": [4]}}
+    model = {"factory": "clients.models.clusters:clusters", "options": options}
+    job = small_job(model=model | {"personal": ["choice.*"]})
+    policy = PolicySpec(**OPEN, functions=(*MODELS, "clients.models.clusters:clusters"))
+    site_policy.check_job(job, policy, SITE)
 
 
 @pytest.mark.parametrize(("threshold", "fewest"), [(5, 5), (4, 4)])
