@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from getpass import getpass
 from typing import TYPE_CHECKING
 
 from deploy.cli.terminal import say, say_json, tell
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from federation.platform_identity import PlatformIdentity
     from privacy.membership.token import Token
 
-_STANDARD_INPUT = "-"
+_STANDARD_INPUT, _MOST_TOKEN_CHARS = "-", 1024
 # What the time of a row of ``crossfed aggregator sites`` means.
 _WHEN = {
     "invited": "the token holds until",
@@ -32,7 +33,7 @@ _WHEN = {
 
 def _enroll(options: argparse.Namespace) -> int:
     from deploy.site_host import enrol as enrolment_site  # noqa: PLC0415 -- keeps `--help` fast
-    from privacy.membership.token import Token  # noqa: PLC0415
+    from privacy.membership.token import EnrolmentRefused, Token  # noqa: PLC0415
 
     if options.accept is not None and not options.roster:
         raise JobError("needs --roster", key="--accept")
@@ -42,9 +43,13 @@ def _enroll(options: argparse.Namespace) -> int:
         config = enrolment_site.config_of(options.folder)
         _print_enrolled(enrolment_site.renew(config, clock=options.clock), options)
         return DONE
-    # A token on the command line can be read by others on this machine while we run.
-    text = sys.stdin.readline() if options.token == _STANDARD_INPUT else options.token
-    token = Token.parse(text)
+    token = Token.parse(_token_text(options.token))
+    if token.secret and options.token not in {None, _STANDARD_INPUT}:
+        raise EnrolmentRefused(
+            "this token has a secret, and all users of this machine can read a command "
+            "line: have it revoked (crossfed aggregator revoke SITE), and enter a new "
+            "one where this command asks for it"
+        )
     if options.platform is not None:
         return _enroll_machine(token, options)
     found = enrolment_site.enroll(
@@ -55,6 +60,15 @@ def _enroll(options: argparse.Namespace) -> int:
     )
     _print_enrolled(found, options)
     return DONE
+
+
+def _token_text(argument: str | None) -> str:
+    """The token of a command line, or what its reader enters instead."""
+    if argument not in {None, _STANDARD_INPUT}:
+        return argument
+    if sys.stdin.isatty():
+        return getpass("token: ")
+    return sys.stdin.readline(_MOST_TOKEN_CHARS)
 
 
 def _enroll_machine(token: "Token", options: argparse.Namespace) -> int:
@@ -183,7 +197,7 @@ def _invite(options: argparse.Namespace) -> int:
         return DONE
     tell(
         f"for {token.site}, once, until {_minute(expires)}; send it over a private "
-        "channel. On the site's machine: crossfed enroll TOKEN --folder DIR"
+        "channel. On the site's machine, crossfed enroll --folder DIR asks for it"
     )
     return DONE
 

@@ -159,7 +159,10 @@ def _add(verb: argparse.ArgumentParser, arguments: Table, shared: Table) -> None
             continue
         given, place = dict(settings), verb
         if given.pop("either", False):
-            place = either = either or verb.add_mutually_exclusive_group(required=True)
+            # A verb without the first of them asks for it.
+            needed = given.get("nargs") != "?"
+            either = either or verb.add_mutually_exclusive_group(required=needed)
+            place = either
         if "type" in given:
             given["type"] = _TYPES[given["type"]]
         if given.get("action") == "append":

@@ -23,7 +23,7 @@ from privacy.secagg.arithmetic.ring import RING_BITS
 
 _ADVICE = (
     "run this in the folder of an enrolled site, or name its site.toml (--config "
-    "FILE; --folder DIR of `crossfed enroll`); `crossfed enroll TOKEN` makes this "
+    "FILE; --folder DIR of `crossfed enroll`); `crossfed enroll` makes this "
     "machine a site and creates the file"
 )
 _SIGNER = re.compile("[0-9a-f]{64}")

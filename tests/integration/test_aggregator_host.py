@@ -143,9 +143,8 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
             token = crossfed_here(
                 "aggregator", "invite", "one", "--config", host.config
             )
-            crossfed_here(
-                "enroll", token.stdout.strip(), "--folder", str(tmp_path / "one")
-            )
+            one = str(tmp_path / "one")
+            crossfed_here("enroll", "--folder", one, given=token.stdout)
 
             disks.fill(disk)
             wait_for(lambda: _state(host) == "disk full", "the disk is named")

@@ -63,7 +63,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with deployed(where, POLICY, sites=SITES[:1]) as made:
         folder = made.folder / "lab"
         invited = crossfed("aggregator", "invite", "lab", "--config", made.config)
-        crossfed("enroll", invited.stdout.split()[-1], "--folder", str(folder))
+        crossfed("enroll", "--folder", str(folder), given=invited.stdout)
         config = str(folder / "site.toml")
         made.start("relay", "site", "relay", "--config", config, "--port", "0")
         log = made.folder / "relay.log"

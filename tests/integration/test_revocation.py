@@ -4,7 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+from support.deployment import (
+    SITES,
+    Deployment,
+    crossfed,
+    crossfed_here,
+    deployed,
+    wait_for,
+)
 from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
@@ -62,8 +69,8 @@ def test_revoked_site_is_shut_out_while_another_renews(tmp_path: Path):
         assert "revoked" in refused.stderr
 
         invited = crossfed("aggregator", "invite", GOES, "--config", federation.config)
-        token = invited.stdout.strip()
-        crossfed("enroll", token, "--folder", str(tmp_path / "fresh"))
+        fresh = str(tmp_path / "fresh")
+        crossfed_here("enroll", "--folder", fresh, given=invited.stdout)
         config = str(tmp_path / "fresh" / "site.toml")
         federation.start("fresh", "site", "up", "--config", config)
         wait_for(lambda: _online(federation) == 2, "the new one is online")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from support import superlink_state
 from support.forked import Forked, Server, shared
@@ -47,7 +48,9 @@ def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
-def crossfed_here(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def crossfed_here(
+    *arguments: str, code: int = 0, given: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run a short command in this process, which has imported what others would."""
     out, err = io.StringIO(), io.StringIO()
     path = [*sys.path]
@@ -55,6 +58,7 @@ def crossfed_here(*arguments: str, code: int = 0) -> subprocess.CompletedProcess
         _PREPARING,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "stdin", io.StringIO(given)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # Those of libraries, as for a user.
@@ -67,8 +71,8 @@ def crossfed_here(*arguments: str, code: int = 0) -> subprocess.CompletedProcess
     return done
 
 
-def _prepare(*arguments: str) -> str:
-    return crossfed_here(*arguments).stdout
+def _prepare(*arguments: str, given: str = "") -> str:
+    return crossfed_here(*arguments, given=given).stdout
 
 
 @dataclass(kw_only=True)
@@ -316,7 +320,7 @@ def deployed(
         wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
         for site in sites:
             invited = _prepare("aggregator", "invite", site, "--config", made.config)
-            _prepare("enroll", invited.split()[-1], "--folder", str(folder / site))
+            _prepare("enroll", "--folder", str(folder / site), given=invited)
         for site in sites:
             _accept_roster(folder / site)
             _set_policy(folder / site / "site.toml", policy)

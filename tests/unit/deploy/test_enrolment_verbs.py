@@ -1,6 +1,12 @@
 """``crossfed enroll`` and the operator's verbs: what they print and refuse."""
 
+import contextlib
+import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +129,55 @@ def test_mistake_is_explained(
     assert "Traceback" not in out + err
 
 
+def test_token_with_a_secret_is_no_argument(
+    federation: Federation, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """Every user of a machine can read arguments, and enrol first."""
+    token = federation.invite("site-a")
+    assert cli.main(["enroll", token.text, "--folder", str(tmp_path / "site")]) == 1
+    told = capsys.readouterr().err
+    assert "has a secret" in told
+    assert "aggregator revoke" in told
+    assert token.text not in told
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.slow
+def test_token_is_asked_for_without_echo(tmp_path: Path):
+    """At a terminal: what is typed is not on the screen."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-I", "-m", "crossfed", "enroll"]
+    with subprocess.Popen(
+        [*command, "--folder", str(tmp_path / "site")],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while b"token: " not in shown:
+            shown += os.read(controller, 1024)
+        os.write(controller, b"crossfed-1.half\n")
+        with contextlib.suppress(OSError):  # The terminal is closed at its end.
+            while more := os.read(controller, 1024):
+                shown += more
+        assert process.wait() == 1
+    os.close(controller)
+    assert b"is no token" in shown
+    assert b"crossfed-1.half" not in shown
+
+
+@pytest.mark.parametrize("given", ["crossfed-1.half\n", "", "\n", "x" * 100_000 + "\n"])
+def test_token_comes_from_standard_input(
+    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for arguments in ([], ["-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert cli.main(["enroll", *arguments]) == 1
+        assert "copy all of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", "10081", "an hour", "9" * 9999])
 def test_token_holds_for_a_sensible_time(
     federation: Federation, capsys: pytest.CaptureFixture[str], minutes: str
@@ -136,8 +191,8 @@ def test_token_holds_for_a_sensible_time(
 
 
 def test_token_or_renewal_and_not_both(federation: Federation):
-    """One of them is needed."""
-    for arguments in ([], ["token", "--renew"], ["--renew", "--roster"]):
+    """One of them at most; without any, the command asks for a token."""
+    for arguments in (["token", "--renew"], ["--renew", "--roster"]):
         with pytest.raises(SystemExit):
             cli.main(["enroll", *arguments])
 

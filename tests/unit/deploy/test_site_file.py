@@ -200,4 +200,4 @@ def test_missing_file_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
     said = str(caught.value)
     assert f"cannot read {tmp_path / 'site.toml'}: No such file" in said
     assert "name its site.toml (--config FILE" in said
-    assert "crossfed enroll TOKEN" in said
+    assert "crossfed enroll`" in said
