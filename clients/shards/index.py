@@ -203,7 +203,7 @@ def _decode(raw: bytes, url: str) -> DatasetIndex:
     try:
         document = json.loads(raw)
         name, number = document["format"], document["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptObject(
             f"{where} is not the index of a dataset: check what is stored there"
         ) from error

@@ -7,13 +7,13 @@ and a site it is a draft, which nothing but this module reads.
 
 import os
 import stat
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from federation.job import job_file
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
 from privacy.secagg.agreement.roster import Roster
@@ -201,7 +201,7 @@ def _read_document(path: Path) -> dict[str, Any]:
             f"{path} is larger than {limit} bytes, so it is not a roster"
         )
     try:
-        document = tomllib.loads(data.decode())
+        document = job_file.loads_toml(data.decode())
     except ValueError as error:
         raise RosterRefused(f"{path} is not TOML: {error}; {_CORRECT}") from None
     _checked(path, document)

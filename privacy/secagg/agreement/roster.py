@@ -28,7 +28,6 @@ fingerprints of the keys: that is where trust enters, and not in this file.
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +36,7 @@ from types import MappingProxyType
 from typing import Any
 
 from federation.ids import SiteId, check_name
+from federation.job import job_file
 from federation.os_errors import os_errors
 from privacy.secagg.agreement.canonical import MAX_U64, fields, u64
 from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
@@ -208,8 +208,8 @@ def parse(text: str) -> Roster:
         RosterRefused: See ``load``.
     """
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = job_file.loads_toml(text)
+    except ValueError as error:
         raise RosterRefused(f"the roster is not TOML: {error}") from None
     top = _members(
         document, "roster", {"serial": int, "aggregator": dict, "sites": list}
