@@ -91,7 +91,7 @@ def test_invitation_of_a_machine_is_no_secret(
     (bound,) = BookFile(folder=federation.aggregator).read().bound
     assert str(bound.machine) == machine
     assert cli.main(["aggregator", "sites"]) == 0
-    assert "invited   site-a" in capsys.readouterr().out
+    assert "invited   site site-a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,11 @@ def test_list_of_sites(federation: Federation, capsys: pytest.CaptureFixture[str
 
     assert cli.main(["aggregator", "sites"]) == 0
     text = capsys.readouterr().out
-    for words in ("enrolled  site-a", "revoked   site-b", "invited   site-c"):
+    for words in (
+        "enrolled  site site-a",
+        "revoked   site site-b",
+        "invited   site site-c",
+    ):
         assert words in text
     assert cli.main(["aggregator", "sites", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
