@@ -100,9 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     number, address, authority, *names = arguments
     user, folders, token = int(number), [*map(Path, names)], os.environ["TEST_TOKEN"]
     root = Path(authority).read_bytes()
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
+    # First, as they import: a checkout in root's own folder is closed to this user.
     context = client_context(root)
     client = Caller.from_server_address(
         address,
@@ -110,6 +108,9 @@ def main(arguments: Sequence[str]) -> None:
         root_certificates=root,
         interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
     )
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
     found = {
         "calls": dict(_calls(client, token)),
         "pages": {
