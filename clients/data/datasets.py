@@ -24,7 +24,7 @@ Models see float32 and int64 only: floating-point and boolean inputs become
 float32, integer inputs are tokens and become int64, and integer targets are classes and
 become int64. Inputs of uint8 with four axes or more in a batch are images and become
 float32 from 0 to 1, also those of items and of a ``collate_fn``; tokens with so many
-axes must have another integer type.
+axes must have another integer type. A list of numbers in an item is one array.
 
 Where datasets come from is in ``data``, how one is dealt out to sites in
 ``partition``.
@@ -68,6 +68,9 @@ _TARGETS = ("labels", "label", "targets")
 _IMAGE_AXES = 4  # Records, channels, height and width, in any order of the last three.
 _MOST_ITEMS = 10**7  # Of an ``IterableDataset``: one without an end is a mistake.
 
+_NUMBERS = (int, float, np.number, np.bool_)
+_LEAVES = (torch.Tensor, np.ndarray, *_NUMBERS)
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -102,16 +105,7 @@ class Examples:
             raise ValueError("inputs hold no array")
         named = (each for part in parts.items() for each in named_leaves(*part))
         for what, array in named:
-            if array.ndim == 0 or array.dtype.kind not in "biuf":
-                is_text = array.dtype.kind in "US"
-                # Columns of a frame that differ in type become objects.
-                fits = is_text or array.dtype.kind == "O"
-                hint = "; replace each text by a number" if fits else ""
-                raise ValueError(
-                    f"{what} must be an array of numbers, one row per example, not "
-                    f"{'text' if is_text else array.dtype} of shape {array.shape}"
-                    f"{hint}"
-                )
+            _check_numbers(what, array)
             if len(array) != self.size:
                 raise ValueError(
                     f"there are {self.size} inputs and {len(array)} {what}"
@@ -166,6 +160,49 @@ class Dataset(Protocol):
     def subset(self, indices: Indices) -> "Dataset":
         """A view of some of the examples; nothing is copied but the indices."""
         ...
+
+
+def _check_numbers(what: str, array: NDArray[Any]) -> None:
+    """Check that an array holds one row of numbers for each example.
+
+    Raises:
+        ValueError: It does not.
+    """
+    is_text = array.dtype.kind in "US"
+    if array.ndim == 0 or array.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{what} must be an array of numbers, one row per example, not "
+            f"{'text' if is_text else array.dtype} of shape {array.shape}"
+            f"{_replace_hint(array)}"
+        )
+    if trouble := _trouble(array):
+        raise ValueError(f"{what} {trouble}")
+
+
+def _replace_hint(array: NDArray[Any]) -> str:
+    """What to do with values that are no numbers."""
+    if array.dtype.kind not in "USOMm":
+        return ""
+    return "; replace each text, date or missing value (None, NA) by a number"
+
+
+def _trouble(values: object) -> str:
+    """Why a tensor or an array cannot be read as it is; empty if it can."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        return (
+            "is a masked array, whose mask would be lost: fill it with filled(), and "
+            "make the mask an input of its own"
+        )
+    if not isinstance(values, torch.Tensor):
+        return ""
+    found = {
+        "is a nested tensor: use torch.nested.to_padded_tensor()": values.is_nested,
+        "is a sparse tensor: use to_dense()": values.layout is not torch.strided,
+        "is a quantized tensor: use dequantize()": values.is_quantized,
+        "has no values: it is on the meta device": values.is_meta,
+        "is complex: use torch.view_as_real()": values.is_complex(),
+    }
+    return next((text for text, is_so in found.items() if is_so), "")
 
 
 def as_dataset(obj: object, *, name: str) -> Dataset:
@@ -304,7 +341,14 @@ def _examples_of_tuple(
 ) -> Examples:
     if len(pair) != _PAIR:
         raise SiteError(f"{name} is a tuple of length {len(pair)}: {_EXPECTED}")
-    inputs, targets = (map_tree(_as_array, part) for part in pair)
+    for what, part in zip(("inputs", "targets"), pair, strict=True):
+        for place, leaf in named_leaves(what, part):
+            if trouble := _trouble(leaf):
+                raise SiteError(f"{name}: {place} {trouble}")
+    try:
+        inputs, targets = (map_tree(_as_array, part) for part in pair)
+    except ValueError as error:
+        raise SiteError(f"{name}: {error}") from error
     arrays = list(leaves((pair[0], pair[1])))
     if inputs is None or len(list(leaves((inputs, targets)))) < len(arrays):
         found = f"({describe(pair[0])}, {describe(pair[1])})"
@@ -322,11 +366,30 @@ def _as_array(obj: object) -> NDArray[Any] | None:
         return obj
     if isinstance(obj, torch.Tensor):
         values = obj.detach().cpu()
-        # NumPy has no bfloat16; batches are float32 in any case.
-        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        # NumPy has no bfloat16 nor float8; batches are float32 in any case.
+        is_small = values.dtype == torch.bfloat16 or values.itemsize == 1
+        is_cast = is_small and values.is_floating_point()
+        return (values.float() if is_cast else values).numpy()
     if hasattr(obj, "to_numpy"):  # A frame or a column of pandas.
-        return np.asarray(obj.to_numpy())
+        return _of_pandas(obj)
     return None
+
+
+def _of_pandas(obj: Any) -> NDArray[Any]:
+    """Read a frame as a matrix, or a column; those that differ in type one by one."""
+    values: NDArray[Any] = np.asarray(obj.to_numpy())
+    if values.dtype != object:
+        return values
+    if not hasattr(obj, "columns"):
+        return np.asarray(values.tolist())  # Numbers, if it holds nothing else.
+    columns = {column: _of_pandas(obj[column]) for column in obj.columns}
+    for column, array in columns.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(
+                f"the column {str(column)!r} holds {obj[column].dtype}"
+                f"{_replace_hint(array)}"
+            )
+    return np.column_stack(list(columns.values()))
 
 
 def _labels_of(targets: object, size: int) -> Indices | None:
@@ -420,18 +483,49 @@ def _check_item(item: object, *, name: str) -> None:
         item = parts_of_dict(item, name=f"each item of {name}")
     if not isinstance(item, (tuple, list)) or len(item) != _PAIR:
         raise SiteError(f"each item of {name} is {describe(item)}: {_EXPECTED}")
+    pair = tuple(map(_with_arrays, item))
+    parts = [*named_leaves("inputs", pair[0]), *named_leaves("targets", pair[1])]
+    if not parts:
+        found = ", ".join(describe(part) for part in item)
+        raise SiteError(
+            f"each item of {name} is ({found}): expected tensors, arrays or numbers"
+        )
+    for what, part in parts:
+        trouble = _trouble(part)
+        if not trouble and not isinstance(part, _LEAVES):
+            trouble = (
+                f"is {describe(part)}: expected a tensor, an array or a number; "
+                "transform it to one, or leave it out"
+            )
+        if trouble:
+            raise SiteError(f"{what} of each item of {name} {trouble}")
     try:
-        parts = list(leaves(map_tree(_stacked, tuple(item))))
+        map_tree(_stacked, pair)
     except TypeError as error:
         raise SiteError(
             f"items of {name} cannot be stacked into a batch: {error}; transform "
             "them to tensors, arrays or numbers"
         ) from error
-    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
-        found = ", ".join(describe(part) for part in item)
-        raise SiteError(
-            f"each item of {name} is ({found}): expected tensors, arrays or numbers"
-        )
+
+
+def _with_arrays(tree: Tree) -> Tree:
+    """Make each list of numbers in a record an array, as one of Hugging Face's needs.
+
+    A dataset without a format gives lists where its columns hold tokens.
+    """
+    if isinstance(tree, Mapping):
+        return {key: _with_arrays(part) for key, part in tree.items()}
+    if not isinstance(tree, (tuple, list)):
+        return tree
+    first: Any = tree
+    while isinstance(first, list) and first:
+        first = first[0]
+    if first is not tree and isinstance(first, _NUMBERS):
+        try:
+            return np.asarray(tree)
+        except ValueError:  # Of lists that differ in length.
+            pass
+    return type(tree)(map(_with_arrays, tree))
 
 
 def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> Batch:
@@ -448,6 +542,8 @@ def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> B
             "targets) or a dict"
         )
     for part in leaves(tuple(pair)):
+        if trouble := _trouble(part):
+            raise SiteError(f"a part of what collate_fn of {name} returned {trouble}")
         if not isinstance(part, torch.Tensor) or len(part) != len(indices):
             fault = (
                 f"collate_fn of {name} must return tensors with one row per record: "
@@ -469,6 +565,7 @@ def _fetch_items(items: Any, indices: Indices, *, name: str) -> Batch:
         parts_of_dict(item, name=name) if isinstance(item, Mapping) else item
         for item in found
     ]
+    found = [tuple(map(_with_arrays, item)) for item in found]
     inputs, targets = zip(*found, strict=True)
     try:
         return (
@@ -496,6 +593,10 @@ def _fetch_items(items: Any, indices: Indices, *, name: str) -> Batch:
 def _stacked(*parts: object) -> Any:
     if isinstance(parts[0], np.bool_):  # Which torch 2.6 reads as an index.
         parts = tuple(map(bool, parts))
+    for part in parts:
+        # Its mask differs from record to record.
+        if isinstance(part, np.ma.MaskedArray) and (trouble := _trouble(part)):
+            raise SiteError(f"a record {trouble}")
     return default_collate(list(parts))
 
 

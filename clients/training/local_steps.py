@@ -212,6 +212,7 @@ class LocalOptimizer:
         self._fixed = FixedRanks(self._named, lora_rank)
         self._variates = variates
         self._scale = LossScale(job.training.precision, peers)
+        self._takes_sparse = _takes_sparse(job)
         self._anchor = (
             [p.detach().clone() for p in self._parameters]
             if job.training.proximal_mu or job.training.normalized_steps
@@ -250,6 +251,10 @@ class LocalOptimizer:
         Args:
             number: Number of the step, counted over the run from 0.
         """
+        if not self._takes_sparse:
+            for parameter in self._parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
         if self._scale.unscale_(self._parameters):
             self._take(number)
         for optimizer in self._optimizers:
@@ -337,6 +342,23 @@ class LocalOptimizer:
                 value = value.to(dtype=parameter.dtype, device=parameter.device)
             self._state_of[parameter][kind] = value
         self._scale.restore(kept)
+
+
+def _takes_sparse(job: JobSpec) -> bool:
+    """Whether a step can take the sparse gradients of ``nn.Embedding(sparse=True)``.
+
+    So does plain SGD, and an optimiser of the user's, such as ``SparseAdam``.
+    """
+    training, optimizer = job.training, job.training.optimizer
+    is_plain = (
+        optimizer.name == "sgd" and optimizer.momentum == optimizer.weight_decay == 0
+    )
+    return (is_plain or is_function(optimizer.name)) and not (
+        training.proximal_mu
+        or training.clip_grad_norm
+        or training.control_variates
+        or training.precision == "fp16"
+    )
 
 
 def _array(value: object) -> NDArray[Any]:

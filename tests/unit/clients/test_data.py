@@ -244,8 +244,9 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ([INPUTS], r"x:y is ndarray\[6, 2\]"),
         (OneItem({"label": 1}), "x:y has no column besides"),
         ([{}], "each item .* has no columns"),
-        (OneItem((object(), 1)), "cannot be stacked"),
-        (OneItem(("text", 1)), r"each item of .* is \(a str, an int\)"),
+        (OneItem((object(), 1)), "inputs of each item .* is an object: expected"),
+        (OneItem((np.array("text"), 1)), "cannot be stacked"),
+        (OneItem(("text", 1)), "inputs of each item of .* is a str: expected"),
         (OneItem((None, None)), r"is \(None, None\)"),
     ],
 )
