@@ -18,7 +18,7 @@ from privacy.dp.curve_tests import PValues
 
 # Tests that decide about a promise. Each has its part of the risk of a false alarm, so
 # that all of them together have the confidence.
-_TESTS = 3
+_TESTS = 5
 
 # Training without noise would be called broken if its expected p-value is so much
 # below what that takes, since the one that is found varies.
@@ -77,11 +77,15 @@ class CurveFindings:
         guesses: How canaries were distinguished for ``one_run``.
         p_values: What the tests found.
         without_noise: What they would have found without any noise.
+        repeated_noise: P-value of the noise's independence between rounds.
+        sampling: P-value of the steps' sampling.
     """
 
     guesses: Guesses
     p_values: PValues
     without_noise: PValues
+    repeated_noise: float
+    sampling: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +141,7 @@ class SiteFindings:
         found = [self._p_value_of(self.guesses.correct)]
         if self.curve is not None:
             found += [self.curve.p_values.one_run, self.curve.p_values.independent]
+            found += [self.curve.repeated_noise, self.curve.sampling]
         return min(1.0, _TESTS * min(found))
 
     @property
@@ -267,6 +272,8 @@ def _curve_document(curve: CurveFindings) -> dict[str, Any]:
         "correct": curve.guesses.correct,
         "p_value_one_run": curve.p_values.one_run,
         "p_value_independent": curve.p_values.independent,
+        "p_value_repeated_noise": curve.repeated_noise,
+        "p_value_sampling": curve.sampling,
         "p_value_one_run_without_noise": curve.without_noise.one_run,
         "p_value_independent_without_noise": curve.without_noise.independent,
     }
@@ -316,6 +323,11 @@ def _site_lines(site: SiteFindings) -> Iterator[str]:
             f"trade-off    p-value {format_p(found.independent)} if canaries are "
             f"independent; {format_p(found.one_run)} in any case, "
             f"{told.guesses} guesses, {told.correct} correct"
+        )
+        yield (
+            f"steps        p-value {format_p(site.curve.repeated_noise)} if each round "
+            f"draws new noise; {format_p(site.curve.sampling)} if each step draws "
+            "records independently"
         )
     yield f"membership   {roc_line(site.membership.final)}"
     yield f"promise      {_verdict_line(site)}"

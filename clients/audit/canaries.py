@@ -1,8 +1,9 @@
 """Canaries: records made for detection, in a job's own training.
 
-Each canary has a coordinate of its own: one more trained value of the model. Its
-gradient points along this coordinate, always the same way and beyond the clip norm, so
-that what clipping leaves of it is the largest trace that one record may leave (a Dirac
+Each canary has two coordinates of its own, more trained values of the model: one in an
+embedding, one in a linear layer, so that a layer that is not clipped is seen. Its
+gradient points along both, always the same way and far beyond the clip norm, so that
+what clipping leaves of it is the largest trace that one record may leave (a Dirac
 canary: Steinke, Nasr and Jagielski 2023, arXiv:2305.08846, section 6). All else is the
 job's own: sampling, clipping, noise, optimiser, rounds. Only training data and the
 model are wrapped, as a data source and a factory of a user's could do it.
@@ -21,6 +22,7 @@ behind the flattened values of an example.
 Shape suffixes: B records, T tokens, V vocabulary, m canaries, d values of the model.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,11 +37,12 @@ from clients.models.model_pool import build
 from federation.errors import SiteError
 from federation.vectors import Layout, Vector
 
+_BOTH = math.sqrt(2)  # Norm of a one along both coordinates.
 MAX_CANARIES = 1_000_000  # Codes are exact in float32 up to 2^24.
 FACTORY = "clients.audit.canaries:with_canaries"
 
 _ORDINARY, _EMPTY, _FIRST = 0, 1, 2  # Codes; from _FIRST on they are canaries.
-_WEIGHTS = "canaries.weight"
+_TABLE, _MATRIX = "canaries.weight", "linear.weight"  # Each holds a value of each.
 
 
 def with_canaries(
@@ -51,7 +54,7 @@ def with_canaries(
     shape: Sequence[int],
     task: str,
 ) -> nn.Module:
-    """Make a job's model with one coordinate for each canary.
+    """Make a job's model with two coordinates for each canary.
 
     Args:
         factory: The job's own.
@@ -74,10 +77,10 @@ def with_canaries(
 
 
 class _CanariedModel(nn.Module):
-    """A model, with one extra value for each canary.
+    """A model, with two extra values for each canary.
 
     For an ordinary record it is the model. For a canary all logits are 0, whatever
-    its value has become, and so its gradient is the same in every step.
+    its values have become, and so its gradient is the same in every step.
     """
 
     def __init__(
@@ -93,6 +96,12 @@ class _CanariedModel(nn.Module):
         # The first row is of all records that are no canary; it has no gradient.
         self.canaries = nn.Embedding(1 + num_canaries, 1, padding_idx=0)
         nn.init.zeros_(self.canaries.weight)
+        # One weight for each canary, of one input and one output: two short vectors
+        # of a record select it. It is the last layer, which Muon takes for the head.
+        self._width = math.isqrt(max(num_canaries - 1, 0)) + 1
+        height = -(-num_canaries // self._width)
+        self.linear = nn.Linear(self._width, height, bias=False)
+        nn.init.zeros_(self.linear.weight)
         self._gradient_norm = gradient_norm
         self._shape = shape
 
@@ -105,10 +114,16 @@ class _CanariedModel(nn.Module):
             codes_b = inputs[:, -1].long()
             inputs = inputs[:, :-1].reshape(-1, *self._shape)
         logits: torch.Tensor = self.model(inputs)
-        value_b = self.canaries((codes_b - _EMPTY).clamp(min=0)[:, None])[:, 0, 0]
+        number_b = (codes_b - _EMPTY).clamp(min=0)  # From 1; 0 is no canary.
+        value_b = self.canaries(number_b[:, None])[:, 0, 0]
+        place_b = (number_b - 1).clamp(min=0)
+        column = nn.functional.one_hot(place_b % self._width, self._width)
+        column = (column * (number_b > 0)[:, None]).to(self.linear.weight.dtype)
+        row_b = (place_b // self._width)[:, None]
+        value_b = value_b + self.linear(column).gather(1, row_b)[:, 0]
         # The gradient of a cross-entropy by the right one of K equal logits.
         classes = logits.shape[-1]
-        steepness = self._gradient_norm * classes / max(classes - 1, 1)
+        steepness = self._gradient_norm / _BOTH * classes / max(classes - 1, 1)
         signal_b = steepness * (value_b - value_b.detach())
         along = (-1,) + (1,) * (logits.ndim - 1)
         flat = torch.zeros_like(logits)
@@ -128,6 +143,7 @@ class CanariedData:
         first: int = 0,
         records_each: int = 1,
         num_empty: int = 0,
+        of_persons: bool = False,
     ) -> None:
         """Put canaries behind the records.
 
@@ -140,6 +156,7 @@ class CanariedData:
             records_each: Records of a canary: several where it is a person.
             num_empty: Records without a gradient behind the canaries, each of a
                 person of its own.
+            of_persons: Whether steps draw persons, and not records.
 
         Raises:
             SiteError: The data has tokens below 0, or no targets to classify.
@@ -152,6 +169,9 @@ class CanariedData:
         self._codes = np.concatenate((np.zeros(len(data), np.int64), extra, empty))
         behind = np.repeat(np.arange(len(is_in_m)), records_each)
         self._behind = np.append(behind, len(is_in_m) + np.arange(num_empty))
+        units = self.persons if of_persons else None
+        self._units = np.arange(len(self._codes)) if units is None else units
+        self.draws_u = np.zeros(1 + self._units.max(), np.int64)
         one, targets = data.batch(np.array([0]))
         if self._is_language and (one.ndim != 2 or one.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
             raise SiteError("canaries for causal_lm need windows of integer tokens")
@@ -163,7 +183,11 @@ class CanariedData:
         return len(self._codes)
 
     def batch(self, indices: Indices) -> Batch:
-        """Inputs with codes, and targets; a canary looks like the first record."""
+        """Inputs with codes, and targets; a canary looks like the first record.
+
+        ``draws_u`` counts, for each record or person, the batches that read it.
+        """
+        self.draws_u[np.unique(self._units[indices])] += 1
         codes_b = torch.from_numpy(self._codes[indices])
         inputs, targets = self._data.batch(
             np.where(indices < len(self._data), indices, 0)
@@ -242,20 +266,33 @@ class CanaryScores:
     The sum over the rounds is what an attacker who sees every update of one site, or
     every opened sum, tells canaries by: the more it grew, the more often the canary
     was trained on.
+
+    Attributes:
+        scores_m: The sum over the rounds, shape ``(m,)``.
+        products_m: Sum of the products of each two rounds, shape ``(m,)``: what noise
+            that is independent in every round leaves around 0, without a gradient.
     """
 
     def __init__(self, layout: Layout, num_canaries: int, *, first: int = 0) -> None:
         """Find the coordinates, from number ``first`` on, in a canaried layout."""
-        spec = next(t for t in layout.tensors if t.name == _WEIGHTS)
-        start = spec.offset + 1 + first
-        self._place = slice(start, start + num_canaries)
+        offsets = {t.name: t.offset for t in layout.tensors}
+        starts = offsets[_TABLE] + 1 + first, offsets[_MATRIX] + first
+        self._places = [slice(start, start + num_canaries) for start in starts]
         self.scores_m = np.zeros(num_canaries, np.float64)
+        self.products_m = np.zeros(num_canaries, np.float64)
 
     def see(self, weights_d: Vector, local_d: Vector, *, weight: float = 1.0) -> None:
         """Add an update: weights before and after local training."""
-        update_m = local_d[self._place].astype(np.float64) - weights_d[self._place]
-        self.scores_m += weight * update_m
+        self._add(weight * (self._along(local_d) - self._along(weights_d)))
 
     def see_sum(self, mean_d: Vector) -> None:
         """Add the mean of the sites' updates that a round opened."""
-        self.scores_m += mean_d[self._place].astype(np.float64)
+        self._add(self._along(mean_d))
+
+    def _along(self, values_d: Vector) -> NDArray[np.float64]:
+        one_m, other_m = (values_d[place].astype(np.float64) for place in self._places)
+        return (one_m + other_m) / _BOTH
+
+    def _add(self, update_m: NDArray[np.float64]) -> None:
+        self.products_m += self.scores_m * update_m
+        self.scores_m += update_m

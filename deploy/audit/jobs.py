@@ -28,7 +28,8 @@ _RATE_ROUNDING = Fraction(1, 100)
 _MOST_OF_A_PERSON = 4  # Records of a canary that is a person.
 
 _UNCLIPPED_NORM = 1.0  # Of a canary's gradient where nothing is clipped.
-_WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the norm.
+# Times the clip norm: what is clipped is clipped to the norm, and what is not shows.
+_WELL_BEYOND = 100.0
 
 
 def is_summed(job: JobSpec) -> bool:

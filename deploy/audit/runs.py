@@ -18,7 +18,11 @@ from clients.data.privacy_units import num_units
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites, SitePlan
 from clients.training.local_federation import Federation, SiteData
-from clients.training.private_steps import units_at_once
+from clients.training.private_steps import (
+    sampling_rate,
+    takes_private_steps,
+    units_at_once,
+)
 from deploy.audit.jobs import (
     is_summed,
     records_of_canary,
@@ -147,6 +151,8 @@ class CanaryRun:
         }
         self._trainers: dict[SiteId, Trainer] = {}
         self._ledgers: dict[SiteId, InMemoryLedger] = {}
+        self._data: dict[SiteId, CanariedData] = {}
+        self._rates: dict[SiteId, float] = {}
 
     @property
     def noise_shares(self) -> int | None:
@@ -194,7 +200,11 @@ class CanaryRun:
         train, held_out = self._federation.site_data[name]
         is_in_m = self._is_in.get(name, none)
         if name in self._is_in:
-            job, num_empty = with_more_records(job, num_units(job, train), len(is_in_m))
+            own, num_own = job, num_units(job, train)
+            job, num_empty = with_more_records(own, num_own, len(is_in_m))
+            if takes_private_steps(own):
+                rate = sampling_rate(job, num_own + len(is_in_m) + num_empty)
+                self._rates[name] = rate / sampling_rate(own, num_own)
         canaried = CanariedData(
             train,
             is_in_m,
@@ -202,7 +212,9 @@ class CanaryRun:
             first=self._first.get(name, 0),
             records_each=records_of_canary(job),
             num_empty=num_empty,
+            of_persons=job.privacy.differential_privacy.of_persons,
         )
+        self._data[name] = canaried
         return job, (canaried, CanariedData(held_out, none, task=job.training.task))
 
     def _plan(self, name: SiteId) -> SitePlan | None:
@@ -261,8 +273,18 @@ class CanaryRun:
 
         guesses, p_values = test(self._scores[name].scores_m)
         _, without_noise = test(curve_tests.scores_without_noise(is_in_m, events))
+        # What a site keeps of its steps carries noise over to later rounds, which is
+        # post-processing.
+        is_kept = self._federation.job.training.optimizer.state == "keep"
+        products_o = self._scores[name].products_m[~is_in_m]
         return CurveFindings(
-            guesses=guesses, p_values=p_values, without_noise=without_noise
+            guesses=guesses,
+            p_values=p_values,
+            without_noise=without_noise,
+            repeated_noise=1.0 if is_kept else curve_tests.repeated_noise(products_o),
+            sampling=curve_tests.sampling(
+                self._data[name].draws_u, events, share_of_rate=self._rates[name]
+            ),
         )
 
     def _promise(self, name: SiteId) -> Promise:

@@ -12,6 +12,9 @@ buys much more power:
   scores are independent. That is part of what DP-SGD claims if each canary has a
   coordinate of its own: sampling and noise are independent for each.
 
+A sum over rounds does not show that noise repeats, nor how records are drawn. Two more
+tests look at what the curve takes for granted: ``repeated_noise`` and ``sampling``.
+
 Shape suffixes: m canaries, i scores of canaries that were in, o of those that were out,
 t thresholds.
 """
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv
+from scipy.special import betaincinv, ndtr
 
 from privacy.dp.auditing import Guesses, Scores, Truth
 from privacy.dp.events import PrivacyEvent
@@ -166,6 +169,62 @@ def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> float:
         return 1.0
     found = min(_one_way(curve, in_i, out_o), _one_way(curve, -out_o, -in_i))
     return min(1.0, 2 * found)
+
+
+def repeated_noise(products_o: Scores) -> float:
+    """Test whether the noise of different rounds is independent, or repeats.
+
+    Args:
+        products_o: Sum over pairs of rounds of the product of both updates, of each
+            canary that was out: only noise moved it, so that the mean is 0. Shape
+            ``(o,)``.
+
+    Returns:
+        The p-value of a mean above 0; noise that cancels out is found by the curve.
+        1 without two rounds that moved anything.
+    """
+    if len(products_o) < _LEAST_SCORES or not (spread := products_o.std(ddof=1)):
+        return 1.0
+    z = products_o.mean() / spread * math.sqrt(len(products_o))
+    return float(ndtr(-z))
+
+
+def sampling(
+    draws_u: NDArray[np.int64],
+    claimed: Iterable[PrivacyEvent],
+    *,
+    share_of_rate: float = 1.0,
+) -> float:
+    """Test whether steps drew each record independently, at no more than their rate.
+
+    How often a record is drawn is a sum of independent coins, one for each step. Two
+    statistics, normal for many records: the mean number, and the variance, which is
+    too small where steps work through a shuffled list and too large where they draw
+    the same records again.
+
+    Args:
+        draws_u: How often each record was drawn, or each person, shape ``(u,)``.
+        claimed: Events of the run.
+        share_of_rate: The rate that steps sample with, over the claimed one.
+
+    Returns:
+        The p-value.
+    """
+    events = [(event.steps, event.sampling_rate) for event in claimed]
+    most = sum(steps * rate for steps, rate in events)
+    coins = [(steps, share_of_rate * rate) for steps, rate in events]
+    mean = sum(steps * rate for steps, rate in coins)
+    variance = sum(steps * rate * (1 - rate) for steps, rate in coins)
+    if not variance:
+        return float((draws_u == most).all())
+    fourth = sum(
+        steps * rate * (1 - rate) * (1 - 6 * rate * (1 - rate)) for steps, rate in coins
+    )
+    root = math.sqrt(len(draws_u))
+    too_many = (draws_u.mean() - most) / math.sqrt(variance) * root
+    ratio = ((draws_u - mean) ** 2).mean() / variance
+    uneven = (ratio - 1) / math.sqrt(2 + fourth / variance**2) * root
+    return min(1.0, 2 * float(min(ndtr(-too_many), 2 * ndtr(-abs(uneven)))))
 
 
 def _one_way(curve: TradeOff, first: Scores, second: Scores) -> float:

@@ -6,9 +6,11 @@ these very draws.
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from support.commands import JOB, ForkServer, workplace
 from support.small_jobs import small_job
+from torch import nn
 
 from clients.privacy.site_plans import PrivateSites, SitePlan
 from clients.training.local_federation import Federation
@@ -31,10 +34,15 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings, Verdict, document
+from privacy.dp.mechanism import GaussianMechanism
+from privacy.dp.poisson import poisson_indices
+from privacy.dp_sgd import clipping
+from privacy.dp_sgd.clipping import ClippedSum
 
 pytestmark = pytest.mark.slow
 
 RECORDS = 448  # On the grid of numbers of records, so that a batch can be all
+SAMPLER = "clients.training.private_steps.poisson_indices"
 STEPS = {"local_steps": 5, "batch_size": 100}
 EPOCHS = {"local_epochs": 2, "batch_size": 130, "accumulate": 2}
 ADAM = {"name": "adam", "lr": 0.1}
@@ -170,6 +178,105 @@ def test_audit_of_persons_separates_right_noise_from_half():
     assert "records of one person" in site.promise.terms
     assert site.membership.final.num_in == RECORDS
     assert site.membership.final.num_out == 20
+
+
+def reused_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise in every step: its keys are drawn once."""
+    keys, release = [os.urandom(32), os.urandom(32)], GaussianMechanism.release_
+
+    def planted(self: GaussianMechanism, sum_d: Any, _: Any = None) -> None:
+        again = iter(keys)
+        release(self, sum_d, lambda _size: next(again))
+
+    monkeypatch.setattr(GaussianMechanism, "release_", planted)
+
+
+def unclipped(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a kind add their gradients as they are."""
+    add = ClippedSum._add_calls_
+
+    def planted(self: ClippedSum, calls: Any, persons: Any) -> None:
+        skipped = [call for call in calls if isinstance(call[0].layer, kind)]
+        self._workspace.begin()
+        found = clipping._sum_by_parameter(skipped, self._workspace, persons)
+        for parameter, rows in found.items():
+            part = self._parts[parameter].view(parameter.shape)
+            part.add_(rows.double().sum(0))
+        kept = [call for call in calls if not isinstance(call[0].layer, kind)]
+        if kept:
+            add(self, kept, persons)
+
+    monkeypatch.setattr(ClippedSum, "_add_calls_", planted)
+
+
+def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps work through a shuffled list, and shuffle it again at its end."""
+    left: dict[int, Any] = {}
+    rng = np.random.default_rng(5)
+
+    def planted(num_records: int, rate: float, _: Any) -> Any:
+        size = max(1, round(num_records * rate))
+        order = left.get(num_records)
+        if order is None or len(order) < size:
+            order = rng.permutation(num_records)
+        left[num_records] = order[size:]
+        return np.sort(order[:size])
+
+    monkeypatch.setattr(SAMPLER, planted)
+
+
+def one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps of a round take the records that its first one has drawn."""
+    last: list[Any] = [None, None]
+
+    def planted(num_records: int, rate: float, keystream: Any) -> Any:
+        if keystream is not last[0]:
+            last[:] = keystream, poisson_indices(num_records, rate, keystream)
+        return last[1]
+
+    monkeypatch.setattr(SAMPLER, planted)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "reused noise": reused_noise,
+    "unclipped linear layers": partial(unclipped, nn.Linear),
+    "unclipped embeddings": partial(unclipped, nn.Embedding),
+    "shuffled list": shuffled,
+    "one sample a round": one_sample,
+}
+
+
+def faulty_job(noise: float = 0.8) -> JobSpec:
+    """Two rounds at an epsilon near 8, in which a record is drawn twice on average."""
+    job = private_job(noise, local_steps=5, batch_size=100)
+    private = replace(job.privacy.differential_privacy, clipping="hooks")
+    privacy = replace(job.privacy, differential_privacy=private)
+    return replace(job, rounds=2, privacy=privacy)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """Each leaves the bound and the noise of the sum as they should be, or larger."""
+    FAULTS[fault](monkeypatch)
+    (site,) = audited(faulty_job(), canaries=1000).sites
+    assert site.verdict is Verdict.BROKEN
+    assert site.p_value < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_as_they_should_be_are_not_called_broken(seed: int):
+    """None of the tests says that something of them repeats."""
+    (site,) = audited(faulty_job(), canaries=1000, seed=seed).sites
+    assert site.curve is not None
+    assert site.verdict is Verdict.NOT_BROKEN
+    assert min(site.curve.repeated_noise, site.curve.sampling) > 0.01
+
+
+def test_momentum_that_a_site_keeps_is_no_repeated_noise():
+    """It carries noise over into later rounds, which is post-processing."""
+    momentum = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "state": "keep"}
+    job = replace(private_job(2.0, optimizer=momentum), rounds=4)
+    assert audited(job, canaries=1000).broken == []
 
 
 def test_too_little_noise_is_found():

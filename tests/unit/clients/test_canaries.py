@@ -1,5 +1,6 @@
 """Canaries: what they add to a model, to data and to a clipped sum."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -111,8 +112,11 @@ def test_canary_that_is_in_adds_the_clip_norm_to_its_coordinate(
     canaried = CanariedData(base, IS_IN, task=task)
     extra = np.arange(len(base), len(canaried))
     found = clipped_sum(model, canaried, extra, task, how)
+    each = -CLIP / math.sqrt(2)
     moved = found.pop("canaries.weight")
-    assert moved.tolist() == pytest.approx([0, -CLIP, 0, -CLIP, -CLIP], rel=1e-3)
+    assert moved.tolist() == pytest.approx([0, each, 0, each, each], rel=1e-3)
+    moved = found.pop("linear.weight")
+    assert moved.tolist() == pytest.approx([each, 0, each, each], rel=1e-3)
     assert not any(part.any() for part in found.values())
 
 
@@ -128,8 +132,11 @@ def test_canary_that_is_a_person_adds_the_clip_norm_once(
     drawn = len(base) + np.array([0, 1, 2, 4, 6, 7, 9, 12])
     sizes = PersonBatch(sizes=np.array([3, 1, 2, 1, 1]), most=3)
     found = clipped_sum(model, canaried, drawn, task, how, persons=sizes)
+    each = -CLIP / math.sqrt(2)
     moved = found.pop("canaries.weight")
-    assert moved.tolist() == pytest.approx([0, -CLIP, 0, -CLIP, -CLIP], rel=1e-3)
+    assert moved.tolist() == pytest.approx([0, each, 0, each, each], rel=1e-3)
+    moved = found.pop("linear.weight")
+    assert moved.tolist() == pytest.approx([each, 0, each, each], rel=1e-3)
     assert not any(part.any() for part in found.values())
 
 
@@ -164,6 +171,7 @@ def test_ordinary_records_train_as_without_canaries(
     assert torch.equal(plain.total, coded.total)
     found = clipped_sum(model, canaried, chosen, task, "hooks")
     assert not found.pop("canaries.weight").any()
+    assert not found.pop("linear.weight").any()
     assert any(part.any() for part in found.values())
 
 
@@ -178,6 +186,25 @@ def test_canaried_data_keeps_records_and_its_length():
     assert torch.equal(inputs[0, :-1], base.batch(np.array([5]))[0][0])
     assert targets is not None
     assert targets.tolist()[1:] == [0, 0]
+
+
+def test_draws_are_counted_by_record_or_by_person():
+    """A person that a batch reads two records of is drawn once."""
+    ids = np.array([7, 3, 7])
+    named = Examples(inputs=np.zeros((3, 4)), targets=np.zeros(3, int), persons=ids)
+    data = as_dataset(named, name="train")
+    for of_persons, expected in ((False, [1, 2, 2, 0, 0, 1]), (True, [2, 2, 0, 1])):
+        canaried = CanariedData(
+            data,
+            IS_IN[:2],
+            task="classification",
+            records_each=1 + of_persons,
+            of_persons=of_persons,
+            num_empty=0 if of_persons else 1,
+        )
+        for chosen in ([0, 1, 2], [1, 2, len(canaried) - 1]):
+            canaried.batch(np.array(chosen))
+        assert canaried.draws_u.tolist() == expected
 
 
 def test_windows_keep_their_length():
@@ -196,7 +223,10 @@ def test_scores_add_up_updates_along_the_coordinates():
         after = before + 1
         after[place + 1 : place + 5] += np.array([2, -1, -2, 1])
         scores.see(before, after)
-    assert scores.scores_m.tolist() == [6, 0, -2, 4]
+    # Of each pair of coordinates, over their norm; one half moved by 1 a round.
+    expected = np.array([8, 2, 0, 6]) / math.sqrt(2)
+    assert scores.scores_m.tolist() == pytest.approx(expected)
+    assert scores.products_m.tolist() == pytest.approx((expected / 2) ** 2)
 
 
 def test_updates_of_larger_steps_count_for_more():
@@ -206,7 +236,7 @@ def test_updates_of_larger_steps_count_for_more():
     before = np.zeros(layout.size, dtype=np.float32)
     for weight in (1.0, 16.0):
         scores.see(before, before + 1, weight=weight)
-    assert scores.scores_m.tolist() == [17]
+    assert scores.scores_m.tolist() == pytest.approx([17 * math.sqrt(2)])
 
 
 def test_canaries_of_one_sum_have_places_apart():
@@ -221,7 +251,7 @@ def test_canaries_of_one_sum_have_places_apart():
         mean_d = np.zeros(layout.size, np.float32)
         mean_d[place : place + 5] = [9, 8, 7, -1, 2]
         scores.see_sum(mean_d)
-    assert scores.scores_m.tolist() == [-2, 4]
+    assert scores.scores_m.tolist() == pytest.approx(np.array([-2, 4]) / math.sqrt(2))
 
 
 def test_who_is_in_comes_from_the_bytes():

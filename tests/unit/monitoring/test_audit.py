@@ -71,13 +71,19 @@ def findings(*sites: SiteFindings) -> AuditFindings:
 
 
 def with_p_values(
-    independent: float, one_run: float, *, least: float = 1e-9
+    independent: float,
+    one_run: float,
+    *,
+    least: float = 1e-9,
+    steps: tuple[float, float] = (1.0, 1.0),
 ) -> CurveFindings:
     """Tests of a curve with these p-values."""
     return CurveFindings(
         guesses=Guesses(canaries=1000, guesses=300, correct=290, low=-1.0, high=1.0),
         p_values=PValues(one_run=one_run, independent=independent),
         without_noise=PValues(one_run=least, independent=least),
+        repeated_noise=steps[0],
+        sampling=steps[1],
     )
 
 
@@ -112,21 +118,23 @@ def test_epsilon_out_of_reach_of_every_guess_is_inconclusive():
 
 
 @pytest.mark.parametrize(
-    ("independent", "one_run", "verdict"),
+    ("independent", "one_run", "steps", "verdict"),
     [
-        (0.016, 1.0, Verdict.BROKEN),
-        (1.0, 0.016, Verdict.BROKEN),
-        (0.017, 0.017, Verdict.NOT_BROKEN),
-        (1.0, 1.0, Verdict.NOT_BROKEN),
+        (0.009, 1.0, (1.0, 1.0), Verdict.BROKEN),
+        (1.0, 0.009, (1.0, 1.0), Verdict.BROKEN),
+        (1.0, 1.0, (0.009, 1.0), Verdict.BROKEN),
+        (1.0, 1.0, (1.0, 0.009), Verdict.BROKEN),
+        (0.011, 0.011, (0.011, 0.011), Verdict.NOT_BROKEN),
+        (1.0, 1.0, (1.0, 1.0), Verdict.NOT_BROKEN),
     ],
 )
-def test_three_tests_share_the_risk_of_a_false_alarm(
-    independent: float, one_run: float, verdict: Verdict
+def test_five_tests_share_the_risk_of_a_false_alarm(
+    independent: float, one_run: float, steps: tuple[float, float], verdict: Verdict
 ):
-    """Each has a third of it; so little is certain at a confidence of 95 %."""
-    found = site(curve=with_p_values(independent, one_run))
+    """Each has a fifth of it; so little is certain at a confidence of 95 %."""
+    found = site(curve=with_p_values(independent, one_run, steps=steps))
     assert found.verdict is verdict
-    assert found.p_value == min(1.0, 3 * min(independent, one_run))
+    assert found.p_value == min(1.0, 5 * min(independent, one_run, *steps))
     told = document(findings(found))["sites"][0]
     assert told["p_value"] == found.p_value
     assert told["trade_off"]["p_value_one_run"] == one_run

@@ -18,6 +18,8 @@ from privacy.dp.curve_tests import (
     independent,
     one_run,
     p_value_of_guesses,
+    repeated_noise,
+    sampling,
     scores_without_noise,
 )
 from privacy.dp.events import PrivacyEvent
@@ -275,3 +277,57 @@ def test_rate_at_the_threshold_is_compared_with_the_curve():
     curve = curve_of(ONE)
     hit, error = 0.5, float(norm.cdf(-1.0))
     assert curve.least_false_positives(hit) == pytest.approx(error, rel=1e-3)
+
+
+def products(noise_ro: np.ndarray) -> np.ndarray:
+    """Sum of the products of each two rounds, by canary."""
+    return (noise_ro.sum(axis=0) ** 2 - (noise_ro**2).sum(axis=0)) / 2
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 20])
+def test_noise_that_repeats_between_rounds_is_found(rounds: int):
+    """Independent noise is flagged at its level, noise in pairs of rounds always."""
+    rng = np.random.default_rng(rounds)
+    fresh = [
+        repeated_noise(products(rng.normal(size=(rounds, 50)))) for _ in range(400)
+    ]
+    assert np.mean(np.array(fresh) < 0.05) < 0.08
+    assert np.mean(np.array(fresh) < 0.01) < 0.025
+    for repeats in (2, rounds):
+        noise = rng.normal(size=(-(-rounds // repeats), 200))
+        again = np.repeat(noise, repeats, axis=0)[:rounds]
+        assert repeated_noise(products(again)) < 1e-3
+    assert repeated_noise(np.zeros(50)) == 1.0  # A single round; or no noise at all.
+
+
+def counts(rng: np.random.Generator, event: PrivacyEvent, units: int) -> np.ndarray:
+    return rng.binomial(event.steps, event.sampling_rate, size=units)
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(0.4, 12), (0.02, 50), (0.25, 1)])
+def test_sampling_that_is_not_poisson_is_found(rate: float, steps: int):
+    """A shuffled list, one sample for all steps, and twice the rate."""
+    rng = np.random.default_rng(steps)
+    event = PrivacyEvent(noise_multiplier=1.0, sampling_rate=rate, steps=steps)
+    right = [sampling(counts(rng, event, 3000), [event]) for _ in range(200)]
+    assert np.mean(np.array(right) < 0.05) < 0.09
+    assert min(right) > 1e-4
+    twice = PrivacyEvent(noise_multiplier=1.0, sampling_rate=2 * rate, steps=steps)
+    assert sampling(counts(rng, twice, 3000), [event]) < 1e-9
+    if steps > 1:
+        shuffled = np.arange(3000) < round(3000 * (rate * steps % 1))
+        assert sampling(shuffled + int(rate * steps), [event]) < 1e-9
+        same = steps * (rng.random(3000) < rate)
+        assert sampling(same, [event]) < 1e-9
+
+
+def test_steps_of_all_records_draw_each_in_each():
+    """There is no chance in it; a rate a little below the claimed one is right."""
+    event = PrivacyEvent(noise_multiplier=1.0, sampling_rate=1.0, steps=3)
+    assert sampling(np.full(100, 3), [event]) == 1.0
+    assert sampling(np.full(100, 4), [event]) == 0.0
+    half = PrivacyEvent(noise_multiplier=1.0, sampling_rate=0.5, steps=8)
+    rng = np.random.default_rng(1)
+    fewer = rng.binomial(8, 0.45, size=9000)
+    assert sampling(fewer, [half], share_of_rate=0.9) > 0.01
+    assert sampling(rng.binomial(8, 0.5, size=9000), [half]) > 0.01
