@@ -13,40 +13,76 @@ from torch import nn
 from torch.nn import functional
 
 
+class _Bias(nn.Module):
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+        return x_btd + self.bias
+
+
 class RecordAttention(nn.Module):
     """The function of an ``nn.MultiheadAttention`` with ``batch_first``.
 
+    Its parameters have the names that they had there, so that a model which is trained
+    with it loads into the user's own. They belong to layers inside, which compute with
+    them (see ``privacy.dp_sgd.layers.Opacus.shells``).
+
     Attributes:
-        qlinear: Makes queries.
-        klinear: Makes keys.
-        vlinear: Makes values.
+        inner: Makes queries, keys and values.
         out_proj: Puts the heads' outputs together.
     """
 
     batch_first = True
-    # torch's transformer layers ask for these before they take a fast path of their
-    # own, which passes by the linear layers.
-    in_proj_weight = None
-    in_proj_bias = None
+    # torch's transformer layers ask for this before they take a fast path of their
+    # own, which passes by the layers inside.
     _qkv_same_embed_dim = False
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
-        """Copy the weights of an attention without ``add_bias_kv``."""
+        """Take over the parameters of an attention without ``add_bias_kv``."""
         super().__init__()
         self.embed_dim, self.num_heads = original.embed_dim, original.num_heads
+        self.kdim, self.vdim = original.kdim, original.vdim
         self.dropout = original.dropout
-        state = original.state_dict()
-        if "in_proj_weight" in state:
-            weights = state["in_proj_weight"].chunk(3)
+        # Before the layers inside: a state holds tied weights under their first name.
+        own = dict(original.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            self.register_parameter(name, parameter)
+        bias = own.get("in_proj_bias")
+        if "in_proj_weight" in own:
+            self.inner = nn.ModuleDict({"qkv": _linear(own["in_proj_weight"], bias)})
         else:
-            weights = tuple(state[f"{part}_proj_weight"] for part in "qkv")
-        bias = state.get("in_proj_bias")
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        self.qlinear, self.klinear, self.vlinear = (
-            _linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)
-        )
-        self.out_proj = _linear(state["out_proj.weight"], state.get("out_proj.bias"))
+            weights = {part: own[f"{part}_proj_weight"] for part in "qkv"}
+            self.inner = nn.ModuleDict(
+                {p: _linear(w, None) for p, w in weights.items()}
+            )
+            if bias is not None:
+                self.inner["bias"] = _Bias(bias)
+        out = dict(original.out_proj.named_parameters())
+        self.out_proj = _linear(out["weight"], out.get("bias"))
         self.train(original.training)
+
+    def _projected(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Queries, keys and values, of the width D each."""
+        width, found = self.embed_dim, []
+        whole: dict[int, torch.Tensor] = {}  # Self-attention needs a single product.
+        for place, (part, x_btd) in enumerate(
+            zip("qkv", (query, key, value), strict=True)
+        ):
+            if "qkv" in self.inner:
+                if id(x_btd) not in whole:
+                    whole[id(x_btd)] = self.inner["qkv"](x_btd)
+                all_bt3 = whole[id(x_btd)]
+            else:
+                beside = (place * width, (2 - place) * width)
+                all_bt3 = functional.pad(self.inner[part](x_btd), beside)
+                if "bias" in self.inner:
+                    all_bt3 = self.inner["bias"](all_bt3)
+            found.append(all_bt3[..., place * width : (place + 1) * width])
+        return found
 
     def forward(  # noqa: PLR0917 - torch's signature.
         self,
@@ -61,12 +97,8 @@ class RecordAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see ``nn.MultiheadAttention``. Records are on the first axis."""
         q_bhtk, k_bhsk, v_bhsk = (
-            layer(x_btd).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for layer, x_btd in (
-                (self.qlinear, query),
-                (self.klinear, key),
-                (self.vlinear, value),
-            )
+            torch.unflatten(x_btd, -1, (self.num_heads, -1)).transpose(1, 2)
+            for x_btd in self._projected(query, key, value)
         )
         shape = (*q_bhtk.shape[:3], k_bhsk.shape[2])
         bias_bhts = _bias(attn_mask, shape, q_bhtk) + _bias(
@@ -88,13 +120,13 @@ class RecordAttention(nn.Module):
         return out_btd, attention_bhts
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     # On the meta device nothing is drawn for weights that are replaced.
     outputs, inputs = weight.shape
     layer = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.clone())
+    layer.weight = weight
     if bias is not None:
-        layer.bias = nn.Parameter(bias.clone())
+        layer.bias = bias
     return layer
 
 

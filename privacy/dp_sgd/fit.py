@@ -24,8 +24,8 @@ def fit_for_privacy(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
     Batch normalisation becomes group normalisation; ``nn.MultiheadAttention``,
     ``nn.LSTM`` and ``nn.GRU`` become layers of the same function. A normalisation
-    begins anew, all others keep their weights. The names of a replacement's tensors
-    may differ, so it belongs before any layout is taken.
+    begins anew, all others keep their weights and the names of these. A group
+    normalisation has no buffers, so this belongs before any layout is taken.
 
     Args:
         module: A model; changed in place.
@@ -41,6 +41,8 @@ def fit_for_privacy(module: nn.Module) -> tuple[nn.Module, list[str]]:
     replaced = []
     for name, layer in list(module.named_modules()):
         _check_record_axis(name, layer)
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # Only torch's own attention reads them.
         fixed = _fixed(layer)
         if fixed is layer:
             continue
@@ -157,6 +159,10 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 
 def _check_trained(name: str, layer: nn.Module) -> None:
     """Refuse layers for whose parameters there are no per-record gradients."""
+    if getattr(layer, "scale_grad_by_freq", False):
+        why = "divides a gradient by how often a token is in the whole batch "
+        instead = "remove scale_grad_by_freq"
+        raise _refuse(name, layer, f"{why}(scale_grad_by_freq)", instead)
     if known_type(layer) is not None:
         if not set(trainable(layer)) <= {"weight", "bias"}:
             why = "stores its weights in another form (weight_norm, spectral_norm)"

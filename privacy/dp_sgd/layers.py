@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from privacy.dp_sgd import convolution
+from privacy.dp_sgd.attention import RecordAttention
 from privacy.dp_sgd.lazy_package import defer
 
 Gradients = dict[nn.Parameter, torch.Tensor]
@@ -67,7 +68,7 @@ def opacus() -> Opacus:
         fixers=ModuleValidator.FIXERS,
         prepare=functorch.prepare_layer,
         fallback=functorch.ft_compute_per_sample_gradient,
-        shells=(DPRNN, DPLSTM, DPGRU),
+        shells=(DPRNN, DPLSTM, DPGRU, RecordAttention),
     )
 
 

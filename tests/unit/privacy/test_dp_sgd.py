@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from clients import models
+from clients.models.weights import layout_of, read
 from federation.errors import JobError
 from privacy.dp_sgd.clipping import (
     MARGIN,
@@ -77,6 +78,22 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor):
         return self.out(self.lstm(self.tokens(x))[0][:, -1])
+
+
+class CrossAttention(nn.Module):
+    """Attends from the last tokens to all of them, in one width or in several."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, **options)
+        self.out = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        seen = self.tokens(x)
+        key, value = seen[..., : self.attention.kdim], seen[..., : self.attention.vdim]
+        found, _ = self.attention(seen[:, -3:], key, value, need_weights=False)
+        return self.out(found.mean(1))
 
 
 class Bare(nn.Module):
@@ -153,6 +170,12 @@ KINDS = {
         next_token,
     ),
     "encoder": (Encoder, tokens, classify),
+    "cross-attention": (CrossAttention, tokens, classify),
+    "attention of several widths": (
+        lambda: CrossAttention(kdim=5, vdim=6),
+        tokens,
+        classify,
+    ),
     "lstm": (Recurrent, tokens, classify),
     "bare parameter": (Bare, lambda n: torch.randn(n, 4), classify),
     "layer called twice": (Twice, lambda n: torch.randn(n, 2, 3, 4), classify),
@@ -477,6 +500,52 @@ def test_attention_weights_are_the_same(options: dict[str, int]):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"kdim": 5, "vdim": 6}, {"kdim": 5, "bias": False}],
+)
+def test_trained_attention_loads_into_the_users_own(options: dict[str, int]):
+    """Each value once, under the name that it has in the user's model."""
+    original = nn.MultiheadAttention(16, 4, batch_first=True, **options)
+    original.out_proj.requires_grad_(requires_grad=False)
+    names = list(original.state_dict())
+    fitted, _ = fit_for_privacy(original)
+    layout = layout_of(fitted, {})
+    assert [tensor.name for tensor in layout.tensors] == names
+    assert layout.frozen_names == tuple(n for n in names if n.startswith("out_proj"))
+    with torch.no_grad():
+        for parameter in fitted.parameters():
+            parameter.add_(1)
+    weights_d, _ = read(fitted, layout)
+    views = layout.float_views(weights_d)
+    state = {spec.name: torch.from_numpy(view.copy()) for spec, view in views}
+    mine = nn.MultiheadAttention(16, 4, batch_first=True, **options)
+    mine.load_state_dict(state | dict(fitted.out_proj.named_parameters("out_proj")))
+    key, value = torch.randn(3, 6, mine.kdim), torch.randn(3, 6, mine.vdim)
+    expected = mine(torch.ones(3, 5, 16), key, value)
+    torch.testing.assert_close(fitted(torch.ones(3, 5, 16), key, value), expected)
+
+
+def test_padded_records_are_evaluated_without_nested_tensors():
+    """Only torch's own attention reads those of an encoder."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    records, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[5]] * 3)
+    expected = model(records, src_key_padding_mask=padding)[:, :5]
+    fitted, _ = fit_for_privacy(model)
+    with torch.no_grad():
+        found = fitted(records, src_key_padding_mask=padding)[:, :5]
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_counts_tokens_of_the_batch_may_be_frozen():
+    """A frozen embedding has no gradient to divide."""
+    layer = nn.Embedding(4, 4, scale_grad_by_freq=True).requires_grad_(
+        requires_grad=False
+    )
+    fit_for_privacy(nn.Sequential(layer, nn.Linear(4, 2)))
+
+
 class Mixed(nn.BatchNorm1d):
     """A subclass, which nobody has a replacement for."""
 
@@ -500,6 +569,10 @@ class BareWithDropout(Bare):
         ),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
         (lambda: nn.EmbeddingBag(4, 4), "use nn.Embedding"),
+        (
+            lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
+            "whole batch .* remove scale_grad_by_freq",
+        ),
         (BareWithDropout, "draws random numbers"),
         (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "spectral_norm"),
     ],
