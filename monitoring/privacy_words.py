@@ -44,23 +44,43 @@ def cap(planned: PrivacyPlanned) -> float | None:
     return max((site.epsilon_cap for site in planned.sites), default=None)
 
 
-def epsilon_of_cap(epsilon: float | None, planned: PrivacyPlanned) -> str:
-    """The spent part of the cap: ``7.93 of 8``."""
+BY_RESULTS = "the run's results decided when it stopped, so the cap is the guarantee"
+
+
+def epsilon_of_cap(
+    epsilon: float | None, planned: PrivacyPlanned, *, by_results: bool = False
+) -> str:
+    """The spent part of the cap: ``7.93 of 8``; the guarantee comes first.
+
+    Args:
+        epsilon: What was spent.
+        planned: What was promised.
+        by_results: Whether results ended the run. What is spent then depends on what
+            was released, and only the cap was fixed before: ``8 (2.35 charged)``.
+    """
     bound = cap(planned)
+    if by_results and bound is not None:
+        return f"{format_cap(bound)} ({format_epsilon(epsilon)} charged)"
     of_cap = "" if bound is None else f" of {format_cap(bound)}"
     return f"{format_epsilon(epsilon)}{of_cap}"
 
 
-def spent(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
-    """The spending and its terms, in one line without ``epsilon``."""
+def spent(
+    planned: PrivacyPlanned, total: PrivacySpent | None, *, by_results: bool = False
+) -> str:
+    """The guarantee and its terms, in one line without ``epsilon``."""
     if total is None:
         return f"not reported by any site ({terms(planned)})"
     held_out = ""
     if total.held_out_epsilon is not None:
         held_out = f", held-out {format_epsilon(total.held_out_epsilon)}"
+        if by_results:
+            guarantee = epsilon_of_cap(total.held_out_epsilon, planned, by_results=True)
+            held_out = f", held-out {guarantee}"
+    why = f"; {BY_RESULTS}" if by_results else ""
     return (
-        f"{epsilon_of_cap(total.epsilon, planned)} at delta "
-        f"{format_delta(total.delta)} ({terms(planned)}){held_out}"
+        f"{epsilon_of_cap(total.epsilon, planned, by_results=by_results)} at delta "
+        f"{format_delta(total.delta)} ({terms(planned)}){held_out}{why}"
     )
 
 
@@ -101,7 +121,9 @@ def unit(planned: PrivacyPlanned) -> str:
     return _UNITS.get(planned.unit, f"any one {planned.unit}")
 
 
-def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
+def meaning(
+    planned: PrivacyPlanned, total: PrivacySpent | None, *, by_results: bool = False
+) -> str:
     """The guarantee in plain words, with the spending."""
     whose = unit(planned)
     seen = "the sums of the sites'" if is_in_sum(planned) else "the sites'"
@@ -114,11 +136,12 @@ def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
     where = "At the site that has spent most"
     if is_of_sites(planned):
         where = "For every site"
+    why = f" {BY_RESULTS[0].upper()}{BY_RESULTS[1:]}." if by_results else ""
     return (
         f"{text}: no outcome is more than e^epsilon times as likely, up to a "
         f"probability of delta. {where}, epsilon is "
-        f"{epsilon_of_cap(total.epsilon, planned)} at delta "
-        f"{format_delta(total.delta)} ({terms(planned)})."
+        f"{epsilon_of_cap(total.epsilon, planned, by_results=by_results)} at delta "
+        f"{format_delta(total.delta)} ({terms(planned)}).{why}"
     )
 
 

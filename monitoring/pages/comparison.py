@@ -197,7 +197,9 @@ def _row(number: int, name: str, colour: str, run: ComparedRun) -> _RunRow:
     epsilon = "none"
     if planned is not None:
         spent = total.epsilon if total else None
-        epsilon = privacy_words.epsilon_of_cap(spent, planned)
+        epsilon = privacy_words.epsilon_of_cap(
+            spent, planned, by_results=view.by_results
+        )
     noise = privacy_words.loss_noise(planned, last)
     return _RunRow(
         number=number,

@@ -161,5 +161,5 @@ def utility(view: RunView, *, in_percent: bool) -> float | None:
 
 def epsilon_of(view: RunView) -> float | None:
     """The run's epsilon; None for zero, which a logarithmic axis cannot show."""
-    total = view.total_spent
+    total = view.guaranteed
     return total.epsilon if total and 0 < total.epsilon < math.inf else None

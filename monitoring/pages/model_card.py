@@ -217,25 +217,26 @@ def _model_rows(
 
 def _data(view: RunView, job: Mapping[str, Any]) -> Iterator[str]:
     heads = ["site", "cloud", "region"]
+    places = [[_code(site[head]) for head in _PLACE] for site in job["sites"]]
     if view.is_deployed:
-        sites = ([_code(site[head]) for head in _PLACE] for site in job["sites"])
-        yield from (*_table(sites, heads), "", _OWN_DATA)
+        yield from (*_table(places, heads), "", _OWN_DATA)
         return
     if "data" in job:
         yield from _table([("source", _code(job["data"]["source"]))])
         yield ""
     # Where updates are hidden, the sizes of data sets are the sites' own too.
     is_open = view.privacy is None and not view.is_secret
-    heads += ["training examples", "held-out examples"] if is_open else []
+    if not is_open:
+        yield from _table(places, heads)
+        yield from ("", "How much each site holds is not reported.")
+        return
+    heads += ["training examples", "held-out examples"]
     rows = []
     for share in view.data.shares if view.data else ():
         cells = [_code(share.site), _code(share.cloud), _code(share.region)]
-        if is_open:
-            cells += [f"{share.train_examples:,}", f"{share.held_out_examples:,}"]
+        cells += [f"{share.train_examples:,}", f"{share.held_out_examples:,}"]
         rows.append(cells)
     yield from _table(rows, heads)
-    if not is_open:
-        yield from ("", "How much each site holds is not reported.")
 
 
 def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -304,7 +305,8 @@ def _privacy(view: RunView) -> Iterator[str]:
     if planned is None:
         yield _NO_PRIVACY
         return
-    spent = privacy_words.spent(planned, view.total_spent)
+    early, total = view.by_results, view.total_spent
+    spent = privacy_words.spent(planned, total, by_results=early)
     rows = [("unit", f"{_code(planned.unit)}: {privacy_words.unit(planned)}")]
     rows.append(("epsilon", spent))
     if planned.holds_against:
@@ -313,7 +315,7 @@ def _privacy(view: RunView) -> Iterator[str]:
     if signal is not None:
         rows.append(("signal", signal))
     yield from _table([(name, _plain(text)) for name, text in rows])
-    yield from ("", _plain(privacy_words.meaning(planned, view.total_spent)))
+    yield from ("", _plain(privacy_words.meaning(planned, total, by_results=early)))
 
 
 def _limits(view: RunView) -> Iterator[str]:

@@ -241,10 +241,14 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
         held_out = Tile("Signal to noise", f"{planned.signal_to_noise:.2g}", note)
     if privacy_words.has_noise(planned):
         spent = total.held_out_epsilon if total else None
-        of_cap = privacy_words.epsilon_of_cap(spent, planned)
+        of_cap = privacy_words.epsilon_of_cap(
+            spent, planned, by_results=view.by_results
+        )
         note = "separate records with their own budget"
         held_out = Tile("Held-out epsilon", of_cap, note)
-    of_cap = privacy_words.epsilon_of_cap(total.epsilon if total else None, planned)
+    of_cap = privacy_words.epsilon_of_cap(
+        total.epsilon if total else None, planned, by_results=view.by_results
+    )
     return Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}"), held_out
 
 

@@ -18,7 +18,11 @@ def context(view: RunView) -> Mapping[str, str | bool]:
         "unit": privacy_words.unit(planned) if planned else "",
         "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
         "terms": privacy_words.terms(planned) if planned else "",
-        "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
+        "meaning": privacy_words.meaning(
+            planned, view.total_spent, by_results=view.by_results
+        )
+        if planned
+        else "",
         "loss_noise": "" if loss_noise is None else f"{loss_noise:.2g}",
         "accuracy_noise": ""
         if noise is None or view.is_language

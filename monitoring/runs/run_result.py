@@ -83,8 +83,11 @@ class RunResult:
 
     @property
     def epsilon(self) -> float | None:
-        """Largest epsilon that a site has spent; None without differential privacy."""
-        spent = self.view.total_spent
+        """The guarantee: the largest epsilon that a site has spent.
+
+        The cap if the run's results ended it; None without differential privacy.
+        """
+        spent = self.view.guaranteed
         return None if spent is None else spent.epsilon
 
     @property

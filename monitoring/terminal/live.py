@@ -212,7 +212,10 @@ def _privacy(view: RunView, console: Console) -> list[Text]:
     """Epsilon with its terms; several lines in a narrow terminal."""
     if view.privacy is None:
         return []
-    line = f"epsilon {privacy_words.spent(view.privacy, view.total_spent)}"
+    told = privacy_words.spent(
+        view.privacy, view.total_spent, by_results=view.by_results
+    )
+    line = f"epsilon {told}"
     if privacy_words.has_noise(view.privacy):
         line += f"; {privacy_words.NOISY} with noise: loss"
         last = view.last_evaluated

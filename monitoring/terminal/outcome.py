@@ -33,7 +33,10 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     if not math.isfinite(loss_of(_newest_sums(view)) or 0.0):
         yield f"diverged    {_DIVERGED}"
     if view.privacy is not None:
-        yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
+        spent = privacy_words.spent(
+            view.privacy, view.total_spent, by_results=view.by_results
+        )
+        yield f"epsilon     {spent}"
     if view.left_out is not None and view.left_out.sites:
         yield f"without     {', '.join(view.left_out.sites)}"
     if view.predicted is not None:

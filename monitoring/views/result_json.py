@@ -32,7 +32,9 @@ def result(view: RunView) -> dict[str, Any]:
         "final": _final(view),
         **_privacy_result(view),
         "rounds": _round_results(view),
-        "sites": [_site_result(site) for site in view.sites],
+        "sites": [
+            _site_result(site, by_results=view.by_results) for site in view.sites
+        ],
         "storage": [
             {
                 "url": used.url,
@@ -112,10 +114,11 @@ def _final(view: RunView) -> Mapping[str, Any]:
 
 def _privacy_result(view: RunView) -> Mapping[str, Any]:
     """Epsilon and its terms; all None without differential privacy."""
-    planned, total = view.privacy, view.total_spent
+    planned, total, charged = view.privacy, view.guaranteed, view.total_spent
     found: dict[str, Any] = {
         "epsilon": total.epsilon if total else None,
         "delta": total.delta if total else None,
+        "epsilon_charged": charged.epsilon if charged else None,
         "privacy": None,
     }
     if planned is not None:
@@ -161,7 +164,8 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
     }
 
 
-def _site_result(site: SiteView) -> Mapping[str, Any]:
+def _site_result(site: SiteView, *, by_results: bool) -> Mapping[str, Any]:
+    guaranteed = site.guaranteed(by_results=by_results)
     return {
         "site": site.site,
         "cloud": site.share.cloud if site.share else None,
@@ -175,9 +179,10 @@ def _site_result(site: SiteView) -> Mapping[str, Any]:
         "resources": _resources(site.used),
         "loss": _finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
-        "epsilon": site.spent.epsilon if site.spent else None,
+        "epsilon": guaranteed.epsilon if guaranteed else None,
+        "epsilon_charged": site.spent.epsilon if site.spent else None,
         "delta": site.spent.delta if site.spent else None,
-        "held_out_epsilon": site.spent.held_out_epsilon if site.spent else None,
+        "held_out_epsilon": guaranteed.held_out_epsilon if guaranteed else None,
     }
 
 

@@ -127,6 +127,20 @@ class RunView:
         return reduce(larger, self.spent.values(), None)
 
     @property
+    def by_results(self) -> bool:
+        """Whether results ended the run, so that what it spent depends on them."""
+        return self.selected is not None and self.selected.stopped_early
+
+    @property
+    def guaranteed(self) -> PrivacySpent | None:
+        """The run's guarantee: what was spent, or the cap if its results ended it."""
+        sites = (site.guaranteed(by_results=self.by_results) for site in self.sites)
+        found: PrivacySpent | None = None
+        for one in filter(None, sites):
+            found = larger(found, one)
+        return found
+
+    @property
     def clip_adapts(self) -> bool:
         """Whether the clip norm differs between rounds."""
         clips = {row.update_clip for row in self.rounds} - {None}

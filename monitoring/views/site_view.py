@@ -1,7 +1,7 @@
 """One site over a whole run, from the run's events."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from federation.events import (
@@ -58,6 +58,14 @@ class SiteView:
     spent: PrivacySpent | None = None
     epsilon: Series = ()
     held_out_epsilon: Series = ()
+
+    def guaranteed(self, *, by_results: bool) -> PrivacySpent | None:
+        """The guarantee: what was spent, or the site's cap if results ended the run."""
+        if self.spent is None or self.promise is None or not by_results:
+            return self.spent
+        cap = self.promise.epsilon_cap
+        held_out = None if self.spent.held_out_epsilon is None else cap
+        return replace(self.spent, epsilon=cap, held_out_epsilon=held_out)
 
 
 class EvaluationView(NamedTuple):

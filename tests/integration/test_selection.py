@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
@@ -17,9 +18,11 @@ from deploy.tools.export import CARD, export
 from deploy.wiring import extension
 from federation.errors import CheckpointMismatch
 from federation.job.spec import JobSpec
+from monitoring import privacy_words, units
+from monitoring.pages import comparison_plots, report_privacy
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
-from monitoring.terminal import outcome
+from monitoring.terminal import live, outcome
 
 pytestmark = [pytest.mark.slow]
 
@@ -89,3 +92,47 @@ def test_sums_are_compared_under_secure_aggregation() -> None:
     assert done.view.selected.round_index == lowest(done)
     assert all(not event.by_site for event in done.view.evaluations())
     assert done.view.selected.stopped_early
+
+
+def test_a_private_run_that_stops_by_its_results_guarantees_its_cap(
+    tmp_path: Path,
+) -> None:
+    """When it stopped depends on what it released; what was charged is beside it."""
+    run = RunFolder(tmp_path / "run")
+    private = {"unit": "record", "target_epsilon": 50.0, "delta": 1e-3}
+    spec = small_job(
+        num_sites=2,
+        rounds=40,
+        training=TRAINING,
+        selection={"patience": 1},
+        aggregation={"weights": "uniform"},
+        privacy={"differential_privacy": private},
+    )
+    done = simulate(spec, folder=run.path, report=True)
+    assert done.rounds_completed < 40
+    assert done.view.total_spent is not None
+    charged = done.view.total_spent.epsilon
+    assert charged < done.epsilon == 50.0
+    found = json.loads(run.result.read_text())
+    for of in (found, *found["sites"]):
+        assert of["epsilon"] == 50.0
+        assert of["epsilon_charged"] <= charged
+    assert found["privacy"]["held_out_epsilon"] == 50.0
+    said = f"50 ({units.format_epsilon(charged)} charged)"
+    store = MemoryStore()
+    export(run, store)
+    card = b"".join(transfer.stream(store, CARD)).decode()
+    console = Console(width=300)
+    with console.capture() as watched:
+        console.print(live.picture(done.view, console, now=0.0))
+    texts = {
+        "terminal": "\n".join(outcome.lines(done.view)),
+        "report": run.report.read_text(),
+        "card": card,
+        "meaning": report_privacy.context(done.view)["meaning"],
+        "watch": watched.get(),
+    }
+    for where, text in texts.items():
+        assert said in str(text), where
+    assert privacy_words.BY_RESULTS in texts["terminal"]
+    assert comparison_plots.epsilon_of(done.view) == 50.0

@@ -259,6 +259,7 @@ def test_result_is_json():
         "final",
         "epsilon",
         "delta",
+        "epsilon_charged",
         "privacy",
         "rounds",
         "sites",
