@@ -252,10 +252,14 @@ def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:
     """What a simulated site remembers over the runs in the same folder."""
     (site,) = [site for site in job.sites if site.name == name]
     data = job.data if site.data is None else site.data
+    dataset = "records" if data is None else unpinned(data.source)
+    # Epsilons of different neighbours cannot be added: each kind is counted by itself.
+    unit = job.privacy.differential_privacy.unit
+    apart = {"person": " (by person)", "site": " (by site)"}.get(unit, "")
     return LedgerContext(
         memory=InMemory() if run is None else FileMemory(run.memory / name),
         budget=LifetimeBudget(
-            dataset="records" if data is None else unpinned(data.source),
+            dataset=dataset + apart,
             epsilon=job.simulation.total_epsilon,
             key="simulation.total_epsilon",
         ),

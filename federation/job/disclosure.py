@@ -59,7 +59,9 @@ def strictness(form: Form) -> int:
 PUBLIC = Rule(why="known to all parties, or about the whole run")
 TRAFFIC = Rule(why="what the aggregator sees of every message, masked or not")
 SPENT = Rule(why="computed by a site from public settings")
-DEALT = Rule(why="how a simulation splits the data", deployed=Form.NEVER)
+DEALT = Rule(
+    why="how a simulation splits the data", private=Form.NEVER, deployed=Form.NEVER
+)
 EXAMPLES = Rule(why="numbers of records", private=Form.NEVER, secure=Form.SUM)
 INTRODUCED = Rule(
     why="numbers of records, signed by sites", private=Form.NEVER, secure=Form.NEVER

@@ -1,11 +1,14 @@
 """A whole private run: jobs/private.toml, its accuracy and its ledgers."""
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.small_jobs import small_job
 from support.without_report import simulate
 
 from clients.data import digits
@@ -14,7 +17,7 @@ from federation.clock import SystemClock
 from federation.errors import BudgetExceeded, JobError, PrivacyError
 from federation.events import PrivacyPlanned, SiteAnswered
 from federation.job import job_file
-from federation.job.spec import JobSpec
+from federation.job.spec import JobSpec, PrivacySpec
 from federation.messages import FailureKind
 from monitoring.runs.run_result import RunResult
 
@@ -156,3 +159,45 @@ def refuse(run: Path, job: JobSpec, word: str) -> None:
         simulate(job, folder=run, resume=True, listeners=[seen.append])
     assert not any(isinstance(event, SiteAnswered) for event in seen)
     assert {p: p.read_bytes() for p in ledgers} == ledgers
+
+
+def test_no_file_of_a_private_simulation_holds_a_number_of_records(tmp_path: Path):
+    """As in a deployed run: no share of the data, total or class count."""
+    job = job_file.load(JOB, ["rounds=1"])
+    done = simulate(job, folder=tmp_path / "run", report=True)
+    assert done.view.data is not None
+    assert done.view.data.shares == ()
+    assert all(site.examples is None and site.share is None for site in done.view.sites)
+    sites = json.loads((tmp_path / "run" / "result.json").read_text())["sites"]
+    assert [site["examples"] for site in sites] == [None, None]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "examples of each" not in page
+    job = replace(job, privacy=PrivacySpec())
+    free = simulate(job, folder=tmp_path / "free", report=True)
+    assert free.view.data is not None
+    assert len(free.view.data.shares) == 2
+    assert "examples of each" in (tmp_path / "free" / "report.html").read_text()
+
+
+def test_a_simulation_compares_records_with_persons_on_the_same_data(tmp_path: Path):
+    """Their epsilons are counted apart; each kind adds up."""
+    table = {"target_epsilon": 8.0, "clip_norm": 0.5}
+
+    def job(unit: str, limit: float) -> JobSpec:
+        return small_job(
+            data={
+                "source": "support.small_jobs:visits",
+                "partition": {"kind": "by_person"},
+            },
+            training={"local_steps": 1, "batch_size": 16},
+            aggregation={"weights": "uniform"},
+            evaluation={"every": 0},
+            privacy={"differential_privacy": {"unit": unit, **table}},
+            simulation={"total_epsilon": limit},
+        )
+
+    for unit in ("person", "record"):
+        simulate(job(unit, 8.0), folder=tmp_path / "runs" / unit)
+    for unit in ("person", "record"):
+        with pytest.raises(JobError, match=r"all runs .* 8 is allowed"):
+            simulate(job(unit, 8.0), folder=tmp_path / "runs" / f"{unit} again")

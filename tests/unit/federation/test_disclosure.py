@@ -80,7 +80,9 @@ def test_what_settings_hide_of_an_answer() -> None:
     assert hidden("RoundFinished", secure) == set()
     assert hidden("ModelEvaluated", secure) == {"by_site"}
     deployed = Exposure(private=False, secure=False, deployed=True)
-    assert hidden("DataDistributed", deployed) == {"shares"}
+    for setting in (deployed, private):
+        assert hidden("DataDistributed", setting) == {"shares"}
+    assert hidden("DataDistributed", secure) == set()
 
 
 def test_strictest_of_several_settings_counts() -> None:
