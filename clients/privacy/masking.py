@@ -69,6 +69,8 @@ class SealedUpdate:
         weight: What the update was multiplied by.
         is_within: Whether its norm was within the round's clip norm; private.
         clip_factor: What clipping multiplied it by; private.
+        norm: Its norm before clipping, where the contract's clip norm is the bound;
+            private.
         clipped: Values beyond the outermost of few levels; only their sum leaves.
         energy: Squares of what was rounded to few levels, in squares of the clip norm;
             only their sum leaves.
@@ -78,6 +80,7 @@ class SealedUpdate:
     weight: float
     is_within: bool
     clip_factor: float = 1.0
+    norm: float = 0.0
     clipped: int = 0
     energy: float = 0.0
 
@@ -157,6 +160,7 @@ class Masking:
             weight=weight,
             is_within=sealed.clip_factor == 1,
             clip_factor=sealed.clip_factor,
+            norm=measured.norm,
         )
 
     def few_levels(
@@ -209,6 +213,7 @@ class Masking:
             words=sealed.masked_w.view(np.uint8),
             weight=weight,
             is_within=sealed.is_within,
+            norm=measured.norm,
             clipped=sealed.num_clipped,
             energy=sealed.energy / contract.clip_norm**2,
         )

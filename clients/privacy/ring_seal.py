@@ -26,6 +26,7 @@ from clients.privacy.masking import (
 from clients.privacy.residual import stored
 from clients.training.control_variates import follow_clipped_
 from clients.training.site import Work
+from clients.training.update import beyond_clip
 from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
 from federation.errors import AggregatorAtFault, ProtocolError, SiteError
@@ -115,6 +116,7 @@ class RingSeal:
         self._last_plan: tuple[int, LevelPlan] | None = None
         # Task in which this site took the newest step of a sum, and the sum's round.
         self._followed: tuple[int, int] | None = None
+        self._has_noted = False
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
@@ -343,6 +345,17 @@ class RingSeal:
             fragment=task.fragment,
         )
 
+    def _note(self, masking: Masking, sealed: SealedUpdate) -> None:
+        """Write into the site's own log, once, that an update was scaled down.
+
+        Nobody else may know. Noise in the sum asks for a bound that clips.
+        """
+        if sealed.is_within or masking.adds_noise or self._has_noted:
+            return
+        self._has_noted = True
+        text = beyond_clip(sealed.norm, masking.contract.clip_norm)
+        _LOG.warning("site %s: %s; not noted again", self._name, text)
+
     def _model(
         self, task: RoundTask, body: train.TrainBody, session: SiteSession, work: Work
     ) -> Words:
@@ -419,6 +432,7 @@ class RingSeal:
         def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
             if plan is None:
                 sent = masking.update(weights_d, result)
+                self._note(masking, sent)
                 follow_clipped_(result.kept, weights_d, sent.clip_factor)
                 return sent
             sealed, left = masking.few_levels(
@@ -426,6 +440,7 @@ class RingSeal:
             )
             work.leaves, work.facts = left.arrays(), left.facts()
             self._last_plan = work.task.round_index, plan
+            self._note(masking, sealed)
             return sealed
 
         done = work.do(seal)

@@ -26,7 +26,7 @@ from clients.models.objectives import RecordObjective, classes_misfit, stays_fin
 from clients.training.local_federation import Federation
 from clients.training.private_steps import takes_private_steps
 from clients.training.trainer import TorchTrainer
-from clients.training.update import prepare
+from clients.training.update import beyond_clip, prepare
 from clients.user_code import sentence
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
@@ -36,6 +36,7 @@ from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.job.spec import JobSpec
 from federation.protocols import Trainer
 from federation.tree import Tree, map_tree
+from federation.vectors import Vector, norm
 from privacy.counts import coarse
 
 _LOG = logging.getLogger(__name__)
@@ -245,7 +246,8 @@ def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
         SiteError: No held-out record has a label, so no round would be evaluated.
     """
     weights_d, integers_m = federation.pool.initial_weights()
-    prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
+    update_d = prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
+    _note_clipped(federation, update_d)
     if not len(held_out):
         return
     if trainer.evaluate(weights_d, integers_m, round_index=1).count == 0:
@@ -254,6 +256,19 @@ def _try(federation: Federation, trainer: Trainer, held_out: Dataset) -> None:
             "counts (-100 leaves a place out), so nothing can be evaluated: check how "
             "the data function sets the labels"
         )
+
+
+def _note_clipped(federation: Federation, update_d: Vector) -> None:
+    """Warn if a single step is more than secure aggregation lets through of a round."""
+    job, layout = federation.job, federation.pool.layout
+    secure, private = job.privacy.secure_aggregation, job.privacy.differential_privacy
+    size, bound = norm(update_d), job.update_clip_norm
+    if secure.enabled and not private.enabled and size > bound:
+        parts = {
+            spec.name: norm(view.ravel()) for spec, view in layout.float_views(update_d)
+        }
+        most = max(parts, key=lambda name: parts[name])
+        _LOG.warning("after one step %s", beyond_clip(size, bound, most))
 
 
 def _note_bounds(federation: Federation, held_out: Dataset) -> None:

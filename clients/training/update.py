@@ -27,6 +27,24 @@ def local_weights(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vect
     return result.weights_d
 
 
+def beyond_clip(norm: float, clip_norm: float, most_of_it: str = "") -> str:
+    """Say that secure aggregation scales an update down, and the two ways out.
+
+    Args:
+        norm: Norm of the update, known to nobody but its site.
+        clip_norm: The bound, which is smaller; both in weight units.
+        most_of_it: Name of the tensor that changed most, if known.
+    """
+    where = f", most of it in {most_of_it!r}" if most_of_it else ""
+    return (
+        f"the update has a norm of {norm:.3g}{where}, and secure aggregation scales it "
+        f"down to {clip_norm:g}, all values alike: raise "
+        "privacy.secure_aggregation.clip_norm; or make updates smaller: normalise "
+        "inputs and targets, and keep running statistics at the sites (model.personal "
+        '= ["*running_*"])'
+    )
+
+
 def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
     """Turn trained weights into the update: local minus global.
 

@@ -54,6 +54,8 @@ from federation.rounds.schedule import Done, ScheduleView
 from federation.rounds.server_optimizer import keep_zeros_, take_step
 from federation.vectors import Allocate, Layout, Vector, in_memory, is_finite, norm
 
+_NEARLY = 0.9  # Of the clip norm: no mean of shorter updates comes so near.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts:
@@ -233,6 +235,7 @@ def _run_round(
             status, unused_d = "lost", spare_d
         else:
             record.sums.update_norm = norm(delta_d)
+            _note_clipped(job, state, record)
             weights_d = take_step(
                 parts.optimizer,
                 parts.layout,
@@ -539,6 +542,25 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
     if state.members.away():
         index = state.round_index + 1
         parts.emit(events.left_out(state.members, index, at=parts.clock.now()))
+
+
+def _note_clipped(job: JobSpec, state: RunState, record: RoundRecord) -> None:
+    """Warn of a first mean update that only clipped ones in one direction can give.
+
+    Nothing but the opened sum shows it. Where noise is in the sum, clipping is meant.
+    """
+    size, bound = record.sums.update_norm, record.sums.update_clip
+    if state.round_index or not size or not bound:
+        return
+    if size > _NEARLY * bound and not job.privacy.differential_privacy.in_sum:
+        record.events.warned(
+            f"the mean update has a norm of {size:.3g}, and secure aggregation scales "
+            f"every update down to {bound:g}: most are probably larger and count only "
+            "in part. Raise privacy.secure_aggregation.clip_norm; or make updates "
+            "smaller: normalise inputs and targets, and keep running statistics at the "
+            'sites (model.personal = ["*running_*"]). `crossfed check-job` names the '
+            "tensor, each site's own log the norm"
+        )
 
 
 def _stops_early(job: JobSpec, state: RunState) -> bool:

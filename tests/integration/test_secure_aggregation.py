@@ -681,3 +681,40 @@ def test_events_tell_nothing_of_a_single_site():
             assert event.by_site == ()
             assert len(event.sites) == 5
     assert any("pooled" in asdict(event) for event in seen)
+
+
+@pytest.mark.parametrize("levels", [None, 4])
+def test_a_clipped_update_is_noted_by_its_site_and_its_norm_by_nobody_else(
+    levels: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The run warns from the opened sum; what one site's log says is in no file."""
+    keys = {} if levels is None else {"levels": levels}
+    data = {
+        "source": "support.small_jobs:blobs",
+        "options": {"num_train": 600},
+        "partition": {"kind": "iid"},
+    }
+    training = {"local_steps": 1, "batch_size": 200, "optimizer": {"lr": 1.0}}
+    job = secure_job(
+        3, threshold=3, clip_norm=1e-3, data=data, training=training, **keys
+    )
+    done = simulate(job, folder=tmp_path / "run")
+    notes = [
+        r.getMessage() for r in caplog.records if "scales it down" in r.msg % r.args
+    ]
+    assert sorted(text.split(":")[0] for text in notes) == [
+        f"site site-{i}" for i in range(3)
+    ]
+    norms = [text.split("norm of ")[1].split(",")[0] for text in notes]
+    assert all(float(norm) > 1e-3 for norm in norms)
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    kept = b"".join(file.read_bytes() for file in files)
+    warned = [e.message for e in done.view.warnings if "most are probably" in e.message]
+    assert len(warned) == 1
+    assert not any(f"norm of {norm}".encode() in kept for norm in norms)
+
+
+def test_updates_within_the_clip_norm_are_not_noted(caplog: pytest.LogCaptureFixture):
+    done = simulate(secure_job(3, threshold=3, clip_norm=100.0))
+    assert not [e for e in done.view.warnings if "scales" in e.message]
+    assert not [r for r in caplog.records if "scales" in r.getMessage()]

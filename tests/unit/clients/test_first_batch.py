@@ -289,3 +289,41 @@ def squeezed() -> torch.nn.Module:
     linear = torch.nn.Linear(4, 1)
     linear.register_forward_hook(lambda *call: call[2].squeeze())
     return linear
+
+
+@pytest.mark.parametrize("kind", ["statistics", "targets"])
+def test_a_step_beyond_the_clip_norm_is_noted(
+    kind: str, caplog: pytest.LogCaptureFixture
+):
+    """With the tensor that changes most, the norm, the bound and what to do."""
+    inputs, classes = arrays()
+    training: dict[str, Any] = {"batch_size": 16, "local_steps": 1}
+    model: dict[str, Any]
+    if kind == "statistics":
+        model = {"factory": "support.small_jobs:normalised"}
+        data, most = (inputs * 1e4, classes), "1.running_var"
+    else:
+        model = {"factory": "torch.nn:Linear", "options": LINEAR}
+        data, most = (inputs, 1e6 * inputs[:, :1]), "weight"
+        names = ("loss", "absolute_error", "squared_error")
+        training |= {"task": "regression", "metrics": {n: [0, 1e15] for n in names}}
+
+    def notes(**privacy: Any) -> list[str]:
+        job = small_job(
+            num_sites=2,
+            model=model,
+            training=training,
+            privacy=privacy,
+            aggregation={"weights": "uniform"},
+        )
+        found = replace(federation(data, data), job=job, pool=ModelPool(job))
+        caplog.clear()
+        check_first_batches(found)
+        return [record.getMessage() for record in caplog.records]
+
+    secure = {"enabled": True, "two_sites_waiver": True}
+    (text,) = notes(secure_aggregation=secure)
+    for said in (repr(most), "down to 10,", "clip_norm; or", "normalise", "personal"):
+        assert said in text
+    assert notes() == []
+    assert notes(secure_aggregation=secure | {"clip_norm": 1e12}) == []
