@@ -8,7 +8,9 @@ layer gets of a record, and the gradient by what it gives, are all that the reco
 gradient is computed from. They must agree between the runs, and so must the results.
 
 Before each of these runs the copy sees other records in a batch of their own, so that a
-module that remembers records in an attribute is found too.
+module that remembers records in an attribute is found too. The gradients of extreme
+records are large, so that one that is scaled by those of others is found. A module that
+changes its own trained weights, or draws from a generator of its own, is refused.
 
 This is a test and not a proof. A module that mixes records only for some values, in
 some batch or after some number of calls may pass. Of a model that draws random numbers
@@ -19,9 +21,11 @@ Shape suffixes: B records.
 """
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +52,12 @@ _WEIGHT_NOISE = 0.05  # times a parameter's root mean square
 _LEAST_NOISE = 0.02  # for parameters that begin at zero
 _CANCELLED = 0.01  # Gradients below this part of the largest one are rounding, maybe.
 _SAME_SHAPE = 1 / 32  # Kernels of one shape treat a row alike, beside any others.
+_STATES: dict[type[Any], Callable[[Any], object]] = {
+    torch.Generator: lambda generator: generator.get_state().tolist(),
+    np.random.Generator: lambda generator: generator.bit_generator.state,
+    np.random.RandomState: lambda generator: generator.get_state(),
+    random.Random: lambda generator: generator.getstate(),
+}
 
 
 def check_records_apart(
@@ -119,11 +129,13 @@ class _Pass:
         before: Records that the model sees first.
         records: Records that it sees then.
         rows: Where the compared ones are among them.
+        loudness: What the gradients of all others are multiplied by.
     """
 
     before: Tree
     records: Tree
     rows: slice
+    loudness: float = 1.0
 
 
 @dataclass(slots=True)
@@ -163,7 +175,7 @@ class _Probe:
         expected = self._trace(self._beside_base(beside))
         rows = slice(0, num_records(self.base))
         for extreme in _extremes(self.inputs):
-            batch = self._beside_base(_joined(*[extreme] * _BESIDE))
+            batch = self._beside_base(_joined(*[extreme] * _BESIDE), _EXTREME)
             trace = self._trace_if_possible(batch, quiet=False)
             if trace is not None:
                 found = _difference(expected, rows, trace, rows, _SAME_SHAPE)
@@ -193,12 +205,13 @@ class _Probe:
                 return found
         return None
 
-    def _beside_base(self, beside: Tree) -> _Pass:
+    def _beside_base(self, beside: Tree, loudness: float = 1.0) -> _Pass:
         base = self.base
         return _Pass(
             before=beside,
             records=_joined(base, beside),
             rows=slice(0, num_records(base)),
+            loudness=loudness,
         )
 
     def _other_sizes(self) -> Iterator[tuple[_Pass, slice]]:
@@ -232,14 +245,29 @@ class _Probe:
     def _look_again(self, module: nn.Module, batch: _Pass) -> _Trace:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         kept = [(t, t.detach().clone()) for t in (*module.buffers(), *frozen)]
+        trained = [  # Of the model too: a hook of a closure may write to it.
+            (name, p, p.detach().clone())
+            for each in (module, self.module)
+            for name, p in each.named_parameters()
+            if p.requires_grad
+        ]
         trace, device = _Trace(), next(leaves(batch.records)).device
         with self.draws(1 + self.seed), torch.set_grad_enabled(self.gradients):
-            before = _generator_states(module, device)
+            before, own = _generator_states(device), _own_states(module)
             self.forward(module, batch.before)
             _put_back(kept)
-            self._look(module, batch.records, trace)
+            self._look(module, batch, trace)
             _put_back(kept)
-            trace.drew = before != _generator_states(module, device)
+            trace.drew = before != _generator_states(device)
+        _check_unchanged(trained)
+        for name, state in _own_states(module).items():
+            if state != own.get(name, state):
+                raise JobError(
+                    f"{name!r} of the model is a random generator of its own, whose "
+                    "draws others could repeat: draw from torch's global generator, "
+                    "which private steps give secret states",
+                    key=_KEY,
+                )
         return trace
 
     def _copy(self) -> nn.Module:
@@ -263,8 +291,8 @@ class _Probe:
                     parameter.add_(noise.to(parameter))
         return module
 
-    def _look(self, module: nn.Module, records: Tree, trace: _Trace) -> None:
-        size = num_records(records)
+    def _look(self, module: nn.Module, batch: _Pass, trace: _Trace) -> None:
+        records, size = batch.records, num_records(batch.records)
         layers = trained_layers(module) if self.gradients else {}
         with _noting(module, size, trace.seen), watched(layers, size) as uses:
             result = self.forward(module, records)
@@ -281,7 +309,9 @@ class _Probe:
         factors = torch.randn(
             result.shape[1:], generator=torch.Generator().manual_seed(self.seed)
         )
-        total = (result * factors.to(result)).sum()
+        loudness = torch.full((size,) + (1,) * (result.ndim - 1), batch.loudness)
+        loudness[batch.rows] = 1.0
+        total = (result * factors.to(result) * loudness.to(result)).sum()
         for use, values in zip(uses, backprops_of(total, uses), strict=True):
             if values is not None:
                 trace.seen.append(
@@ -362,17 +392,38 @@ def _silence(module: nn.Module) -> None:
             layer.eval()
 
 
-def _generator_states(module: nn.Module, device: torch.device) -> list[object]:
-    """States of all that a model may draw from: torch's generators, and its own."""
-    own = [value for layer in module.modules() for value in vars(layer).values()]
+def _check_unchanged(trained: list[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
+    for name, parameter, before in trained:
+        if not torch.equal(parameter.nan_to_num(), before.nan_to_num()):
+            raise JobError(
+                f"{name!r} of the model is trained, and the model or a hook changes it "
+                "when it is called: that would reach the weights without noise; change "
+                "weights in no forward pass, hook or parametrisation",
+                key=_KEY,
+            )
+
+
+def _generator_states(device: torch.device) -> list[object]:
+    """States of torch's generators, which a model may draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    states += [value.get_state() for value in own if isinstance(value, torch.Generator)]
-    numpys = [value for value in own if isinstance(value, np.random.Generator)]
-    return [state.numpy().tobytes() for state in states] + [
-        repr(value.bit_generator.state) for value in numpys
-    ]
+    return [state.numpy().tobytes() for state in states]
+
+
+def _own_states(module: nn.Module) -> dict[str, str]:
+    """States of the generators that a model has in its attributes, by name."""
+    own = {
+        f"{place}.{name}".lstrip("."): value
+        for place, layer in module.named_modules()
+        for name, value in vars(layer).items()
+    }
+    return {
+        name: repr(read(value))
+        for name, value in own.items()
+        for kind, read in _STATES.items()
+        if isinstance(value, kind)
+    }
 
 
 def _difference(

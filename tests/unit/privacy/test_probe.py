@@ -225,6 +225,77 @@ class SizeAndDropout(nn.Module):
         return self.layer(functional.dropout(x, 0.2, self.training)) / len(x)
 
 
+class HookedGradient(nn.Module):
+    """Changes gradients between its layers by a function of all records'."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.function)
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda g: g - g.mean(0),
+        lambda g: g / g.abs().max().clamp(min=1e-9),
+        lambda g: g / g.norm(),
+        lambda g: g * (1.0 if g.abs().max() < 20 else 2.0),
+    ],
+    ids=["mean taken off", "over the largest", "of one length", "clipped"],
+)
+def test_gradients_that_hooks_mix_are_refused(
+    function: Callable[[torch.Tensor], torch.Tensor],
+):
+    with pytest.raises(JobError, match="different gradient"):
+        check(HookedGradient(function), torch.randn(BATCH, 4))
+
+
+class DrawsItself(nn.Module):
+    """Noise from a generator whose seed is in the code."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer, self.generator, self.draw = nn.Linear(4, 3), generator, draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (1 + self.draw(self.generator))
+
+
+def test_a_generator_of_the_models_own_is_refused():
+    """Its draws are as public as the code, and follow the places in a batch."""
+    for generator, draw in (
+        (torch.Generator(), lambda g: float(torch.rand((), generator=g))),
+        (np.random.default_rng(0), lambda g: g.random()),
+        (np.random.RandomState(0), lambda g: g.random()),
+        (random.Random(0), lambda g: g.random()),  # noqa: S311
+    ):
+        with pytest.raises(JobError, match=r"'0\.generator' .* random generator"):
+            check(nn.Sequential(DrawsItself(generator, draw)), torch.randn(BATCH, 4))
+
+
+@pytest.mark.parametrize("kind", ["in place", "by data", "by a closure"])
+def test_weights_that_are_written_in_a_pass_are_refused(kind: str):
+    """They would learn of records without noise."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+    def write(layer: Any, args: Any, out: torch.Tensor) -> None:
+        with torch.no_grad():
+            target = model[0] if kind == "by a closure" else layer
+            weight = target.weight.data if kind == "by data" else target.weight
+            weight.add_(out.mean() * 1e-3)
+
+    model[0].register_forward_hook(write)
+    with pytest.raises(JobError, match=r"weight' of the model is trained.* hook"):
+        check(model, torch.randn(BATCH, 4))
+
+
 @pytest.mark.parametrize(
     "make", [Remembering, SizeAndDropout, partial(InOneMode, training=True)]
 )
@@ -333,20 +404,19 @@ class Residual(nn.Module):
 
 
 class Counting(nn.Module):
-    """Notes what it sees, counts its calls and draws from generators of its own."""
+    """Notes what it sees, counts its calls and draws in evaluation too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.calls, self.rng = 0, np.random.default_rng(0)
-        self.generator = torch.Generator().manual_seed(1)
+        self.calls = 0
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += x.sum()
         self.calls += 1
-        noise = torch.randn(x.shape, generator=self.generator)
-        scale = 1 + self.calls + self.rng.normal() + self.seen * 0
+        noise = torch.randn(x.shape)
+        scale = 1 + self.calls + self.seen * 0
         return self.layer(x + noise) * float(scale)
 
 
@@ -512,8 +582,6 @@ def test_the_probe_leaves_no_trace():
     counting = module.layers[0]
     states = (
         torch.get_rng_state(),
-        counting.generator.get_state(),
-        counting.rng.bit_generator.state,
         random.getstate(),
     )
     kept = inputs.clone()
@@ -522,9 +590,7 @@ def test_the_probe_leaves_no_trace():
     assert torch.equal(inputs, kept)
     assert counting.calls == 0
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert torch.equal(counting.generator.get_state(), states[1])
-    assert counting.rng.bit_generator.state == states[2]
-    assert random.getstate() == states[3]
+    assert random.getstate() == states[1]
     assert module.training
     assert all(p.grad is None for p in module.parameters())
     assert not any(m._forward_hooks for m in module.modules())
