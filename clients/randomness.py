@@ -7,12 +7,15 @@ uninterrupted one would have drawn, on any machine. The generators of
 draws from those is not reproducible.
 
 This is the randomness of sampling and simulation, never of keys or of noise that
-protects someone.
+protects someone. Where records are protected, what models and data draw is a part of
+the mechanism: a block gets secret bytes in place of a seed, which are the states that
+all global generators begin with.
 """
 
 import hashlib
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -20,6 +23,15 @@ import numpy as np
 import torch
 
 _Result = TypeVar("_Result")
+
+RandomBytes = Callable[[int], bytes]
+Seed = int | bytes
+"""A public number; or ``SECRET_BYTES`` that nobody else knows."""
+
+_STATE_WORDS = 624  # 32 bits each: the state of a Mersenne twister
+STATE_BYTES = 4 * _STATE_WORDS
+SECRET_BYTES = 4 * STATE_BYTES  # For Python, NumPy, and torch on a CPU and a GPU.
+_STATE_STARTS = 24  # Bytes before it in a state of torch, which has 64 bits a word.
 
 
 def stream(seed: int, *purpose: str | int) -> np.random.Generator:
@@ -48,26 +60,61 @@ _SEEDED = threading.RLock()
 
 
 @contextmanager
-def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_globally(seed: Seed, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators for a block and put them back after it.
 
     Models draw initial weights and dropout masks from there. Only one thread at a
     time is let in.
 
     Args:
-        seed: Seed of the block.
+        seed: Seed of the block. With secret bytes, the generators of ``random`` and
+            ``numpy.random`` get states from them too, and keep these: another thread
+            may be drawing from them.
         device: Where the block runs; generators of other GPUs do not change.
     """
     generators = global_generators(device)
     with _SEEDED:
         before = [generator.get_state() for generator in generators]
         try:
-            for generator in generators:
-                generator.manual_seed(seed)
+            if isinstance(seed, int):
+                for generator in generators:
+                    generator.manual_seed(seed)
+            else:
+                fill(generators, seed)
             yield
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
+
+
+def fill(generators: Iterable[torch.Generator], secret: bytes) -> None:
+    """Give generators secret states, and those of ``random`` and ``numpy.random``.
+
+    Of a seed torch's generator of a CPU takes 32 bits, which can be tried out, so all
+    of its state is filled. That of a GPU has a key of 64 bits.
+
+    Args:
+        generators: Torch's.
+        secret: ``SECRET_BYTES``, independent of all data.
+    """
+    states = np.frombuffer(secret, np.uint32).reshape(-1, _STATE_WORDS)
+    random.seed(states[0].tobytes())
+    np.random.seed(states[1])  # noqa: NPY002, TID251
+    for generator in generators:
+        if generator.device.type != "cpu":
+            generator.manual_seed(int.from_bytes(states[3, :2].tobytes(), "big"))
+            continue
+        generator.manual_seed(0)  # The next draw makes new words of the whole state.
+        state = generator.get_state()
+        end = _STATE_STARTS + 8 * _STATE_WORDS
+        state.numpy()[_STATE_STARTS:end].view(np.uint64)[:] = states[2]
+        generator.set_state(state)
+
+
+def all_states() -> str:
+    """Where the generators of ``random``, NumPy and torch's of the CPU are."""
+    numpys = np.random.get_state()  # noqa: NPY002
+    return repr((random.getstate(), numpys)) + repr(torch.get_rng_state().tolist())
 
 
 class GlobalDraws:
@@ -87,16 +134,18 @@ class GlobalDraws:
         self._num_together = 0
         self._untouched: list[torch.Tensor] = []
 
-    def run(self, work: Callable[[], _Result], *, kind: str, seed: int) -> _Result:
+    def run(self, work: Callable[[], _Result], *, kind: str, seed: Seed) -> _Result:
         """Do some work and return what it returns.
 
         Args:
             work: Depends on nothing but the generators; it may be called twice.
             kind: Work that is expected to draw alike, for example ``train``.
-            seed: Seed of this very work.
+            seed: Seed of this very work; see ``seeded_globally``.
         """
         if self._join(kind):
             try:
+                if not isinstance(seed, int):
+                    fill([], seed)
                 before = self._states()
                 result = work()
                 drew = _differ(before, self._states())

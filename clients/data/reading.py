@@ -8,6 +8,7 @@ alone, not on the worker, so that it is the same with any number of workers and 
 round that is taken up in the middle.
 """
 
+import hashlib
 import logging
 import random
 import signal
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.data.loader_workers import LoaderWorkers
-from clients.randomness import torch_seed
+from clients.randomness import SECRET_BYTES, Seed, fill, torch_seed
 from clients.user_code import sentence
 from federation.errors import SiteError
 from federation.tree import leaves
@@ -59,7 +60,7 @@ class BatchReader:
         dataset: Dataset,
         walk: Iterable[Indices],
         *,
-        seed: int,
+        seed: Seed,
         first: int = 0,
     ) -> None:
         """Prepare; workers start with the first batch.
@@ -67,7 +68,7 @@ class BatchReader:
         Args:
             dataset: What is read.
             walk: Indices of each batch.
-            seed: Of what the dataset draws in workers.
+            seed: Of what the dataset draws in workers; see ``seeded_globally``.
             first: Number of the first batch of the walk.
         """
         self._dataset = dataset
@@ -142,7 +143,7 @@ class BatchReader:
             batch_size=None,
             collate_fn=_unchanged,
             # Else the loader would draw from the generator that models draw from.
-            generator=torch.Generator().manual_seed(self._seed),
+            generator=torch.Generator().manual_seed(_number(self._seed)),
             **workers.settings,
         )
         batches = _started(loader)
@@ -158,17 +159,20 @@ class BatchReader:
 class _Batches:
     """Batches by number and indices, as a worker reads them."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+    def __init__(self, dataset: Dataset, seed: Seed) -> None:
         self._dataset = dataset
         self._seed = seed
 
     def __getitem__(self, key: tuple[int, Indices]) -> _ReadBatch:
         number, indices = key
-        drawn = torch_seed(self._seed, "batch", number)
         # The process is a worker's, in which nothing else draws.
-        torch.manual_seed(drawn)  # noqa: TID251
-        random.seed(drawn)
-        np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
+        if isinstance(self._seed, int):
+            drawn = torch_seed(self._seed, "batch", number)
+            torch.manual_seed(drawn)  # noqa: TID251
+            random.seed(drawn)
+            np.random.seed(drawn % _WORDS)  # noqa: NPY002, TID251
+        else:
+            fill([torch.default_generator], _expanded(self._seed, number))
         try:
             batch = self._dataset.batch(indices)
             # Here, and not by torch's sending thread: where /dev/shm is full, that
@@ -178,6 +182,19 @@ class _Batches:
             return _ReadBatch(indices, batch)
         except Exception as error:  # noqa: BLE001 - The site reads it again.
             return _ReadBatch(indices, None, sentence(_cause(error)))
+
+
+def _expanded(secret: bytes, number: int) -> bytes:
+    """The secret of a batch; -1 for what is drawn before the first one."""
+    name = number.to_bytes(8, "big", signed=True)
+    return hashlib.shake_256(secret + name).digest(SECRET_BYTES)
+
+
+def _number(seed: Seed) -> int:
+    """A seed of 63 bits for what a loader itself draws."""
+    if isinstance(seed, int):
+        return seed
+    return int.from_bytes(_expanded(seed, -1)[:8], "big") >> 1
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from clients.data.batches import ALONE, Indices, Rank
-from clients.randomness import GlobalDraws, seeded_globally
+from clients.randomness import GlobalDraws, Seed, seeded_globally
 from federation.job.metrics import Metric
 from federation.messages import MetricSums
 
@@ -101,7 +101,7 @@ class Peers:
             distributed.broadcast(values, src=0)
 
     def draw(
-        self, draws: GlobalDraws, work: Callable[[], _Result], *, kind: str, seed: int
+        self, draws: GlobalDraws, work: Callable[[], _Result], *, kind: str, seed: Seed
     ) -> _Result:
         """Do work that may draw from the global generators; see ``GlobalDraws``."""
         if self.count == 1:
