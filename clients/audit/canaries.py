@@ -22,6 +22,7 @@ behind the flattened values of an example.
 Shape suffixes: B records, T tokens, V vocabulary, m canaries, d values of the model.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -203,6 +204,12 @@ class CanariedData:
             targets[is_extra] = 0
         carried = codes_b.to(inputs.dtype)[:, None]
         return torch.cat((inputs.flatten(1), carried), dim=1), targets
+
+    def apart(self) -> "CanariedData":
+        """A view in which no record depends on others, as those of the data."""
+        view = copy.copy(self)
+        view._data = self._data.apart()  # noqa: SLF001 -- its own class
+        return view
 
     def labels(self) -> Indices | None:
         """None: the data was split before canaries were added."""

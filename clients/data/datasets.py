@@ -31,6 +31,7 @@ Where datasets come from is in ``data``, how one is dealt out to sites in
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,7 @@ from torch.utils.data import (
 
 from clients.data.loader_workers import LoaderWorkers
 from clients.data.persons import COLUMN, check_persons, of_columns, of_items
+from clients.randomness import SECRET_BYTES, all_states, seeded_globally
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
 from federation.tree import Tree, leaves, map_tree, named_leaves, num_records
@@ -159,6 +161,14 @@ class Dataset(Protocol):
 
     def subset(self, indices: Indices) -> "Dataset":
         """A view of some of the examples; nothing is copied but the indices."""
+        ...
+
+    def apart(self) -> "Dataset":
+        """A view in which no example depends on the others of its batch.
+
+        Raises:
+            SiteError: A user's code makes one of several examples at once.
+        """
         ...
 
 
@@ -285,6 +295,7 @@ class _View:
     all_persons: NDArray[Any] | None = None
     items: Any = None
     workers: LoaderWorkers | None = None
+    collated: str = ""  # Name of the part of the data, if a user's code makes batches.
 
     def __len__(self) -> int:
         return len(self.index)
@@ -305,6 +316,13 @@ class _View:
 
     def subset(self, indices: Indices) -> "_View":
         return dataclasses.replace(self, index=self.index[indices])
+
+    def apart(self) -> "_View":
+        if not self.collated:
+            return self
+        _check_apart(self)
+        one_by_one = partial(_one_by_one, self.fetch, name=self.collated)
+        return dataclasses.replace(self, fetch=one_by_one, collated="")
 
 
 def _from_examples(examples: Examples) -> _View:
@@ -455,6 +473,7 @@ def _from_items(obj: Any, *, name: str, collate: Collate | None = None) -> _View
         group_names=(),
         all_persons=of_items(obj, size),
         items=obj,
+        collated="" if collate is None else name,
     )
 
 
@@ -557,6 +576,66 @@ def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> B
         map_tree(_as_input, pair[0]),
         map_tree(partial(_as_model_type, bools=torch.int64), pair[1]),
     )
+
+
+def _one_by_one(
+    fetch: Callable[[Indices], Batch], indices: Indices, *, name: str
+) -> Batch:
+    """Collate every record in a batch of its own, and join these batches."""
+    alone = [fetch(indices[i : i + 1]) for i in range(len(indices))]
+    try:
+        joined: Batch = map_tree(lambda *parts: torch.cat(parts), *alone)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        fault = (
+            f"collate_fn of {name} gives records different shapes or columns when it "
+            "gets them one by one, as differential privacy needs: pad all records to "
+            'one length that the job states (padding="max_length"), since the longest '
+            "of a batch would change the gradients of all others"
+        )
+        raise SiteError(f"{fault} ({error})", outside=fault) from error
+    return joined
+
+
+def _check_apart(data: _View) -> None:
+    """Check that a ``collate_fn`` makes of a record what it would make of it alone.
+
+    Each time with the same draws. One that draws may draw otherwise in a batch of
+    another size, so that its batches of one record are not compared; and nothing is of
+    data that is different when it is read again.
+
+    Raises:
+        SiteError: It does not; the message names the tensor.
+    """
+    # Drawn, since other threads may draw from the same generators meanwhile.
+    secret, cpu = os.urandom(SECRET_BYTES), torch.device("cpu")
+
+    def rows(*indices: int) -> tuple[dict[str, torch.Tensor], bool]:
+        with seeded_globally(secret, cpu):
+            before = all_states()
+            pair = data.batch(np.array(indices) % len(data))
+            drew = all_states() != before
+        return dict(
+            each
+            for what, part in zip(("inputs", "targets"), pair, strict=True)
+            for each in named_leaves(what, part)
+        ), drew
+
+    if not len(data):
+        return
+    beside, drew = rows(0, 1, 2)
+    again, others = rows(0, 1, 2)[0], [rows(0, 3, 4)[0]]
+    others += [] if drew else [rows(0)[0]]
+    for name, values in beside.items():
+        is_settled = name in again and torch.equal(values[0], again[name][0])
+        for other in others if is_settled else []:
+            if name not in other or not torch.equal(values[0], other[name][0]):
+                fault = (
+                    f"collate_fn of {data.collated} makes {name} of a record depend on "
+                    "the other records of its batch, which differential privacy cannot "
+                    "protect: transform single records, and pad all to one length that "
+                    'the job states (padding="max_length")'
+                )
+                raise SiteError(fault, outside=fault)
 
 
 def _fetch_items(items: Any, indices: Indices, *, name: str) -> Batch:

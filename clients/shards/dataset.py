@@ -174,6 +174,10 @@ class ShardedDataset:
         """View some of the examples."""
         return dataclasses.replace(self, chosen=self.chosen[indices])
 
+    def apart(self) -> "ShardedDataset":
+        """Return it: examples in shards are read one by one."""
+        return self
+
     @property
     def examples_ahead(self) -> int:
         """As many as a window of shards holds."""

@@ -276,6 +276,9 @@ class Told:
     def subset(self, indices: Indices) -> Dataset:
         return self._data.subset(indices)
 
+    def apart(self) -> Dataset:
+        return self
+
     def epoch_order(self, _: np.random.Generator, __: Rank = ALONE) -> Indices | None:
         return None
 
