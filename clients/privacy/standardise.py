@@ -28,6 +28,7 @@ from clients.data.datasets import Batch, Dataset, Indices
 from clients.data.loader_workers import LoaderWorkers
 from clients.data.privacy_units import num_units, persons_of
 from clients.privacy.site_memory import Document, SiteMemory
+from clients.randomness import SECRET_BYTES, RandomBytes, seeded_globally
 from federation.errors import CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
 from federation.job.spec import JobSpec
@@ -46,8 +47,6 @@ _TABLE = "privacy.differential_privacy.standardise"
 # releases wrote it without a result, before they drew.
 _UNPAID = "charged_before"
 _READ_AT_ONCE = 4096
-
-RandomBytes = Callable[[int], bytes]
 
 
 class RepeatingLedger(Ledger, Protocol):
@@ -152,6 +151,9 @@ class _StandardisedDataset:
     def subset(self, indices: Indices) -> "_StandardisedDataset":
         return _StandardisedDataset(self.data.subset(indices), self.centre, self.spread)
 
+    def apart(self) -> "_StandardisedDataset":
+        return _StandardisedDataset(self.data.apart(), self.centre, self.spread)
+
 
 def num_features(data: Dataset) -> int:
     """Number of columns of a record, or of channels of an image.
@@ -219,7 +221,8 @@ def release(
     Raises:
         FederationError: See ``mechanism``.
     """
-    spec, moments = job.privacy.differential_privacy.standardise, mechanism(job, train)
+    spec, train = job.privacy.differential_privacy.standardise, train.apart()
+    moments = mechanism(job, train)
     if spec is None or moments is None:
         raise ValueError("the job requests no statistics")
     shape = (1, -1) + (1,) * (len(_shape(train)) - 1)
@@ -236,12 +239,14 @@ def release(
     keystream = Keystream(random_bytes(KEY_BYTES))
     chosen = poisson_indices(moments.num_records, moments.rate, keystream)
     sums: Array = np.zeros(2 * moments.num_features + 1)
-    for start in range(0, len(chosen), _READ_AT_ONCE):
-        block = chosen[start : start + _READ_AT_ONCE]
-        if persons is None:
-            sums += contributions(block).sum(axis=0)
-        else:
-            sums += _sum_of_persons(moments, persons, block, contributions)
+    secret = random_bytes(SECRET_BYTES)
+    with seeded_globally(secret, torch.device("cpu")):  # Transforms may draw.
+        for start in range(0, len(chosen), _READ_AT_ONCE):
+            block = chosen[start : start + _READ_AT_ONCE]
+            if persons is None:
+                sums += contributions(block).sum(axis=0)
+            else:
+                sums += _sum_of_persons(moments, persons, block, contributions)
     mean, deviation = moments.read(moments.release(sums, random_bytes))
     return Statistics(
         centre=tuple((middle + half * mean).tolist()),

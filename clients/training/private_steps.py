@@ -18,6 +18,18 @@ Guarantee:
     describes, for anyone without the keys. All else of a model stays as it
     came: buffers and frozen parameters are put back after every batch.
 
+    The proof needs that what a record adds depends on that record, and on draws that
+    no data decides, alone. So dropout, augmentation and all else that draws from the
+    global generators of torch, NumPy or Python, in steps and in noised evaluation,
+    begins each time with states from ``random_bytes`` (``clients.randomness.fill``).
+    Then the draws of all other records have the same distribution with and without a
+    record, whichever place each has: for any values of these draws the two sums
+    differ by one clipped gradient, and a mixture of such pairs is as private as each.
+    With draws by a seed that others know, one record more would change the masks of
+    all behind it, by any number of clip norms. Records are collated one by one
+    (``Dataset.apart``) for the same reason. With ``unit = "site"`` neither is needed:
+    the clip bounds all that a site's records, in any batch, change.
+
     The same with several ranks. Each samples among records of its own, with a key of
     its own, so that all together are a Poisson sample of the site. Their sums are added
     in float64, which is in the margin of ``privacy.dp_sgd.clipping.sum_margin`` for
@@ -35,6 +47,7 @@ from numpy.typing import NDArray
 
 from clients.data.privacy_units import plural_of_units
 from clients.models import weights
+from clients.randomness import RandomBytes
 from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
@@ -49,8 +62,6 @@ from privacy.dp_sgd.clipping import CLIPPINGS, ClippedSum
 from privacy.dp_sgd.person_batch import PersonBatch
 from privacy.keystream import KEY_BYTES, Keystream, uniform_words
 
-RandomBytes = Callable[[int], bytes]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateTraining:
@@ -64,7 +75,8 @@ class PrivateTraining:
         clipping: ``auto``, ``hooks`` or ``ghost``, see ``privacy.dp_sgd.clipping``.
         in_sum: Noise is added inside the secure sum. What a step gives is then not
             private by itself, and must leave the site masked or not at all.
-        random_bytes: Where keys come from; never the job's seed, which others know.
+        random_bytes: Where keys come from, and what models and data draw from; never
+            the job's seed, which others know.
 
     Raises:
         ValueError: ``clipping`` is unknown.

@@ -35,7 +35,7 @@ from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record, stays_finite
 from clients.models.pruning import holding_zeros
-from clients.randomness import torch_seed
+from clients.randomness import SECRET_BYTES, Seed, torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
@@ -156,6 +156,8 @@ class TorchTrainer:
         job, private = self.job, self.private
         check_site_data(job, self.site, self.train, self.held_out)
         self.held_out = held_out_units(job, self.train, self.held_out)
+        if private is not None:
+            self.train, self.held_out = self.train.apart(), self.held_out.apart()
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:
@@ -183,6 +185,12 @@ class TorchTrainer:
             # and held-out data is read. After a resume this is the wrong guess.
             self._indices(1, self._steps_of(1))
 
+    def _draws_of(self, seed: int, *purpose: str | int) -> Seed:
+        """What models and data draw from; secret where records are protected."""
+        if self.private is not None:
+            return self.private.random_bytes(SECRET_BYTES)
+        return torch_seed(seed, *purpose)
+
     def layout(self) -> Layout:
         """Layout of the model."""
         return self.pool.layout
@@ -209,7 +217,7 @@ class TorchTrainer:
         steps = steps or self._steps_of(round_index)
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
-        seed = torch_seed(self._seed, "training", self.site, round_index, *mine)
+        seed = self._draws_of(self._seed, "training", self.site, round_index, *mine)
         if self.job.training.overlap_steps and own_weights(kept) is not None:
             first = self._ahead.take(round_index, kept, steps.start)
             return self._fit_overlapped(
@@ -244,7 +252,7 @@ class TorchTrainer:
         first: AheadSteps,
         *,
         steps: range,
-        seed: int,
+        seed: Seed,
     ) -> LocalWeights:
         """Train on from steps that were taken ahead, mixed with the global weights."""
         training = self.job.training
@@ -276,7 +284,7 @@ class TorchTrainer:
         """Take a round's first steps from the site's own weights."""
         own = own_weights(kept)
         assert own is not None  # noqa: S101 -- as both callers have seen
-        seed = torch_seed(self._seed, "training ahead", self.site, round_index)
+        seed = self._draws_of(self._seed, "training ahead", self.site, round_index)
         with self.pool.borrow() as model:
 
             def train() -> AheadSteps:
@@ -308,7 +316,7 @@ class TorchTrainer:
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats."""
-        seed = torch_seed(self.job.seed, "evaluation", self.site)
+        seed = self._draws_of(self.job.seed, "evaluation", self.site)
         with self.pool.borrow() as model:
 
             def evaluate() -> MetricSums:
@@ -510,7 +518,7 @@ class TorchTrainer:
         size = accumulate_in(self.job.training, round_index)
         last = None if stop is None else stop * size
         walk = islice(self._indices(round_index, steps), begin * size, last)
-        seed = torch_seed(self._seed, "reading", self.site, round_index)
+        seed = self._draws_of(self._seed, "reading", self.site, round_index)
         return BatchReader(self.train, walk, seed=seed, first=begin * size)
 
     def _interrupted(
@@ -748,7 +756,7 @@ class TorchTrainer:
         if self.peers.is_sharded and len(walk) * rank.world_size * size < total:
             walk.append(np.arange(1))  # Others need this rank's part once more.
         told = telling_ahead(self.held_out, iter(walk))
-        seed = torch_seed(self._seed, "reading", self.site, "held-out")
+        seed = self._draws_of(self._seed, "reading", self.site, "held-out")
         with BatchReader(self.held_out, told, seed=seed) as reader:
             for number, chosen in enumerate(reader):
                 inputs, targets = self._on_device(reader.batch(chosen))

@@ -29,6 +29,7 @@ from federation.protocols import LocalWeights
 from privacy.dp.persons import Persons
 from privacy.dp_sgd.clipping import MARGIN, ClippedSum, sum_margin
 from privacy.dp_sgd.person_batch import PersonBatch
+from privacy.keystream import KEY_BYTES
 
 # Imports Opacus, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -50,7 +51,12 @@ def one_thread():
 def known_bytes() -> Callable[[int], bytes]:
     """Keys that a test can draw again."""
     numbers: Iterator[int] = iter(range(1, 1000))
-    return lambda size: next(numbers).to_bytes(size, "big")
+
+    def draw(size: int) -> bytes:
+        is_key = size == KEY_BYTES
+        return next(numbers).to_bytes(size, "big") if is_key else b"\1" * size
+
+    return draw
 
 
 def private_job(unit: str, most: int = 8, **training: Any) -> JobSpec:

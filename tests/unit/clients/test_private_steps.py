@@ -15,6 +15,7 @@ from torch.nn import functional
 from clients.data.batches import Rank
 from clients.data.datasets import Dataset, Indices, as_dataset
 from clients.models.model_pool import ModelPool
+from clients.randomness import SECRET_BYTES
 from clients.ranks.peers import Peers
 from clients.training.private_steps import (
     PrivateGradient,
@@ -32,7 +33,7 @@ from privacy.counts import coarse
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import MARGIN, sum_margin
-from privacy.keystream import Keystream
+from privacy.keystream import KEY_BYTES, Keystream
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
@@ -62,7 +63,12 @@ def private_job(training: dict[str, Any], **tables: Any):
 def known_bytes() -> Callable[[int], bytes]:
     """Keys that a test can draw again."""
     numbers: Iterator[int] = iter(range(1, 1000))
-    return lambda size: next(numbers).to_bytes(size, "big")
+
+    def draw(size: int) -> bytes:
+        is_key = size == KEY_BYTES
+        return next(numbers).to_bytes(size, "big") if is_key else b"\1" * size
+
+    return draw
 
 
 def private(multiplier: float = 1.0, **options: Any):
@@ -205,6 +211,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(TRAIN, name)
 
+    def apart(self) -> Any:
+        return self
+
     def batch(self, indices: Indices):
         self.batches.append(indices.tolist())
         return TRAIN.batch(indices)
@@ -344,12 +353,13 @@ class Charged:
 
 @pytest.mark.slow
 def test_a_model_that_mixes_records_takes_no_private_step():
-    """Refused by name before any noise is drawn: one key is that of the sampling."""
+    """Refused by name before any noise is drawn: one key is that of the sampling, and
+    what models draw has states of its own."""
     job = private_job({"local_steps": 3}, model={"factory": f"{USERS}:mixing_network"})
     keys = Charged()
     with pytest.raises(JobError, match=r"model.factory: '1' \(a _SignOfSum\) gives"):
         fit(job, private(random_bytes=keys))
-    assert keys.sizes == [32]
+    assert keys.sizes == [SECRET_BYTES, 32]
 
 
 @pytest.mark.slow

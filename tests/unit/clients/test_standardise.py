@@ -253,7 +253,7 @@ def test_records_are_standardised():
     rng = np.random.default_rng(5)
     inputs = rng.normal([3.0, -2.0], [2.0, 0.5], size=(5000, 2)).astype(np.float32)
     train = data_of(inputs)
-    draws = Random(5)  # noqa: S311 -- noise that is always the same
+    draws = Random(6)  # noqa: S311 -- noise that is always the same
     found = standardise.release(job_of(noise_multiplier=1.0), train, draws.randbytes)
     data = found.apply(train)
     after, _ = data.batch(np.arange(5000))
@@ -295,7 +295,7 @@ def test_a_person_counts_once_with_any_number_of_records():
     assert standardise.events(job, train) == standardise.events(
         of_records, data_of(inputs[:400, None])
     )
-    draws = Random(5)  # noqa: S311 -- noise that is always the same
+    draws = Random(6)  # noqa: S311 -- noise that is always the same
     found = standardise.release(job, train, draws.randbytes)
     means = [inputs[persons == each].mean() for each in range(400)]
     squares = [(inputs[persons == each] ** 2).mean() for each in range(400)]
