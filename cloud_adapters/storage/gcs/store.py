@@ -254,9 +254,12 @@ class GcsStore:
                 key = key_in(self._prefix, str(resource.get("name", "")))
                 if key is not None and key > start_after:
                     yield _info(key, resource)
-            if "nextPageToken" not in page:
+            token = page.get("nextPageToken")
+            if token is None:
                 return
-            params = {**params, "pageToken": page["nextPageToken"]}
+            if token == params.get("pageToken"):
+                raise gcs_errors.UNCLEAR.told(doing, "the same page follows itself")
+            params = {**params, "pageToken": token}
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""

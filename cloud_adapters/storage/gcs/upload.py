@@ -205,17 +205,20 @@ class UploadSession:
             StoreError: See ``gcs_errors``.
         """
         self._open(generation)
+        resource: Resource | None = None
         try:
             for chunk in parts:
                 self.sums.update(chunk.content)
                 self.is_all_sent = chunk.is_last
-                resource = self._send(chunk)
-                if resource is not None:
-                    return resource
+                # A service that ends early has made an object of another checksum.
+                if resource is None:
+                    resource = self._send(chunk)
         except BaseException:
             self._cancel()
             raise
-        raise AssertionError("the last chunk makes the object")
+        if resource is None:
+            raise AssertionError("the last chunk makes the object")
+        return resource
 
     def _open(self, generation: str | None) -> None:
         # An abandoned session leaves no object: repeating is safe.

@@ -8,8 +8,14 @@ fails, the put-id in the object's metadata tells whether it was ours that came f
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from cloud_adapters.storage.gcs import errors as gcs_errors
 from cloud_adapters.storage.gcs.http import Ask, GcsHttp, json_of, quoted
-from cloud_adapters.storage.gcs.lookup import Resource, lookup, object_path
+from cloud_adapters.storage.gcs.lookup import (
+    Resource,
+    lookup,
+    number_in,
+    object_path,
+)
 from cloud_adapters.storage.gcs.upload import (
     PUT_ID,
     NewObject,
@@ -148,13 +154,19 @@ class Rewrite:
             "metadata": said["metadata"],
             **{name: self._source[name] for name in kept if name in self._source},
         }
+        copied, doing = -1, self._new.doing
         while True:
             ask = self._ask(generation, body)
-            answer = json_of(self._http.send(ask), self._new.doing)
+            answer = json_of(self._http.send(ask), doing)
             if answer.get("done"):
                 resource: Resource = answer["resource"]
                 return resource
-            self._token = str(answer["rewriteToken"])
+            before, copied = copied, number_in(answer, "totalBytesRewritten", doing)
+            if copied <= before:
+                raise gcs_errors.UNCLEAR.told(
+                    doing, f"{copied} bytes copied, as before"
+                )
+            self._token = str(answer.get("rewriteToken", ""))
 
     def _ask(self, generation: str | None, body: Mapping[str, object]) -> Ask:
         params = {"sourceGeneration": str(self._source["generation"])}

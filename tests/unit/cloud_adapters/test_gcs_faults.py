@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support import gcs_stores, tcp_proxy
 from support.bad_lines import LOST_REPLY, Line, google_error
-from support.fake_gcs import KIB_256, FakeGcs
+from support.fake_gcs import KIB_256, FakeGcs, Upload
+from support.google_server import Answer, Request
 from support.tcp_proxy import Fault
 
-from cloud_adapters.storage.gcs.store import MAX_SESSIONS
+from cloud_adapters.storage.gcs.store import MAX_SESSIONS, GcsStore
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -117,6 +118,42 @@ def test_service_may_keep_a_part_of_a_chunk(
     ranges = [r.headers.get("content-range") for r in gcs_server.requests]
     assert f"bytes {3 * KIB_256}-{4 * KIB_256 - 1}/*" in ranges
     assert gcs_line.proxy.count("PUT") == 3
+
+
+@pytest.mark.timeout(30)
+def test_service_that_does_not_get_on_ends_every_call(
+    gcs_server: FakeGcs, gcs_store: GcsStore, monkeypatch: pytest.MonkeyPatch
+):
+    """It takes nothing of an upload, copies nothing, and repeats a page."""
+    gcs_store.put("key", [b"x"])
+    monkeypatch.setattr(gcs_server, "rewrite_step", 0)
+    with pytest.raises(StoreUnavailable, match=r"0 bytes copied, as before.*\(tried"):
+        gcs_store.copy("key", "copy")
+    monkeypatch.setattr(gcs_server, "kept_at_once", 0)
+    before = {*gcs_server.uploads}
+    with pytest.raises(StoreUnavailable, match=r"took nothing of a chunk.*\(tried"):
+        gcs_store.put("large", iter([bytes(KIB_256), b"x"]))
+    assert {*gcs_server.uploads} == before
+    page = {"kind": "storage#objects", "items": [], "nextPageToken": "again"}
+    methods = {**gcs_server._methods, "storage.objects.list": lambda *_: page}
+    monkeypatch.setattr(gcs_server, "_methods", methods)
+    with pytest.raises(StoreUnavailable, match="the same page"):
+        list(gcs_store.list())
+
+
+def test_upload_that_the_service_ends_early_makes_no_object(
+    gcs_server: FakeGcs, gcs_store: GcsStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a stream nobody else knows how much there is."""
+
+    def end(upload: Upload, request: Request) -> Answer:
+        upload.content += request.body
+        return gcs_server._finish(upload, "")
+
+    monkeypatch.setattr(gcs_server, "_take", end)
+    with pytest.raises(CorruptObject, match=f"{KIB_256} bytes .* instead of"):
+        gcs_store.put("key", iter([bytes(KIB_256), b"the rest"]))
+    assert list(gcs_store.list()) == []
 
 
 @pytest.mark.parametrize(
