@@ -27,6 +27,7 @@ from federation.messages import (
 )
 from federation.protocols import LocalWeights
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from privacy.dp.errors import LedgerBehind
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import InMemoryLedger
@@ -211,6 +212,24 @@ def test_nothing_is_done_that_was_not_paid_for(place: Place):
     with pytest.raises(RuntimeError, match="not charged"):
         trainer.evaluate(weights_d, integers_m, round_index=2)
     assert [what for what, *_ in place.inner.at_work] == ["train 1", "evaluate"]
+
+
+def test_a_payment_that_is_refused_pays_for_nothing(place: Place):
+    """Nor does an earlier one, and nothing is charged by a ledger that is behind."""
+    trainer, asked, behind = place.trainer, task(1), LedgerAnchor(train=2)
+    for refused in ({"round_index": 1, "anchor": behind}, {"round_index": -1}):
+        trainer.pay(round_index=1, trains=True, evaluations=1)
+        before = charged(place.ledger)
+        with pytest.raises((LedgerBehind, ValueError)):
+            trainer.pay(trains=True, evaluations=1, **refused)  # type: ignore[arg-type]
+        assert charged(place.ledger) == before
+        with pytest.raises(RuntimeError, match="not charged"):
+            trainer.fit(asked.weights_d, asked.integers_m, round_index=1)
+        with pytest.raises(RuntimeError, match="not charged"):
+            trainer.evaluate(asked.weights_d, asked.integers_m, round_index=1)
+        place.ledger = place.trainer._ledger = InMemoryLedger(
+            TERMS, clock=VirtualClock(0.0)
+        )
 
 
 def test_a_round_that_was_paid_for_is_no_other_round(place: Place):

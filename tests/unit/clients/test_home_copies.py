@@ -148,6 +148,7 @@ def test_a_paused_holder_cannot_spend(holder: Machine, store: AwkwardStore):
     with pytest.raises(HomeConflict, match="nothing is charged") as caught:
         holder.charge(3)
     assert "second" not in caught.value.outside
+    assert holder.home.lease.seconds_left == 0.0  # So it says no farewell either.
     other.charge(3)
     assert other.rounds() == [1, 2, 3]
     with pytest.raises(HomeConflict):
@@ -280,6 +281,34 @@ def test_a_file_that_only_the_home_has_outlives_a_copy(
     assert (other.folder / "runs" / "old" / "notes").exists() is not loses
 
 
+def test_only_packs_of_former_holders_are_removed(holder: Machine, store: AwkwardStore):
+    """Those of a later one are named by a head that is not known here."""
+    former, later = (f"{PACKS}{fence:010d}-{'a' * 32}" for fence in (1, 3))
+    for key in (former, later):
+        store.put(key, [b"a pack"])
+    other = Machine(holder.folder.parent / "second", store)
+    assert other.enter(take_over=True)
+    assert other.home.lease.head.fence == 2
+    left = {info.key for info in store.list(PACKS)}
+    assert (former in left, later in left) == (False, True)
+
+
+def test_a_round_that_another_machine_has_ended_is_not_gone_on_with(
+    holder: Machine, store: AwkwardStore
+):
+    """Its state is of no use, and would be the beginning of the next one."""
+    other = Machine(holder.folder.parent / "second", store)
+    assert other.enter(take_over=True)
+    other.charge(3)
+    other.home.release()
+    state = holder.ledger_folder / "state-0000000003"
+    state.write_text("half a round")
+    again = Machine(holder.folder, store)
+    assert again.enter()
+    assert again.rounds() == [1, 2, 3]
+    assert not state.exists()
+
+
 @pytest.mark.parametrize("notices", ["charge", "renewal"])
 def test_a_running_holder_repairs_a_store_that_was_put_back(
     holder: Machine, store: AwkwardStore, notices: str
@@ -403,6 +432,19 @@ def test_an_outage_longer_than_the_lease_ends_the_holder(
     store.is_away = False
     with pytest.raises(HomeConflict):
         holder.charge(3)
+
+
+def test_a_lease_counts_from_before_a_slow_write(holder: Machine, store: AwkwardStore):
+    """Another machine counts from when the write has arrived, before its reply."""
+    seconds = LEASE_SECONDS / 2
+    store.meanwhile = lambda: holder.clock.sleep(seconds)
+    holder.home.renew()
+    assert holder.home.lease.seconds_left == pytest.approx(LEASE_SECONDS - seconds)
+    other = Machine(holder.folder.parent / "second", store)
+    assert other.enter(take_over=True)
+    holder.clock.sleep(LEASE_SECONDS - seconds)
+    with pytest.raises(HomeConflict, match="on second, fence 2"):
+        holder.home.confirm()  # Although no file has changed.
 
 
 def test_a_full_disk_after_the_write_loses_no_charge(holder: Machine, tmp_path: Path):

@@ -11,6 +11,7 @@ from clients.privacy.ledger_memory import (
     LifetimeBudget,
     RememberedLedger,
     adopt,
+    check_plan,
     dataset_of,
     keep_anchor,
     known_anchor,
@@ -22,6 +23,7 @@ from federation.errors import BudgetExceeded, CorruptObject, JobError
 from federation.ids import RunId
 from federation.messages import LedgerAnchor
 from privacy.dp import accountant
+from privacy.dp.errors import LedgerBehind
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger
 from privacy.dp.ledger.ledger_format import Terms
@@ -111,6 +113,21 @@ def test_plan_that_does_not_fit_is_refused():
         opened(memory, limit=limit, planned=3)
 
 
+def test_budget_is_judged_at_the_smallest_delta_of_all_runs():
+    """At its own, which is larger, a run would fit."""
+    memory, small = InMemory(), 1e-9
+    first = InMemoryLedger(terms(delta=small), clock=VirtualClock(1e9))
+    remembered = RememberedLedger(first, memory, LifetimeBudget(dataset=NAME))
+    remembered.charge(STEP, round_index=1)
+    assert of_steps(3) < of_steps(2, small)
+    limit = (of_steps(3) + of_steps(2, small)) / 2
+    with pytest.raises(JobError, match="at delta 1e-09"):
+        opened(memory, "run-2", limit=limit, planned=2)
+    ledger = opened(memory, "run-2", limit=limit)
+    with pytest.raises(BudgetExceeded, match="at delta 1e-09"):
+        ledger.charge(STEP, round_index=1)
+
+
 def test_charges_beyond_the_plan_are_held_to_the_limit():
     """Down to the last that fits."""
     memory = InMemory()
@@ -167,6 +184,47 @@ def test_ledger_is_counted_once():
     # A ledger that was put back does not give its budget back.
     opened(memory).charge(STEP, round_index=1)
     assert spent(memory) == pytest.approx(of_steps(3), rel=1e-12)
+
+
+def test_release_of_another_run_is_counted_once_over_all_runs():
+    """Also when the run goes on, and when its ledger is found again."""
+    memory = InMemory()
+    opened(memory, "run-1").charge(STEP, round_index=1)
+    kept = InMemoryLedger(terms("run-2"), clock=VirtualClock(1e9))
+    budget = LifetimeBudget(dataset=NAME)
+    ledger = RememberedLedger(kept, memory, budget)
+    ledger.repeat(STEP, round_index=1)  # What run-1 has released.
+    assert (len(ledger.charges()), spent(memory)) == (1, of_steps(1))
+    adopt(memory, NAME, terms("run-2"), ledger.charges())
+    assert spent(memory) == of_steps(1)
+    again = RememberedLedger(kept, memory, budget)
+    assert spent(memory) == of_steps(1)
+    again.charge(STEP, round_index=2)
+    assert spent(memory) == pytest.approx(of_steps(2), rel=1e-12)
+    adopt(memory, NAME, terms("run-2"), [*again.charges(), *again.charges()])
+    found = memory.read(DOCUMENT)["datasets"][NAME]["runs"]["run-2"]
+    assert found["repeated"] == [[4.0, 1.0, 0.0, 1]]
+
+
+def test_plan_counts_beside_what_the_run_has_charged_already():
+    """It may have repeated more rounds than its plan still holds."""
+    memory = InMemory()
+    ledger = opened(memory)
+    for index in range(4):
+        ledger.charge(STEP, round_index=index)
+    limit = (of_steps(3) + of_steps(4)) / 2
+    with pytest.raises(JobError, match="would take it to"):
+        opened(memory, limit=limit, planned=2)
+    budget = LifetimeBudget(dataset=NAME, epsilon=limit)
+    with pytest.raises(JobError, match="would take it to"):
+        check_plan(memory, budget, terms(), [STEP] * 2)
+
+
+def test_anchor_that_a_ledger_is_behind_is_kept_for_its_recovery():
+    memory, anchor = InMemory(), LedgerAnchor(train=2)
+    with pytest.raises(LedgerBehind):
+        opened(memory).check_anchor(anchor)
+    assert known_anchor(memory, RunId("run-1")) == anchor
 
 
 def test_anchor_never_falls():

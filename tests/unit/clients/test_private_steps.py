@@ -96,6 +96,8 @@ def test_sampling_is_as_large_as_a_batch_on_average():
     # Two and a half batches are two steps: an even number rounds down.
     halved = private_job({"local_epochs": 3, "batch_size": 8})
     assert num_private_steps(halved, 20) == 6
+    # And three and a half are four: fewer steps would miss records.
+    assert num_private_steps(halved, 28) == 12
 
 
 @given(records=st.integers(24, 1 << 40))

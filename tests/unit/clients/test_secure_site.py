@@ -9,10 +9,11 @@ import pytest
 from support.noisy_jobs import noisy_job
 from support.secure_runs import Run, Spoilt, run, secure_job
 
+from clients.privacy.cohorts import DOCUMENT
 from clients.privacy.ring_seal import RingSeal
 from clients.training.forwarding import ForwardingTrainer
 from clients.training.site import Site
-from federation.errors import UserCodeError
+from federation.errors import StoreUnavailable, UserCodeError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -25,10 +26,12 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import LocalUpdate, LocalWeights
+from federation.rounds.failures import failure
 from privacy.dp.adaptive_clip import CLIP_RANGE
 from privacy.dp.ledger.ledger import InMemoryLedger
 from privacy.secagg.errors import ReplayedRound
-from privacy.secagg.protocol.key_schedule import Secret
+from privacy.secagg.protocol.key_schedule import RunSecrets, Secret
+from privacy.secagg.protocol.setup import SiteSetup
 from privacy.secagg.protocol.train import read_train, write_train
 
 SITE = SiteId("site-1")
@@ -282,6 +285,178 @@ def test_a_round_that_is_refused_charges_no_evaluation():
     assert purposes[:2] == [(1, "train"), (1, "evaluate")]
     assert not [purpose for number, purpose in purposes if number == 2]
     assert [site for site, _ in found.failures(2)] == [SITE]
+
+
+def strict(site: Site) -> None:
+    """Have the operator accept no longer that sums single out one or two sites."""
+    seal: Any = site._seal
+    rule = replace(seal._protection.cohorts, smallest=3, accept_dropouts=False)
+    seal._protection = replace(seal._protection, cohorts=rule)
+
+
+def test_setup_that_is_given_up_leaves_no_key(after_a_run: Recording):
+    """The next one takes its place, or its contract is refused."""
+    site, offer = after_a_run.site, after_a_run.tasks[0]
+    setups = []
+    for _ in range(2):
+        site.handle(offer)
+        setups.append(site._seal._setup)  # type: ignore[attr-defined]
+        assert setups[-1]._keys is not None
+    strict(site)
+    answer = site.handle(offer)
+    assert isinstance(answer, SiteFailure)
+    assert "accept_dropouts" in answer.message
+    setups.append(site._seal._setup)  # type: ignore[attr-defined]
+    assert [setup._keys for setup in setups] == [None, None, None]
+
+
+class Watched:
+    """A site that a test looks into before it is given a task."""
+
+    def __init__(self, site: Site, look: Callable[[Site, Task], Task | None]) -> None:
+        self.site, self.look = site, look
+
+    def handle(self, task: Task) -> SiteMessage:
+        asked = self.look(self.site, task)
+        if asked is None:
+            return failure(task, FailureKind.UNREACHABLE, "is not asked")
+        return self.site.handle(asked)
+
+
+def test_roots_of_a_cohort_that_is_refused_are_erased(monkeypatch: pytest.MonkeyPatch):
+    """By the rule of this run, when all have confirmed their keys."""
+    held: list[RunSecrets] = []
+    confirmed = SiteSetup.on_confirms
+
+    def keep(setup: SiteSetup, data: bytes) -> RunSecrets:
+        held.append(confirmed(setup, data))
+        return held[-1]
+
+    monkeypatch.setattr(SiteSetup, "on_confirms", keep)
+
+    def look(site: Site, task: Task) -> Task:
+        if isinstance(task, RoundTask):
+            strict(site)
+            rule = site._seal._protection.cohorts  # type: ignore[attr-defined]
+            four = {"cohorts": [[f"site-{n}" for n in range(4)]]}
+            rule.memory.update(DOCUMENT, lambda _: {rule.lineage: four})
+        return task
+
+    run(secure_job(rounds=1), wraps={SITE: lambda site: Watched(site, look)})
+    refused_ = [s for s in held if all(p._mask.erased for p in s.roots.values())]
+    assert len(held) == 5
+    assert len(refused_) == 1
+
+
+def test_new_setup_and_a_round_that_never_ended_leave_no_old_key():
+    """Site 4 restarts, so all set up anew; site 1 never hears of survivors before."""
+    keys: list[Any] = []
+    roots: list[Secret] = []
+
+    def look(site: Site, task: Task) -> Task | None:
+        seal: Any = site._seal
+        if getattr(task, "step", None) is SecureStep.SURVIVORS and not keys:
+            keys.extend(seal._session._round.shared.receive.values())
+            return None
+        if getattr(task, "step", None) is SecureStep.CONFIRM and keys and not roots:
+            assert all(key.erased for key in keys)  # By the offer before.
+            roots.extend(roots_of(site))
+            assert not any(root.erased for root in roots)
+        return task
+
+    def forget(site: Site, task: Task) -> Task:
+        if isinstance(task, RoundTask) and task.round_index == 2 and not forgotten:
+            forgotten.append(task)
+            held = site._seal._protection  # type: ignore[attr-defined]
+            site._seal = RingSeal(SiteId("site-4"), held)
+        return task
+
+    forgotten: list[Task] = []
+    wraps = {
+        SITE: lambda site: Watched(site, look),
+        SiteId("site-4"): lambda site: Watched(site, forget),
+    }
+    found = run(secure_job(rounds=3), wraps=wraps)
+    assert found.statuses()[-1] == "completed"
+    assert len(roots) == 2 * 4
+    assert all(root.erased for root in roots)
+
+
+def test_offer_of_a_setup_erases_an_unfinished_round():
+    """The site was declared missing, and hears no other word of it."""
+    offers: list[Task] = []
+    sites: list[Site] = []
+
+    def look(site: Site, task: Task) -> Task | None:
+        step = getattr(task, "step", None)
+        if step is SecureStep.ADVERTISE:
+            offers.append(task)
+            sites.append(site)
+        return None if step is SecureStep.SURVIVORS else task
+
+    run(secure_job(rounds=1), wraps={SITE: lambda site: Watched(site, look)})
+    (site,), (offer,) = sites, offers
+    keys = site._seal._session._round.shared.receive.values()  # type: ignore[attr-defined]
+    assert not any(key.erased for key in keys)
+    site.handle(offer)
+    assert all(key.erased for key in keys)
+
+
+def test_round_that_an_error_ends_leaves_no_key():
+    """Of any kind: what is masked already is never sent."""
+    kept: list[Site] = []
+
+    class Broken(ForwardingTrainer):
+        def fit(self, *_: Any, **__: Any) -> LocalWeights | LocalUpdate:
+            raise StoreUnavailable("the home is away")
+
+    def wrap(site: Site) -> Site:
+        make = site.make_trainer
+        site.make_trainer = lambda: Broken(make())
+        kept.append(site)
+        return site
+
+    job = secure_job(rounds=1, evaluation={"every": 0})  # Nothing comes after it.
+    found = run(job, wraps={SITE: wrap})
+    assert [site for site, _ in found.failures(1)] == [SITE]
+    assert kept[0]._seal._session._round is None  # type: ignore[attr-defined]
+
+
+class Strict:
+    """A site whose operator no longer accepts sums that lack a site."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.keys = site, []
+        self.refusal: SiteMessage | None = None
+
+    def handle(self, task: Task) -> SiteMessage:
+        if getattr(task, "step", None) is not SecureStep.SURVIVORS or self.refusal:
+            return self.site.handle(task)
+        seal: Any = self.site._seal
+        strict(self.site)
+        self.keys = [*seal._session._round.shared.receive.values()]
+        self.refusal = self.site.handle(task)
+        self.after = self.site.handle(replace(task, step=SecureStep.REVEAL))
+        return self.refusal
+
+
+def test_refused_consent_leaves_no_key_of_the_round():
+    """It was signed, and never sent: what opens the sum must not stay."""
+    kept: list[Strict] = []
+
+    def wrap(site: Site) -> Strict:
+        kept.append(Strict(site))
+        return kept[0]
+
+    job = secure_job(7, rounds=1, threshold=5)
+    run(job, wraps={SITE: wrap, SiteId("site-4"): failing})
+    (site,) = kept
+    assert isinstance(site.refusal, SiteFailure)
+    assert "single out" in site.refusal.message
+    assert len(site.keys) == 6
+    assert all(key.erased for key in site.keys)
+    assert isinstance(site.after, SiteFailure)
+    assert site.after.message == "no round is in progress at this site"
 
 
 class Failing(ForwardingTrainer):

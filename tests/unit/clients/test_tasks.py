@@ -226,6 +226,28 @@ def test_a_label_of_pixels_without_a_class_needs_a_key():
         trained(training("segmentation"), logits, labels)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_no_prediction_adds_more_than_the_clip_of_held_out_losses(value: float):
+    """Also if the model makes NaN or infinity of it; for every task with a clip."""
+    batches: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "classification": (draw(4, 3), classes(3, 4)),
+        "segmentation": (draw(4, 3, 2, 2), classes(3, 4, 2, 2)),
+        "masked_lm": (draw(4, 5, 3), classes(3, 4, 5)),
+        "sft": (draw(4, 5, 3), classes(3, 4, 5)),
+        "binary": (draw(4, 1), classes(2, 4)),
+        "multi_label": (draw(4, 3), classes(2, 4, 3)),
+    }
+    for task, (logits, targets) in batches.items():
+        objective, losses = objective_of(training(task)), []
+        for _ in range(2):
+            with torch.no_grad():
+                found = objective(Same(), logits, targets, max_loss=0.5)
+            assert 0 <= found.loss <= 0.5 * found.count, task
+            losses.append(float(found.loss))
+            logits[2].flatten()[0] = value
+        assert abs(losses[1] - losses[0]) <= 0.5 * found.count / 4, task
+
+
 @pytest.mark.parametrize("task", ["masked_lm", "seq2seq_lm", "sft"])
 def test_labelled_tokens(task: str):
     """sft predicts the next token's label; the others that of their own place."""

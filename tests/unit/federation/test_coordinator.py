@@ -38,6 +38,8 @@ from federation.ids import SiteId, TaskId
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
+    LedgerAnchor,
+    PrivacySpent,
     Reply,
     RoundTask,
     SiteEvaluation,
@@ -931,6 +933,36 @@ def test_run_ends_where_the_budget_does():
     )
     evaluated = [event for event in run.events if isinstance(event, ModelEvaluated)]
     assert evaluated[-1].round_index == 2
+
+
+def test_anchors_of_sites_that_miss_a_round_are_kept():
+    """Their ledgers must still hold what they charged for earlier rounds."""
+
+    def charge(message: SiteMessage) -> SiteMessage:
+        if not isinstance(message, SiteUpdate):
+            return message
+        anchor = LedgerAnchor(train=message.round_index)
+        return replace(
+            message,
+            spent=PrivacySpent(
+                epsilon=0.0, delta=1e-5, held_out_epsilon=None, anchor=anchor
+            ),
+        )
+
+    def fail(message: SiteMessage) -> SiteMessage:
+        return toy.failure(message.site, round_index=message.round_index)
+
+    cases = [(site, r, charge) for site in toy.SITES for r in (1, 2, 3)]
+    missed = [(A, 2, fail), (A, 3, fail), (B, 3, fail)]
+    faults = {(site, r): fault for site, r, fault in [*cases, *missed]}
+    fault = toy.faults(*((site, r, each) for (site, r), each in faults.items()))
+    run = toy.Toy(job=toy.job(quorum(1)), fault=fault)
+    expected = {A: 1, B: 2, C: 3}
+    state = run.run()
+    assert {site: each.train for site, each in state.anchors.items()} == expected
+    saved = run.checkpoints().load_latest()
+    assert saved is not None
+    assert saved.anchors == state.anchors
 
 
 def test_the_last_evaluation_stops_no_run_early():

@@ -11,9 +11,11 @@ import pytest
 
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, FederationError, StoreUnavailable
+from federation.messages import LedgerAnchor
 from privacy.dp import accountant
 from privacy.dp.errors import (
     ClockWentBackwards,
+    LedgerBehind,
     LedgerBusy,
     LedgerDamaged,
     LedgerMismatch,
@@ -389,6 +391,52 @@ def test_what_cannot_be_kept_is_not_released(folder: Path):
     ledger = opened(folder)  # The line was written; it counts.
     assert len(ledger.charges()) == 4
     ledger.close()
+
+
+def test_a_ledger_behind_its_anchor_is_refused(folder: Path, tmp_path: Path):
+    """One that goes on, and one that would be new; what is there stays as it was."""
+
+    def anchored(place: Path, train: int) -> FileLedger:
+        anchor, clock = LedgerAnchor(train=train), VirtualClock(START)
+        return FileLedger(place, TERMS, clock=clock, anchor=anchor)
+
+    before = (folder / ledger_files.LEDGER_NAME).read_bytes()
+    with pytest.raises(LedgerBehind, match="known to have made 4 and 0"):
+        anchored(folder, 4)
+    assert (folder / ledger_files.LEDGER_NAME).read_bytes() == before
+    with pytest.raises(LedgerBehind, match="holds 0 charges"):
+        anchored(tmp_path / "new", 1)
+    assert (tmp_path / "new" / ledger_files.LEDGER_NAME).read_bytes() == b""
+    anchored(folder, 3).close()
+
+
+def test_a_ledger_that_could_not_be_opened_is_not_locked(folder: Path):
+    """Nor does it keep a file open, whatever was wrong with it."""
+    head = folder / ledger_files.HEAD_NAME
+    kept, num_open = head.read_bytes(), len([*Path("/proc/self/fd").iterdir()])
+    head.unlink()
+    head.mkdir()
+    with pytest.raises(StoreUnavailable):
+        opened(folder)
+    head.rmdir()
+    head.write_bytes(kept)
+    ledger = opened(folder)
+    with pytest.raises(LedgerBusy):
+        opened(folder)
+    ledger.close()
+    assert len([*Path("/proc/self/fd").iterdir()]) == num_open
+
+
+def test_a_line_that_is_written_in_pieces_is_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A disk may take less than it is given."""
+    write = os.write
+    ledger = opened(folder)
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:100]))
+    ledger.charge(EVENT, round_index=3)
+    ledger.close()
+    assert len(ledger_files.read_file(folder / ledger_files.LEDGER_NAME).charges) == 4
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):

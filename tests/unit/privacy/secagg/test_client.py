@@ -463,9 +463,9 @@ def test_masks_are_overwritten_when_the_answer_is_signed(num_sites: int):
     assert not any(any(s.key) for s in (*masks.vector, *masks.header))
 
 
-@pytest.mark.parametrize("end", ["decline", "next", "close"])
+@pytest.mark.parametrize("end", ["decline", "next", "close", "setup", "later"])
 def test_unfinished_round_is_erased(end: str):
-    """Giving up, moving on and leaving all overwrite the masks."""
+    """Giving up, moving on and leaving all overwrite the masks, as does word of it."""
     run = start(5)
     session = run.sessions[1]
     masks = session.begin_round(run.facts(1))
@@ -475,8 +475,12 @@ def test_unfinished_round_is_erased(end: str):
         session.decline()
     elif end == "next":
         session.begin_round(run.facts(2))
-    else:
+    elif end == "close":
         session.close()
+    else:
+        session.expire(1)  # Its own: it goes on.
+        assert not any(key.erased for key in current.shared.receive.values())
+        session.expire(0 if end == "setup" else 2)
     assert not any(any(s.key) for s in (*masks.vector, *masks.header))
     assert not any(current.shared.own)
     assert all(key.erased for key in current.shared.receive.values())

@@ -115,9 +115,42 @@ def another_model(run: Run) -> MaskedUpdate:
     return answer(run, 2, model_digest=bytes(32))
 
 
+def words_of_a_neighbour(run: Run) -> MaskedUpdate:
+    """Sound words that site 4 has signed, under the name of site 2."""
+    return replace(answer(run, 4), site=run.contract.member(2).site)
+
+
+def header_of_others(run: Run) -> MaskedUpdate:
+    update = answer(run, 2)
+    return replace(update, header_h=update.header_h + np.uint64(1))
+
+
+def words_for_another_model(run: Run) -> MaskedUpdate:
+    return replace(answer(run, 2), layout_digest="11" * 32)
+
+
+def words_of_another_size(run: Run) -> MaskedUpdate:
+    """Signed as they are; an evaluation has none."""
+    task = task_of(run, 2)
+    session, words = run.sessions[2], np.zeros(4, np.uint8)
+    session.begin_round(run.facts(task_digest=train.task_digest(task, CLIP)))
+    slots = train.header_spec(4, run.contract.header_slots).slots
+    header_h = np.zeros(len(slots), np.uint64)
+    body = session.finish_masked(
+        vector_digest=hashlib.sha256(words.data).digest(),
+        header_digest=hashlib.sha256(header_h.data).digest(),
+    )
+    fields = {"words": words, "header_h": header_h, "body": body}
+    return toy.masked(task.site, **fields, layout_digest=task.layout_digest)
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
+        (words_of_a_neighbour, "differ from those that"),
+        (header_of_others, "differ from those that"),
+        (words_for_another_model, "for another model"),
+        (words_of_another_size, "4 bytes of masked words"),
         (shares_of_others, "those that it signed"),
         (too_few_shares, "bundle of shares"),
         (another_model, "run, setup, round or"),

@@ -3,12 +3,14 @@
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.secagg_parties import DIGEST, HEADER, Run, site_name, start
 
 from privacy.secagg.agreement import identity
 from privacy.secagg.protocol import client, key_schedule as keys, setup
+from privacy.secagg.protocol.commitments import commit
 from privacy.secagg.protocol.key_schedule import Secret
 
 
@@ -67,6 +69,28 @@ def test_nothing_of_a_round_is_left_at_a_site():
         ]
         assert held
         assert not known & {bytes(x) for x in held}
+
+
+def test_shares_in_clear_are_overwritten(monkeypatch: pytest.MonkeyPatch):
+    """Those that a site deals, its own secrets among them, and those that it opens."""
+    held: list[bytearray] = []
+    release = client.SiteSession._release
+
+    def commit_to(bundle: bytearray, **facts: Any) -> bytes:
+        held.append(bundle)
+        return commit(bundle, **facts)
+
+    def release_from(session: Any, opened: Any, current: Any) -> Any:
+        held.extend(opened.values())
+        return release(session, opened, current)
+
+    monkeypatch.setattr(client, "commit", commit_to)
+    monkeypatch.setattr(client.SiteSession, "_release", release_from)
+    run = start(5)
+    play(run)
+    run.sessions[5].close()  # It was not among the survivors.
+    assert len(held) == 5 * 6 + 4 * 3 + 4 * 4
+    assert not any(map(any, held))
 
 
 def test_no_message_shows_a_secret():

@@ -232,6 +232,17 @@ def test_sum_of_less_weight_than_its_updates_is_an_alarm(noise_std: float):
         decode_sum_(words, spec, held=less, divisor=less.weight)
 
 
+def test_bound_of_elements_is_no_lie_of_light_updates():
+    """It bounds the weighted update, so small weights do not make elements smaller."""
+    spec = RingSpec(bits=32, num_sites=3, clip_norm=8.0, element_bound=0.5)
+    held = Inputs(num_updates=2, weight=0.6)
+    words = np.full(4, 2 * int(spec.largest_scaled), np.uint32)
+    sum_d = decode_sum_(words.copy(), spec, held=held)
+    np.testing.assert_allclose(sum_d, 1.0, rtol=1e-3)
+    with pytest.raises(SumOutOfRange):
+        decode_sum_(words // 2 * 3, spec, held=held)
+
+
 def test_noise_leaves_a_lie_little_room():
     """Beside noise of ten times the bound a lie has no more than a few of it."""
     size = 1_000_000

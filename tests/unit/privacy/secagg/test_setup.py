@@ -28,7 +28,7 @@ from privacy.secagg.errors import (
     WeakKey,
     WrongContext,
 )
-from privacy.secagg.protocol.key_schedule import PublicRunKeys
+from privacy.secagg.protocol.key_schedule import PublicRunKeys, Secret
 from privacy.secagg.protocol.messages import (
     Advert,
     Book,
@@ -80,6 +80,31 @@ def refuses_book(
         setup.on_book(Book(adverts=adverts).to_bytes())
     assert setup._keys is None
     assert setup._exchanges == {}
+
+
+def exchanged(setup: SiteSetup) -> list[Secret]:
+    """What a setup has exchanged with others, and not yet turned into roots."""
+    pairs = [*setup._exchanges.values()]
+    return [*(each for pair in pairs for each in pair), *setup._kem_secrets.values()]
+
+
+@pytest.mark.parametrize("end", ["complete", "refused", "closed"])
+def test_exchanged_secrets_are_overwritten(end: str):
+    """Of masks, of channels and of ML-KEM, however the setup ends."""
+    setups, confirms = confirmed()
+    setup = setups[2]
+    secrets = exchanged(setup)
+    assert len(secrets) == 2 * 3 + 2
+    if end == "complete":
+        setup.on_confirms(Confirms(confirms=confirms).to_bytes())
+    elif end == "refused":
+        with pytest.raises(BookRefused):
+            setup.on_confirms(Confirms(confirms={}).to_bytes())
+    else:
+        setup.close()
+    assert all(secret.erased for secret in secrets)
+    with pytest.raises(OutOfOrder):
+        setup.on_confirms(Confirms(confirms=confirms).to_bytes())
 
 
 @pytest.mark.parametrize("num_sites", [2, 3, 5])
