@@ -124,9 +124,9 @@ class Federation:
             key=key,
         )
 
-    def invite(self, site: str) -> Token:
+    def invite(self, site: str, **options: str) -> Token:
         return enrolment_operator.invite(
-            self.config, site, random_bytes=os.urandom, clock=self.clock
+            self.config, site, random_bytes=os.urandom, clock=self.clock, **options
         )
 
     def enroll(self, token: Token, folder: str | None = None) -> SiteEnrolled:

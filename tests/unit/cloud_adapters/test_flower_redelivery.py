@@ -29,6 +29,8 @@ if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
+import httpx  # noqa: E402
+from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
 from flwr.app import Error, Message  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from support.lossy_flower import (  # noqa: E402
@@ -38,10 +40,18 @@ from support.lossy_flower import (  # noqa: E402
     is_task,
 )
 
-from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower import (  # noqa: E402
+    envelope as flower_envelope,
+    site as flower_site,
+)
+from cloud_adapters.flower.connection import Connection  # noqa: E402
+from cloud_adapters.flower.envelope import Envelope  # noqa: E402
+from cloud_adapters.flower.fleet import Unanswerable  # noqa: E402
 from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower.node import FlowerNode  # noqa: E402
+from cloud_adapters.flower.private.messages import Node  # noqa: E402
 from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
-from cloud_adapters.transport.redelivery import Inbox, Word  # noqa: E402
+from cloud_adapters.transport.redelivery import Inbox, Word, new_name  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -349,6 +359,32 @@ def test_message_that_flower_has_lost_is_asked_after_at_once(flower: LossyFlower
     assert told
     assert_all_answered_once(flower, replies)
     assert flower.clock.monotonic() - begin < 4.0
+
+
+def test_message_that_cannot_be_opened_is_unknown_to_its_site():
+    """It was admitted by its name, and must be sent again: nobody works on it."""
+    node = FlowerNode(
+        app=echo_app(SITES[0]),
+        address="127.0.0.1:1",
+        root_certificates=None,
+        key=ec.generate_private_key(ec.SECP384R1()),
+        clock=VirtualClock(),
+    )
+    node._calls.succeed()
+    name, kind = new_name(1), ROUND.kind.value
+    asked = Message(flower_site.pack_bytes(b"a task"), 1, kind, group_id=name)
+    parcel = flower_envelope.pack(asked, whole=False)
+    envelope = Envelope.of(parcel.envelope, parcel.tree)
+    assert flower_site.reply_at_once(envelope.about, node._inbox) is None
+    assert node._inbox.look(name) is Word.KNOWN
+    gone = httpx.MockTransport(lambda _: httpx.Response(404))
+    with node._client() as client, httpx.Client(transport=gone) as refusing:
+        client._client.close()
+        client._client = refusing
+        connection = Connection(client=client, node=Node(node_id=1), calls=node._calls)
+        with pytest.raises(Unanswerable, match="HTTP 404"):
+            node._take(connection, envelope)
+    assert node._inbox.look(name) is Word.UNKNOWN
 
 
 def test_late_answers_hold_no_weights(flower: LossyFlower):

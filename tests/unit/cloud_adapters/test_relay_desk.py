@@ -69,6 +69,18 @@ def test_silent_site_is_not_awaited():
     assert found == {EAST: None}
 
 
+def test_silent_site_is_awaited_with_patience():
+    """It may be about to connect, and comes before the patience is over."""
+    clock = VirtualClock()
+    desk = RelayDesk([EAST], clock)
+    clock.sleep(SILENT_SECONDS + 1)
+    with ThreadPoolExecutor(1) as pool:
+        asked, stopped = {EAST: question()}, threading.Event()
+        wait = pool.submit(desk.ask, asked, seconds=60, patience=30, stopped=stopped)
+        answer_next(desk, EAST, b"late")
+        assert wait.result() == {EAST: b"late"}
+
+
 def test_wait_ends_with_the_relay():
     desk, stopped = RelayDesk([EAST], SystemClock()), threading.Event()
     stopped.set()

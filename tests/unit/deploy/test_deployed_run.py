@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import event_samples
 from support.agents import consortium
 from support.enrolments import Federation
 from support.small_jobs import small_job
@@ -16,13 +18,15 @@ from deploy.aggregator_host.parties import Parties, check, check_job
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.cli import commands as cli
 from federation.clock import SystemClock
-from federation.errors import JobError
+from federation.errors import JobError, RunConflict, SiteError
 from federation.event_log import EventWriter
-from federation.events import RunStarted
+from federation.events import PrivacyPlanned, RunStarted, SiteAnswered
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
+from federation.messages import LedgerAnchor
+from federation.protocols import RunState
 from monitoring.runs.run_folder import RunFolder
-from privacy.membership import key_files as keys, roster_file
+from privacy.membership import introduction, key_files as keys, roster_file
 
 
 def test_aggregator_without_sites_says_how_one_is_invited(tmp_path: Path):
@@ -171,6 +175,86 @@ def test_refusals_are_absences_once_a_run_in_the_clear_has_begun(
         DeployedRun(run, parties, clock=SystemClock()).run(connect)
     num_sites, quorum = len(job.sites), job.minimum_sites
     assert found == [(num_sites, quorum, quorum, spares)]
+
+
+@pytest.mark.parametrize("is_promised", [False, True])
+def test_private_run_that_goes_on_knows_anchors_and_promises(
+    federation: Federation, *, is_promised: bool
+):
+    """Anchors of answers and of checkpoints; without promises of all it needs all."""
+    private = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-4}
+    job = small_job(
+        num_sites=3,
+        schedule={"minimum_sites": 2},
+        aggregation={"weights": "uniform"},
+        privacy={"differential_privacy": private},
+    )
+    names = tuple(site.name for site in job.sites)
+    run = RunFolder(federation.folder / "runs" / job.name / "one")
+    run_queue.submit(job, run, at=0.0)
+    script = event_samples.Script(sites=names, stop_after=2, epsilon_cap=8.0)
+    with EventWriter(run.events) as note:
+        for event in event_samples.run(script):
+            if isinstance(event, SiteAnswered) and event.spent is not None:
+                anchor = LedgerAnchor(train=event.round_index)
+                spent = replace(event.spent, anchor=anchor)
+                note(replace(event, spent=spent))
+            elif is_promised or not isinstance(event, PrivacyPlanned):
+                note(event)
+    parties, found = Parties.of_run(federation.aggregator, run), []
+    deployed = DeployedRun(run, parties, clock=SystemClock())
+    weights_d, integers_m = deployed._federation.pool.initial_weights()
+    state = RunState(
+        round_index=1,
+        rounds_completed=1,
+        lost_in_a_row=0,
+        weights_d=weights_d,
+        integers_m=integers_m,
+        optimizer={},
+        anchors={SiteId("site-1"): LedgerAnchor(train=5)},
+    )
+    deployed._assembly.checkpoints().save(state)
+
+    def connect(
+        roll_call: SignedRollCall,
+        _sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
+    ) -> Any:
+        proposal = introduction.open_proposal(roll_call.question, parties.roster)
+        charges = [proposal.anchor_of(SiteId(name)).train for name in names]
+        found.append((charges, required, quorum, roll_call.spares))
+        with pytest.raises(RunConflict), run.locked():
+            pass  # Another coordinator would work on it, too.
+        raise Asked
+
+    with pytest.raises(Asked):
+        deployed.run(connect)
+    assert found == [([2, 5, 2], 2 if is_promised else 3, 2, is_promised)]
+    # Of sites that are absent now, too.
+    kept = [promise.site for promise in deployed._promises()]
+    assert kept == [*names] * is_promised
+
+
+def test_run_behind_relays_begins_with_enough_sites_alone(federation: Federation):
+    """A relay that answers may have none of its sites."""
+    federation.enroll(federation.invite("east", role="relay"))
+    relays = [{"name": "east", "sites": ["site-0"]}]
+    run = RunFolder(federation.folder)
+    run.write_job(small_job(num_sites=3, relays=relays, schedule={"minimum_sites": 2}))
+    parties = Parties.of_run(federation.aggregator, run)
+    with pytest.raises(SiteError, match="the run cannot start"):
+        DeployedRun(run, parties, clock=SystemClock()).run(lambda *_, **__: None)  # type: ignore[arg-type,return-value]
+
+
+def test_roster_of_another_aggregator_is_refused(federation: Federation):
+    """Sites would not believe a word of this one."""
+    own = federation.aggregator / "aggregator.pem"
+    own.unlink()
+    keys.new("aggregator", random_bytes=os.urandom, out=own)
+    with pytest.raises(JobError, match="pins another aggregator than"):
+        Parties.load(federation.aggregator)
 
 
 def test_command_refuses_a_job_of_a_revoked_site(

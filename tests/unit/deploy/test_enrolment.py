@@ -206,6 +206,8 @@ def test_outage_of_the_superlink_costs_no_token(federation: Federation):
     assert not (federation.folder / "site-a" / "site.pem").exists()
 
     federation.nodes.is_down = False
+    with pytest.raises(EnrolmentRefused, match="used already"):
+        federation.enroll(token, "thief")
     assert federation.enroll(token).roster.sites[0].site == "site-a"
 
 

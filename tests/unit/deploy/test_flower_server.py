@@ -4,15 +4,31 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from support import toy
+from support import event_samples, toy
+from support.enrolments import Federation
 from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.transport.frames import Frames
 from deploy import exit_codes
 from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile, EnrolledSite, EnrolmentBook
-from federation.errors import JobError, RunStopped, StoreUnavailable
+from deploy.aggregator_host.parties import Parties
+from federation.clock import SystemClock
+from federation.errors import (
+    FederationError,
+    JobError,
+    RunConflict,
+    RunStopped,
+    SiteError,
+    StoreUnavailable,
+)
+from federation.event_log import EventWriter
 from federation.job.spec import JobSpec
+from federation.protocols import Grid
+from monitoring.runs.run_folder import RunFolder
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -21,6 +37,8 @@ flower_simulation.import_flower()
 from deploy.aggregator_host.server_app import (  # noqa: E402
     ReplacedMeanwhile,
     SiteWait,
+    _run,
+    coordinate,
     known_nodes,
     read_own,
     relays_of,
@@ -94,6 +112,64 @@ def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
     assert exit_codes.of_error(stopped.value) == exit_codes.STOPPED
     wait.is_over = True
     assert not wait.look()
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> tuple[Federation, RunFolder]:
+    """A run of two enrolled sites that waits for its coordinator."""
+    federation = Federation(folder=tmp_path)
+    for name in ("site-0", "site-1"):
+        federation.site(name)
+    run = RunFolder(tmp_path / "runs" / "small" / "one")
+    run_queue.submit(small_job(num_sites=2), run, at=0.0)
+    return federation, run
+
+
+def test_outcome_is_left_when_no_other_coordinator_goes_on(
+    submitted: tuple[Federation, RunFolder],
+):
+    """Or the service would start one after another, or none where one is needed."""
+    federation, run = submitted
+    with run.locked(), pytest.raises(RunConflict):
+        coordinate(None, run, federation.config)  # type: ignore[arg-type]
+    assert not (run.path / run_queue.OUTCOME).exists()
+    federation.revoke("site-1")
+    with pytest.raises(JobError):
+        coordinate(None, run, federation.config)  # type: ignore[arg-type]
+    found = run_queue.read(run)
+    assert found is not None
+    assert found.outcome is not None
+    assert (found.outcome.code, "revoked" in found.outcome.message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_tidied"),
+    [(SiteError("refused"), True), (RunConflict("another"), False)],
+)
+def test_exchange_is_tidied_unless_it_is_another_coordinators(
+    submitted: tuple[Federation, RunFolder],
+    error: FederationError,
+    *,
+    is_tidied: bool,
+):
+    """What a run leaves there is paid for by the month."""
+    federation, run = submitted
+    with EventWriter(run.events) as note:
+        note(event_samples.two_sites(1)[0])
+    store = MemoryStore()
+    keys = [f"sites/site-1/{run.run_id()}/3/a", f"model/{run.run_id()}/3", "other/1"]
+    for key in keys:
+        store.put(key, [b"words"])
+
+    def connect(*_: object, **__: object) -> Grid:
+        raise error
+
+    parties = Parties.of_run(federation.aggregator, run)
+    deployed = DeployedRun(run, parties, clock=SystemClock())
+    with pytest.raises(type(error)):
+        _run(deployed, run, connect, Frames(store=store, scratch=run.path))
+    left = ["other/1"] if is_tidied else sorted(keys)
+    assert [info.key for info in store.list()] == left
 
 
 def test_file_that_was_replaced_meanwhile_ends_no_run():

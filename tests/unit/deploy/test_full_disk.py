@@ -20,8 +20,13 @@ from deploy.aggregator_host import (
     enrolment_operator,
     superlink_process,
 )
-from deploy.aggregator_host.config import LimitsSpec
+from deploy.aggregator_host.config import (
+    AggregatorConfig,
+    AggregatorFile,
+    LimitsSpec,
+)
 from deploy.aggregator_host.enrolment_book import BookDamaged, BookFile, Invitation
+from federation.clock import VirtualClock
 from federation.errors import StoreUnavailable
 
 if importlib.util.find_spec("flwr") is None:
@@ -32,6 +37,7 @@ from fastapi import HTTPException  # noqa: E402
 
 from cloud_adapters.flower.fleet import PASSING  # noqa: E402
 from cloud_adapters.superlink import gate as flower_gate  # noqa: E402
+from deploy.aggregator_host.service import AggregatorService  # noqa: E402
 
 pytestmark = pytest.mark.flower
 MIB = 1 << 20
@@ -129,6 +135,37 @@ def test_the_disk_keeps_a_reserve(tmp_path: Path):
     with pytest.raises(HTTPException, match=r"limits\.reserve_mib") as refused:
         gate.check_disk(free - free // 4)
     assert refused.value.status_code in PASSING
+
+
+def test_a_full_disk_is_told_once_and_its_reserve_comes_back(tmp_path: Path):
+    """Answers are refused meanwhile, and the proxy is told so."""
+    said: list[str] = []
+
+    def config(reserve_mib: int) -> AggregatorConfig:
+        limits = LimitsSpec(reserve_mib=reserve_mib)
+        file = AggregatorFile(listen="h:1", hosts=("h",), limits=limits)
+        return AggregatorConfig(file=file, folder=tmp_path)
+
+    full = config(2 * free_bytes(tmp_path) // MIB)
+    full.flower.mkdir(parents=True)
+    service = AggregatorService(
+        config=full,
+        config_path=tmp_path,
+        clock=VirtualClock(),
+        listener=said.append,
+    )
+    for _ in range(2):
+        service._look_at_disk()
+    assert ["MiB free" in line for line in said] == [True]
+    assert not disk_reserve.is_there(tmp_path)
+    service._answers = True
+    assert service._health(b"") == (503, b'{"status": "disk full"}')
+    service.config = config(1)
+    for _ in range(2):
+        service._look_at_disk()
+    assert ["again" in line for line in said] == [False, True]
+    assert disk_reserve.is_there(tmp_path)
+    assert service._health(b"") == (200, b'{"status": "ok"}')
 
 
 @pytest.mark.parametrize("made_by", ["us", "an earlier release"])

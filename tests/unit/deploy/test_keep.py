@@ -122,6 +122,51 @@ def test_budget_that_is_spent_ends_all_machines(
         check_budget(deployment)
 
 
+def test_costs_are_written_down_while_machines_run(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """When a machine is new, each minute, and before all of them are ended."""
+    clock, path = VirtualClock(1e9), plan.folder / "spending.json"
+    with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+        kept = keeper(deployment, told, hourly=1.0)
+    nodes = [node(launched=clock.now())]
+
+    def written_after(seconds: float) -> bool:
+        path.unlink(missing_ok=True)
+        clock.sleep(seconds)
+        kept.look(nodes)
+        return path.exists()
+
+    assert [written_after(seconds) for seconds in (0, 10, 10)] == [True, False, False]
+    nodes.append(node(id="b", launched=clock.now()))
+    assert [written_after(seconds) for seconds in (0, 10, 50)] == [True, False, True]
+    clock.sleep(3 * 3600.0)  # The budget is spent.
+    with folder_lock.hold(plan.folder / "lock", "taken"):
+        kept.look(nodes)  # The other command ends them, or not.
+    path.unlink()
+    with pytest.raises(ComputeError, match="the budget is spent"):
+        kept.look(nodes)
+    assert spending.read(plan.folder).dollars >= 5.0
+    assert deployment.is_ended  # For those who keep it elsewhere.
+
+
+@pytest.mark.timeout(30)
+def test_a_run_that_is_taken_down_while_it_pauses_is_not_resumed(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """No machine is launched again, and nobody tries it for ever."""
+
+    def restore(_: Deployment) -> None:
+        raise AssertionError("launched again")
+
+    clock = VirtualClock(1e9)
+    with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+        deployment.note_ended()
+        kept = keeper(deployment, told, restore=restore)
+    with pytest.raises(ComputeError, match="has ended kept"):
+        kept.resume()
+
+
 def test_a_rest_that_starts_no_machine_ends_a_deployment_that_has_none(
     tmp_path: Path, told: list[str]
 ):
@@ -253,6 +298,17 @@ def test_a_machine_whose_end_is_unknown_costs_what_it_had_when_last_seen():
     assert known.dollars == 2.0
 
 
+def test_costs_are_written_down_before_another_machine_is_launched(tmp_path: Path):
+    """A service may list machines no longer when the budget is looked at next."""
+    more = "max_dollars = 10.0\n[aggregator]\ndollars_per_hour = 1.0"
+    plan = written(tmp_path, more)
+    plan.folder.mkdir(parents=True)
+    left = spending.seconds_left(plan, [node()], now=7200.0)
+    assert left == 8 * 3600.0
+    assert spending.read(plan.folder).dollars == 2.0
+    assert spending.seconds_left(plan, [], now=36000.0) == left
+
+
 def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
     """Unless all are stated."""
     more = 'max_dollars = 5.0\n[[sites]]\nname = "gcp-us-central1"\nprovider = "aws"\n'
@@ -381,6 +437,24 @@ def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
         deployment.pools["local"].terminate({node.id})
     ids = [each.id for each in spending.read(plan.folder).machines]
     assert ids == ["x"]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_replaced_later_ends_and_its_launch_is_noted(
+    plan: deployment_file.DeploymentPlan, told: list[str]
+):
+    """Two would cost; and another command gives the next launch another number."""
+    spec = NodeSpec(name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=60)
+    with opened(plan) as deployment:
+        pool = deployment.pools["local"]
+        roles.fill(deployment, NodeRequest("local", spec, b"1"), told.append)
+        deployment.launch_first = frozenset({AGGREGATOR})
+        node = roles.fill(deployment, NodeRequest("local", spec, b"2"), told.append)
+        alive = [n.id for n in pool.nodes({}) if n.state is not NodeState.GONE]
+        assert alive == [node.id]
+        pool.terminate({node.id})
+    with opened(plan) as deployment:
+        assert deployment.launched(AGGREGATOR) == 2
 
 
 @pytest.mark.slow

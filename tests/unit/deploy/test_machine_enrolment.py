@@ -28,6 +28,7 @@ from support.fake_platforms import (
 from support.google_server import Answer, json_answer
 
 from cloud_adapters.identity import google_token, sts_proof
+from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.site_host import config as site_file, enrol, enrolment_machine
@@ -43,7 +44,7 @@ from federation.platform_identity import (
 from privacy.membership import messages, roster_signature
 from privacy.membership.certificates import Authority, new_key
 from privacy.membership.messages import Prove
-from privacy.membership.token import EnrolmentRefused, Token
+from privacy.membership.token import TOKEN_SECONDS, EnrolmentRefused, Token
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.errors import RosterRefused
 
@@ -505,6 +506,37 @@ def test_nobody_is_asked_about_machines_that_are_not_invited(
     assert sts.asked == []
 
 
+def test_expired_invitation_of_a_machine_admits_nobody(google: Machines):
+    """To the second, and its cloud is not asked."""
+    token, clock = google.invite("site-a", OF_GCP), google.federation.clock
+    clock.sleep(TOKEN_SECONDS)
+    body = request(token, GCP, of_google(clock))
+    status, answer = google.federation.service().handle(body)
+    assert (status, "yet" in json.loads(answer)["refused"]) == (425, True)
+    google.invite("site-a", OF_GCP)
+    assert google.federation.service().handle(body)[0] == 200
+
+
+def test_invitation_that_changes_while_a_cloud_is_asked_admits_nobody(
+    google: Machines,
+):
+    """The answer is about the machine that was invited before."""
+    token, service = google.invite("site-a", OF_GCP), google.federation.service()
+    other = of_service_account(EMAIL, project=PROJECT, instance=f"{ZONE}/other")
+
+    class Slow(PlatformVerifier):
+        def verify(self, *asked: Any) -> PlatformIdentity:
+            found = service.verifier.verify(*asked)
+            google.invite("site-a", other)
+            return found
+
+    slow = replace(service, verifier=Slow(clock=google.federation.clock))
+    body = request(token, GCP, of_google(google.federation.clock))
+    status, answer = slow.handle(body)
+    assert status == 403
+    assert "another machine" in json.loads(answer)["refused"]
+
+
 def test_machine_waits_until_it_is_invited(google: Machines):
     """The invitation names the machine, so it comes after the machine."""
     token = replace(google.invite("site-b", OF_GCP), site="site-d")
@@ -596,6 +628,21 @@ def test_machine_trusts_the_roster_that_its_operator_has_signed(google: Machines
 
 
 STRANGER = identity.generate(lambda n: bytes(range(1, n + 1)))
+
+
+def test_signature_of_another_roster_is_not_passed_on(google: Machines):
+    """A damaged one is told to the log, and costs no site its enrolment."""
+    federation = google.federation
+    federation.site("site-a")
+    folder, path = federation.aggregator, federation.aggregator / "roster.toml"
+    signed = roster.load(path)
+    enrolment_machines.keep_signature(folder, signed, "ab" * 64)
+    assert enrolment_machines.signature_of(folder, signed) == "ab" * 64
+    federation.site("site-b")
+    assert enrolment_machines.signature_of(folder, roster.load(path)) == ""
+    (folder / "roster.signature").write_text("{")
+    federation.site("site-c")
+    assert any("roster.signature is damaged" in line for line in federation.said)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import agents, toy
 from support.agents import RUN_ID, Consortium, consortium
+from support.secagg_parties import Parties
 from support.small_jobs import small_job
 
 from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
@@ -24,6 +25,7 @@ from deploy.site_host.relay_agent import (
 )
 from federation.errors import JobError, ProtocolError
 from federation.ids import RunId, SiteId
+from federation.job import job_digest
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
@@ -43,7 +45,7 @@ from federation.wire.relayed import answers_in, down_frames
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction
 from privacy.secagg.agreement import roster
-from privacy.secagg.agreement.contract import MAX_MEMBERS
+from privacy.secagg.agreement.contract import MAX_MEMBERS, RelayMember
 from privacy.secagg.agreement.identity import Label, generate
 from privacy.secagg.protocol.messages import Book, Offer
 
@@ -388,6 +390,40 @@ def test_no_words_are_added_without_the_contract(cloud: Cloud):
     with pytest.raises(ProtocolError, match="signature"):
         cloud.exchange(offer)
     assert len(cloud.asked) == 1  # For introductions: no site works in vain.
+
+
+@pytest.mark.parametrize("wrong", ["", "key", "run", "job", "relay"])
+def test_only_the_contract_of_the_run_is_taken(cloud: Cloud, wrong: str):
+    """With this relay's key: it checks its sites' words by what is in it."""
+    job = small_job(num_sites=8, relays=RELAYS, privacy=SECRET, schedule={}, rounds=1)
+    cloud.propose(job)
+    key = cloud.members.sites["site-0" if wrong == "key" else EAST].public.key
+    name = SiteId("west") if wrong == "relay" else EAST
+    contract = replace(
+        Parties(5).contract(),
+        run_id=RunId("another") if wrong == "run" else RUN_ID,
+        job_digest=bytes(32) if wrong == "job" else job_digest.digest(job),
+        relays=(RelayMember(name=name, public_key=key, numbers=(1, 2)),),
+    ).to_bytes()
+    signature = cloud.members.aggregator.sign(Label.OFFER, contract)
+    offer = SecureTask(
+        run_id=RUN_ID,
+        round_index=0,
+        site=SiteId("site-0"),
+        step=SecureStep.ADVERTISE,
+        body=Offer(contract=contract, signature=signature).to_bytes(),
+    )
+    if wrong:
+        with pytest.raises(ProtocolError):
+            cloud.exchange(offer)
+        assert cloud.agent._contract is None
+    else:
+        cloud.exchange(offer)
+        assert cloud.agent._contract is not None
+        cloud.propose(
+            small_job(num_sites=3, relays=RELAYS, schedule={"minimum_sites": 1})
+        )
+        assert cloud.agent._contract is None  # It was that of another job.
 
 
 BOOK = Book(adverts={1: b"an advert"}).to_bytes()

@@ -92,6 +92,16 @@ def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
     assert queue[1].coordinator is None
 
 
+def test_a_persons_request_to_stop_is_no_pause(tmp_path: Path):
+    """Whether it comes before or after that of a command that resumes the run."""
+    run = handed(tmp_path, "a", 1.0)
+    run_queue.ask_to_pause(run)
+    assert run_queue.is_pause(run)
+    for ask in (run_queue.ask_to_stop, run_queue.ask_to_pause):
+        ask(run)
+        assert not run_queue.is_pause(run)
+
+
 def test_only_what_ended_early_is_taken_up(tmp_path: Path):
     """Nothing is done twice, and no other run in its place."""
     job = small_job(num_sites=2)

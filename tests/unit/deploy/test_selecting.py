@@ -288,9 +288,14 @@ def test_a_trial_that_was_killed_before_its_run_started_begins_again(tmp_path: P
     event = event_samples.two_sites(1)[0]
     with EventWriter(started / "events.jsonl") as write:
         write(event)
-    for folder in (unstarted, charged, started, tmp_path / "never made"):
+    damaged = ledger_of(tmp_path / "3", 1)  # It may have held a charge.
+    (damaged / "events.jsonl").touch()
+    (path,) = damaged.rglob("ledger.jsonl")
+    path.write_bytes(path.read_bytes()[:-9] + b"\n")
+    for folder in (unstarted, charged, started, damaged, tmp_path / "never made"):
         make_ready(RunFolder(folder))
-    assert [each.exists() for each in (unstarted, charged, started)] == [0, 1, 1]
+    left = [each.exists() for each in (unstarted, charged, started, damaged)]
+    assert left == [False, True, True, True]
     run = RunFolder(started)
     with run.locked(), pytest.raises(RunConflict, match="wait until it ends"):
         make_ready(run)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from deploy.site_host.departure import Departure
 from deploy.site_host.home import entered, names_of, newest
 from federation.clock import SystemClock
 from federation.errors import HomeConflict, JobError
+from federation.messages import LeaveReason
 
 CLOCK = SystemClock()
 
@@ -78,8 +80,10 @@ def test_the_home_is_entered_and_released(tmp_path: Path):
     with entered(first, departure=departure, clock=CLOCK, listener=told.append) as held:
         assert held is not None
         held.confirm()
+        assert not departure.is_replaced()
     with pytest.raises(HomeConflict, match="left the site's home"):
         held.confirm()
+    assert departure.is_replaced()  # It says no farewell that would be another's.
     second = second_machine(first, tmp_path)
     with entered(
         second, departure=Departure(), clock=CLOCK, listener=told.append
@@ -98,6 +102,25 @@ def test_the_home_is_entered_and_released(tmp_path: Path):
         told[2].split(":")[0],
     ]
     assert told[2].startswith("this site runs on ")
+
+
+@pytest.mark.slow
+def test_the_home_is_held_until_the_state_of_a_step_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The next machine would begin without it."""
+    monkeypatch.setattr("deploy.site_host.home._FAREWELL_SECONDS", 0.0)
+    config, departure = local_site(tmp_path), Departure()
+    with entered(config, departure=departure, clock=CLOCK, listener=print) as held:
+        assert held is not None
+        (renewal,) = (t for t in threading.enumerate() if t.name == "home")
+        with departure.writing():
+            departure.now(LeaveReason.SIGTERM)
+            renewal.join(1.0)
+            held.confirm()
+        renewal.join(60)
+        with pytest.raises(HomeConflict, match="left the site's home"):
+            held.confirm()
 
 
 @pytest.mark.slow
