@@ -544,7 +544,8 @@ def _with_arrays(tree: Tree) -> Tree:
             return np.asarray(tree)
         except ValueError:  # Of lists that differ in length.
             pass
-    return type(tree)(map(_with_arrays, tree))
+    parts = map(_with_arrays, tree)
+    return list(parts) if isinstance(tree, list) else tuple(parts)
 
 
 def _collated(items: Any, indices: Indices, *, collate: Collate, name: str) -> Batch:

@@ -159,29 +159,23 @@ def _check_memory(module: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Find two tensors that have memory in common."""
-    stops: dict[str, int] = {}  # Of those that reach beyond the start of the next one.
+    """Find two tensors that have memory in common.
+
+    Two with gaps, such as columns of one matrix, may reach into each other.
+    """
+    farthest = farthest_dense = (0, "")  # Ends of the tensors before, with names.
     whole = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     for name, tensor in sorted(whole.items(), key=lambda item: item[1].data_ptr()):
-        start = tensor.data_ptr()
-        stops = {n: stop for n, stop in stops.items() if stop > start}
-        for other in stops:
-            # Columns of one matrix reach into each other and have nothing in common.
-            if np.intersect1d(_bytes_of(tensor), _bytes_of(whole[other])).size:
-                return other, name
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in steps)
-        stops[name] = start + extent * tensor.itemsize
+        is_dense = extent == tensor.numel()
+        end, other = farthest if is_dense else farthest_dense
+        if tensor.data_ptr() < end:
+            return other, name
+        own = (tensor.data_ptr() + extent * tensor.itemsize, name)
+        farthest = max(farthest, own)
+        farthest_dense = max(farthest_dense, own) if is_dense else farthest_dense
     return None
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.int64]:
-    """Addresses of all bytes of a tensor."""
-    places = tensor.data_ptr() + np.arange(tensor.itemsize)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        steps = np.arange(size) * stride * tensor.itemsize
-        places = (places[:, None] + steps).ravel()
-    return places
 
 
 def _check_tied(module: torch.nn.Module, patterns: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ class _Items:
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         if self.kind == "lists":
-            return [0.1, 0.2, 0.3, 0.4], i % 3
+            return [np.ones(2, np.float32), np.ones(2, np.float32)], i % 3
         if self.kind == "gap" and i == 30:
             return {}["file"], i % 3  # here: gap
         return np.ones(4 + (self.kind == "ragged" and i == 5), np.float32), i % 3

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -68,6 +68,11 @@ def items(make: Callable[[int], Any]) -> list[Any]:
     return [make(i) for i in range(6)]
 
 
+class Pair(NamedTuple):
+    x: Any
+    y: int
+
+
 def masked(*, row: int | None = None) -> Any:
     mask = np.zeros(X.shape, bool)
     if row is not None:
@@ -88,6 +93,7 @@ READ: dict[str, Any] = {
     "pairs that are lists": items(lambda i: [X[i].tolist(), int(Y[i])]),
     "items of numbers of NumPy": items(lambda i: (list(X[i]), Y[i])),
     "rows of Hugging Face": items(lambda i: {"x": X[i].tolist(), "label": int(Y[i])}),
+    "pairs with names": items(lambda i: Pair(X[i].tolist(), int(Y[i]))),
     "items of float8": items(lambda i: (T[i].to(torch.float8_e4m3fn), int(Y[i]))),
 }
 

@@ -168,9 +168,10 @@ def transposed() -> nn.Module:
     return model
 
 
-def viewed() -> nn.Module:
+def viewed(*, column: bool = False) -> nn.Module:
     model = nn.Linear(4, 3)
-    model.register_buffer("flat", model.weight.detach().view(-1)[:5])
+    weight = model.weight.detach()
+    model.register_buffer("flat", weight[:, 1] if column else weight.view(-1)[:5])
     return model
 
 
@@ -195,6 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "copy as 'version'",
     ),
     "extra state": (lambda: Counted(4, 3), "copy as '_extra_state'"),
+    "column of a parameter": (lambda: viewed(column=True), "'(flat|weight)'"),
     "tied in another shape": (transposed, "'1.weight'.* with '0.weight'"),
     "buffer in a parameter": (viewed, "'(flat|weight)'.* with '(weight|flat)'"),
 }
