@@ -41,7 +41,7 @@ _DATE = re.compile(r"\d{8}T\d{6}Z", re.ASCII)
 _TOKEN = re.compile(r"[A-Za-z0-9+/=_-]{1,7000}", re.ASCII)
 _ARN = re.compile(
     r"arn:aws(-us-gov)?:sts::(?P<account>\d{12}):assumed-role/"
-    r"(?P<role>[\w+=,.@-]{1,64})/(?P<session>[\w+=,.@-]{1,64})",
+    r"(?P<role>[\w+=,.@-]{1,64})/(?P<session>i-[0-9a-f]{8,17})",
     re.ASCII,
 )
 _MAX_BYTES = 1 << 16

@@ -207,6 +207,7 @@ def test_machine_of_amazon_enrols_by_its_role(amazon: Machines, sts: CheckingSts
         (arn_of(account="999999999999"), "account '999999999999'"),
         (arn_of(session="i-0fedcba9876543210"), "instance 'i-0fed"),
         (f"arn:aws:iam::{ACCOUNT}:user/anna", "no role of a machine"),
+        (arn_of(session="botocore-session-1"), "no role of a machine"),
         (f"arn:aws:iam::{ACCOUNT}:root", "no role of a machine"),
         (f"{arn_of()}\n{arn_of(role='other')}", "no role of a machine"),
     ],

@@ -68,6 +68,10 @@ locals {
   reads  = [for place in var.reads : { bucket = split("/", place)[0], names = "${join("/", slice(split("/", place), 1, length(split("/", place))))}/*" }]
   writes = { bucket = split("/", var.writes)[0], names = "${join("/", slice(split("/", var.writes), 1, length(split("/", var.writes))))}/*" }
 
+  # EC2 names a session by its instance, which proves a machine to an aggregator. All
+  # others choose the name themselves.
+  no_machine = { "sts:RoleSessionName" = "i-*" }
+
   trust = concat(
     !var.trusts_machines ? [] : [{
       Sid       = "Machines"
@@ -81,10 +85,13 @@ locals {
       Effect    = "Allow"
       Principal = { Federated = var.trusts_pod.provider_arn }
       Action    = "sts:AssumeRoleWithWebIdentity"
-      Condition = { StringEquals = {
-        "${var.trusts_pod.issuer}:aud" = "sts.amazonaws.com"
-        "${var.trusts_pod.issuer}:sub" = "system:serviceaccount:${var.trusts_pod.namespace}:${var.trusts_pod.service_account}"
-      } }
+      Condition = {
+        StringEquals = {
+          "${var.trusts_pod.issuer}:aud" = "sts.amazonaws.com"
+          "${var.trusts_pod.issuer}:sub" = "system:serviceaccount:${var.trusts_pod.namespace}:${var.trusts_pod.service_account}"
+        }
+        StringNotLike = local.no_machine
+      }
     }],
     # The token's audience is `oaud`; `aud` has the account itself. See
     # docs/howto/cloud-identity.md.
@@ -93,11 +100,14 @@ locals {
       Effect    = "Allow"
       Principal = { Federated = "accounts.google.com" }
       Action    = "sts:AssumeRoleWithWebIdentity"
-      Condition = { StringEquals = {
-        "accounts.google.com:sub"  = var.trusts_google
-        "accounts.google.com:aud"  = var.trusts_google
-        "accounts.google.com:oaud" = "sts.amazonaws.com"
-      } }
+      Condition = {
+        StringEquals = {
+          "accounts.google.com:sub"  = var.trusts_google
+          "accounts.google.com:aud"  = var.trusts_google
+          "accounts.google.com:oaud" = "sts.amazonaws.com"
+        }
+        StringNotLike = local.no_machine
+      }
     }],
   )
 }
