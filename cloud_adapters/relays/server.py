@@ -32,6 +32,8 @@ KIND, SECONDS, NAME = "Crossfed-Kind", "Crossfed-Seconds", "Crossfed-Question"
 # How long a request for a question waits: a site that is to end waits for it, too.
 WAIT_SECONDS = 2.0
 
+_WORD_SECONDS = 60.0  # Strangers cause one line of the log in so long.
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -119,6 +121,7 @@ class CloudServer(loopback_http.Server):
         self._open: dict[SiteId, list[socket.socket]] = {}
         self._reading: dict[SiteId, socket.socket] = {}
         self._lock = threading.Lock()
+        self._refused, self._next_word = 0, 0.0
         if ":" in host:
             self.address_family = socket.AF_INET6
         advice = "stop what listens there, or change serve.listen in site.toml"
@@ -142,7 +145,7 @@ class CloudServer(loopback_http.Server):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a new connection a thread, unless too many are without a certificate."""
         if not self._strangers.acquire(blocking=False):
-            _LOG.warning("a connection from %s is refused: too many", client_address)
+            self._note_refused(client_address)
             self.shutdown_request(request)
             return
         try:
@@ -150,6 +153,19 @@ class CloudServer(loopback_http.Server):
         except RuntimeError:  # There is no thread for it.
             self._strangers.release()
             raise
+
+    def _note_refused(self, client_address: Any) -> None:
+        """Log refused connections, at most once in a while; one thread accepts all."""
+        self._refused += 1
+        if self.clock.monotonic() < self._next_word:
+            return
+        _LOG.warning(
+            "%d connections without a certificate are refused, the last one from %s: "
+            "there are too many",
+            self._refused,
+            client_address,
+        )
+        self._refused, self._next_word = 0, self.clock.monotonic() + _WORD_SECONDS
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in the connection's thread, so nothing else waits."""

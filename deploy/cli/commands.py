@@ -31,7 +31,15 @@ from deploy.cli import (
     up_verb,
 )
 from deploy.cli.arguments import load_job
-from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
+from deploy.cli.terminal import (
+    complain,
+    console,
+    keep_records_in_lines,
+    say,
+    say_json,
+    say_table,
+    tell,
+)
 from deploy.cli.verb_table import Parser, parser_of
 from deploy.exit_codes import DONE, FAILED, STOPPED
 from federation.clock import SystemClock
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
+    keep_records_in_lines()
     options.clock = SystemClock()  # The only one of this process.
     try:
         # A user's own models and data are found from where the command is run.

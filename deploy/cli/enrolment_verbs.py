@@ -12,7 +12,7 @@ from functools import partial
 from getpass import getpass
 from typing import TYPE_CHECKING
 
-from deploy.cli.terminal import say, say_json, tell
+from deploy.cli.terminal import note, say, say_json, tell
 from deploy.exit_codes import DONE
 from federation.errors import JobError
 
@@ -86,7 +86,7 @@ def _enroll_machine(token: "Token", options: argparse.Namespace) -> int:
         platform=options.platform,
         prove=platforms.prover(options.platform, region, tell),
         clock=options.clock,
-        listener=tell,
+        listener=note,
     )
     signed = bool(enrol.config_of(options.folder).file.roster_signer)
     if found is not None and not signed:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
-from deploy.cli.terminal import interrupts, say, say_json, tell
+from deploy.cli.terminal import interrupts, note, say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from deploy.service_manager import Notify
 from federation.errors import FederationError
@@ -72,7 +72,7 @@ def _site_up(options: argparse.Namespace) -> int:
             return FAILED
 
     with interrupts(lambda _: stopped.set()):
-        agents = several.Agents(run, clock=options.clock, listener=tell)
+        agents = several.Agents(run, clock=options.clock, listener=note)
         agents.serve(several.configs_below(options.config), stopped)
     return DONE
 
@@ -128,7 +128,7 @@ def _site_relay(options: argparse.Namespace) -> int:
             port=options.port,
             stopped=stopped,
             clock=options.clock,
-            listener=tell,
+            listener=note,
         )
     return DONE
 
@@ -150,7 +150,7 @@ def _told_to(notify: Notify) -> Callable[[str], None]:
     """Return a function that reports to a person and to the service manager."""
 
     def listener(text: str) -> None:
-        tell(text)
+        note(text)
         notify(service_manager.status(text))
 
     return listener

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import signal
 import sys
 import traceback
@@ -42,6 +43,29 @@ def tell(text: str) -> None:
     """Write a message for a person, if standard error is still open."""
     with contextlib.suppress(OSError):
         print(f"crossfed: {_plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def note(text: str) -> None:
+    """Write one line of a service's log: what others have sent begins no line."""
+    tell(" ".join(text.splitlines()))
+
+
+class _OneLine(logging.Formatter):
+    """Keeps each record of a log in one line that controls no terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- logging's
+        return _plain(" ".join(super().formatMessage(record).splitlines()))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 -- logging's
+        return "\n".join(
+            f"  {_plain(each)}" for each in super().formatException(ei).splitlines()
+        )
+
+
+def keep_records_in_lines() -> None:
+    """Have the handler of programs that set up no logging keep records in one line."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_OneLine())
 
 
 def show(line: str) -> None:

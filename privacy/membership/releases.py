@@ -3,6 +3,7 @@
 import re
 
 _SHOWN_CHARS = 20
+_VERSION = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -23,6 +24,9 @@ def advice(*, site: str, here: str, there: str) -> str:
         there: The aggregator's; a text that came from elsewhere.
     """
     there = there[:_SHOWN_CHARS]
+    if not _VERSION.fullmatch(there):  # People copy commands: it is put into none.
+        there = f"names the release {there!r}"
+        return f"site {site!r} runs crossfed {here}, and the aggregator {there}"
     both = f"site {site!r} runs crossfed {here} and the aggregator {there}"
     install = "pip install 'crossfed[flower]=={}'"
     if numbers(here) < numbers(there):

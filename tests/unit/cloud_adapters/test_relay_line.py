@@ -370,8 +370,10 @@ def test_a_request_whose_head_comes_slowly_is_ended(cloud: Cloud):
     assert not is_open
 
 
-def test_connections_without_a_certificate_are_bounded(cloud: Cloud):
-    """A stranger can take no place of a site that is connected."""
+def test_connections_without_a_certificate_are_bounded(
+    cloud: Cloud, caplog: pytest.LogCaptureFixture
+):
+    """A stranger takes no place of a site, and fills no log."""
     limits = LineLimits(max_strangers=1)
     context = server_context(cloud.authority.pem)
     serves = CloudServer(
@@ -379,11 +381,12 @@ def test_connections_without_a_certificate_are_bounded(cloud: Cloud):
     )
     with serves.listening() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=10):
-            assert is_refused(port)
+            assert all(is_refused(port) for _ in range(5))
         deadline = CLOCK.monotonic() + 5.0
         while (refused := is_refused(port)) and CLOCK.monotonic() < deadline:
             CLOCK.sleep(0.01)
     assert not refused
+    assert caplog.text.count("are refused") == 1
 
 
 def is_refused(port: int) -> bool:

@@ -21,7 +21,9 @@ def test_versions_are_numbers(version: str, expected: tuple[int, ...]):
         ("0.10", "0.9", "upgrade the aggregator (pip"),
         ("0.10", "0.10", "not the same code:"),
         ("0.10", "0.10rc1", "install the same one"),
-        ("0.10", "x" * 99, f"the aggregator {'x' * 20}: upgrade the aggregator"),
+        ("0.10", "x" * 99, f"the release '{'x' * 20}'"),
+        ("0.10", "99'; sh x #", "names the release"),
+        ("0.10", "99\ncrossfed: x", "names the release"),
     ],
 )
 def test_older_side_is_upgraded(here: str, there: str, expected: str):
@@ -29,3 +31,5 @@ def test_older_side_is_upgraded(here: str, there: str, expected: str):
     told = releases.advice(site="left", here=here, there=there)
     assert "site 'left'" in told
     assert expected in told
+    assert ("pip" in told) is ("pip" in expected)
+    assert "\n" not in told

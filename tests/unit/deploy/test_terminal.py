@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,23 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     terminal.say_json({"rows": [{"loss": math.nan}, (math.inf, 1.0)]})
     found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
+
+
+def test_what_others_send_begins_no_line_of_a_log(
+    capsys: pytest.CaptureFixture[str],
+):
+    terminal.note("refused: a\ncrossfed: all is well\u2028b\x1b[2J")
+    terminal.keep_records_in_lines()
+    assert logging.lastResort is not None
+    error = ValueError("a\ncrossfed: all is well\x1b")
+    about = (ValueError, error, None)
+    logging.lastResort.handle(
+        logging.LogRecord("a", logging.ERROR, "f", 1, "b\nc\x1b", (), about)
+    )
+    said = capsys.readouterr().err
+    assert not any(line.startswith("crossfed: all") for line in said.splitlines())
+    assert "\nb c" in said
+    assert "\x1b" not in said
 
 
 def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
