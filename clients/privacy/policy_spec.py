@@ -69,6 +69,9 @@ class PolicySpec:
             (`training.local_epochs`). No limit by default.
         max_accumulate: Most batches of a step in any round: `training.accumulate`, and
             each value in `training.accumulate_from`.
+        max_values: Most values of a model, its frozen ones and its buffers included. A
+            larger one is refused before memory is allocated for it. A relay compares
+            what the aggregator states. The default is 4 GB of float32.
         functions: Functions that a job may name: `module:function`; `module:*` for
             every function that the module itself defines; or `./file.py:function` for a
             file beside this one, which must be identical to the job author's. Functions
@@ -98,6 +101,7 @@ class PolicySpec:
     max_local_steps: int | None = key(default=None, low=1)
     max_local_epochs: int | None = key(default=None, low=1)
     max_accumulate: int = key(default=10_000, low=1)
+    max_values: int = key(default=1_000_000_000, low=1)
     functions: tuple[str, ...] = (
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

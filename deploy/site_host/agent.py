@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from clients.models.model_pool import ModelPool
+from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.site_policy import check_job
 from clients.privacy.stated_bounds import need_fault
@@ -68,6 +69,9 @@ from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.protocol.of_job import check_roles
+
+# A site keeps so many runs, and so many bytes of what the aggregator has sent of them.
+MAX_RUNS, MAX_SENT_BYTES = 10_000, 1 << 28
 
 PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
 
@@ -333,6 +337,7 @@ class SiteAgent:
         run_id = RunId(proposal.run_id)
         folder = self._folder(run_id)
         self._check_code(proposal)
+        self._check_room(folder)
         job = job_file.loads(proposal.job)
         check_job(job, self.config.file.policy, self.name)
         check_roles(job, roster)
@@ -345,11 +350,13 @@ class SiteAgent:
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
+        with LimitedSize(self.config.file.policy.max_values):
+            pool = ModelPool(site_ranks.agents_job(job, self.config.file))
         (spec,) = [each for each in job.sites if each.name == self.name]
         watch = self._meters.watch(store_meters.site(spec))
         federation = Federation(
             job=job,
-            pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
+            pool=pool,
             site_data={self.name: site_data.load(self.config.file, job, watch)},
             order_seed=order_seed(self.config, job, sealed),
             ends_early=self.departure.hurry.is_set,
@@ -418,6 +425,23 @@ class SiteAgent:
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, [content])
+
+    def _check_room(self, folder: Path) -> None:
+        """Refuse a new run where earlier ones have taken the room for all."""
+        if folder.exists():
+            return
+        with file_errors("read below", folder.parent):
+            num_runs = len([*folder.parent.glob("*")])
+            sent = [*folder.parent.glob(f"*/{PROPOSAL}")]
+            sent += folder.parent.glob(f"*/{_STATEMENTS}")
+            num_bytes = sum(path.stat().st_size for path in sent)
+        if num_runs >= MAX_RUNS or num_bytes >= MAX_SENT_BYTES:
+            raise ProtocolError(
+                f"{folder.parent} holds {num_runs} runs and {num_bytes >> 20} MiB of "
+                f"proposals, and may hold {MAX_RUNS} and {MAX_SENT_BYTES >> 20}: move "
+                "folders of old runs elsewhere",
+                outside="the site holds as many runs as it may",
+            )
 
     def _check_total(self, job: JobSpec) -> None:
         """Require a limit for all runs together.

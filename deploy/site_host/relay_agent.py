@@ -282,6 +282,13 @@ class RelayAgent:
                 )
             )
         job = job_file.loads(proposal.job)
+        limit = self.config.file.policy.max_values
+        if proposal.num_values > limit:
+            raise JobError(
+                f"the model has {proposal.num_values} values, and this relay accepts "
+                f"{limit} (policy.max_values)",
+                key="model",
+            )
         behind = [each.sites for each in job.relays if each.name == self.name]
         if not behind:
             raise JobError(

@@ -17,7 +17,7 @@ from clients.data.datasets import Examples
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.site_host import folder as site_folder
+from deploy.site_host import agent as site_agent, folder as site_folder
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
@@ -115,6 +115,46 @@ def test_site_introduces_itself_and_works(agent: SiteAgent, members: Consortium)
     made = agents.proposal(secure, run_id="20260102-030405-000002")
     assert agents.propose(agent, members, made).num_examples == 0
     agent.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_RUNS", 2), ("MAX_SENT_BYTES", 999)])
+def test_proposals_fill_no_disk(
+    agent: SiteAgent,
+    members: Consortium,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: int,
+):
+    """A run that has begun continues."""
+    monkeypatch.setattr(site_agent, limit, value)
+    job = small_job(num_sites=2)
+    refused = []
+    for number in range(3):
+        made = agents.proposal(job, run_id=f"20260102-030405-00000{number}")
+        refused.append(agents.propose(agent, members, made).refused)
+    assert refused[0] == ""
+    assert "as many runs" in refused[2]
+    assert len(left(agent)) <= 2
+    again = agents.proposal(job, run_id="20260102-030405-000000")
+    assert agents.propose(agent, members, again).refused == ""
+    agent.close()
+
+
+@pytest.mark.parametrize("hidden", [[10**7, 10**7], [40]])
+def test_model_beyond_the_limit_is_refused_before_its_memory_is_taken(
+    tmp_path: Path, members: Consortium, hidden: list[int]
+):
+    """400 TB would end the process, or the machine."""
+    policy = OPEN_POLICY | {"max_values": 100}
+    site = agents.agent(tmp_path, NAME, members, policy=policy)
+    job = small_job(num_sites=2)
+    accepted(site, members, job)
+    options = {"inputs": 2, "classes": 2, "hidden": hidden}
+    model = {"factory": "clients.models:mlp", "options": options}
+    big = small_job(num_sites=2, model=model)
+    made = agents.proposal(big, run_id="20260102-030405-000001")
+    assert "policy.max_values" in agents.propose(site, members, made).refused
+    site.close()
 
 
 @pytest.mark.parametrize("who", ["a stranger", "another site"])
