@@ -1,7 +1,7 @@
 """Parts of a local step: optimisers, learning rate, gradient of the proximal term."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -229,6 +229,8 @@ class LocalOptimizer:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+        # Trained parameters that no step's gradient has reached; None before a step.
+        self._idle: set[torch.nn.Parameter] | None = None
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
             self.restore(kept)
@@ -238,6 +240,11 @@ class LocalOptimizer:
     def skipped(self) -> int:
         """Steps of the round that were not taken, since gradients overflowed."""
         return self._scale.skipped
+
+    @property
+    def idle(self) -> Collection[torch.nn.Parameter]:
+        """Trained parameters that no step's gradient has reached."""
+        return self._idle or ()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of which gradients are to be taken."""
@@ -255,6 +262,8 @@ class LocalOptimizer:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
+        before = self._parameters if self._idle is None else self._idle
+        self._idle = {parameter for parameter in before if parameter.grad is None}
         if self._scale.unscale_(self._parameters):
             self._take(number)
         for optimizer in self._optimizers:

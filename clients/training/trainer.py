@@ -41,6 +41,7 @@ from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.sixteen_bits import note_slow
 from clients.training.control_variates import ControlVariates
+from clients.training.filled_parts import check_filled
 from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps
 from clients.training.kept_steps import KeptSteps, start_digest
@@ -393,6 +394,9 @@ class TorchTrainer:
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
         num_steps = self._num_taken(optimizer, round_index, num_steps)
+        check_filled(
+            self.job, layout, weights.parameters_by_name(model), optimizer.idle
+        )
         optimizer.normalize_(num_steps)
         local_d, local_m = weights.read(model, layout)
         has_finite_loss = training is None or math.isfinite(training.loss_sum)

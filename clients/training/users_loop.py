@@ -23,6 +23,7 @@ from clients.data.datasets import Dataset, Indices, records_of
 from clients.models import weights
 from clients.models.model_pool import Instance, ModelPool
 from clients.randomness import seeded_globally, torch_seed
+from clients.training.filled_parts import check_filled
 from clients.training.trainer import check_site_data, never
 from clients.user_code import place_of
 from federation.errors import FederationError, JobError, SiteError, UserCodeError
@@ -130,7 +131,19 @@ class LoopTrainer:
             model.load(weights_d, integers_m)
             module, layout = model.module, self.pool.layout
             rounded_d, before_m = weights.read(module, layout)
-            training, num_steps = self._train(model, round_index)
+            trained = {p for p in module.parameters() if p.requires_grad}
+            reached: set[Any] = set()
+            hooks = [
+                p.register_post_accumulate_grad_hook(reached.add)  # type: ignore[no-untyped-call]
+                for p in trained
+            ]
+            try:
+                training, num_steps = self._train(model, round_index)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            named = weights.parameters_by_name(module)
+            check_filled(self.job, layout, named, trained - reached)
             local_d, local_m = weights.read(module, layout)
             if weights.is_rounded(layout):
                 # What the model could not hold is not what training changed.

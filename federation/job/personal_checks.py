@@ -21,6 +21,15 @@ def check_clusters(job: JobSpec) -> None:
             'each site chooses a cluster for itself: add "choice.*" to this list',
             key="model.personal",
         )
+    secure, unit = job.privacy.secure_aggregation, job.privacy.differential_privacy.unit
+    if secure.enabled and unit != "site":
+        raise JobError(
+            "each site fills one cluster of the sum, so a cluster that one site "
+            "chooses would hold its update alone, and the aggregator can steer who "
+            'chooses what: use unit = "site", whose noise hides both, or do without '
+            "secure aggregation",
+            key="privacy.secure_aggregation.enabled",
+        )
     if job.privacy.differential_privacy.clips_gradients:
         raise JobError(
             "a site chooses a cluster by losses of its records, which have no noise: "

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs/howto/not-one-model.md"
 FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
-CLEAR = [
-    "privacy.secure_aggregation.enabled=false",
-    "privacy.secure_aggregation.clip_norm=",
-    "privacy.secure_aggregation.max_examples=",
-]
 # Jobs that read what an earlier one has made.
 LATER = re.compile(r"[^>]\n```toml\n(name = .*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -60,7 +55,7 @@ def test_a_check_tells_what_stays_at_a_site(
 
 
 def test_sites_find_the_cluster_that_fits_them(folder: Path):
-    """With secure aggregation: nobody learns who chose what."""
+    """By their own losses, compared with the mean over all sites."""
     found = run(folder, "clusters", "rounds=8")
     assert found.metrics["accuracy"] > 0.6
 
@@ -113,7 +108,7 @@ def test_a_part_that_a_site_lacks_gets_no_update_from_it(folder: Path):
     """The mean is over all sites: what one site of two has moves half as far."""
     job = job_file.load(
         folder / "parts.toml",
-        ["rounds=1", "training.local_steps=2", "aggregation.weights=uniform", *CLEAR],
+        ["rounds=1", "training.local_steps=2", "aggregation.weights=uniform"],
     )
     start = ModelPool(job).initial_weights()[0]
     north, east, _ = job.sites

@@ -311,3 +311,19 @@ def broken(model: nn.Module, inputs: Any, targets: torch.Tensor):
     """A mistake of the user's own."""
     prediction = model(**inputs)
     return {"loss": prediction - targets.no_such_thing, "absolute_error": prediction}  # type: ignore[attr-defined]
+
+
+class _Parts(nn.Module):
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.scale = scale
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = self.used(inputs)
+        return found if self.scale is None else found + self.scale * self.spare(inputs)
+
+
+def with_spare_part(scale: float | None = None) -> nn.Module:
+    """A model with a part that no record uses, unless it is scaled."""
+    return _Parts(scale)

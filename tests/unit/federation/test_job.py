@@ -311,6 +311,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.personal",
         'add "choice.*" to this list',
     ),
+    "clusters in a sum without noise": (
+        secret()
+        | own("clients.models.clusters:best_cluster", loss=[0.0, 9.0])
+        | {"model": {"factory": "toy:net", "personal": ["choice.*"]}},
+        "privacy.secure_aggregation.enabled",
+        "a cluster that one site chooses would hold its update",
+    ),
     "clusters of private records": (
         private()
         | own("clients.models.clusters:best_cluster", loss=[0.0, 9.0])
