@@ -108,6 +108,8 @@ SMOKE = Size(
     model={"context": 16, "layers": 1, "heads": 4, "width": 16},
     local_steps=4,
     rounds=4,
+    # Enough for held-out text at every site, whichever modules a Python comes with.
+    max_bytes=2_000_000,
 )
 
 

@@ -167,11 +167,15 @@ def test_a_finished_row_is_not_run_again(
     out.write_text(same.out.read_text()[:-20])
     arguments = (*same.arguments, "--out", out)
     _, *again = thin_lines(server, *arguments)
+    assert len(again) == 1
+    # A header holds times as text, which fills another 64 bytes or not.
+    varies = {"seconds", "x_up", "x_both", "x_down", "bytes_up", "bytes_down"}
+    varies |= {"course_up", "course_down"}
     timeless = [
-        {k: v for k, v in row.items() if k != "seconds"} for row in (*again, first[-1])
+        {k: v for k, v in row.items() if k not in varies} for row in (*again, first[-1])
     ]
     assert timeless[0] == timeless[1]
-    assert len(again) == 1
+    assert again[0]["bytes_up"] == pytest.approx(first[-1]["bytes_up"], rel=1e-3)
     _, *seeds = thin_lines(server, *arguments, "--seeds", "2")
     best = {
         name: min((r for r in first if r["row"] == name), key=lambda row: row["loss"])
