@@ -24,6 +24,7 @@ from functools import reduce
 from operator import add
 
 from aggregator.combine import combine_rule
+from aggregator.kept_states import KeptStates
 from aggregator.masked_round import MaskedRound, OpenedSum
 from aggregator.secure_exchange import (
     SecureExchange,
@@ -39,6 +40,7 @@ from federation.messages import (
     MetricSums,
     RoundTask,
     SecureStep,
+    StateName,
     TaskKind,
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
@@ -117,6 +119,7 @@ class GroupGather:
         self._groups: list[_OpenGroup] = []
         self._group_of: dict[SiteId, _OpenGroup] = {}
         self._secrets: Mapping[int, bytes] = {}
+        self._states = KeptStates(self.job, self.layout)
         self._exchange = SecureExchange(
             run_id=self.contract.run_id,
             grid=self.grid,
@@ -156,6 +159,8 @@ class GroupGather:
             group.opened = (
                 without_sum(record.round_index) if not found else found.opened
             )
+            if found:
+                self._states.keep(record, group.sites, found.opened.context)
         record.sums.training = _pooled(train.TRAINING, sums)
         record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
         record.sums.update_clip = self.contract.clip_norm
@@ -257,7 +262,8 @@ class GroupGather:
         """R1: send the model to all groups that have keys, and fold the answers."""
         setups = self._set_up(record, state.suspicions)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
-        tasks = self._tasks(state, record, kind, setups, model)
+        bodies, tasks = self._tasks(state, record, kind, setups, model)
+        first = {task.site: task for task in tasks}
         size = self.layout.size if kind is TaskKind.TRAIN else None
         rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
@@ -265,7 +271,9 @@ class GroupGather:
                 round_index=record.round_index,
                 cohort=group.contract.cohort,
                 model_digest=model,
-                task_digest=train.task_digest(tasks[0], self.contract.clip_norm),
+                task_digest=train.task_digest(
+                    first[group.sites[0]], bodies[group.sites[0]]
+                ),
             )
             rounds[group] = MaskedRound(setup, facts, size=size, allocate=self.allocate)
 
@@ -276,6 +284,8 @@ class GroupGather:
             return rounds[group]
 
         self._exchange.fold(record, tasks, round_of)
+        heard, lacking = self._exchange.heard, self._exchange.lacking
+        self._states.settle(record, heard=heard, lacking=lacking)
         return rounds
 
     def _tasks(
@@ -285,20 +295,25 @@ class GroupGather:
         kind: TaskKind,
         setups: Sequence[tuple[_OpenGroup, SetupRecord]],
         model: bytes,
-    ) -> list[RoundTask]:
-        """Write the tasks of all sites whose group has keys."""
-        bodies: dict[SiteId, bytes] = {}
+    ) -> tuple[Mapping[SiteId, train.TrainBody], list[RoundTask]]:
+        """Write the tasks of all sites whose group has keys.
+
+        Returns:
+            What each site's task carries besides the model, and the tasks.
+        """
+        bodies: dict[SiteId, train.TrainBody] = {}
+        states: dict[SiteId, StateName] = {}
         for group, setup in setups:
             opened = group.opened or before_rounds(setup.setup_hash)
             certificate = certify(opened, model, self.identity)
+            states.update(self._states.name(record, group.sites, kind))
             for site in group.sites:
-                body = train.TrainBody(
+                bodies[site] = train.TrainBody(
                     setup_hash=setup.setup_hash,
                     confirms=group.run_setup.confirms_for(site),
                     certificate=certificate,
                     update_clip=self.contract.clip_norm,
                 )
-                bodies[site] = train.write_train(body)
         tasks = round_tasks(
             state,
             record,
@@ -306,9 +321,12 @@ class GroupGather:
             run_id=self.contract.run_id,
             layout=self.layout,
             kind=kind,
-            secure=lambda site: bodies.get(site, b""),
+            states=states,
+            secure=lambda site: (
+                train.write_train(bodies[site]) if site in bodies else b""
+            ),
         )
-        return [task for task in tasks if task.site in bodies]
+        return bodies, [task for task in tasks if task.site in bodies]
 
     def _set_up(
         self, record: RoundRecord, known: Suspicions

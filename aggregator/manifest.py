@@ -17,7 +17,7 @@ from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
 from federation.mapped import give_back
 from federation.members import Members, RunMember, Standing
-from federation.messages import LedgerAnchor
+from federation.messages import LedgerAnchor, StateName
 from federation.protocols import (
     NO_SELECTION,
     Buffer,
@@ -194,6 +194,7 @@ def encode(manifest: Manifest) -> bytes:
         },
         # Of runs whose sites need it, so that the others' bytes stay.
         **({"counted": dict(manifest.counted)} if manifest.counted else {}),
+        **({"states": _encode_states(manifest)} if manifest.states else {}),
         **({"selection": asdict(found)} if found != NO_SELECTION else {}),
         **({"local_work": _encode_work(manifest)} if manifest.steps_taken else {}),
         "job": manifest.job,
@@ -284,6 +285,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         members=_parse_members(document.get("members", {})),
         counted=_parse_counted(document.get("counted", {})),
         selection=_parse_selection(document.get("selection", {})),
+        states=_parse_states(document.get("states", {})),
         **_parse_work(document.get("local_work", {})),
         job=document["job"],
         layout=layout,
@@ -316,6 +318,25 @@ def _parse_counted(entry: Mapping[str, Any]) -> dict[SiteId, int]:
         if type(index) is not int or index < 1:
             raise ValueError(f"the counted round of site {site!r} is not a round")
     return {SiteId(site): index for site, index in entry.items()}
+
+
+def _encode_states(manifest: Manifest) -> Mapping[str, Sequence[Sequence[Any]]]:
+    return {
+        site: [[name.round_index, name.context] for name in names]
+        for site, names in manifest.states.items()
+    }
+
+
+def _parse_states(entry: Mapping[str, Any]) -> dict[SiteId, tuple[StateName, ...]]:
+    states = {
+        SiteId(site): tuple(StateName(index, context) for index, context in names)
+        for site, names in entry.items()
+    }
+    for site, names in states.items():
+        for name in names:
+            if type(name.round_index) is not int or type(name.context) is not str:
+                raise ValueError(f"a state of site {site!r} has no name")
+    return states
 
 
 def _parse_selection(entry: Mapping[str, Any]) -> SelectionProgress:

@@ -18,9 +18,10 @@ Shape suffixes: d float values of the model, h words of the header.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from aggregator.blame import Blame
+from aggregator.kept_states import KeptStates
 from aggregator.masked_round import MaskedRound, OpenedSum
 from aggregator.secure_exchange import (
     SecureExchange,
@@ -98,6 +99,7 @@ class SecureGather:
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
+        self._states = KeptStates(self.job, self.layout)
         self._opened: OpenedRound | None = None  # The newest round with a sum.
         self._next_plans: dict[Fragment, LevelPlan] = {}
         self._first_planned = 0  # The newest round without a scale of the levels.
@@ -121,6 +123,8 @@ class SecureGather:
         with losing_the_round(record):
             one = self._sum(state, record, TaskKind.TRAIN)
         self._opened = one.opened
+        summed = [self.contract.member(i).site for i in one.opened.survivors]
+        self._states.keep(record, summed, one.opened.context)
         # Only now: what a corrupt sum says of losses is no result.
         record.sums.training = train.read_sums(train.TRAINING, one.totals)
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
@@ -162,12 +166,14 @@ class SecureGather:
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         trains, clip = kind is TaskKind.TRAIN, self._clip(state)
         plan = self._plan(record) if trains and self.contract.levels else None
-        tasks = self._tasks(state, record, kind, setup=setup, model=model, plan=plan)
+        body, tasks = self._tasks(
+            state, record, kind, setup=setup, model=model, plan=plan
+        )
         facts = RoundFacts(
             round_index=record.round_index,
             cohort=setup.cohort,
             model_digest=model,
-            task_digest=train.task_digest(tasks[0], clip, plan),
+            task_digest=train.task_digest(tasks[0], body),
         )
         size = self._fragment(record).size(self.layout.size) if trains else None
         current = MaskedRound(
@@ -175,6 +181,8 @@ class SecureGather:
         )
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
+        heard, lacking = self._exchange.heard, self._exchange.lacking
+        self._states.settle(record, heard=heard, lacking=lacking)
         try:
             survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:
@@ -249,12 +257,24 @@ class SecureGather:
         setup: SetupRecord,
         model: bytes,
         plan: LevelPlan | None,
-    ) -> list[RoundTask]:
-        """Write every site's task; a new site also gets the confirms."""
+    ) -> tuple[train.TrainBody, list[RoundTask]]:
+        """Write every site's task; a new site also gets the confirms.
+
+        Returns:
+            What all tasks carry besides the model, and the tasks.
+        """
         opened = self._opened or before_rounds(setup.setup_hash)
         certificate = certify(opened, model, self.identity)
         held = self._exchange.held
-        return round_tasks(
+        asked = record.members.present(record.cohort)
+        body = train.TrainBody(
+            setup_hash=setup.setup_hash,
+            confirms=b"",
+            certificate=certificate,
+            update_clip=self._clip(state),
+            plan=plan,
+        )
+        return body, round_tasks(
             state,
             record,
             job=self.job,
@@ -262,13 +282,11 @@ class SecureGather:
             layout=self.layout,
             kind=kind,
             held=held,
+            states=self._states.name(record, asked, kind),
             secure=lambda site: train.write_train(
-                train.TrainBody(
-                    setup_hash=setup.setup_hash,
+                replace(
+                    body,
                     confirms=self._run_setup.confirms_for(site),
-                    certificate=certificate,
-                    update_clip=self._clip(state),
-                    plan=plan,
                     divisor=self._divisor if has_before(state, held, site) else 0.0,
                 )
             ),

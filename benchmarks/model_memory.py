@@ -197,7 +197,7 @@ def site(party: str, way: str, values: int) -> dict[str, object]:
             layout,
             LocalStore(folder / "store"),
             codec="" if party == SITE_LEVELS else "int4",
-            leaves_out=party == SITE_LEVELS,
+            continues=party == SITE_LEVELS,
             allocate=ScratchVectors(folder=folder) if way == "disk" else in_memory,
         )
         encoder = _SecureEncoder(layout) if party == SITE_LEVELS else _Encoder()

@@ -55,6 +55,7 @@ class FailureKind(StrEnum):
     LATE = "late"  # an answer after its round had ended
     UNKNOWN = "unknown"  # an answer from a site that had no task
     LEAVING = "leaving"  # the site leaves the run; the message is a ``LeaveReason``
+    NO_STATE = "no_state"  # the site does not have the state that the task names
 
 
 class LeaveReason(StrEnum):
@@ -200,6 +201,20 @@ class Resources:
     method: str
 
 
+@dataclass(frozen=True, slots=True)
+class StateName:
+    """Names what the sites of a secure sum have kept of a round.
+
+    Attributes:
+        round_index: The round.
+        context: Its ctx_r, 64 hexadecimal digits: what the round was made of, down to
+            the state that it began with.
+    """
+
+    round_index: int
+    context: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundMessage:
     """What every task and every answer says first.
@@ -246,6 +261,9 @@ class RoundTask(RoundMessage):
             there is none, or if sites do not keep what their codec leaves out.
         num_steps: How many local steps the round takes; 0 for the job's number.
         first_step: How many the run has taken before, with ``num_steps``.
+        state_round: With secure aggregation, the round whose state every site begins
+            with; 0 if they begin with none.
+        state_context: That round's ctx_r, 64 hexadecimal digits.
     """
 
     kind: TaskKind
@@ -262,6 +280,15 @@ class RoundTask(RoundMessage):
     counted: int = 0
     num_steps: int = 0
     first_step: int = 0
+    state_round: int = 0
+    state_context: str = ""
+
+    @property
+    def begins_with(self) -> StateName | None:
+        """The state that the sites of a secure sum begin with; None for none."""
+        if not (self.state_round or self.state_context):
+            return None
+        return StateName(self.state_round, self.state_context)
 
     @property
     def steps(self) -> range | None:

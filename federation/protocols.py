@@ -31,6 +31,7 @@ from federation.messages import (
     PrivacySpent,
     Reply,
     SiteMessage,
+    StateName,
     Task,
 )
 from federation.vectors import (
@@ -634,6 +635,8 @@ class RunProgress:
         counted: Of each site the newest round whose update is a part of the model, if
             sites keep what their codec leaves out.
         selection: What is known of the models, if the job selects one.
+        states: Of each site the newest states that it is known to have kept, oldest
+            first, if secure sums depend on them.
         steps_taken: Local steps of all rounds, if these are chosen round by round.
         times: What the newest of these rounds took: the next choice follows from it.
     """
@@ -647,6 +650,7 @@ class RunProgress:
     members: Members = EVERYBODY
     counted: Mapping[SiteId, int] = field(default_factory=dict)
     selection: SelectionProgress = NO_SELECTION
+    states: Mapping[SiteId, tuple[StateName, ...]] = field(default_factory=dict)
     steps_taken: int = 0
     times: tuple[RoundTime, ...] = ()
 

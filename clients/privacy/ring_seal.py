@@ -45,6 +45,7 @@ from federation.messages import (
 from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import ByteVector, HeaderVector, Layout, Vector, Words
 from privacy.keystream import RandomBytes
+from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import Group, LocalPolicy
 from privacy.secagg.arithmetic.digits import Digits
@@ -302,15 +303,17 @@ class RingSeal:
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model
         )
+        work.begin_with_named()
         # The round is recorded, and its masks exist, before anything is trained.
         masks = session.begin_round(
             RoundFacts(
                 round_index=task.round_index,
                 cohort=session.cohort,
                 model_digest=model,
-                task_digest=train.task_digest(task, body.update_clip, body.plan),
+                task_digest=train.task_digest(task, body),
             )
         )
+        work.context = session.context.hex()
         protection = self._protection
         masking = Masking(
             contract=contract,
@@ -321,7 +324,7 @@ class RingSeal:
             threads=protection.threads,
         )
         try:
-            words, header_h = self._work(work, masking, session, body.plan)
+            words, header_h = self._work(work, masking, session, body)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -415,13 +418,16 @@ class RingSeal:
         work: Work,
         masking: Masking,
         session: SiteSession,
-        plan: LevelPlan | None,
+        body: train.TrainBody,
     ) -> tuple[ByteVector, HeaderVector]:
         """Do the work; mask the update and its report."""
         rounds: list[LevelRound] = []
+        plan = body.plan
 
         def begin(weights_d: Vector) -> Vector:
-            round_, start_d = _level_round(work, session, weights_d)
+            round_, start_d = _level_round(
+                work, session, weights_d, session.opened(body.certificate)
+            )
             rounds.append(round_)
             return start_d
 
@@ -457,9 +463,9 @@ class RingSeal:
 
 
 def _level_round(
-    work: Work, session: SiteSession, weights_d: Vector
+    work: Work, session: SiteSession, weights_d: Vector, opened: OpenedRound
 ) -> tuple[LevelRound, Vector]:
-    """Settle what the last round of this site left out; find where training begins.
+    """Settle what the round of the named state left out; find where training begins.
 
     Of fragments that were not exchanged, the site's own values go on.
     """
@@ -467,7 +473,7 @@ def _level_round(
     if before is None:
         residual_d = np.zeros(padded(session.contract.num_values), np.float32)
     else:
-        left_out = session.left_out(before.round_index)
+        left_out = opened.leaves_out(before.round_index, session.number)
         residual_d = before.settled(session.contract, left_out=left_out)
         if before.drift_d is not None:
             start_d = weights_d + before.drift_d

@@ -16,6 +16,7 @@ from federation.compression.apart import fitted
 from federation.ids import SiteId
 from federation.job.adapter_ranks import links_of
 from federation.job.disclosure import withheld
+from federation.job.kept_state import KEPT_ROUNDS, keepers
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
@@ -36,19 +37,17 @@ def state_of(
 ) -> SiteState:
     """Make what a site keeps of a run between rounds."""
     optimizer, links = job.training.optimizer, fitted(job.communication.links, layout)
+    is_secret = job.privacy.secure_aggregation.enabled
     return SiteState(
         site,
         layout,
         store,
-        rounds=job.storage.keep_checkpoints + 1,
+        rounds=KEPT_ROUNDS if is_secret else job.storage.keep_checkpoints + 1,
         allocate=allocate,
         carries=optimizer.name if optimizer.state == "keep" else "",
-        leaves_out=job.privacy.secure_aggregation.levels is not None
-        or job.training.overlap_steps > 0
-        or job.training.control_variates
-        or job.training.precision == "fp16",
+        # Steps that were taken decide only what a site refuses.
+        continues=bool(keepers(job, layout)) or is_auto(job),
         codec=links.up.name if links.feedback else "",
-        counts_steps=is_auto(job),
     )
 
 

@@ -26,7 +26,7 @@ from federation.errors import (
     ProtocolError,
     SiteError,
 )
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     MetricSums,
@@ -62,7 +62,7 @@ from federation.vectors import (
     Vector,
     layout_differs,
 )
-from privacy.secagg.errors import NotSetUp
+from privacy.secagg.errors import NoState, NotSetUp
 
 _LOG = logging.getLogger(__name__)
 _IN_THE_CLEAR = (
@@ -288,7 +288,10 @@ class Work:
         meter: Measures what else it takes.
         withheld: Fields of the result that the site does not send.
         report: Takes what is wrong with the work, if the seal says less of it.
-        kept: What an earlier round left, once the work has begun.
+        kept: What an earlier round left, which the work begins with.
+        earlier: Finds what another round left; where a task names the state, nothing.
+        steps_taken: Steps of the run up to the end of the site's last round.
+        context: The round's ctx_r as hexadecimal digits, in a secure sum.
         kept_now: What training has the site keep of this one.
         leaves: What the seal has the site keep of this one.
         begin: From the global weights to those that training begins with.
@@ -308,6 +311,9 @@ class Work:
     withheld: Collection[str]
     report: Report
     kept: KeptState = NOTHING
+    earlier: Callable[[RunId, int], KeptState] = lambda _run_id, _round: NOTHING
+    steps_taken: int = 0
+    context: str = ""
     kept_now: Arrays = field(default_factory=dict)
     leaves: Arrays = field(default_factory=dict)
     begin: Callable[[Vector], Vector] = lambda weights_d: weights_d
@@ -331,6 +337,27 @@ class Work:
         if 0 in {task.based_on, task.round_index - 1}:
             self.check_first(self.held.whole(task), task.integers_m)
 
+    def begin_with_last(self) -> None:
+        """Begin with what the site's last round left."""
+        task, state = self.task, self.state
+        trains = task.kind is TaskKind.TRAIN
+        self.kept = state.before(task.run_id, task.round_index, trains=trains)
+        self.earlier = state.of
+        self.steps_taken = _steps_taken(self.kept)
+
+    def begin_with_named(self) -> None:
+        """Begin with the state that the task names, as every site of a secure sum.
+
+        Raises:
+            NoState: This site does not have it.
+        """
+        task, state = self.task, self.state
+        name, index = task.begins_with, task.round_index
+        self.kept = last = state.named(task.run_id, name)
+        if task.steps is not None and state.newest(index) != task.state_round:
+            last = state.before(task.run_id, index)
+        self.steps_taken = _steps_taken(last)
+
     def do(
         self,
         seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT],
@@ -348,10 +375,9 @@ class Work:
         weights_d = self.held.receive(task)
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
-        kept = state.before(task.run_id, task.round_index, trains=trains)
-        self.kept = kept
+        kept = self.kept
         if task.steps is not None:
-            check_not_taken(task.steps, int(kept.facts.get(_STEPS_TAKEN, 0)))
+            check_not_taken(task.steps, self.steps_taken)
         integers_m = state.restore_integers(task.integers_m, kept)
         if feedback is not None and trains:
             feedback.begin(kept, weights_d.size)
@@ -408,7 +434,7 @@ class Work:
             "kept": if_counted(
                 kept.arrays,
                 task.counted,
-                earlier=lambda: self.state.of(task.run_id, task.counted).arrays,
+                earlier=lambda: self.earlier(task.run_id, task.counted).arrays,
                 site=task.site,
             ),
         }
@@ -436,7 +462,14 @@ class Work:
         if task.steps is not None:
             facts = {**facts, _STEPS_TAKEN: task.steps.stop}
         self.kept_now = result.kept
-        state.keep(task.run_id, task.round_index, {**own, **left}, facts)
+        state.keep(
+            task.run_id,
+            task.round_index,
+            {**own, **left},
+            facts,
+            context=self.context,
+            before=task.state_round,
+        )
 
     def spent(self) -> PrivacySpent | None:
         """The current spending in the site's privacy ledger."""
@@ -468,6 +501,7 @@ class PlainSeal:
         if task.secure:
             raise ProtocolError(_IN_THE_CLEAR)
         work.check_model()
+        work.begin_with_last()
         feedback = ErrorFeedback(self._links, task)
         done = work.do(feedback.encode, feedback)
         trained = done.trained
@@ -538,6 +572,10 @@ class _Stopwatch:
         return tuple(self._phases)
 
 
+def _steps_taken(kept: KeptState) -> int:
+    return int(kept.facts.get(_STEPS_TAKEN, 0))
+
+
 def _shows_records(error: Exception) -> bool:
     """Whether training that failed so may have failed because of a record.
 
@@ -566,6 +604,7 @@ def _untrained(
 def _kind_of(error: Exception) -> FailureKind:
     kinds = {
         NotSetUp: FailureKind.NOT_SET_UP,
+        NoState: FailureKind.NO_STATE,
         AggregatorAtFault: FailureKind.AGGREGATOR,
         ProtocolError: FailureKind.INVALID,
         BudgetExceeded: FailureKind.BUDGET,

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from clients.training import state_object
 from federation.errors import CorruptObject
 from federation.ids import RunId, SiteId
+from federation.messages import StateName
 from federation.protocols import ObjectStore
 from federation.vectors import (
     Allocate,
@@ -40,12 +41,14 @@ from federation.vectors import (
     Vector,
     in_memory,
 )
+from privacy.secagg.errors import NoState
 
 VERSION = 2
 # Of the lines before the arrays.
 MAX_HEAD_BYTES = 1 << 20
 RESIDUAL = "residual"  # Name, or its first part, of what updates have left out.
 Fact = str | int | float | bool
+_CONTEXT = "context"  # A fact: ctx_r of the round, in a secure sum.
 
 _LOG = logging.getLogger(__name__)
 _INTEGERS = "integers"  # Values of role ``keep``: each site's own, they never travel.
@@ -80,9 +83,8 @@ class SiteState:
             coordinator may go back.
         carries: The optimiser whose state continues to the next round, by its name
             in the job; empty for none.
-        leaves_out: Whether encoding leaves something out of an update, which the next
-            one makes up for.
-        counts_steps: Whether it keeps how many steps of the run it has taken.
+        continues: Whether training continues from something else that it keeps; see
+            ``federation.job.kept_state``.
         allocate: Makes vectors of what updates have left out, when they are read.
         codec: The codec whose residual does, likewise.
     """
@@ -95,22 +97,20 @@ class SiteState:
     allocate: Allocate = in_memory
     carries: InitVar[str] = ""
     codec: InitVar[str] = ""
-    leaves_out: InitVar[bool] = False
-    counts_steps: InitVar[bool] = False
+    continues: InitVar[bool] = False
 
     def __post_init__(
         self,
         layout: Layout,
         carries: str,
         codec: str,
-        leaves_out: bool,
-        counts_steps: bool,
+        continues: bool,
     ) -> None:
         """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
         self._of = {"model": layout.digest, "optimizer": carries}
         if codec:  # Not in what earlier releases have stored.
             self._of["codec"] = codec
-        self._continues = bool(carries or codec or leaves_out or counts_steps)
+        self._continues = bool(carries or codec or continues)
         self._folder = f"sites/{self.site}/"
         self._prefix = f"{self._folder}state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
@@ -151,6 +151,29 @@ class SiteState:
             )
         return NOTHING
 
+    def named(self, run_id: RunId, name: StateName | None) -> KeptState:
+        """Return the state of this name, which all sites of a secure sum begin with.
+
+        Raises:
+            NoState: The site does not have it.
+            CorruptObject: The stored state is not what was stored.
+        """
+        if name is None:
+            return NOTHING
+        kept = self.of(run_id, name.round_index)
+        if kept.facts.get(_CONTEXT) != name.context:
+            raise NoState(
+                f"does not have the state of round {name.round_index}, which all sites "
+                "begin with: it was not in that round, or its files were lost or "
+                "restored from before it"
+            )
+        return kept
+
+    def newest(self, round_index: int) -> int:
+        """The newest round before another one that a state is kept of; 0 for none."""
+        keys = self._before(round_index)
+        return int(keys[-1].removeprefix(self._prefix)) if keys else 0
+
     def of(self, run_id: RunId, round_index: int) -> KeptState:
         """Return the state that one round left; nothing if it is no longer stored.
 
@@ -167,10 +190,24 @@ class SiteState:
         round_index: int,
         arrays: Arrays,
         facts: Mapping[str, Fact] = MappingProxyType({}),
+        *,
+        context: str = "",
+        before: int = 0,
     ) -> None:
-        """Store what a round left, durably; nothing is written if that is nothing."""
+        """Store what a round left, durably; nothing is written if that is nothing.
+
+        Args:
+            run_id: The run.
+            round_index: The round.
+            arrays: What it left.
+            facts: Plain values beside them.
+            context: The round's ctx_r as hexadecimal digits, in a secure sum.
+            before: The round whose state it began with, which stays: if this round is
+                lost, the next one begins with it.
+        """
         if not arrays and not facts:
             return
+        facts = {**facts, _CONTEXT: context} if context else facts
         head = {
             "version": VERSION,
             "site": self.site,
@@ -188,7 +225,8 @@ class SiteState:
         # A site that is seldom asked still needs its last state: what counts is how
         # many there are, not how old they are.
         for key in self._before(round_index + 1)[: -self.rounds]:
-            self.store.delete(key)
+            if key != self._key(before):
+                self.store.delete(key)
 
     def restore_integers(
         self, integers_m: IntegerVector, kept: KeptState

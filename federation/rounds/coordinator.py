@@ -216,6 +216,7 @@ def _run_round(
         members=state.members,
         steps=choice.steps if choice else None,
         epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
+        states=state.states,
     )
     record.ask(members)
     if choice is not None:
@@ -256,6 +257,7 @@ def _run_round(
         new_state,
         anchors=join_anchors(state.anchors, record.sums.anchors),
         counted=_counted(job, state, record, status),
+        states=record.states,
         suspicions=record.verdicts.suspicions or state.suspicions,
         members=record.members.end_round(),
         **_after_steps(job, state, record, status),
@@ -450,6 +452,7 @@ def _evaluate_last(
         links=job.communication.links,
         members=state.members,
         epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
+        states=state.states,
     )
     record.ask(members)
     parts.gather.evaluation(shown, record)

@@ -26,6 +26,7 @@ from federation.messages import (
     RoundTask,
     SiteEvaluation,
     SiteUpdate,
+    StateName,
     TaskKind,
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
@@ -288,11 +289,12 @@ def round_tasks(
     sites: Sequence[SiteId] | None = None,
     secure: Callable[[SiteId], bytes] = lambda _site: b"",
     held: Mapping[SiteId, int] = MappingProxyType({}),
+    states: Mapping[SiteId, StateName] = MappingProxyType({}),
 ) -> list[RoundTask]:
     """Write the tasks of a round's cohort, or of some sites; all share the weights.
 
     ``secure`` gives what secure aggregation says to a site beside the model, ``held``
-    the round of the model that it has.
+    the round of the model that it has, ``states`` the state that it begins with.
     """
     integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
@@ -331,9 +333,11 @@ def round_tasks(
             counted=state.counted.get(site, 0) if kind is TaskKind.TRAIN else 0,
             num_steps=len(steps) if steps else 0,
             first_step=steps.start if steps else 0,
+            state_round=begins.round_index,
+            state_context=begins.context,
         )
         for site in (record.cohort if sites is None else sites)
-        for sent in (model(site),)
+        for sent, begins in ((model(site), states.get(site, StateName(0, ""))),)
     ]
 
 

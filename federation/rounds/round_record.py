@@ -24,6 +24,7 @@ from federation.messages import (
     SiteFailure,
     SiteMessage,
     SiteUpdate,
+    StateName,
     TaskKind,
 )
 from federation.protocols import Clock
@@ -55,6 +56,7 @@ class RoundRecord:
         sums: What sound answers add up to.
         events: Emits what happens.
         counted: For each site whose update has a weight, the round of its task.
+        states: What each site is known to have kept, as far as this round has shown.
         members: Who takes part, as far as this round has shown.
         steps: Local steps of the run that sites take; None for the job's number.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
@@ -79,13 +81,15 @@ class RoundRecord:
         steps: range | None = None,
         codecs: Mapping[SiteId, Codec] = NO_CODECS,
         epsilon_cap: float | None = None,
+        states: Mapping[SiteId, tuple[StateName, ...]] = MappingProxyType({}),
     ) -> None:
         """Open a round; ``in_secret`` and ``epsilon_cap`` are of ``RoundVerdicts``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
         one before; ``meter`` measures what the round takes of the aggregator.
         ``members`` is what the rounds before have shown, ``steps`` what was chosen;
-        ``codecs`` are those of sites that send other places, for the model.
+        ``codecs`` are those of sites that send other places, for the model; ``states``
+        is what sites are known to have kept.
         """
         self.run_id = run_id
         self.round_index = round_index
@@ -96,6 +100,7 @@ class RoundRecord:
         self.steps = steps
         self.is_usual = True
         self.counted: dict[SiteId, int] = {}
+        self.states = dict(states)
         self._known_away = members.end_round().away()
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round

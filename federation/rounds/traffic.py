@@ -19,6 +19,7 @@ from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
 from federation.job.adapter_ranks import links_of
+from federation.job.kept_state import keepers
 from federation.job.metrics import Metric, metrics_of, reported_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
 from federation.messages import (
@@ -354,6 +355,7 @@ class Traffic:
         charges = end * self._is_private * (index - 1)
         steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)
         secure = 0 if self.secure is None else self.secure.task(index, kind)
+        begins = secure and index > 1 and keepers(self.job, self.layout, trains=trains)
         return RoundTask(
             run_id=_RUN,
             round_index=index,
@@ -371,6 +373,8 @@ class Traffic:
             counted=index - 1 if settles else 0,
             num_steps=len(steps),
             first_step=steps.start,
+            state_round=index - 1 if begins else 0,
+            state_context=self.layout.digest if begins else "",
         )
 
     def _steps(self, index: int, end: int) -> range:

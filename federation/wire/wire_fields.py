@@ -158,6 +158,8 @@ _OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {
         "counted": _COUNT,
         "num_steps": _COUNT,
         "first_step": _COUNT,
+        "state_round": _COUNT,
+        "state_context": _DIGEST,
     },
     Kind.UPDATE: _LEAVING,
     Kind.EVALUATION: _LEAVING,

@@ -20,6 +20,7 @@ FederationError
     |-- InconsistentSurvivors lists of survivors that cannot both be true
     |-- BadShare              a share that is damaged, missing or inconsistent
     |-- NotSetUp              a round at a site that has no keys for it
+    |-- NoState               a round that begins with a state that a site lacks
     |-- CertificateRefused    a model that is not what its certificate says
     `-- OutOfOrder            a step that is not next
 
@@ -113,6 +114,10 @@ class BadShare(ProtocolError):
 
 class NotSetUp(ProtocolError):
     """A site has no keys of a round's setup: it needs a new setup."""
+
+
+class NoState(ProtocolError):
+    """A site does not have the state that all sites are to begin a round with."""
 
 
 class CertificateRefused(ProtocolError):

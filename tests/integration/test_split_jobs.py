@@ -298,14 +298,16 @@ TASK = {
     "based_on": "copied into the answer; with 0 the model is compared with the job's",
     "fragment": "copied into the answer; nothing is computed from it",
     "changed_to": "compared with the model that the site finds; model digest",
-    "counted": "of no account: the certificate says who was in a sum",
+    "counted": "task digest",
     "num_steps": "task digest",
     "first_step": "task digest, with the number; without one, the task has no steps",
+    "state_round": "task digest; compared with what the site has kept",
+    "state_context": "task digest; compared with what the site has kept",
 }
 BODY = {
     "setup_hash": "context",
     "confirms": "all must carry the setup's hash",
-    "certificate": "compared and kept; nothing is computed from it",
+    "certificate": "compared and kept; task digest, if the task names a state",
     "update_clip": "task digest",
     "plan": "task digest; compared with the contract",
     "divisor": "compared with the contract; model digest of what follows",
@@ -328,16 +330,23 @@ def test_every_word_of_a_task_is_bound_or_compared():
         evaluate_after=False,
     )
     changed = {"kind": TaskKind.EVALUATE, "evaluate": True, "evaluate_after": True}
-    digests = {task_digest(task, 1.0), task_digest(task, 2.0)}
-    digests |= {task_digest(replace(task, **{k: v}), 1.0) for k, v in changed.items()}
+    changed |= {"counted": 1, "state_round": 1, "state_context": "0" * 64}
+    body = TrainBody(setup_hash=b"", confirms=b"", certificate=b"one", update_clip=1.0)
+    digests = {task_digest(task, body), task_digest(task, replace(body, update_clip=2))}
+    digests |= {task_digest(replace(task, **{k: v}), body) for k, v in changed.items()}
+    named = replace(task, state_round=1)
+    digests |= {task_digest(named, replace(body, certificate=b"another"))}
     for first, number in ((0, 4), (4, 4), (0, 8)):
         steps = replace(task, first_step=first, num_steps=number)
-        digests |= {task_digest(steps, 1.0)}
+        digests |= {task_digest(steps, body)}
     plan = LevelPlan(levels=4, steps_b=np.ones(1, np.float32))
-    digests |= {task_digest(task, 1.0, plan)}
-    digests |= {task_digest(task, 1.0, replace(plan, levels=8))}
-    digests |= {task_digest(task, 1.0, replace(plan, steps_b=plan.steps_b * 2))}
-    assert len(digests) == 11
+    for other in (
+        plan,
+        replace(plan, levels=8),
+        replace(plan, steps_b=plan.steps_b * 2),
+    ):
+        digests |= {task_digest(task, replace(body, plan=other))}
+    assert len(digests) == 15
     weights_d, integers_m = task.weights_d, task.integers_m
     joined = np.concatenate([weights_d, integers_m[:1].view(np.float32)])
     models = {

@@ -85,6 +85,10 @@ def _round_inputs(name: str, terms: Json, index: int, drops: Json) -> Json:
     task: Json = {"task_digest": draw("task", 32).hex()}
     if levels:
         asked = {"asked": "train 1 0", "update_clip": terms["clip_norm"]}
+        if "state" in drops:
+            context = draw("state", 32).hex()
+            asked["asked"] += f" counted {index - 1} state {drops['state']} {context}"
+            asked["certificate"] = draw("certificate", 40).hex()
         steps = np.array([step], "<f4").tobytes().hex()
         more = {"levels": levels, "steps": steps, "divisor": 2.75}
         task = {"task": asked | more}
@@ -209,7 +213,7 @@ def xsa_inputs() -> dict[str, Json]:
             threshold=3,
             bits=32,
             hybrid=True,
-            rounds={2: {"silent": [3]}},
+            rounds={2: {"silent": [3]}, 3: {"state": 2}},
             privacy=_RECORD_PRIVACY,
             levels=4,
         ),

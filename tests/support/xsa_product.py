@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -217,11 +218,27 @@ def _task_digest(given: Json) -> bytes:
     """Digest of a round's task, which only a plan is given in parts for."""
     if "task" not in given:
         return bytes.fromhex(given["task_digest"])
-    kind, evaluate, after = given["task"]["asked"].split()
+    kind, evaluate, after, *named = given["task"]["asked"].split()
     task = toy.task(
         kind=TaskKind(kind), evaluate=evaluate == "1", evaluate_after=after == "1"
     )
-    return train.task_digest(task, given["task"]["update_clip"], _plan(given))
+    if named:
+        _, counted, _, index, context = named
+        state = {"state_round": int(index), "state_context": context}
+        task = replace(task, counted=int(counted), **state)
+    certificate = bytes.fromhex(given["task"].get("certificate", ""))
+    return train.task_digest(task, _body(given, bytes(32), certificate))
+
+
+def _body(given: Json, setup_hash: bytes, certificate: bytes) -> train.TrainBody:
+    return train.TrainBody(
+        setup_hash=setup_hash,
+        confirms=b"",
+        certificate=certificate,
+        update_clip=given["task"]["update_clip"],
+        plan=_plan(given),
+        divisor=given["task"]["divisor"],
+    )
 
 
 def _empty_sum(product: _Product, given: Json) -> _Sum:
@@ -318,14 +335,7 @@ def _play_round(
     following = bytes.fromhex(given["next_model_digest"])
     certificate = certify(opened, following, product.aggregator)
     if product.contract.levels:
-        body = train.TrainBody(
-            setup_hash=record.setup_hash,
-            confirms=b"",
-            certificate=certificate,
-            update_clip=given["task"]["update_clip"],
-            plan=_plan(given),
-            divisor=given["task"]["divisor"],
-        )
+        body = _body(given, record.setup_hash, certificate)
         trace["task_digest"] = facts.task_digest.hex()
         trace["next_body"] = train.write_train(body).hex()
     return trace | {

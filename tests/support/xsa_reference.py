@@ -311,9 +311,10 @@ def unpacked(words: Sequence[int], num_values: int, base: int) -> bytes:
 
 
 def task_digest(task: Json) -> bytes:
-    """task_r, with levels and steps."""
+    """task_r, with levels and steps; and with a state that sites begin with."""
     plan = b"xsa-v2/levels" + u64(task["levels"]) + bytes.fromhex(task["steps"])
-    asked = lp("xsa-v2/task", task["asked"])
+    settles = [bytes.fromhex(task["certificate"])] if "certificate" in task else []
+    asked = lp("xsa-v2/task", task["asked"], *settles)
     return sha256(asked + real(task["update_clip"]) + sha256(plan))
 
 

@@ -51,6 +51,13 @@ class OpenedRound:
     sum_digest: Digest
     header_digest: Digest
 
+    def leaves_out(self, round_index: int, number: int) -> bool:
+        """Whether a site's update of a round is known not to be in its sum.
+
+        Of another round than this one, nobody says who is in its sum.
+        """
+        return round_index == self.round_index and number not in self.survivors
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate(SignedMessage):
@@ -111,7 +118,6 @@ class ModelTrail:
         self._start = before_rounds(setup_hash)
         self._contexts: dict[int, bytes] = {}
         self._consents: dict[int, tuple[int, ...]] = {}
-        self._survivors: dict[int, tuple[int, ...]] = {}
         self._newest: Certificate | None = None
 
     def note_context(self, round_index: int, context: bytes) -> None:
@@ -151,7 +157,6 @@ class ModelTrail:
                 f"certificate of round {certificate.opened.round_index} names"
             )
         self._newest = certificate
-        self._survivors[certificate.opened.round_index] = certificate.opened.survivors
 
     def opened(self, data: bytes) -> OpenedRound:
         """Read what a certificate says of a round, after its signature.
@@ -163,15 +168,6 @@ class ModelTrail:
         certificate = Certificate.from_bytes(data)
         certificate.verify(self._contract.aggregator_key, who="the aggregator")
         return certificate.opened
-
-    def left_out(self, round_index: int) -> bool:
-        """Whether this site's update of a round is known not to be in its sum.
-
-        Of a round whose sum was not opened, no one has signed who is in it. Nor does
-        this site know it of a round whose certificate it was not sent.
-        """
-        survivors = self._survivors.get(round_index)
-        return survivors is not None and self._number not in survivors
 
     def _check_order(self, certificate: Certificate, round_index: int) -> None:
         certified = certificate.opened.round_index

@@ -184,9 +184,14 @@ class SiteSession:
         """Read what a signed certificate says of a round."""
         return self._trail.opened(certificate)
 
-    def left_out(self, round_index: int) -> bool:
-        """Whether this site's update of a round is known not to be in its sum."""
-        return self._trail.left_out(round_index)
+    @property
+    def context(self) -> bytes:
+        """ctx_r of the round that is in progress.
+
+        Raises:
+            OutOfOrder: None is.
+        """
+        return self._current().context
 
     def expire(self, round_index: int) -> None:
         """Erase an unfinished round when a message names another one.

@@ -129,7 +129,7 @@ def relayed_round(
         round_index=task.round_index,
         cohort=cohort,
         model_digest=certificate.model_digest,
-        task_digest=train.task_digest(task, body.update_clip, body.plan),
+        task_digest=train.task_digest(task, body),
     )
     context = round_context(
         facts,

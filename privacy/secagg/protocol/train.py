@@ -123,9 +123,7 @@ def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
     return digest.digest()
 
 
-def task_digest(
-    task: RoundTask, update_clip: float, plan: LevelPlan | None = None
-) -> bytes:
+def task_digest(task: RoundTask, body: TrainBody) -> bytes:
     """task_r: SHA-256 of the work to do with the model; it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
@@ -134,13 +132,22 @@ def task_digest(
     other's updates. Were levels and steps not in it, sites would round to different
     grids, and the sum would show whose. Were the local steps not in it, one site could
     be made to train for longer than the others, so that most of the sum is its own.
+    Were the state that sites begin with not in it, nor the certificate that settles
+    what a site adds of that state, one site could be made to begin with another, and
+    the difference of two sums would be its own.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
     if task.num_steps:
         asked += f" {task.num_steps} {task.first_step}"
-    parts = fields(b"xsa-v2/task", asked.encode())
-    levels = b"" if plan is None else plan.digest()
-    return hashlib.sha256(parts + float64(update_clip) + levels).digest()
+    if task.counted:
+        asked += f" counted {task.counted}"
+    settles = []
+    if task.state_round or task.state_context:
+        asked += f" state {task.state_round} {task.state_context}"
+        settles = [body.certificate]
+    parts = fields(b"xsa-v2/task", asked.encode(), *settles)
+    levels = b"" if body.plan is None else body.plan.digest()
+    return hashlib.sha256(parts + float64(body.update_clip) + levels).digest()
 
 
 def masks(streams: Iterable[Stream]) -> list[Mask]:

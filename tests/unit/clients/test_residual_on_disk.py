@@ -93,9 +93,7 @@ def test_what_is_no_such_file_is_refused(content: bytes):
 
 def test_a_residual_is_in_a_file_and_other_state_in_memory(tmp_path: Path):
     store, scratch = MemoryStore(), ScratchVectors(folder=tmp_path)
-    state = SiteState(
-        toy.SITES[0], toy.LAYOUT, store, leaves_out=True, allocate=scratch
-    )
+    state = SiteState(toy.SITES[0], toy.LAYOUT, store, continues=True, allocate=scratch)
     state.keep(RUN, 1, ARRAYS, {"residual_round": 1})
     found = state.before(RUN, 2).arrays
     assert same(found, ARRAYS)

@@ -27,7 +27,7 @@ from federation.rounds.local_work import (
     pace_of,
 )
 from federation.wire import frame as wire
-from privacy.secagg.protocol.train import task_digest
+from privacy.secagg.protocol.train import TrainBody, task_digest
 
 STEP, WAITING = 0.1, 0.5
 
@@ -236,7 +236,8 @@ def test_a_job_with_a_fixed_number_is_asked_for_no_other():
 def test_steps_are_in_every_mask_key():
     """Or one site could be made to train for longer, and its part read off the sum."""
     tasks = [toy.task(num_steps=n, first_step=f) for n, f in ((0, 0), (2, 0), (2, 4))]
-    assert len({task_digest(task, 1.0) for task in tasks}) == len(tasks)
+    body = TrainBody(setup_hash=b"", confirms=b"", certificate=b"", update_clip=1.0)
+    assert len({task_digest(task, body) for task in tasks}) == len(tasks)
 
 
 def test_bounds_of_sums_follow_the_steps_of_their_round():

@@ -52,7 +52,7 @@ def task_of(run: Run, number: int = 1) -> RoundTask:
 def answer(run: Run, number: int, **facts: Any) -> MaskedUpdate:
     """A site's answer to it: evaluations have no words."""
     task = task_of(run, number)
-    asked = {"task_digest": train.task_digest(task, CLIP)}
+    asked = {"task_digest": train.task_digest(task, train.read_train(task.secure))}
     session = run.sessions[number]
     session.begin_round(run.facts(**asked | facts))
     slots = train.header_spec(4, run.contract.header_slots).slots

@@ -1,0 +1,107 @@
+"""Names the state that all sites of a secure sum begin with: the newest that all have.
+
+The aggregator knows what a site has kept by the sums that it was in. A site that lacks
+the state of a task says so, and does not take part in that round; the next round
+then begins with an older state that it has too, or with none.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+
+from federation.ids import SiteId
+from federation.job.kept_state import KEPT_ROUNDS, keepers
+from federation.job.spec import JobSpec
+from federation.messages import StateName, TaskKind
+from federation.rounds.round_record import RoundRecord
+from federation.vectors import Layout
+
+Known = Mapping[SiteId, tuple[StateName, ...]]
+
+
+class KeptStates:
+    """Which state a round begins with, in the secure sums of one run."""
+
+    def __init__(self, job: JobSpec, layout: Layout) -> None:
+        """Know nothing of what sites lack."""
+        self._keeps = {
+            kind: bool(keepers(job, layout, trains=kind is TaskKind.TRAIN))
+            for kind in TaskKind
+        }
+        # What levels leave out follows from the sum just before, and from no other.
+        self._only_newest = job.privacy.secure_aggregation.levels is not None
+        self._behind: set[SiteId] = set()
+        self._named: dict[SiteId, StateName] = {}
+
+    def name(
+        self, record: RoundRecord, sites: Sequence[SiteId], kind: TaskKind
+    ) -> Mapping[SiteId, StateName]:
+        """Name the state that the sites of one sum begin with.
+
+        Args:
+            record: The round; it warns if that is not the newest state.
+            sites: The sites of the sum that are asked.
+            kind: What they are asked for.
+
+        Returns:
+            The name for each site; empty if they begin with none.
+        """
+        for site in sites:
+            self._named.pop(site, None)
+        if not self._keeps[kind]:
+            return {}
+        behind = [site for site in sites if site in self._behind]
+        newest = _newest(name for s in sites for name in record.states.get(s, ()))
+        found = _common(record.states, sites, behind, newest)
+        if self._only_newest and found != newest:
+            found = None
+        if newest is not None and found != newest:
+            start = f"that of round {found.round_index}" if found else "none"
+            record.events.warned(
+                f"round {record.round_index}: {', '.join(behind)} did not have the "
+                f"state of round {newest.round_index}, so all sites begin with {start}"
+            )
+        named = dict.fromkeys(sites, found) if found else {}
+        self._named.update(named)
+        return named
+
+    def settle(
+        self, record: RoundRecord, *, heard: Iterable[SiteId], lacking: Iterable[SiteId]
+    ) -> None:
+        """Note which sites that were heard in a round said that they lack its state."""
+        for site in lacking:
+            self._behind.add(site)
+            if self._named.get(site) in record.states.get(site, ()):
+                record.states[site] = ()  # It had that state: it lost its files.
+        # Others do not go back for a site that is silent by now.
+        self._behind.intersection_update(heard)
+
+    def keep(
+        self, record: RoundRecord, sites: Iterable[SiteId], context: bytes
+    ) -> None:
+        """Note that the sites of a sum have kept what its round left."""
+        if self._keeps[TaskKind.TRAIN]:
+            name = StateName(record.round_index, context.hex())
+            for site in sites:
+                self._behind.discard(site)
+                known = record.states.get(site, ())
+                record.states[site] = (*known, name)[-KEPT_ROUNDS:]
+
+
+def _common(
+    known: Known,
+    sites: Sequence[SiteId],
+    behind: Sequence[SiteId],
+    newest: StateName | None,
+) -> StateName | None:
+    """The newest state of those who have the newest, and of those who are behind."""
+    has = [{*known.get(site, ())} for site in sites]
+    counts = [
+        states
+        for site, states in zip(sites, has, strict=True)
+        if site in behind or newest in states
+    ]
+    return _newest(set.intersection(*counts)) if counts else None
+
+
+def _newest(names: Iterable[StateName]) -> StateName | None:
+    return max(names, key=attrgetter("round_index"), default=None)

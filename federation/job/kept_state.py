@@ -1,0 +1,57 @@
+"""Everything that a site keeps from one round to the next, in one list.
+
+What a site has kept decides what it computes. With secure aggregation, an aggregator
+that steered one site's history would read that site's update off the difference of two
+sums. So all sites of a sum begin a round with the state of one round, which the task
+names and which is in every mask key; a site that lacks it does not answer, and all
+begin with an older one, or with none. A method that is missing here keeps nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from federation.job.spec import JobSpec
+from federation.vectors import Layout, Role
+
+# States that a site keeps with secure aggregation: a number of none of its keys.
+KEPT_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """A method that keeps values at a site.
+
+    Attributes:
+        is_on: Whether a job uses it, with a model of this layout.
+        evaluates: Whether the site's evaluations depend on these values too.
+    """
+
+    is_on: Callable[[JobSpec, Layout], bool]
+    evaluates: bool = False
+
+
+KEEPERS: Mapping[str, Keeper] = {
+    "state of the optimiser": Keeper(
+        lambda job, _: job.training.optimizer.state == "keep"
+    ),
+    "control variates": Keeper(lambda job, _: job.training.control_variates),
+    "own weights of overlap": Keeper(lambda job, _: job.training.overlap_steps > 0),
+    "scale of float16's loss": Keeper(lambda job, _: job.training.precision == "fp16"),
+    "residual of a codec": Keeper(lambda job, _: job.communication.links.feedback > 0),
+    "residual of levels, drift of fragments": Keeper(
+        lambda job, _: job.privacy.secure_aggregation.levels is not None
+    ),
+    "personal parts": Keeper(lambda _, layout: layout.num_personal > 0, evaluates=True),
+    "integers of its own": Keeper(
+        lambda _, layout: bool(layout.integer_mask(Role.KEEP).any()), evaluates=True
+    ),
+}
+
+
+def keepers(job: JobSpec, layout: Layout, *, trains: bool = True) -> tuple[str, ...]:
+    """Name what a site keeps that training, or else an evaluation, depends on."""
+    return tuple(
+        name
+        for name, keeper in KEEPERS.items()
+        if (trains or keeper.evaluates) and keeper.is_on(job, layout)
+    )
