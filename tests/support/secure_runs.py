@@ -12,7 +12,7 @@ from clients.privacy.site_plans import PrivateSites
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring, run as wiring_run
-from deploy.wiring.rehearsal import rehearse
+from deploy.wiring.rehearsal import Rehearsal, rehearse
 from federation import events
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
@@ -109,10 +109,14 @@ def run(
     wraps: Mapping[str, Wrap] | None = None,
     store: MemoryStore | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    own_jobs: Mapping[str, JobSpec] | None = None,
+    meet: Callable[[Rehearsal], None] = lambda _: None,
 ) -> Run:
     """Run a job; ``wraps`` puts something of a test's own in front of a site.
 
     With the ``store`` of a run that was stopped another coordinator resumes it.
+    ``own_jobs`` are those of sites that work on another one; ``meet`` takes the
+    parties of a secure sum before they begin.
     """
     federation = wiring.build_federation(job)
     workers = wiring.num_workers(job)
@@ -124,11 +128,14 @@ def run(
     if job.privacy.differential_privacy.unit != "none":
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
     rehearsal = rehearse(federation, run_id, private) if secure else None
+    if rehearsal is not None:
+        meet(rehearsal)
     sites: dict[SiteId, Any] = {}
     for name in names:
         train = partial((private or federation).trainer, name)
         seal = None if rehearsal is None else rehearsal.seal(name, None)
-        sites[name] = federation.site(
+        job_of_site = (own_jobs or {}).get(name, job)
+        sites[name] = replace(federation, job=job_of_site).site(
             name,
             make_trainer=train,
             store=store,
