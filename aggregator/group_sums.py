@@ -284,8 +284,7 @@ class GroupGather:
             return rounds[group]
 
         self._exchange.fold(record, tasks, round_of)
-        heard, lacking = self._exchange.heard, self._exchange.lacking
-        self._states.settle(record, heard=heard, lacking=lacking)
+        self._states.settle(record, self._exchange)
         return rounds
 
     def _tasks(

@@ -8,14 +8,22 @@ then begins with an older state that it has too, or with none.
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
+from aggregator.secure_exchange import SecureExchange
 from federation.ids import SiteId
 from federation.job.kept_state import KEPT_ROUNDS, keepers
 from federation.job.spec import JobSpec
-from federation.messages import StateName, TaskKind
+from federation.messages import FailureKind, StateName, TaskKind
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Layout
 
 Known = Mapping[SiteId, tuple[StateName, ...]]
+# Such a site may be late, with all its work done.
+_MAY_HAVE_TRAINED = {
+    FailureKind.DEADLINE,
+    FailureKind.UNREACHABLE,
+    FailureKind.LATE,
+    FailureKind.LEAVING,
+}
 
 
 class KeptStates:
@@ -29,8 +37,9 @@ class KeptStates:
         }
         # What levels leave out follows from the sum just before, and from no other.
         self._only_newest = job.privacy.secure_aggregation.levels is not None
-        self._behind: set[SiteId] = set()
         self._named: dict[SiteId, StateName] = {}
+        self._behind: set[SiteId] = set()
+        self._waited_for: set[SiteId] = set()
 
     def name(
         self, record: RoundRecord, sites: Sequence[SiteId], kind: TaskKind
@@ -49,31 +58,38 @@ class KeptStates:
             self._named.pop(site, None)
         if not self._keeps[kind]:
             return {}
+        known = record.states
+        newest = _newest(name for site in sites for name in known.get(site, ()))
         behind = [site for site in sites if site in self._behind]
-        newest = _newest(name for s in sites for name in record.states.get(s, ()))
-        found = _common(record.states, sites, behind, newest)
+        found = _common(known, sites, behind, newest)
         if self._only_newest and found != newest:
             found = None
-        if newest is not None and found != newest:
+        if found != newest:
+            lacking = [site for site in behind if newest not in known.get(site, ())]
             start = f"that of round {found.round_index}" if found else "none"
             record.events.warned(
-                f"round {record.round_index}: {', '.join(behind)} did not have the "
-                f"state of round {newest.round_index}, so all sites begin with {start}"
+                f"round {record.round_index}: {', '.join(lacking)} did not keep the "
+                f"newest state of the others, so all sites begin with {start}"
             )
         named = dict.fromkeys(sites, found) if found else {}
         self._named.update(named)
         return named
 
-    def settle(
-        self, record: RoundRecord, *, heard: Iterable[SiteId], lacking: Iterable[SiteId]
-    ) -> None:
-        """Note which sites that were heard in a round said that they lack its state."""
-        for site in lacking:
-            self._behind.add(site)
-            if self._named.get(site) in record.states.get(site, ()):
-                record.states[site] = ()  # It had that state: it lost its files.
-        # Others do not go back for a site that is silent by now.
-        self._behind.intersection_update(heard)
+    def settle(self, record: RoundRecord, exchange: SecureExchange) -> None:
+        """Note who has not kept this round's state, once its answers are in.
+
+        Others go back for a site that says so; and once, until it answers again, for
+        one that failed: it may never be well.
+        """
+        self._behind &= exchange.answered
+        for site, kind in exchange.failed.items():
+            if kind is FailureKind.NO_STATE:
+                self._behind.add(site)
+                if self._named.get(site) in record.states.get(site, ()):
+                    record.states[site] = ()  # It had that state: it lost its files.
+            elif kind not in _MAY_HAVE_TRAINED and site not in self._waited_for:
+                self._behind.add(site)
+                self._waited_for.add(site)
 
     def keep(
         self, record: RoundRecord, sites: Iterable[SiteId], context: bytes
@@ -83,6 +99,7 @@ class KeptStates:
             name = StateName(record.round_index, context.hex())
             for site in sites:
                 self._behind.discard(site)
+                self._waited_for.discard(site)
                 known = record.states.get(site, ())
                 record.states[site] = (*known, name)[-KEPT_ROUNDS:]
 

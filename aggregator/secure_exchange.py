@@ -46,9 +46,8 @@ class SecureExchange:
         deadline_seconds: How long a step may take.
         run_setup_of: Where to note which keys a site has.
         held: For each site, the round of the newest model that it is known to have.
-        heard: Sites that the newest round was heard of: an answer, or that they lack
-            the state that it begins with.
-        lacking: The latter.
+        answered: Sites whose masked updates of the newest round were folded.
+        failed: Other sites that it was heard of, and why they sent none.
     """
 
     run_id: RunId
@@ -56,8 +55,8 @@ class SecureExchange:
     deadline_seconds: float
     run_setup_of: Callable[[SiteId], RunSetup | None]
     held: dict[SiteId, int] = field(default_factory=dict, init=False)
-    heard: set[SiteId] = field(default_factory=set, init=False)
-    lacking: set[SiteId] = field(default_factory=set, init=False)
+    answered: set[SiteId] = field(default_factory=set, init=False)
+    failed: dict[SiteId, FailureKind] = field(default_factory=dict, init=False)
     _left: set[SiteId] = field(default_factory=set, init=False)
 
     def note_returns(self, record: RoundRecord) -> None:
@@ -124,8 +123,8 @@ class SecureExchange:
         away = record.members.away()
         asked = [task for task in tasks if task.site not in away]
         based_on = {task.site: task.based_on for task in asked}
-        self.heard.clear()
-        self.lacking.clear()
+        self.answered.clear()
+        self.failed.clear()
         replies = exchange(self.grid, asked, deadline_seconds=self.deadline_seconds)
         heard = self._heard(replies, round_of)
         for parts in whole_sums(record.sound(heard, MaskedUpdate), record):
@@ -145,7 +144,7 @@ class SecureExchange:
     ) -> None:
         for update, reply in parts:
             self._note_answer(update.site)
-            self.heard.add(update.site)
+            self.answered.add(update.site)
             self.held[update.site] = based_on[update.site]
             record.count_masked(update, reply)
 
@@ -164,6 +163,7 @@ class SecureExchange:
                     yield replace(reply, message=refused)
                     continue
                 self._note_answer(answer.site)
+                self.failed[answer.site] = FailureKind.NOT_FINITE
             del answer  # The caller wants to let go of a masked update.
             yield reply
             del reply
@@ -193,9 +193,7 @@ class SecureExchange:
     def _note_failure(self, answer: SiteFailure) -> None:
         if answer.kind is FailureKind.LEAVING:
             self._left.add(answer.site)
-        if answer.kind is FailureKind.NO_STATE:
-            self.lacking.add(answer.site)
-            self.heard.add(answer.site)
+        self.failed[answer.site] = answer.kind
         run_setup = self.run_setup_of(answer.site)
         if run_setup is None:
             return

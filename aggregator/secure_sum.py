@@ -181,8 +181,7 @@ class SecureGather:
         )
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
-        heard, lacking = self._exchange.heard, self._exchange.lacking
-        self._states.settle(record, heard=heard, lacking=lacking)
+        self._states.settle(record, self._exchange)
         try:
             survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:

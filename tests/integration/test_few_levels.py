@@ -265,6 +265,7 @@ class Books:
     drops: Mapping[int, tuple[str, str]]
     store: MemoryStore = field(default_factory=MemoryStore)
     shown: dict[tuple[str, int], int] = field(default_factory=dict)
+    named: dict[tuple[str, int], int] = field(default_factory=dict)
     models: dict[int, np.ndarray] = field(default_factory=dict)
     updates: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     run: Run | None = None
@@ -303,6 +304,7 @@ class Books:
             body = read_train(task.secure)
             certified = Certificate.from_bytes(body.certificate).opened.round_index
             self.shown[task.site, task.round_index] = certified
+            self.named[task.site, task.round_index] = task.state_round
             self.models[task.round_index] = task.weights_d.copy()
         message = answer()
         if task.site == site and (kind, step_of(task)) in {
@@ -351,24 +353,19 @@ class Books:
             if isinstance(event, events.RoundFinished) and event.status == "completed"
         }
 
-    def was_told_that_it_is_out(self, site: str, index: int, until: int) -> bool:
-        """By the certificate of the round, in a task up to another round."""
+    def was_told_that_it_is_out(self, site: str, index: int, at: int) -> bool:
+        """By the certificate of the round, in the task of another round."""
         summed = self.completed().get(index)
-        return (
-            summed is not None
-            and site not in summed
-            and any(
-                self.shown.get((site, later)) == index
-                for later in range(index + 1, until + 1)
-            )
-        )
+        is_shown = self.shown.get((site, at)) == index
+        return summed is not None and site not in summed and is_shown
 
     def check(self) -> None:
         """Each update is in one sum, or comes back, or its fate is unknown."""
         sums: dict[int, np.ndarray] = {}
         for spec in self.job.sites:
-            before: Residual | None = None
-            for index, one in self.residuals(spec.name).items():
+            found = self.residuals(spec.name)
+            for index, one in found.items():
+                before = found.get(self.named[spec.name, index])
                 carried = np.zeros_like(one.left_d)
                 if before is not None:
                     carried = before.left_d.copy()
@@ -381,7 +378,6 @@ class Books:
                 if spec.name in self.completed().get(index, ()):
                     part = sums.setdefault(index, np.zeros_like(one.left_d))
                     part += self.sent(one)
-                before = one
         self._check_models(sums)
 
     def _check_models(self, sums: Mapping[int, np.ndarray]) -> None:
@@ -437,8 +433,8 @@ def test_site_that_is_left_out_twice_gets_both_back(levels: int):
     assert books.was_told_that_it_is_out("site-1", 3, 4)
 
 
-def test_site_that_fails_after_it_was_told_gets_its_update_back_later():
-    """The certificate was seen once; it does not come again."""
+def test_site_that_is_out_and_then_fails_begins_with_none_like_all_others():
+    """It has kept nothing of the newest round, and the others not what it has."""
     books = Books(
         level_job(threshold=3, evaluation={"every": 0}, **UNIFORM),
         {2: ("site-1", "answer lost")},
@@ -467,6 +463,7 @@ def test_site_that_fails_after_it_was_told_gets_its_update_back_later():
     assert set(books.residuals(SITE)) == {1, 2, 4}
     assert books.shown[SITE, 3] == 2
     assert books.shown[SITE, 4] == 3
+    assert [books.named[f"site-{i}", 4] for i in range(4)] == [0] * 4
     books.check()
 
 
@@ -529,16 +526,18 @@ def test_damaged_residual_is_refused(caplog: pytest.LogCaptureFixture):
     assert "to start afresh" in caplog.text
 
 
-def test_deleted_residual_is_begun_anew(caplog: pytest.LogCaptureFixture):
-    """The site says that it starts afresh; what was left out is lost."""
+def test_deleted_residual_has_all_sites_begin_anew(caplog: pytest.LogCaptureFixture):
+    """The site says so, and is back in the next round; what was left out is lost."""
     store = MemoryStore()
     found = run(
         level_job(threshold=3),
         store=store,
         fault=spoiling(lambda store, key: store.delete(key), store),
     )
-    assert SITE in found.answered(3)
-    assert "it starts afresh" in caplog.text
+    assert SITE not in found.answered(3)
+    assert "does not have the state of round 2" in caplog.text
+    assert SITE in found.answered(4)
+    assert any("all sites begin with none" in said for said in found.warnings())
 
 
 def test_levels_may_not_change_on_resume():

@@ -33,9 +33,7 @@ def kept_job(rounds: int, *, threshold: int = 4, **tables: Any) -> JobSpec:
 class Begins:
     """A site that notes the round whose state it is told to begin with."""
 
-    def __init__(
-        self, site: Any, before: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, site: Any, before: Callable[[int], None]) -> None:
         self.site, self.before = site, before
         self.named: list[int] = []
 
@@ -99,7 +97,10 @@ def test_where_all_must_answer_a_lost_file_costs_a_round_and_the_state(
         message for message in found.warnings() if "all sites begin with" in message
     ]
     assert said == [
-        "round 4: site-1 did not have the state of round 2, so all sites begin with none"
+        (
+            "round 4: site-1 did not keep the newest state of the others, so all sites "
+            "begin with none"
+        )
     ]
 
 
