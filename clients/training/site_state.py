@@ -204,9 +204,16 @@ class SiteState:
             context: The round's ctx_r as hexadecimal digits, in a secure sum.
             before: The round whose state it began with, which stays: if this round is
                 lost, the next one begins with it.
+
+        Raises:
+            ValueError: These arrays are of no method that the site was made for.
         """
         if not arrays and not facts:
             return
+        if arrays and not (self._continues or self._has_own):
+            raise ValueError(
+                f"{', '.join(arrays)}: list their method in federation.job.kept_state"
+            )
         facts = {**facts, _CONTEXT: context} if context else facts
         head = {
             "version": VERSION,

@@ -15,8 +15,10 @@ from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import CorruptObject
 from federation.ids import RunId, SiteId
+from federation.messages import StateName
 from federation.protocols import ObjectStore
 from federation.vectors import Layout, Role
+from privacy.secagg.errors import NoState
 
 SITE = SiteId("a")
 LAYOUT = Layout.build(
@@ -289,3 +291,30 @@ def test_without_integers_of_its_own_a_model_passes(store: ObjectStore):
     state, values = state_in(store), integers()
     assert state.own_integers(values) == {}
     assert state.restore_integers(values, NOTHING) is state.conceal(values) is values
+
+
+def test_a_state_is_named_by_its_round_and_its_context(state: SiteState):
+    """Whoever lacks it says so, and begins with no other."""
+    context = "ab" * 32
+    state.keep(RUN, 2, {"v": np.array([2])}, context=context)
+    keep(state, 3)
+    assert int(state.named(RUN, StateName(2, context)).arrays["v"][0]) == 2
+    assert state.named(RUN, None) == NOTHING
+    for name in (StateName(2, "cd" * 32), StateName(1, context), StateName(3, "")):
+        with pytest.raises(NoState, match=f"state of round {name.round_index}"):
+            state.named(RUN, name)
+    with pytest.raises(NoState):
+        state.named(RunId("another"), StateName(2, context))
+
+
+def test_the_state_that_a_round_began_with_stays(state: SiteState):
+    for index in range(1, ROUNDS + 4):
+        state.keep(RUN, index, {"v": np.array([index])}, before=1)
+    kept = [i for i in range(1, ROUNDS + 4) if state.of(RUN, i) != NOTHING]
+    assert kept == [1, *range(4, ROUNDS + 4)]
+
+
+def test_arrays_of_an_unlisted_method_are_refused(store: ObjectStore):
+    """Then nothing that decides what a site computes is left out of mask keys."""
+    with pytest.raises(ValueError, match="kept_state"):
+        keep(SiteState(SITE, PLAIN, store), 1)
