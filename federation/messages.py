@@ -206,7 +206,7 @@ class StateName:
     """Names what the sites of a secure sum have kept of a round.
 
     Attributes:
-        round_index: The round.
+        round_index: The round that left it.
         context: Its ctx_r, 64 hexadecimal digits: what the round was made of, down to
             the state that it began with.
     """

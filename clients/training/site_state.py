@@ -197,9 +197,9 @@ class SiteState:
         """Store what a round left, durably; nothing is written if that is nothing.
 
         Args:
-            run_id: The run.
-            round_index: The round.
-            arrays: What it left.
+            run_id: No other run begins with it.
+            round_index: The round that left it.
+            arrays: By name; what follows a slash is their method's.
             facts: Plain values beside them.
             context: The round's ctx_r as hexadecimal digits, in a secure sum.
             before: The round whose state it began with, which stays: if this round is

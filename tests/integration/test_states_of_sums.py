@@ -11,7 +11,14 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation.events import SiteFailed
 from federation.job.kept_state import KEPT_ROUNDS
 from federation.job.spec import JobSpec
-from federation.messages import RoundTask, SiteMessage, StateName, Task
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SiteMessage,
+    StateName,
+    Task,
+)
+from federation.rounds.failures import failure
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +120,7 @@ def test_a_site_that_missed_a_round_brings_the_others_back_to_what_it_has():
     assert next(each.named for each in sites.values()) == [0, 1, 2, 1, 4]
     assert sites[SITE].named == [0, 2, 1, 4]
     assert SITE in found.answered(4)
-    assert any("begin with that of round 1" in text for text in found.warnings())
+    assert any("that of round 1" in text for text in found.warnings())
 
 
 def test_levels_begin_with_the_newest_state_or_with_none():
@@ -127,6 +134,22 @@ def test_a_site_that_stays_away_takes_no_state_from_the_others():
     job = kept_job(6, threshold=3)
     _found, sites = watched(job, fault=silence("mask", [SITE], times=9))
     assert next(each.named for each in sites.values()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_others_go_back_once_for_a_site_that_is_not_back():
+    """It said that it lacks a state, or failed, and then nothing more came of it."""
+    job = kept_job(6, threshold=3)
+    _found, sites = watched(job, fault=_missing(2, 4, 5, 6))
+    assert next(each.named for each in sites.values()) == [0, 1, 2, 1, 4, 5]
+
+    def failing(task: Task, answer: Callable[[], SiteMessage]) -> list[SiteMessage]:
+        is_it = isinstance(task, RoundTask) and task.round_index > 1
+        if is_it and task.site == SITE:
+            return [failure(task, FailureKind.CRASHED, "no disk")]
+        return [answer()]
+
+    _found, sites = watched(job, fault=failing)
+    assert next(each.named for each in sites.values()) == [0, 1, 1, 3, 4, 5]
 
 
 def test_rounds_that_are_lost_do_not_push_out_the_state_to_begin_with():
@@ -167,11 +190,11 @@ def test_a_resumed_run_names_the_same_state():
     assert other.state.states == {}
 
 
-def _missing(index: int) -> Callable[..., list[SiteMessage]]:
-    """The site is not reached in one round."""
+def _missing(*rounds: int) -> Callable[..., list[SiteMessage]]:
+    """The site is not reached in some rounds."""
 
     def fault(task: Task, answer: Callable[[], SiteMessage]) -> list[SiteMessage]:
-        is_it = isinstance(task, RoundTask) and task.round_index == index
+        is_it = isinstance(task, RoundTask) and task.round_index in rounds
         return [] if is_it and task.site == SITE else [answer()]
 
     return fault

@@ -394,4 +394,4 @@ def test_another_certificate_for_one_site_opens_no_sum():
     assert found.statuses() == ["completed", "lost"]
     ((site, message),) = found.failures(2)
     assert site == VICTIM
-    assert "different run, setup, round or model" in message
+    assert "for a different run" in message
