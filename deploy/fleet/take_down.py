@@ -15,6 +15,7 @@ from cloud_adapters.compute.pool import (
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
+from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.errors import ComputeError, FederationError, StoreUnavailable
 from federation.protocols import Clock
 
@@ -129,9 +130,11 @@ def give_way(deployment: Deployment, tell: Tell) -> None:
     Raises:
         ComputeError: Another one was, or a service fails.
     """
+    # Another folder cannot see this host's nodes, which would make each the first.
     found = [
         node
-        for pool in deployment.pools.values()
+        for name, pool in deployment.pools.items()
+        if name not in {LOCAL, CONTAINERS}
         for node in pool.nodes({DEPLOYMENT: deployment.name})
     ]
     try:

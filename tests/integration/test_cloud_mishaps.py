@@ -7,6 +7,7 @@ laptop is lost with its folder, or its clock is wrong.
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -22,11 +23,12 @@ from support.ec2_server import IMAGE
 from support.enrolments import Federation
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
 
-from cloud_adapters.compute.pool import NodeState
-from deploy.fleet import deployment as fleet, deployment_file, take_down
+from cloud_adapters.compute.pool import NodeSpec, NodeState, all_gone, wait_for
+from deploy.fleet import deployment as fleet, deployment_file, reconcile, take_down
 from deploy.fleet.bringing_up import cloud_sites
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import DEPLOYMENT, OWNER, ROLE
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE, NodeRole
+from deploy.fleet.tables.providers import LOCAL
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError
 
@@ -62,6 +64,8 @@ class Pausing(VirtualClock):
         what, self.meanwhile = self.meanwhile, lambda: None
         what()
         super().sleep(max(seconds, self.pause))
+        if not self.pause:  # Something real is awaited.
+            SystemClock().sleep(seconds)
 
 
 class Person:
@@ -92,13 +96,34 @@ class Person:
             )
         return str(raised.value)
 
+    def start_aggregator(self) -> None:
+        """As ``up`` does before all else, on a host that the other cannot see."""
+        owner = self.deployment.owner
+        role = NodeRole(name=AGGREGATOR, settings="0")
+        spec = NodeSpec(
+            name=AGGREGATOR,
+            command=[sys.executable, "-c", "import signal; signal.pause()"],
+            labels=reconcile.labels("fed", owner, role, 1),
+            max_seconds=600,
+        )
+        self.clock.wrong, self.clock.pause = -60.0, 0.0
+        self.deployment.pools[LOCAL].launch(spec, f"{owner}/{AGGREGATOR}/1")
+        self.clock.wrong = 0.0
+
+    def end(self) -> None:
+        """End what it has on its host."""
+        pool, labels = self.deployment.pools[LOCAL], {DEPLOYMENT: "fed"}
+        pool.terminate([node.id for node in pool.nodes(labels)])
+        clock = SystemClock()
+        wait_for(pool, labels, all_gone, what="it ended", seconds=60, clock=clock)
+
     def alive(self) -> list[str]:
         """Roles of the machines that anybody has, if all are this person's."""
         found = [
             node
-            for pool in self.deployment.pools.values()
+            for name, pool in self.deployment.pools.items()
             for node in pool.nodes({DEPLOYMENT: "fed"})
-            if node.state is not NodeState.GONE
+            if name != LOCAL and node.state is not NodeState.GONE
         ]
         assert {node.labels[OWNER] for node in found} <= {self.deployment.owner}
         return sorted(node.labels[ROLE] for node in found)
@@ -140,6 +165,22 @@ def test_who_launches_second_ends_its_own_machines_alone(
     assert first.alive() == ROLES
     # The second had launched one machine before it looked again.
     assert (len(clouds.aws.launches()), len(clouds.gcp.inserted)) == (2, 1)
+
+
+def test_an_aggregator_makes_nobody_first(
+    people: list[Person], clouds: Clouds, stack: ExitStack
+):
+    """Each has the oldest node by its own account; only one may go on."""
+    first, second = people
+    for person in people:
+        stack.callback(person.end)
+        person.start_aggregator()
+        clouds.launch(person.deployment.owner)
+    with pytest.raises(ComputeError, match="which was first: site-"):
+        take_down.give_way(second.deployment, second.told.append)
+    assert any("ended aggregator-" in line for line in second.told)
+    take_down.give_way(first.deployment, first.told.append)
+    assert (first.told, first.alive()) == ([], ROLES)
 
 
 def test_nobody_ends_the_machines_of_the_other(people: list[Person], clouds: Clouds):

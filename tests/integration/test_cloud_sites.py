@@ -9,6 +9,9 @@ import base64
 import json
 import os
 import shlex
+import shutil
+import signal
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from support.fake_platforms import ACCOUNT, EMAIL, ROLE, CheckingSts, GoogleMach
 from support.forked import Forked, shared
 from support.programs import needs
 
+from deploy.exit_codes import FAILED
 from privacy.secagg.agreement import roster
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -281,3 +285,33 @@ def test_machines_of_two_clouds_train_and_go(clouds: Clouds):
     assert clouds.nodes() == []
     assert clouds.aws_nodes() == []
     assert clouds.gcp.instances == {}
+
+
+def test_of_two_commands_at_once_one_gives_way(clouds: Clouds, tmp_path: Path):
+    """Each folder has an aggregator on its host, older than all machines."""
+    clouds.write(f"127.0.0.1:{free_port()}", more=RELEASE)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    shutil.copy(tmp_path / "job.toml", folder)
+    second = folder / "fed.toml"
+    address = tomllib.loads(clouds.path.read_text())["aggregator"]["address"]
+    other = f"127.0.0.1:{free_port()}"
+    second.write_text(clouds.path.read_text().replace(address, other))
+    out, err = folder / "up.out", folder / "up.err"
+    late = shared().start("up", str(second), out=out, err=err, environment=os.environ)
+    clouds.ups.append(late)
+    wait_for(lambda: "aggregator: launched" in err.read_text(), "it has begun", 60)
+    late.send_signal(signal.SIGSTOP)  # It has looked, and found nobody.
+    clouds.up()
+    wait_for(lambda: f"site-{GCP_SITE}: launched" in clouds.told, "both run", 60)
+    late.send_signal(signal.SIGCONT)
+    assert late.wait(120) == FAILED
+    assert "at the same time, which was first: site-" in err.read_text()
+    assert "aggregator: ended" in err.read_text()
+    assert sorted(node["node"] for node in clouds.nodes()) == [
+        "aggregator",
+        f"site-{AWS_SITE}",
+        f"site-{GCP_SITE}",
+    ]
+    assert clouds.ups[-1].poll() is None, clouds.told
+    assert (len(clouds.aws_nodes()), len(clouds.gcp.instances)) == (1, 1)
