@@ -19,6 +19,7 @@ from clients.user_code import unable_to_exit
 from deploy.aggregator_host.parties import Parties, check, fewest
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.wiring import parts as wiring, store_meters
+from deploy.wiring.begun_run import check_engine
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
@@ -91,12 +92,14 @@ class DeployedRun:
 
         Raises:
             JobError: The job cannot be run.
+            CheckpointMismatch: A simulation has worked on the run.
         """
         self._run = run
         self._parties = parties
         self._clock = clock
         self._job = run.read_spec()
         begun = run.run_id()
+        check_engine(run, DEPLOYED)
         check(self._job, parties, resumed=begun is not None)
         with unable_to_exit():
             pool = ModelPool(self._job)

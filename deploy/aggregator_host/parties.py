@@ -42,13 +42,20 @@ class Parties:
         hold the one before, and a contract is between holders of the same.
 
         Raises:
-            FederationError: See ``load``; or the run's folder cannot be written.
+            FederationError: See ``load``; or the run's folder cannot be written, or
+                has lost the roster of a begun run, or pins another aggregator.
         """
         found = cls.load(folder)
         kept = run.path / "roster.toml"
-        if run.run_id() is None or not kept.exists():
+        if run.run_id() is None:
             replace_file(kept, [roster.dumps(found.roster).encode()])
+        elif not kept.exists():
+            raise JobError(
+                f"{kept} is missing, the roster that this run began with: restore it "
+                "from a backup, or start a new run"
+            )
         members = roster.load(kept)
+        found.check_pinned(members, kept, folder)
         book = BookFile(folder=folder).read()
         return replace(found, roster=members, revoked=book.revoked_sites(members))
 
@@ -79,12 +86,28 @@ class Parties:
             roster=members,
             revoked=book.revoked_sites(members),
         )
-        if found.identity.public.key != found.roster.aggregator_key:
-            raise JobError(
-                f"{pinned} pins another aggregator than "
-                f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
-            )
+        found.check_pinned(
+            members, pinned, folder, "pin this one with crossfed keys trust"
+        )
         return found
+
+    def check_pinned(
+        self,
+        members: Roster,
+        path: Path,
+        folder: Path,
+        advice: str = "resume the run with the aggregator that began it",
+    ) -> None:
+        """Check that a roster pins this aggregator.
+
+        Raises:
+            JobError: It pins another one.
+        """
+        if self.identity.public.key != members.aggregator_key:
+            raise JobError(
+                f"{path} pins another aggregator than {folder / 'aggregator.pem'}: "
+                f"{advice}"
+            )
 
 
 def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:

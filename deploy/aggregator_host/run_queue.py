@@ -33,10 +33,10 @@ from federation.events import Event, RunFinished, RunStarted, SitesLeftOut
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_count import completed_rounds
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_folder import REQUEST, RunFolder
 from monitoring.views.run_view import INTERRUPTED
 
-REQUEST, COORDINATOR = "request.json", "coordinator.json"
+COORDINATOR = "coordinator.json"
 OUTCOME, STOP = "outcome.json", "stop"
 _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
@@ -192,7 +192,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
         RunConflict: There is a run in the folder.
         StoreUnavailable: The folder cannot be written.
     """
-    if run.exists() or (run.path / REQUEST).exists():
+    if run.exists() or run.is_submitted():
         raise RunConflict(f"{run.path} already holds a run: choose another folder")
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)

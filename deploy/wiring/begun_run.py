@@ -1,4 +1,4 @@
-"""Which run a folder belongs to, where a process was killed before its first event."""
+"""Which run a folder belongs to, and who may continue it."""
 
 import contextlib
 
@@ -7,7 +7,45 @@ from cloud_adapters.storage.disk.store import LocalStore
 from federation.errors import CheckpointMismatch
 from federation.ids import RunId
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_view import DEPLOYED
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, is_begun, read_file
+
+# These train the same weights, bit for bit, so each continues a run of the other.
+_ALIKE = frozenset({"inproc", "flower"})
+
+
+def check_engine(run: RunFolder, engine: str) -> None:
+    """Refuse to continue a run with sites of another kind.
+
+    Simulated sites have the job's own data, and the time of a virtual run is its own:
+    the rest of the run would be another experiment under the same name.
+
+    Raises:
+        CheckpointMismatch: Another engine began the run, or it belongs to the
+            aggregator's service; the message says how to resume it.
+        CorruptObject: The record is damaged.
+        StoreUnavailable: The record cannot be read.
+    """
+    begun = run.engines()
+    simulated = begun - {DEPLOYED}
+    if engine != DEPLOYED and (run.is_submitted() or DEPLOYED in begun):
+        raise CheckpointMismatch(
+            f"{run.path} holds a deployed run, whose sites are machines of their own: "
+            "resume it on the aggregator's host with crossfed run JOB --aggregator "
+            "AGGREGATOR.TOML --resume, or simulate the job in another folder (--out)"
+        )
+    if engine == DEPLOYED and simulated:
+        raise CheckpointMismatch(
+            f"{run.path} has rounds of simulated sites (engine "
+            f"{', '.join(sorted(simulated))}), so it cannot continue as a deployed "
+            "run: submit the job again with crossfed run, without --resume"
+        )
+    odd = simulated - (_ALIKE if engine in _ALIKE else {engine})
+    if odd:
+        raise CheckpointMismatch(
+            f"{run.path} was started with --engine {min(odd)}, and not {engine}: "
+            f"resume it with --engine {min(odd)}, or choose another folder with --out"
+        )
 
 
 def begun_id(run: RunFolder) -> RunId | None:

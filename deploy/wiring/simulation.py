@@ -20,7 +20,7 @@ from clients.training.local_federation import Federation
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import extension, parts as wiring, run_store, virtual_engine
-from deploy.wiring.begun_run import begun_id
+from deploy.wiring.begun_run import begun_id, check_engine
 from deploy.wiring.rehearsal import (
     Rehearsal,
     dropout_notice,
@@ -109,8 +109,8 @@ def simulate(
         RunNotFound: ``resume`` is set, and ``folder`` holds no run.
         RunConflict: ``folder`` holds a run and ``resume`` is not set, or another
             process works on it.
-        CheckpointMismatch: The run to resume was started from another job, or cannot
-            be extended to this one.
+        CheckpointMismatch: The run to resume was started from another job or by
+            another engine, or cannot be extended to this one.
         FederationError: Anything else that ends a run before its time.
     """
     beside = Path()
@@ -126,7 +126,7 @@ def simulate(
     if transcript is not None:
         check_fresh(transcript)
     resume = resume or extend
-    run = _run_folder(job, folder, resume=resume, extend=extend)
+    run = _run_folder(job, folder, engine=engine, resume=resume, extend=extend)
     done = _done_before(job, run) if resume else None
     if done is not None:
         return done
@@ -153,7 +153,7 @@ def simulate(
         )
         if run is not None:
             stack.enter_context(run.locked())
-            _take_over(run, simulation, resume=resume)
+            _take_over(run, simulation, engine=engine, resume=resume)
             if extend:
                 extension.record(job, run, clock)
         return simulation.run()
@@ -186,9 +186,11 @@ def _live_metrics(
     return live_metrics(run, names)
 
 
-def _take_over(run: RunFolder, simulation: "_Simulation", *, resume: bool) -> None:
+def _take_over(
+    run: RunFolder, simulation: "_Simulation", *, engine: str, resume: bool
+) -> None:
     """Check a folder again: another process may have used it meanwhile."""
-    _check_folder(run, resume=resume)
+    _check_folder(run, engine=engine, resume=resume)
     if run.run_id() not in {None, simulation.run_id}:
         raise RunConflict(f"{run.path} was just started by another process")
 
@@ -202,34 +204,36 @@ def _clock(
 
 
 def _run_folder(
-    job: JobSpec, folder: Path | None, *, resume: bool, extend: bool
+    job: JobSpec, folder: Path | None, *, engine: str, resume: bool, extend: bool
 ) -> RunFolder | None:
     """Find the run's folder, updated from its bucket, and check it."""
     run = None if folder is None else RunFolder(Path(folder))
     if resume and run is not None:
         run_store.fetch(job, run)
-    _check_folder(run, resume=resume)
+    _check_folder(run, engine=engine, resume=resume)
     if run is not None and extend:
         extension.check(job, run)
     return run
 
 
-def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
+def _check_folder(run: RunFolder | None, *, engine: str, resume: bool) -> None:
     if run is None:
         if resume:
             raise RunNotFound(
                 "there is nothing to resume: this run is not stored; give a folder"
             )
-    elif resume and not run.exists():
+        return
+    if resume and not run.exists():
         raise RunNotFound(
             f"there is no run in {run.path} to resume (no events.jsonl): omit --resume "
             "or --extend to start one"
         )
-    elif run.exists() and not resume:
+    if run.exists() and not resume:
         raise RunConflict(
             f"{run.path} already holds run {run.run_id() or '(not started)'}; add "
             "--resume to continue it, or choose another folder with --out"
         )
+    check_engine(run, engine)
 
 
 def _log_failure(place: str, error: Exception) -> None:

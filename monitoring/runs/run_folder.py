@@ -34,6 +34,8 @@ from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import COMPLETED, RunView
 
+# What the aggregator's service has a run from; see ``deploy.aggregator_host``.
+REQUEST = "request.json"
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 
@@ -110,6 +112,20 @@ class RunFolder:
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)
+
+    def is_submitted(self) -> bool:
+        """Whether the run belongs to an aggregator's service."""
+        return (self.path / REQUEST).exists()
+
+    def engines(self) -> set[str]:
+        """Every engine that a coordinator of the run has used.
+
+        Raises:
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found = self.read_events() if self.exists() else []
+        return {event.engine for event in found if isinstance(event, RunStarted)}
 
     def anchors(self) -> dict[SiteId, LedgerAnchor]:
         """Return the largest anchor of each site that an answer has brought.

@@ -26,7 +26,8 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
             default what the events say.
     """
     yield f"status      {status or view.status}"
-    yield f"rounds      {view.rounds_completed}"
+    by_engine = f" ({view.engine})" if len(view.engines) > 1 else ""
+    yield f"rounds      {view.rounds_completed}{by_engine}"
     if view.selected is not None:
         yield f"model       {chosen(view.selected)}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))

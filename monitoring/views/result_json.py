@@ -27,6 +27,9 @@ def result(view: RunView) -> dict[str, Any]:
         "run_id": view.started.run_id,
         "job": view.started.job_name,
         "rounds_completed": view.rounds_completed,
+        "engines": [
+            {"first_round": first, "engine": engine} for first, engine in view.engines
+        ],
         "extended": [asdict(event) for event in view.extended],
         "selected": None if view.selected is None else _selected(view.selected),
         "final": _final(view),

@@ -94,6 +94,7 @@ class RunFold:
     def __init__(self) -> None:
         """Begin with nothing known."""
         self._started: list[RunStarted] = []
+        self._engines: list[tuple[int, str]] = []
         self._seconds_before = 0.0  # of the coordinators before the newest
         self._last_at = 0.0
         self._newest: dict[type, Event] = {}
@@ -186,12 +187,17 @@ class RunFold:
             skipped=tuple(e for e in self._remarks if isinstance(e, CheckpointSkipped)),
             storage=tuple(self._storage.values()),
             selected=self._selected(),
+            engines=tuple(self._engines),
         )
 
     def _start(self, event: RunStarted) -> None:
         if self._started:
             self._seconds_before += self._seconds_now()
         self._started.append(event)
+        kept = [each for each in self._engines if each[0] < event.first_round]
+        if not kept or kept[-1][1] != event.engine:
+            kept.append((event.first_round, event.engine))
+        self._engines = kept
         self._newest.pop(RunFinished, None)
         self._newest.pop(ModelSelected, None)
         self._newest.pop(SitesLeftOut, None)  # It is sent again if it still holds.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import repeat
+from itertools import pairwise, repeat
 
 from federation.events import (
     CheckpointSaved,
@@ -81,6 +81,7 @@ class RunView:
         storage: What stores were used for, by all coordinators, one entry for each
             URL, user and way.
         selected: Which model the run has left, if its job selects one.
+        engines: What brought tasks to the sites, each from a round on.
     """
 
     started: RunStarted
@@ -105,6 +106,19 @@ class RunView:
     skipped: tuple[CheckpointSkipped, ...]
     storage: tuple[StoreUsed, ...]
     selected: ModelSelected | None = None
+    engines: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def engine(self) -> str:
+        """The engine, as text; if there were several, that of each range of rounds."""
+        texts = [
+            f"{engine} in rounds {first} to {then - 1}"
+            for (first, engine), (then, _) in pairwise(self.engines)
+        ]
+        first, newest = self.engines[-1]
+        return (
+            ", ".join([*texts, f"{newest} from round {first} on"]) if texts else newest
+        )
 
     @property
     def status(self) -> str:

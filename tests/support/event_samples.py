@@ -323,7 +323,7 @@ class _Play:
             first_round=script.first_round,
             sites=script.sites,
             parameters=UPDATE_BYTES // 4,
-            engine="in process",
+            engine="inproc",
             task=script.task,
             secure_aggregation=script.secure,
         )

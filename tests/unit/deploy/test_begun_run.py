@@ -5,14 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import event_samples
+from support.agents import consortium
 from support.small_jobs import small_job
 
 from clients.privacy.site_plans import PrivateSites
-from deploy.wiring.begun_run import begun_id
+from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.wiring.begun_run import begun_id, check_engine
 from deploy.wiring.parts import build_federation
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock, VirtualClock
-from federation.errors import CorruptObject, RunNotFound
+from federation.errors import (
+    CheckpointMismatch,
+    CorruptObject,
+    RunNotFound,
+)
+from federation.event_log import EventWriter
+from federation.events import RunStarted
 from federation.ids import RunId, SiteId
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.errors import LedgerDamaged
@@ -32,6 +42,58 @@ def begin(folder: Path, site: str, **changes: Any) -> Path:
     place.mkdir(parents=True)
     FileLedger(place, replace(terms, **changes), clock=VirtualClock(1.8e9)).close()
     return place / LEDGER_NAME
+
+
+def started_by(folder: Path, *engines: str) -> RunFolder:
+    """A run of ``small_job`` whose coordinators have used these engines."""
+    run = RunFolder(folder)
+    folder.mkdir()
+    (first,) = [e for e in event_samples.two_sites(1) if isinstance(e, RunStarted)]
+    with EventWriter(run.events) as note:
+        for engine in engines:
+            note(replace(first, engine=engine))
+    run.write_job(small_job())
+    return run
+
+
+@pytest.mark.parametrize("more", [{}, {"extend": True}])
+def test_simulation_does_not_take_over_a_deployed_run(
+    tmp_path: Path, more: dict[str, bool]
+):
+    """Its sites would be simulated, and its name that of a run on real data."""
+    run = started_by(tmp_path / "run", "deployed")
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    with pytest.raises(CheckpointMismatch, match="crossfed run JOB --aggregator"):
+        simulate(small_job(rounds=2), folder=run.path, resume=True, **more)
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+def test_simulation_does_not_begin_in_the_folder_of_a_submitted_run(tmp_path: Path):
+    """It waits for its coordinator, and has no event yet."""
+    run = RunFolder(tmp_path / "run")
+    run_queue.submit(small_job(), run, at=0.0)
+    with pytest.raises(CheckpointMismatch, match="holds a deployed run"):
+        simulate(small_job(), folder=run.path)
+    assert not run.exists()
+
+
+def test_service_does_not_continue_a_run_with_simulated_rounds(tmp_path: Path):
+    """As a simulation of an earlier version has left it: its rounds stay."""
+    run = started_by(tmp_path / "run", "deployed", "inproc")
+    with pytest.raises(CheckpointMismatch, match=r"simulated sites .engine inproc"):
+        DeployedRun(run, consortium("site-0").parties, clock=SystemClock())
+
+
+def test_engines_with_the_same_weights_continue_each_other(tmp_path: Path):
+    """And no others; the message names the engine to resume with."""
+    real = started_by(tmp_path / "real", "inproc", "flower")
+    virtual = started_by(tmp_path / "virtual", "virtual")
+    for run, engine in ((real, "inproc"), (real, "flower"), (virtual, "virtual")):
+        check_engine(run, engine)
+    with pytest.raises(CheckpointMismatch, match="resume it with --engine flower"):
+        check_engine(real, "virtual")
+    with pytest.raises(CheckpointMismatch, match="resume it with --engine virtual"):
+        check_engine(virtual, "inproc")
 
 
 def test_ledgers_name_the_run_of_a_folder_without_events(tmp_path: Path):

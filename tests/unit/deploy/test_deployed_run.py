@@ -27,6 +27,7 @@ from federation.messages import LedgerAnchor
 from federation.protocols import RunState
 from monitoring.runs.run_folder import RunFolder
 from privacy.membership import introduction, key_files as keys, roster_file
+from privacy.secagg.agreement import identity
 
 
 def test_aggregator_without_sites_says_how_one_is_invited(tmp_path: Path):
@@ -128,6 +129,21 @@ def test_revoked_site_is_done_without_once_a_run_has_begun(federation: Federatio
         DeployedRun(run, parties, clock=SystemClock())
 
 
+def test_run_resumes_with_its_own_roster_and_aggregator_only(federation: Federation):
+    """Its sites agreed with those who are pinned there, and with nobody else."""
+    run = begun(federation, three_sites())
+    kept = run.path / "roster.toml"
+    text = kept.read_text()
+    kept.unlink()
+    with pytest.raises(JobError, match=r"roster\.toml is missing.*restore"):
+        Parties.of_run(federation.aggregator, run)
+    own = Parties.load(federation.aggregator).roster.aggregator_key.hex()
+    other = identity.generate(os.urandom).public.key.hex()
+    kept.write_text(text.replace(own, other))
+    with pytest.raises(JobError, match=r"pins another aggregator.*that began it"):
+        Parties.of_run(federation.aggregator, run)
+
+
 def test_secure_run_cannot_do_without_a_revoked_site(federation: Federation):
     """A new coordinator makes new keys, and with all sites."""
     job = four_in_secret()
@@ -192,6 +208,7 @@ def test_private_run_that_goes_on_knows_anchors_and_promises(
     names = tuple(site.name for site in job.sites)
     run = RunFolder(federation.folder / "runs" / job.name / "one")
     run_queue.submit(job, run, at=0.0)
+    Parties.of_run(federation.aggregator, run)
     script = event_samples.Script(sites=names, stop_after=2, epsilon_cap=8.0)
     with EventWriter(run.events) as note:
         for event in event_samples.run(script):
@@ -199,6 +216,8 @@ def test_private_run_that_goes_on_knows_anchors_and_promises(
                 anchor = LedgerAnchor(train=event.round_index)
                 spent = replace(event.spent, anchor=anchor)
                 note(replace(event, spent=spent))
+            elif isinstance(event, RunStarted):
+                note(replace(event, engine="deployed"))
             elif is_promised or not isinstance(event, PrivacyPlanned):
                 note(event)
     parties, found = Parties.of_run(federation.aggregator, run), []

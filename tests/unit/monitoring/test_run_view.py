@@ -25,6 +25,7 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
+from monitoring.pages import report
 from monitoring.terminal import outcome
 from monitoring.views.result_json import result
 from monitoring.views.round_view import (
@@ -176,6 +177,25 @@ def test_newest_record_of_a_round_counts():
     assert len(view.checkpoints) == 10
 
 
+def test_each_range_of_rounds_names_its_engine():
+    """Also in the result and the report; rounds that ran again are of the new one."""
+    events = event_samples.resumed()
+    (_, again) = [i for i, e in enumerate(events) if isinstance(e, RunStarted)]
+    assert fold(events).engine == "inproc"
+    first = events[again].first_round
+    events[again] = replace(events[again], engine="flower")
+    view = fold(events)
+    text = f"inproc in rounds 1 to {first - 1}, flower from round {first} on"
+    assert view.engine == text
+    assert any(line.endswith(f"({text})") for line in outcome.lines(view))
+    assert text in report.render(view, "", {}, figures=())
+    expected = [(1, "inproc"), (first, "flower")]
+    found = result(view)["engines"]
+    assert [(each["first_round"], each["engine"]) for each in found] == expected
+    anew = replace(events[again], first_round=1, engine="virtual")
+    assert fold([*events, anew]).engines == ((1, "virtual"),)
+
+
 def test_seconds_add_up_over_coordinators():
     """The time between two coordinators is not the run's."""
     events = event_samples.resumed()
@@ -254,6 +274,7 @@ def test_result_is_json():
         "run_id",
         "job",
         "rounds_completed",
+        "engines",
         "extended",
         "selected",
         "final",
