@@ -16,8 +16,8 @@ from monitoring.units import format_delta, format_epsilon
 from privacy.dp.auditing import Guesses, Roc, p_value
 from privacy.dp.curve_tests import PValues
 
-# Tests that decide about a promise. Each has its part of the risk of a false alarm, so
-# that all of them together have the confidence.
+# Tests that decide about a promise. Each has its part of the risk of a false alarm, and
+# so has each audited site, so that the whole audit has the confidence.
 _TESTS = 5
 
 # Training without noise would be called broken if its expected p-value is so much
@@ -97,8 +97,9 @@ class SiteFindings:
         promise: What the guarantee says.
         guesses: How canaries were distinguished for the bound on epsilon.
         curve: Tests of the trade-off curve; None where nothing is promised.
-        confidence: Of the verdict, and of each bound by itself: a promise that is
-            kept is called broken with a probability of at most one minus it.
+        num_audited: Number of audited sites, which share the risk of a false alarm.
+        confidence: Of the audit, and of each bound by itself: if all promises are kept,
+            any of them is called broken with a probability of at most one minus it.
         scores_m: Score of each canary, shape ``(m,)``.
         is_in_m: Whether it was in the data, shape ``(m,)``.
         canaries: How well canaries' scores tell who was in.
@@ -111,6 +112,7 @@ class SiteFindings:
     promise: Promise
     guesses: Guesses
     curve: CurveFindings | None
+    num_audited: int
     confidence: float
     scores_m: NDArray[np.float64]
     is_in_m: NDArray[np.bool_]
@@ -134,23 +136,26 @@ class SiteFindings:
 
     @property
     def p_value(self) -> float:
-        """Probability of such findings, at most, if the promise holds.
+        """Probability of such findings, at most, if all promises hold.
 
-        Of all tests together (Bonferroni).
+        Of all tests of all audited sites together (Bonferroni).
         """
         found = [self._p_value_of(self.guesses.correct)]
         if self.curve is not None:
             found += [self.curve.p_values.one_run, self.curve.p_values.independent]
             found += [self.curve.repeated_noise, self.curve.sampling]
-        return min(1.0, _TESTS * min(found))
+        return self._together(min(found))
 
     @property
     def p_value_without_noise(self) -> float:
         """The p-value to expect of training without any noise."""
         if self.curve is None:
-            return min(1.0, _TESTS * self._p_value_of(self.guesses.guesses))
+            return self._together(self._p_value_of(self.guesses.guesses))
         clear = self.curve.without_noise
-        return min(1.0, _TESTS * min(clear.one_run, clear.independent))
+        return self._together(min(clear.one_run, clear.independent))
+
+    def _together(self, smallest: float) -> float:
+        return min(1.0, _TESTS * self.num_audited * smallest)
 
     def _p_value_of(self, correct: int) -> float:
         if not self.promise.is_private:

@@ -241,6 +241,7 @@ class CanaryRun:
             promise=promise,
             guesses=auditing.guess(scores_m, is_in_m, num_guesses=num_guesses),
             curve=self._curve(name),
+            num_audited=len(self._scores),
             confidence=self._attack.confidence,
             scores_m=scores_m,
             is_in_m=is_in_m,

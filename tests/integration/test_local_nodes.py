@@ -1,7 +1,6 @@
 """Nodes of this host: what ends them, and what does not."""
 
 import os
-import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from faults import disks
 from support.deployment import descendants, is_alive, wait_for
+from support.programs import needs
 
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import LOCK, NodeStarted, read, write
@@ -122,10 +122,7 @@ def test_a_node_is_ready_as_soon_as_its_program_says_so(pool: LocalPool):
     assert "it cannot go on" in pool.nodes({})[0].trouble
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mount") is None,
-    reason="only root may mount a disk",
-)
+@needs("root", "mount")
 def test_a_full_disk_ends_no_node(tmp_path: Path):
     """What it could not write follows; nor does a full disk keep it from its end."""
     disk = tmp_path / "disk"
@@ -223,7 +220,7 @@ def test_damaged_file_of_a_node_that_works_is_named(pool: LocalPool):
     path.write_bytes(whole)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@needs("root")
 def test_folder_that_another_user_could_write_to_is_refused(pool: LocalPool):
     """What is in it is run: it could hold a node of theirs."""
     launch(pool)

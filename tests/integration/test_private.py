@@ -17,7 +17,8 @@ from federation.clock import SystemClock
 from federation.errors import BudgetExceeded, JobError, PrivacyError
 from federation.events import PrivacyPlanned, SiteAnswered
 from federation.job import job_file
-from federation.job.spec import JobSpec, PrivacySpec
+from federation.job.privacy_job import PrivacySpec
+from federation.job.spec import JobSpec
 from federation.messages import FailureKind
 from monitoring.runs.run_result import RunResult
 

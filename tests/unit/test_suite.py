@@ -127,7 +127,6 @@ def test_tests_ask_for_programs_in_one_way():
     }
     # A test of immutable folders tries, and skips where that is not allowed.
     own = {"unit/test_suite.py", "unit/cloud_adapters/test_local_store.py"}
-    own |= {"integration/test_local_nodes.py"}
     assert found == {"support/programs.py", *own}
 
 

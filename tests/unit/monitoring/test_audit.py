@@ -39,12 +39,14 @@ def site(
     shift: float = 2.0,
     num: int = 1000,
     curve: CurveFindings | None = None,
+    num_audited: int = 1,
 ) -> SiteFindings:
     """Findings of normal scores, so far apart."""
     is_in = RNG.random(num) < 0.5
     scores = RNG.normal(size=num) + shift * is_in
     attack = roc(RNG.normal(size=90), RNG.normal(size=40))
     return SiteFindings(
+        num_audited=num_audited,
         site=name,
         promise=Promise(epsilon=epsilon, delta=1e-5, terms=TERMS),
         guesses=guess(scores, is_in, num_guesses=min(100, num // 10)),
@@ -135,6 +137,8 @@ def test_five_tests_share_the_risk_of_a_false_alarm(
     found = site(curve=with_p_values(independent, one_run, steps=steps))
     assert found.verdict is verdict
     assert found.p_value == min(1.0, 5 * min(independent, one_run, *steps))
+    both = replace(found, num_audited=2)
+    assert both.p_value == min(1.0, 2 * found.p_value)
     told = document(findings(found))["sites"][0]
     assert told["p_value"] == found.p_value
     assert told["trade_off"]["p_value_one_run"] == one_run
