@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from botocore.config import Config
@@ -143,9 +144,13 @@ class Ec2Pool:
         if not self._found({}, filters):
             return ""
         doing = f"read the console of {node_id} in {self.region}"
-        answer = self._call(
-            "get_console_output", doing, InstanceId=node_id, Latest=True
-        )
+        read = partial(self._call, "get_console_output", doing, InstanceId=node_id)
+        try:
+            answer = read(Latest=True)
+        except ComputeError as error:
+            if ec2_errors.code_of(error.__cause__) != ec2_errors.NO_LATEST:
+                raise
+            answer = read()  # Of its boot, and some minutes old.
         text: str = answer.get("Output", "")
         return text
 

@@ -31,6 +31,8 @@ code_of = s3_errors.code_of
 TOKEN_IS_SPENT = "IdempotentInstanceTerminated"  # noqa: S105 -- no secret
 # For one that has launched another machine than is asked for now.
 TOKEN_IS_USED = "IdempotentParameterMismatch"  # noqa: S105 -- no secret
+# For the newest console output of a machine type that is not built on Nitro.
+NO_LATEST = "UnsupportedOperation"
 
 # What a pool asks for, besides passing a role to instances.
 ACTIONS = (

@@ -22,7 +22,7 @@ from kubernetes.client import ApiException
 
 from cloud_adapters.compute import kube_errors, kube_head, kube_manifest, kube_nodes
 from cloud_adapters.compute.kube_manifest import TOKEN_LABEL
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, Volume
+from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, Volume, log_of
 from federation.errors import ComputeError, ComputeForbidden
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class KubePool:
             raise ComputeError(
                 f"cannot {doing}: it ended right after its start: "
                 f"{node.trouble or 'no failure'}. Its log ends:\n"
-                f"{self.log(node.id)[-_SHOWN_CHARS:]}"
+                f"{log_of(self, node.id)[-_SHOWN_CHARS:]}"
             )
         return node
 

@@ -304,6 +304,14 @@ class VolumeKeeper(Protocol):
         ...
 
 
+def log_of(pool: ComputePool, node_id: str) -> str:
+    """What a node has written, or why that cannot be read: no reason to end."""
+    try:
+        return pool.log(node_id)
+    except ComputeError as error:
+        return f"(no log: {error})"
+
+
 def wait_for(
     pool: NodeList,
     labels: Mapping[str, str],

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cloud_adapters.compute.pool import Node, NodeState
+from cloud_adapters.compute.pool import Node, NodeState, log_of
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.starting.console import end_of
@@ -64,4 +64,4 @@ def _newest(deployment: Deployment) -> Node:
 
 def _end_of_log(deployment: Deployment, node: Node) -> str:
     pool = deployment.pools[deployment.plan.file.aggregator.pool]
-    return f"Its log ends:\n{end_of(pool.log(node.id))}"
+    return f"Its log ends:\n{end_of(log_of(pool, node.id))}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cloud_adapters.compute.pool import Node, NodeState
+from cloud_adapters.compute.pool import Node, NodeState, log_of
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
@@ -180,7 +180,11 @@ class _SiteStarts:
             return None
 
         def look() -> tuple[PlatformIdentity | None, str]:
-            return pod_sites.expected(self.deployment, self.operator, site, node), ""
+            try:
+                found = pod_sites.expected(self.deployment, self.operator, site, node)
+            except ComputeError as error:  # Its log cannot be read now.
+                return None, str(error)
+            return found, ""
 
         return self._await(site, node, look, "it has not shown its keys yet")
 
@@ -290,7 +294,7 @@ class _EnrolmentWait:
             if is_there and now < min(self._next_log, self._end):
                 return
             self._next_log = now + _LOG_SECONDS
-            log = self._pool.log(node.id)
+            log = log_of(self._pool, node.id)
             what = "is not ready in time" if is_there else what
             if console.has_failed(log):
                 what = "could not start the site"

@@ -236,15 +236,22 @@ def _look(
     """
     pool = deployment.pools[deployment.plan.file.aggregator.pool]
     labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+    lines: Sequence[str] = ()
+    news = ""
     try:
         found = [each for each in pool.nodes(labels) if each.id == node_id]
-        lines = pool.log(node_id).splitlines()
+        try:
+            lines = pool.log(node_id).splitlines()
+        except ComputeUnavailable:  # It may have the code that the head ended with.
+            raise
+        except ComputeError as error:
+            news = f"{error}; read again until it succeeds"
     except ComputeUnavailable as error:
         return None, (), f"{error}; looked at again until it succeeds"
     if not found:
-        return None, lines, ""
+        return None, lines, news
     (node,) = found
-    return node, lines, f"{node.name}: {node.trouble}" if node.trouble else ""
+    return node, lines, f"{node.name}: {node.trouble}" if node.trouble else news
 
 
 def _code(lines: Sequence[str], node: Node, tell: Tell) -> int:

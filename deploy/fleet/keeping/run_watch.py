@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from cloud_adapters.compute.pool import Node, NodeState, all_gone
+from cloud_adapters.compute.pool import Node, NodeState, all_gone, log_of
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.keep import Keeper, Tell
 from deploy.fleet.keeping.node_starts import starts_of
@@ -124,7 +124,7 @@ class RunWatch:
 
         pool = self._deployment.pools[LOCAL]
         for node in pool.nodes({DEPLOYMENT: self._deployment.name}):
-            lines = pool.log(node.id).splitlines()
+            lines = log_of(pool, node.id).splitlines()
             found = Counter(line for line in lines if line.startswith(CANNOT_LOAD))
             for line, times in found.items():
                 if is_new and times > self._lines[node.id, line]:

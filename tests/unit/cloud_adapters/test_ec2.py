@@ -323,6 +323,26 @@ def test_the_actions_that_are_named_suffice(
             use(action)
 
 
+def test_a_machine_that_is_not_nitro_shows_the_console_of_its_boot(
+    ec2_server: Ec2Server,
+):
+    """Only Nitro has the newest output; another refusal is an error as before."""
+    pool = ec2_server.pool()
+    node = pool.launch(spec(machine="p3.2xlarge"), "xen")
+    read = "GetConsoleOutput"
+    ec2_server.refusal = lambda form: (
+        "UnsupportedOperation" if form["Action"] == read and "Latest" in form else None
+    )
+    assert pool.log(node.id)
+    asked = [form for form in ec2_server.requests if form["Action"] == read]
+    assert ["Latest" in form for form in asked] == [True, False]
+    ec2_server.refusal = lambda form: (
+        "UnauthorizedOperation" if form["Action"] == read else None
+    )
+    with pytest.raises(ComputeForbidden):
+        pool.log(node.id)
+
+
 def failure(code: str, status: int = 400, message: str = "words") -> ClientError:
     answer = {
         "Error": {"Code": code, "Message": message},

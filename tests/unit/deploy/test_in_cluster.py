@@ -272,6 +272,29 @@ def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: Fa
     assert [f"{line}\n" for line in shown] == lines
 
 
+def test_a_head_whose_log_may_not_be_read_is_followed(
+    write: Write, kube_server: FakeKube
+):
+    """Who may list jobs need not have the right to read logs: that is said once."""
+    told: list[str] = []
+    with opened(write()) as deployment:
+        head = start.up(deployment, accept="", tell=print)
+        reads: list[str] = []
+
+        def refusal(request: Any) -> KubeError | None:
+            if not request.path.split("?")[0].endswith("/log"):
+                return None
+            reads.append(request.path)
+            if len(reads) == 2:
+                kube_server.finish(head.id, 0)
+            return KubeError(403, "Forbidden", "pods/log is forbidden")
+
+        kube_server.refusal = refusal
+        assert start.follow(deployment, head, told.append, print) == 1
+    assert ["read again until" in line for line in told] == [True, False]
+    assert "pods/log: get" in told[0]
+
+
 def test_a_head_that_is_taken_away_says_what_to_do(write: Write, kube_server: FakeKube):
     told: list[str] = []
     with opened(write()) as deployment:
