@@ -101,6 +101,20 @@ gpus=$(nvidia-smi --list-gpus | grep --count '^GPU ' || true)
         "machine.image needs NVIDIA's driver"
     false
 }}"""
+# Networks of deployments let out TLS alone, and mirrors of images are on port 80: the
+# same ones serve TLS, but for those of a region, whose packages are the archive's.
+_PACKAGES = """\
+if ! {{ {present}; }} > /dev/null 2>&1; then
+    find /etc/apt/sources.list /etc/apt/sources.list.d -type f -exec sed --in-place \\
+        --regexp-extended {over_tls} {{}} +
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get --quiet --option Acquire::Retries=5 update
+    apt-get --quiet --option DPkg::Lock::Timeout=300 install --yes {packages}
+fi"""
+_OVER_TLS = shlex.quote(
+    r"s#http://([a-z0-9.-]+\.)?((archive|security)\.ubuntu\.com)#https://\2#g; "
+    r"s#http://([a-z0-9-]+\.)?((deb|security)\.debian\.org)#https://\2#g"
+)
 _AWAIT_CONTAINER = """\
 for _ in $(seq 36); do
     systemctl is-active --quiet {unit} || {{
@@ -269,8 +283,6 @@ def render(
                 "now",
             ]
         ],
-        "package_update": True,
-        "packages": ["podman"] if release.image else ["curl", "python3-venv"],
         "write_files": [
             {"path": path, "content": text, "permissions": mode}
             for path, (text, mode) in files.items()
@@ -316,9 +328,15 @@ def _script(release: Release, invitation: MachineInvitation, gpus: int) -> str:
     # Before anything is downloaded: without its GPUs, the machine is of no use.
     first = [_CHECK_GPUS.format(wanted=gpus)] if gpus else []
     if release.image:
+        present, packages = "command -v podman", "podman"
         steps = _image_steps(release, invitation, gpus)
     else:
+        present = "command -v curl && python3 -c 'import ensurepip'"
+        packages = "curl python3-venv"
         steps = _wheel_steps(release)
+    first.append(
+        _PACKAGES.format(present=present, packages=packages, over_tls=_OVER_TLS)
+    )
     last = [
         "systemctl daemon-reload",
         # The unit of a wheel starts when the site reports that it is ready.

@@ -1,5 +1,7 @@
 """Which machines a federation runs on, and what their operators decide."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,27 @@ def test_an_aggregator_that_up_does_not_start_is_refused(
     with pytest.raises(JobError, match=r"aggregator\.provider: ") as caught:
         deployment_file.load(path)
     assert what in caught.value.reason
+
+
+def test_terraform_prints_what_the_example_needs():
+    """Each key of a machine but its type and market; the page shows the same."""
+    folder = Path(__file__).parents[3]
+    text = (folder / "deploy/terraform/examples/two-clouds/main.tf").read_text()
+    example = (folder / "deploy/examples/two-clouds.toml").read_text()
+    page = (folder / "docs/howto/two-clouds.md").read_text()
+    (shown,) = (
+        block
+        for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+        if "[[sites]]" in block
+    )
+    for site, of_page in zip(
+        tomllib.loads(example)["sites"], tomllib.loads(shown)["sites"], strict=True
+    ):
+        pattern = rf'output "{site["provider"]}_machine" \{{.*?value = \{{(.*?)\n  \}}'
+        printed = re.findall(
+            r"^    (\w+)", re.findall(pattern, text, re.DOTALL)[0], re.MULTILINE
+        )
+        assert (
+            {*printed, "type", "market"} == {*site["machine"]} == {*of_page["machine"]}
+        )
+        assert {"subnets", "identity"} <= {*printed}

@@ -215,7 +215,7 @@ def test_a_wheel_of_another_digest_is_refused(tmp_path: Path):
 def test_a_step_that_fails_is_told_and_ends_the_machine(tmp_path: Path):
     """With its line, on the console that the cloud keeps."""
     script = files(RELEASES["https"])["/usr/local/sbin/crossfed-start"]
-    head, _, _ = script.partition("systemd-sysusers")
+    head, _, _ = script.partition("if ! {")
     said = tmp_path / "console"
     said.touch()
     head = head.replace("/dev/console", str(said))
@@ -291,7 +291,7 @@ def test_a_machine_with_gpus_lets_the_site_use_them():
 def test_a_machine_without_its_gpus_is_told_and_ends(kind: str, tmp_path: Path):
     """Before it downloads or enrols: its CPU would train at the price of GPUs."""
     script = files(RELEASES[kind], GPU_SPEC)[SCRIPT]
-    head = script[: script.index("podman pull" if kind == "image" else "systemd-sys")]
+    head = script[: script.index("if ! {")]
     one = "echo GPU 0: NVIDIA A10G"
     programs = {"shutdown": "exit 0", "nvidia-smi": one}
     assert "went on" not in run(head, programs, tmp_path)
@@ -322,6 +322,83 @@ def test_an_empty_disk_of_the_host_is_the_cache(tmp_path: Path):
     ]
 
 
+# As Ubuntu 24.04 on EC2 and Compute Engine has them, and Debian 12 there.
+SOURCES = """\
+Types: deb
+URIs: http://us-east-1.ec2.archive.ubuntu.com/ubuntu/ http://archive.ubuntu.com/ubuntu
+Suites: noble noble-updates noble-backports
+URIs: http://us-central1.gce.archive.ubuntu.com/ubuntu
+URIs: http://security.ubuntu.com/ubuntu
+deb http://deb.debian.org/debian bookworm main
+deb http://cdn-aws.deb.debian.org/debian bookworm main
+deb http://security.debian.org/debian-security bookworm-security main
+URIs: mirror+file:/etc/apt/mirrors/debian.list
+"""
+
+
+def ports_out() -> list[set[int]]:
+    """Ports that machines of a site may connect to, in each of our networks."""
+    folder = Path(__file__).parents[3] / "deploy" / "terraform"
+    aws, gcp = (
+        (folder / cloud / "network" / "main.tf").read_text() for cloud in ("aws", "gcp")
+    )
+    (aggregator,) = {
+        re.findall(r'"aggregator_port" \{[^}]*default\s*= (\d+)', text)[0]
+        for text in (aws, gcp)
+    }
+    rules = re.findall(r'_egress_rule" "(\w+)" \{(.*?)\n\}', aws, re.DOTALL)
+    spans = [re.findall(r"(?:from|to)_port\s*= (\S+)", rule) for _, rule in rules]
+    assert all(low == high for low, high in spans)
+    (allowed,) = re.findall(r'direction\s*= "EGRESS"[^}]*allow \{[^}]*\}', gcp)
+    lists = [[low for low, _ in spans], re.findall(r"ports\s*= \[(.*)\]", allowed)]
+    named = {"var.aggregator_port": aggregator}
+    return [
+        {
+            int(named.get(word, word))
+            for word in re.findall(r"var\.\w+|\d+", " ".join(words))
+        }
+        for words in lists
+    ]
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_our_networks_let_out_all_that_a_machine_needs(kind: str, tmp_path: Path):
+    """Packages, the release and the aggregator: by name, and nothing by port 80."""
+    found = files(RELEASES[kind])
+    (sed,) = re.findall(r"sed .*?(?= \{\})", found[SCRIPT], re.DOTALL)
+    sources = tmp_path / "sources"
+    sources.write_text(SOURCES)
+    run(f"{sed} {sources}", {}, tmp_path)
+    mirrors = sources.read_text()
+    assert "https://archive.ubuntu.com/ubuntu/ https://archive" in mirrors
+    text = "\n".join([mirrors, *found.values()])
+    # No rule filters the metadata service of a machine.
+    text = text.replace("http://metadata.google.internal", "")
+    # What the script looks for is not where it connects to.
+    text = text.replace(sed, "")
+    schemes = set(re.findall(r"\b([a-z0-9]+)://", text)) - {"s3", "gs"}
+    assert schemes == {"https"}
+    token = Token.parse(enrolment(kind)[enrolment(kind).index("enroll") + 1])
+    wanted = {443, int(token.address.rpartition(":")[2])}
+    assert ports_out() == [wanted, wanted]
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_an_image_that_has_all_is_left_as_it_is(kind: str, tmp_path: Path):
+    """Its operator may have mirrors of their own, or none."""
+    script = files(RELEASES[kind])[SCRIPT]
+    begin = script.index("if ! {")
+    part = script[begin : script.index("\nfi", begin) + 3]
+    said = {name: f"echo {name}" for name in ("find", "apt-get")}
+    has = dict.fromkeys(("podman", "curl", "python3"), "exit 0")
+    assert run(part, {**said, **has}, tmp_path) == "went on\n"
+    lacks = {"python3": "exit 1"}
+    if kind == "image":
+        lacks, part = {}, part.replace("command -v podman", "false")
+    words = run(part, {**said, **has, **lacks}, tmp_path).split()
+    assert words == ["find", "apt-get", "apt-get", "went", "on"]
+
+
 def test_versions_are_those_of_the_wheel():
     """Its digest pins them, too; the image has its own."""
     lines = files(RELEASES["gs"])[SCRIPT].splitlines()
@@ -339,7 +416,7 @@ def test_a_container_is_ready_when_it_is_healthy(
 ):
     """And one that has ended is a failure, with what it said last."""
     script = files(RELEASES["image"])[SCRIPT]
-    head = script[: script.index("podman pull")]
+    head = script[: script.index("if ! {")]
     tail = script[script.index("for _ in $(seq") :]
     programs = {
         "shutdown": "exit 0",

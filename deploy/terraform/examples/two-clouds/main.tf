@@ -236,3 +236,28 @@ output "google_from_aws" {
   description = "Argument of `gcloud iam workload-identity-pools create-cred-config` for the aggregator."
   value       = module.from_aws.audience
 }
+
+# Keys of `[sites.machine]` in the deployment file, besides `type` and `market`:
+# `terraform output aws_machine`.
+output "aws_machine" {
+  description = "Where the machine of the site in AWS is, and who."
+  value = {
+    region    = var.aws_region
+    zones     = var.aws_zones
+    subnets   = [for zone in var.aws_zones : module.aws_network.subnets[zone]]
+    firewalls = [module.aws_network.site_security_group]
+    identity  = module.aws_site.instance_profile
+    role      = module.aws_site.role
+  }
+}
+
+output "gcp_machine" {
+  description = "The same of the site in Google Cloud; the network's own rules filter its traffic."
+  value = {
+    project  = var.gcp_project
+    region   = var.gcp_region
+    zones    = [for letter in ["a", "b"] : "${var.gcp_region}-${letter}"]
+    subnets  = [module.gcp_network.subnetwork]
+    identity = module.gcp_site.email
+  }
+}

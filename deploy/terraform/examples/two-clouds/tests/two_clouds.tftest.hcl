@@ -59,6 +59,14 @@ run "both_clouds_trust_each_other" {
     condition     = output.exchange_url == "s3://crossfed-111122223333-exchange/exchange"
     error_message = "the exchange's URL is wrong"
   }
+  assert {
+    condition     = length(output.aws_machine.subnets) == 2 && length(output.aws_machine.firewalls) == 1 && strcontains(output.aws_machine.role, ":role/")
+    error_message = "the site in AWS has no network, or nobody vouches for it"
+  }
+  assert {
+    condition     = length(output.gcp_machine.subnets) == 1 && output.gcp_machine.identity == "crossfed-gcp-site@example-project.iam.gserviceaccount.com"
+    error_message = "the site in Google Cloud has no network, or nobody vouches for it"
+  }
 }
 
 run "a_bucket_never_expires_as_a_whole" {
