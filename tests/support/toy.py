@@ -13,8 +13,8 @@ from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
 from aggregator.weighting import weight_of
+from clients.training.local_federation import state_of
 from clients.training.site import Site
-from clients.training.site_state import SiteState
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
@@ -164,7 +164,7 @@ def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
     return Site(
         name,
         make_trainer=lambda: QuadraticTrainer(name, job),
-        state=SiteState(name, LAYOUT, MemoryStore()),
+        state=state_of(job, LAYOUT, name, MemoryStore()),
         clock=clock,
         links=fitted(job.communication.links, LAYOUT),
     )

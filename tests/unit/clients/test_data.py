@@ -246,7 +246,7 @@ def test_labels_of_map_style_datasets(targets: object, expected: object):
         ([{}], "each item .* has no columns"),
         (OneItem((object(), 1)), "inputs of each item .* is an object: expected"),
         (OneItem((np.array("text"), 1)), "cannot be stacked"),
-        (OneItem(("text", 1)), "inputs of each item of .* is a str: expected"),
+        (OneItem(("text", 1)), "inputs of each .* is a str: expected"),
         (OneItem((None, None)), r"is \(None, None\)"),
     ],
 )

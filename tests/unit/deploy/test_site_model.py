@@ -36,9 +36,10 @@ def trained(folder: Path, job: JobSpec) -> Path:
         f'name = "{SITE}"\n[aggregator]\naddress = "a.example:1"\nauthority = "ca.crt"'
     )
     kept = folder / "runs" / RUN
+    kept.mkdir(parents=True)
     store = LocalStore(kept)
     state = state_of(job, ModelPool(job).layout, SiteId(SITE), store)
-    for round_index in (1, 2):
+    for round_index in (1, 2) if job.model.personal else ():
         own_p = np.full(18, round_index, np.float32)
         state.keep(RUN, round_index, {"personal": own_p})
     sealed = seal_proposal(agents.proposal(job), agents.consortium(SITE).aggregator)

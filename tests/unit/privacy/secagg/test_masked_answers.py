@@ -133,7 +133,8 @@ def words_of_another_size(run: Run) -> MaskedUpdate:
     """Signed as they are; an evaluation has none."""
     task = task_of(run, 2)
     session, words = run.sessions[2], np.zeros(4, np.uint8)
-    session.begin_round(run.facts(task_digest=train.task_digest(task, CLIP)))
+    digest = train.task_digest(task, train.read_train(task.secure))
+    session.begin_round(run.facts(task_digest=digest))
     slots = train.header_spec(4, run.contract.header_slots).slots
     header_h = np.zeros(len(slots), np.uint64)
     body = session.finish_masked(
