@@ -16,9 +16,10 @@ from monitoring.units import format_delta, format_epsilon
 from privacy.dp.auditing import Guesses, Roc, p_value
 from privacy.dp.curve_tests import PValues
 
-# Tests that decide about a promise. Each has its part of the risk of a false alarm, and
-# so has each audited site, so that the whole audit has the confidence.
-_TESTS = 5
+# Tests that decide about a promise share the risk of a false alarm, as audited sites
+# do, so that the whole audit has the confidence: three have the first part each, and
+# two of the steps the second, since their faults leave far smaller p-values.
+_SHARE, _SHARE_OF_STEPS = 0.33, 0.005
 
 # Training without noise would be called broken if its expected p-value is so much
 # below what that takes, since the one that is found varies.
@@ -138,24 +139,25 @@ class SiteFindings:
     def p_value(self) -> float:
         """Probability of such findings, at most, if all promises hold.
 
-        Of all tests of all audited sites together (Bonferroni).
+        Of all tests of all audited sites together (Bonferroni, with unequal parts).
         """
         found = [self._p_value_of(self.guesses.correct)]
+        of_steps = [1.0]
         if self.curve is not None:
             found += [self.curve.p_values.one_run, self.curve.p_values.independent]
-            found += [self.curve.repeated_noise, self.curve.sampling]
-        return self._together(min(found))
+            of_steps = [self.curve.repeated_noise, self.curve.sampling]
+        return self._together(min(found) / _SHARE, min(of_steps) / _SHARE_OF_STEPS)
 
     @property
     def p_value_without_noise(self) -> float:
         """The p-value to expect of training without any noise."""
         if self.curve is None:
-            return self._together(self._p_value_of(self.guesses.guesses))
+            return self._together(self._p_value_of(self.guesses.guesses) / _SHARE)
         clear = self.curve.without_noise
-        return self._together(min(clear.one_run, clear.independent))
+        return self._together(min(clear.one_run, clear.independent) / _SHARE)
 
-    def _together(self, smallest: float) -> float:
-        return min(1.0, _TESTS * self.num_audited * smallest)
+    def _together(self, *of_tests: float) -> float:
+        return min(1.0, self.num_audited * min(of_tests))
 
     def _p_value_of(self, correct: int) -> float:
         if not self.promise.is_private:
