@@ -16,6 +16,8 @@ import httpx
 
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
 from cloud_adapters.flower.private.node import ApiErrorCode, FlowerError
+from cloud_adapters.net.outbound import proxy_note
+from federation.addresses import parse_address
 from federation.errors import SiteError
 from federation.protocols import Clock
 from federation.wire import frame as wire
@@ -154,7 +156,8 @@ class FleetCalls:
                     "authority with the ones from the aggregator's operator"
                 )
             cause = cause.__cause__ or cause.__context__
-        return Outage(f"{self.address} cannot be reached: {error}")
+        host, _ = parse_address(self.address, key="address")
+        return Outage(f"{self.address} cannot be reached: {error}{proxy_note(host)}")
 
     def _refused(self, response: httpx.Response) -> Exception:
         flower = FlowerError.from_json(response.text)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from clients.user_code import unable_to_exit
 from cloud_adapters.extras import naming_extras
+from cloud_adapters.net.outbound import keep_loopback_direct
 from deploy.cli import (
     audit_verb,
     data_verb,
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
     keep_records_in_lines()
+    keep_loopback_direct(os.environ)
     options.clock = SystemClock()  # The only one of this process.
     try:
         # A user's own models and data are found from where the command is run.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from cloud_adapters.net.outbound import https_line, proxy_note
 from cloud_adapters.net.tls import client_context
 from deploy.doctor import (
     checks as doctor,
@@ -157,7 +158,8 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield problem("aggregator", str(error), _ENROL)
         return
     except (OSError, http.client.HTTPException) as error:
-        found = f"{address} cannot be reached: {error}"
+        host, _ = parse_address(address, key="address")
+        found = f"{address} cannot be reached: {error}{proxy_note(host)}"
         advice = (
             "check that it is running, that its port is open, and that no firewall "
             "blocks it"
@@ -232,9 +234,7 @@ def _ask(
     """Make a request; its status and the time of the answer."""
     host, port = parse_address(config.file.aggregator.address, key="address")
     context = client_context(site_folder.authority(config), config.certificate)
-    connection = http.client.HTTPSConnection(
-        host, port, timeout=CALL_SECONDS, context=context
-    )
+    connection = https_line(host, port, context=context, seconds=CALL_SECONDS)
     try:
         connection.request(method, path, body)
         answer = connection.getresponse()

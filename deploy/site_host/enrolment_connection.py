@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives import hashes, serialization
 
+from cloud_adapters.net.outbound import https_line, proxy_note
 from cloud_adapters.net.tls import client_context
 from federation.addresses import parse_address
 from privacy.membership.certificates import parse_certificate
@@ -112,9 +113,7 @@ class Aggregator:
         self, context: ssl.SSLContext, method: str, body: bytes
     ) -> tuple[int, bytes]:
         host, port = parse_address(self.address, key="aggregator.address")
-        connection = http.client.HTTPSConnection(
-            host, port, context=context, timeout=CALL_SECONDS
-        )
+        connection = https_line(host, port, context=context, seconds=CALL_SECONDS)
         try:
             connection.request(method, _PATH, body or None)
             response = connection.getresponse()
@@ -128,8 +127,9 @@ class Aggregator:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise EnrolmentRefused(
-                f"{self.address} cannot be reached: {error}; check the address, and "
-                "ask whether crossfed aggregator up is running and its port is open",
+                f"{self.address} cannot be reached: {error}{proxy_note(host)}; check "
+                "the address, and ask whether crossfed aggregator up is running and "
+                "its port is open",
                 status=NO_ANSWER,
             ) from error
         finally:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import serialization
 
 from cloud_adapters.flower_apps import bundle as flower_bundle
 from cloud_adapters.net import loopback_http
+from cloud_adapters.net.outbound import https_line
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.nginx.config import FLEET_CALLS, MAX_FLEET_BYTES
@@ -131,9 +132,7 @@ class _Upstream:
             JobError: A file holds no certificate.
         """
         context = client_context(self.authority, self.certificate)
-        return http.client.HTTPSConnection(
-            self.host, self.port, timeout=CALL_SECONDS, context=context
-        )
+        return https_line(self.host, self.port, context=context, seconds=CALL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

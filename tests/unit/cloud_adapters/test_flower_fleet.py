@@ -99,6 +99,14 @@ def test_passing_failure_costs_a_wait(error: Exception):
     assert last == "host:1 answers again"
 
 
+def test_outage_names_the_proxy_in_between(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    node = Node()
+    node.ask(GONE)
+    assert "proxy.example:3128 of https_proxy" in node.words[0]
+
+
 def test_two_requests_that_succeed_again_are_told_once():
     """A heartbeat and a question for tasks fail and succeed together."""
     node = Node()
