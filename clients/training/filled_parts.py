@@ -6,6 +6,7 @@ branches, experts), a part of the sum may hold a single site's update. No site k
 what the others train, so each one that leaves out a part declines the round.
 """
 
+import json
 from collections.abc import Collection, Mapping
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
+
+_SHOWN = 4  # Names in the advice.
 
 
 def check_filled(
@@ -39,9 +42,11 @@ def check_filled(
     left = set(idle)
     names = [name for name, each in named.items() if each in left and name in summed]
     if names:
+        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise SiteError(
             f"training reached no gradient of {names[0]!r} here (of {len(names)} "
             "tensors), so a secure sum of it could hold the update of one other site. "
-            "If no site trains it, add it to model.frozen; otherwise make it "
-            'model.personal, use unit = "site", or do without secure aggregation'
+            f"If no site trains them, add {json.dumps(names[:_SHOWN])}{rest} to "
+            "model.frozen; otherwise make them model.personal, use "
+            'unit = "site", or do without secure aggregation'
         )

@@ -32,7 +32,7 @@ from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.code_files import unpinned
 from federation.job.metrics import LOSS, TRAINER, loss_of, metrics_of
-from federation.job.privacy_job import DifferentialPrivacySpec
+from federation.job.privacy_job import PrivacySpec
 from federation.job.spec import JobSpec
 from federation.protocols import Trainer
 from federation.tree import Tree, map_tree
@@ -205,8 +205,13 @@ def _check_step(federation: Federation, name: SiteId) -> int:
 
 
 def _one_step(job: JobSpec) -> JobSpec:
-    """Take privacy off, whose requirements on the model are checked elsewhere."""
-    off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
+    """Take differential privacy off, whose requirements are checked elsewhere.
+
+    And secure aggregation with it: without its noise the sum would have rules that it
+    does not have in the job, such as ``filled_parts``.
+    """
+    private = job.privacy.differential_privacy.enabled
+    off = PrivacySpec() if private else job.privacy
     step = replace(job.training, local_steps=1, local_epochs=None)
     return replace(job, training=step, privacy=off)
 

@@ -327,3 +327,30 @@ def test_a_step_beyond_the_clip_norm_is_noted(
         assert said in text
     assert notes() == []
     assert notes(secure_aggregation=secure | {"clip_norm": 1e12}) == []
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_part_that_is_not_trained_is_found_before_an_open_secure_sum(
+    *, private: bool
+):
+    """Every round would be declined; with noise in the sum, none."""
+    inputs, classes = arrays()
+    noise = {"unit": "site", "target_epsilon": 8.0, "held_out": "public"}
+    job = small_job(
+        num_sites=2,
+        model={"factory": "support.users_module:with_spare_part"},
+        training={"batch_size": 16, "local_steps": 2},
+        privacy={
+            "secure_aggregation": {"enabled": True, "two_sites_waiver": True},
+            "differential_privacy": noise if private else {},
+        },
+        aggregation={"weights": "uniform"},
+    )
+    data = (inputs, classes)
+    found = replace(federation(data, data), job=job, pool=ModelPool(job))
+    if private:
+        check_first_batches(found)
+        return
+    spare = r'\["spare.weight", "spare.bias"\]'
+    with pytest.raises(SiteError, match=rf"'site-0'.* add {spare} to model.frozen"):
+        check_first_batches(found)
