@@ -27,6 +27,7 @@ class PromptEnd:
         listener: Callable[[str], None],
         code: Callable[[], int] = lambda: DONE,
         finish: Callable[[], None] = lambda: None,
+        words: Callable[[], str] = lambda: "ended without waiting",
     ) -> None:
         """Begin to watch.
 
@@ -35,11 +36,13 @@ class PromptEnd:
             listener: Called with a word if it has to be ended.
             code: Returns its exit code then.
             finish: Returns when what must be written then is written.
+            words: What it is called with.
         """
         self._code = code
         self._stopped = stopped
         self._listener = listener
         self._finish = finish
+        self._words = words
         self._farewell: Callable[[], None] = lambda: None
         threading.Thread(target=self._watch, name="end", daemon=True).start()
 
@@ -56,7 +59,7 @@ class PromptEnd:
         self._finish()
         # A process that ends by itself does so meanwhile, and this thread with it.
         threading.Event().wait(GRACE_SECONDS)
-        self._listener("ended without waiting; the interrupted task will be sent again")
+        self._listener(self._words())
         speaker = threading.Thread(target=self._farewell, daemon=True)
         speaker.start()
         speaker.join(FAREWELL_SECONDS)

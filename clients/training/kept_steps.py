@@ -215,7 +215,9 @@ class KeptSteps:
             text = self._keep(round_index, start, snapshot)
         if is_last:
             raise LeftAtStep(
-                f"site {self.site!r} leaves during round {round_index}: {text}"
+                f"site {self.site!r} leaves during round {round_index}: {text}. If it "
+                "is back before the round ends, it is asked again; the round waits "
+                "only if its quorum needs this site"
             )
 
     def forget(self) -> None:

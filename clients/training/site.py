@@ -122,7 +122,9 @@ CheckFirst = Callable[[Vector, IntegerVector], None]
 
 def log(task: Task, error: Exception) -> None:
     """Log an error at the site, whose log may quote its records."""
-    if _kind_of(error) is FailureKind.CRASHED:
+    if isinstance(error, LeftAtStep):
+        _LOG.warning("%s", error)
+    elif _kind_of(error) is FailureKind.CRASHED:
         _LOG.warning("round %s failed", task.round_index, exc_info=error)
     else:
         _LOG.warning("round %s refused: %s", task.round_index, error)

@@ -80,7 +80,7 @@ class Delivery:
             process of its own: it counts from when the task goes out.
         poll_seconds: Pause between two looks for replies, at the least.
         asks_again: Whether a site that left in the middle of a task, and is back while
-            others still work, is asked once more.
+            others still work or the round needs it, is asked once more.
     """
 
     job_text: str = ""
@@ -144,7 +144,7 @@ class FlowerGrid:
         self._clock = clock
         self._delivery = delivery
         self._stopped = stopped
-        self._known = attendance.known
+        self._known, self._quorum = attendance.known, attendance.quorum
         self._answers = Answers(delivery.frames)
         # When the node of a site had been let in that was last asked something.
         self._activations: dict[SiteId, str | None] = {}
@@ -325,9 +325,10 @@ class FlowerGrid:
     def _ask_returned(self, batch: Batch) -> None:
         """Ask sites again that have left their task, and are back.
 
-        No one waits for them: when all others have answered, they have left.
+        When all others have answered, they have left; unless the round is lost without
+        them, which then waits for them until its deadline.
         """
-        is_over = batch.nobody_else()
+        is_over = not batch.awaits_left(self._quorum)
         for index, answer in [*batch.left.items()]:
             question = batch.open[index]
             site = question.task.site

@@ -144,6 +144,7 @@ class Batch:
         landed: What is to be handed on, by its place; None for a task that was
             withdrawn.
         next_index: Place of the next one, where order is kept.
+        num_answered: How many sites have done their tasks.
     """
 
     task_ids: Sequence[TaskId]
@@ -156,6 +157,7 @@ class Batch:
     out: dict[str, Out] = field(default_factory=dict)
     landed: dict[int, Reply | None] = field(default_factory=dict)
     next_index: int = 0
+    num_answered: int = 0
 
     def is_open(self) -> bool:
         """Whether an answer is still to come or to be passed on."""
@@ -166,9 +168,16 @@ class Batch:
         tasks = [question.task for question in self.open.values()]
         return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
 
-    def nobody_else(self) -> bool:
-        """Whether only sites that have left could still answer."""
-        return not self.waiting and self.open.keys() <= self.left.keys()
+    def awaits_left(self, quorum: int) -> bool:
+        """Whether sites that have left may still be awaited.
+
+        While others work, or if so many answers as the quorum can only be had with
+        theirs.
+        """
+        if self.waiting or not self.open.keys() <= self.left.keys():
+            return True
+        needed = min(quorum, len(self.task_ids))
+        return self.num_answered < needed <= self.num_answered + len(self.left)
 
     def settle(self, question: Question, reply: Reply) -> dict[str, QuestionNote]:
         """Stop waiting for a question.
@@ -177,6 +186,7 @@ class Batch:
             Its messages that may still be replied to.
         """
         self.landed[question.index] = reply
+        self.num_answered += not isinstance(reply.message, SiteFailure)
         return self._leave(question)
 
     def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, QuestionNote]:

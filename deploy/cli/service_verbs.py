@@ -92,7 +92,9 @@ def _agent(options: argparse.Namespace) -> int:
         tell(departure.lost)  # It would be the error, if the process ended by itself.
         return FAILED
 
-    end = prompt_end.PromptEnd(departure.stopped, tell, code, departure.await_kept)
+    end = prompt_end.PromptEnd(
+        departure.stopped, tell, code, departure.await_kept, departure.last_words
+    )
 
     def stop(number: int) -> None:
         is_person = number == signal.SIGINT

@@ -40,6 +40,7 @@ from deploy.site_host.run import (
     private_sites,
     runs_folder,
 )
+from deploy.site_host.run_lines import RunLines, lost_work
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.store_meters import StoreMeters, User, Watch
@@ -103,6 +104,7 @@ class SiteAgent:
     _meters: StoreMeters = field(init=False)
     _met: ProposedRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
+    _lines: RunLines | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Start measuring the use of stores."""
@@ -156,8 +158,11 @@ class SiteAgent:
         if task.site != self.name:
             raise ProtocolError(f"site {self.name!r} received a task for {task.site!r}")
         run = self._current(task.run_id)
-        with wiring.torch_threads(run.met.job):
+        lost = lost_work(run.met.job, task)
+        with self.departure.at_work(lost), wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
+        if self._lines is not None:
+            self._lines.note(task, answer)
         self._tell_use(run)
         self.config.confirm()  # Before it leaves.
         return answer
@@ -194,6 +199,31 @@ class SiteAgent:
 
     def close(self) -> None:
         """Leave the run: keys go, ledgers are closed."""
+        self._tell_left()
+        self._close_run()
+
+    def _tell_left(self) -> None:
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.leave()
+
+    def _tell_begun(self, run: OpenRun) -> None:
+        """Say that a run begins; not when its coordinator has only restarted."""
+        lines = self._lines
+        is_known = lines is not None and lines.run_id == run.met.run_id
+        if is_known and lines is not None and lines.job == run.met.job:
+            return
+        if not is_known:  # Otherwise it was extended.
+            self._tell_left()
+        self._lines = RunLines(
+            run.met.run_id,
+            job=run.met.job,
+            promise=run.promise,
+            listener=self.listener,
+        )
+        self._lines.begin()
+
+    def _close_run(self) -> None:
         run, self._run, self._met = self._run, None, None
         if run is not None:
             self._tell_use(run)
@@ -346,7 +376,7 @@ class SiteAgent:
         notice = dropout_notice(job)
         if notice:
             self.listener(f"run {run_id}: {notice}")
-        self.close()
+        self._close_run()
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
@@ -400,7 +430,7 @@ class SiteAgent:
         Raises:
             FederationError: The site does not or cannot take part.
         """
-        self.close()
+        self._close_run()
         with ExitStack() as stack:
             try:
                 run = open_run(
@@ -417,6 +447,7 @@ class SiteAgent:
                 raise
             self._keep(met.run_id, keep)
             self._run = replace(run, stack=stack.pop_all())
+        self._tell_begun(self._run)
         return self._run
 
     def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:

@@ -41,8 +41,22 @@ class Departure:
     is_replaced: Callable[[], bool] = lambda: False
     _reason: LeaveReason | None = None
     _kept: threading.Condition = field(default_factory=threading.Condition)
+    _lost: str = ""
     _is_at_steps: bool = False
     _is_writing: bool = False
+
+    @contextmanager
+    def at_work(self, lost: str) -> Iterator[None]:
+        """Work on a task in a block; ``lost`` says what it means to end there."""
+        self._lost = lost
+        try:
+            yield
+        finally:
+            self._lost = ""
+
+    def last_words(self) -> str:
+        """What a process says that ends without waiting."""
+        return self._lost or "ended without waiting for the aggregator"
 
     @contextmanager
     def steps(self) -> Iterator[None]:

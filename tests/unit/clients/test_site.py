@@ -430,6 +430,16 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
     assert "record 19 of J. Doe" in caplog.text
 
 
+def test_a_site_that_leaves_says_so_in_one_line(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+):
+    """A supervisor has stopped it: nothing went wrong, and there is no traceback."""
+    site = site_of(AddOne(LeftAtStep("its 24 steps are kept")), store)
+    assert isinstance(site.handle(task()), SiteFailure)
+    record = caplog.records[-1]
+    assert (record.getMessage(), record.exc_info) == ("its 24 steps are kept", None)
+
+
 def test_a_failed_start_is_tried_again(store: MemoryStore):
     """A site whose data was out of reach joins in once it is there."""
     trainers = iter([SiteError("no disk"), AddOne()])

@@ -783,6 +783,42 @@ def test_nobody_waits_for_a_site_that_left(
     assert clock.now() - before < 1.0
 
 
+@pytest.mark.parametrize(("quorum", "is_awaited"), [(3, True), (2, False)])
+def test_a_round_waits_for_a_site_that_left_only_if_it_needs_it(
+    beating: Beating, clock: VirtualClock, quorum: int, *, is_awaited: bool
+):
+    """It restarts after 20 s: the last round of a run would be lost before that."""
+    names = NamesRead()
+    grid = make_grid(beating, clock, roll_call=names, asks_again=True, quorum=quorum)
+    exchange(grid)
+    beating.spoilt = {20: leaving(SITES[0])}
+    before, real_sleep = clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 20.0 and not beating.let_in:
+            beating.spoilt, beating.let_in = {}, {20: "again"}
+            beating._inboxes.pop(20)  # Another process knows of no question.
+
+    clock.sleep = sleep
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
+    assert found["one"] == ("answered" if is_awaited else FailureKind.LEAVING)
+    assert (clock.now() - before > 20.0) == is_awaited
+
+
+def test_no_round_waits_for_a_site_that_left_if_it_is_lost_anyway(
+    beating: Beating, clock: VirtualClock
+):
+    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True, quorum=3)
+    exchange(grid)
+    crashed = failure(replace(TASK, site=SITES[1]), FailureKind.CRASHED, "failed")
+    beating.spoilt = {20: leaving(SITES[0]), 10: flower_site.pack_answer(crashed)}
+    before = clock.now()
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
+    assert found["one"] == FailureKind.LEAVING
+    assert clock.now() - before < 1.0
+
+
 def test_site_that_left_and_stays_away_ends_with_the_deadline(
     beating: Beating, clock: VirtualClock
 ):

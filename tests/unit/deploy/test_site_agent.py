@@ -36,6 +36,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.failures import failure
 from federation.wire import frame as wire
 from privacy.membership import introduction
 from privacy.secagg.agreement import roster
@@ -114,6 +115,75 @@ def test_site_introduces_itself_and_works(agent: SiteAgent, members: Consortium)
     )
     made = agents.proposal(secure, run_id="20260102-030405-000002")
     assert agents.propose(agent, members, made).num_examples == 0
+    agent.close()
+
+
+def test_operator_reads_when_a_run_begins_and_ends(
+    agent: SiteAgent, members: Consortium
+):
+    """Once each, also if the coordinator restarts; with job, rounds and epsilon."""
+    said: list[str] = []
+    agent.listener = said.append
+    job = private_job(rounds=1, evaluation={"every": 0})
+    for _ in range(2):
+        accepted(agent, members, job)
+    begin = f"run {RUN_ID} begins: job {job.name!r}, 1 rounds, epsilon at most 8 with"
+    (text,) = said
+    assert text.startswith(begin)
+    answer = agent.answer(train_task(job))
+    assert isinstance(answer, SiteUpdate)
+    assert answer.spent is not None
+    agent.close()
+    (text,) = said[1:]
+    assert text.startswith(f"run {RUN_ID} is over: job {job.name!r}, 1 of 1 rounds")
+    assert text.endswith(f"epsilon {answer.spent.epsilon:.3g} spent")
+
+
+def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortium):
+    """For another run, or because the agent ends."""
+    said: list[str] = []
+    agent.listener = said.append
+    job = small_job(num_sites=2, rounds=3)
+    accepted(agent, members, job)
+    agent.answer(train_task(job))
+    other = agents.proposal(job, run_id="20260102-030405-000001")
+    assert agents.propose(agent, members, other).refused == ""
+    agent.close()
+    assert "1 of 3 rounds answered, the last one 1" in said[1]
+    assert [text.split(":")[0].split(" ", 2)[2] for text in said] == [
+        "begins",
+        "is left, and may continue without this site",
+        "begins",
+        "is left, and may continue without this site",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["plain", "private", "secret"])
+def test_process_that_ends_at_work_says_what_is_lost(
+    agent: SiteAgent, members: Consortium, kind: str
+):
+    """The interrupted task is not sent again if keys or charges do not allow it."""
+    secure = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}
+    jobs = {
+        "plain": small_job(num_sites=2),
+        "private": private_job(),
+        "secret": small_job(num_sites=2, privacy=secure),
+    }
+    accepted(agent, members, jobs[kind])
+    task, words = train_task(jobs[kind]), list[str]()
+    run = agent._current(task.run_id)
+
+    def handle(_task: object) -> SiteFailure:
+        words.append(agent.departure.last_words())
+        return failure(task, FailureKind.CRASHED, "of the test")
+
+    run.handler.handle = handle  # type: ignore[method-assign,assignment]
+    agent.answer(task)
+    (text,) = words
+    assert "round 1 of run" in text
+    assert ("stays charged" in text) == (kind == "private")
+    assert ("is asked again" in text) == (kind == "plain")
+    assert "round" not in agent.departure.last_words()
     agent.close()
 
 
@@ -478,7 +548,7 @@ def test_roster_that_cannot_be_taken_is_told_and_left(
     accepted(agent, held, small_job(num_sites=2))
     agent.close()
     assert agent.roster == held.roster
-    (line,) = said
+    line, _, _ = said  # The run begins, and is left.
     assert line.startswith(f"roster 2 stays in use, {agent.config.roster} is refused: ")
     assert reason in line
 

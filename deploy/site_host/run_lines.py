@@ -1,0 +1,97 @@
+"""What a site's log says of a run: a line when it begins here, and one at its end."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+
+from federation.events import SitePrivacy
+from federation.ids import RunId
+from federation.job.spec import JobSpec
+from federation.messages import (
+    MaskedUpdate,
+    PrivacySpent,
+    RoundTask,
+    SiteEvaluation,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+    TaskKind,
+)
+
+
+@dataclass(eq=False)
+class RunLines:
+    """One run, as this process of the site sees it.
+
+    Attributes:
+        job: Its job.
+        promise: What the site has promised; None without differential privacy.
+        listener: Called with each line.
+    """
+
+    run_id: RunId
+    _: KW_ONLY
+    job: JobSpec
+    promise: SitePrivacy | None
+    listener: Callable[[str], None]
+    _rounds: set[int] = field(default_factory=set, init=False)
+    _spent: PrivacySpent | None = field(default=None, init=False)
+    _is_over: bool = field(default=False, init=False)
+
+    def begin(self) -> None:
+        """Say that the site takes part."""
+        protection = "no differential privacy"
+        if self.promise is not None:
+            cap, delta = self.promise.epsilon_cap, self.promise.delta
+            protection = f"epsilon at most {cap:.3g} with delta {delta:.1e}"
+        secret = self.job.privacy.secure_aggregation.enabled
+        self.listener(
+            f"run {self.run_id} begins: job {self.job.name!r}, {self.job.rounds} "
+            f"rounds, {protection}, {'' if secret else 'no '}secure aggregation"
+        )
+
+    def note(self, task: Task, answer: SiteMessage) -> None:
+        """Count an answer; say so if it is the last one."""
+        if not isinstance(answer, SiteUpdate | SiteEvaluation | MaskedUpdate):
+            return
+        self._spent = answer.spent or self._spent
+        if not isinstance(task, RoundTask):
+            return
+        if task.kind is TaskKind.TRAIN:
+            self._rounds.add(task.round_index)
+        is_last = self.job.evaluation.every == 0 and task.round_index == self.job.rounds
+        if task.kind is TaskKind.EVALUATE or is_last:
+            self._end("is over")
+
+    def leave(self) -> None:
+        """Say that the site leaves a run that may go on."""
+        self._end("is left, and may continue without this site")
+
+    def _end(self, how: str) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        spent = ""
+        if self._spent is not None:
+            spent = f", epsilon {self._spent.epsilon:.3g} spent"
+        last = f", the last one {max(self._rounds)}" if self._rounds else ""
+        self.listener(
+            f"run {self.run_id} {how}: job {self.job.name!r}, {len(self._rounds)} of "
+            f"{self.job.rounds} rounds answered{last}{spent}"
+        )
+
+
+def lost_work(job: JobSpec, task: Task) -> str:
+    """What it means that a process ends in the middle of a task."""
+    private = job.privacy.differential_privacy.enabled
+    charged = "; what it was charged for privacy stays charged" if private else ""
+    waits = (
+        "if the site is back before the round ends, it is asked again, and the round "
+        "waits only if its quorum needs this site"
+        if job.continues_rounds
+        else "the round does not wait: if its quorum needs this site, it has no "
+        "result, and the next round waits"
+    )
+    return (
+        f"ended in the middle of round {task.round_index} of run {task.run_id}: its "
+        f"work in this round is lost{charged}; {waits}"
+    )
