@@ -17,6 +17,7 @@ import httpx
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
 from cloud_adapters.flower.private.node import ApiErrorCode, FlowerError
 from cloud_adapters.net.outbound import proxy_note
+from cloud_adapters.net.tls import clock_doubt
 from federation.addresses import parse_address
 from federation.errors import SiteError
 from federation.protocols import Clock
@@ -91,6 +92,7 @@ class FleetCalls:
     # Set by every failure; the first request that succeeds again clears it.
     _lost: threading.Event = field(default_factory=threading.Event, init=False)
     _refused_since: float | None = field(default=None, init=False)
+    _turn_seconds: float = field(default=TURN_SECONDS, init=False)
 
     def begin(self) -> None:
         """The node asks for admission; until then, each failure is reported."""
@@ -99,6 +101,7 @@ class FleetCalls:
     def succeed(self) -> None:
         """Note that the node was accepted."""
         self.is_active, self._refused_since = True, None
+        self._turn_seconds = TURN_SECONDS
 
     def hear(self) -> None:
         """Note that the aggregator has just answered."""
@@ -150,6 +153,8 @@ class FleetCalls:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
+                if doubt := clock_doubt(cause):
+                    return Outage(f"{self.address} cannot be trusted yet: {doubt}")
                 return SiteError(
                     f"{self.address} does not prove that it is the aggregator: "
                     f"{cause.verify_message}; compare its address and the certificate "
@@ -167,16 +172,26 @@ class FleetCalls:
         elif reason := _detail(response):
             what += f": {reason}"
         if response.status_code in PASSING:
-            kind = SuperLinkFault if response.status_code == _FAULT else Outage
-            return kind(f"{self.address} refuses: {what}")
+            passing = SuperLinkFault if response.status_code == _FAULT else Outage
+            return passing(f"{self.address} refuses: {what}")
         if flower is not None and flower.code == _NOT_ACTIVATED:
             return self._not_activated()
         # Flower's own 403 is about a run, which was stopped perhaps.
         by_proxy = response.status_code == _FORBIDDEN and flower is None
         denied = by_proxy or response.status_code == _UNAUTHORIZED
-        if self.is_active and not denied:
-            return Unanswerable(f"{self.address} refuses: {what}")
-        if self.is_active or not denied:
+        if denied:
+            return self._denied(response, what, by_proxy=by_proxy)
+        kind = Unanswerable if self.is_active else NodeGone
+        return kind(f"{self.address} refuses: {what}")
+
+    def _denied(
+        self, response: httpx.Response, what: str, *, by_proxy: bool
+    ) -> Exception:
+        """Why a node's signature or certificate is not accepted."""
+        skew = self._skew(response)
+        if skew is not None:
+            return skew
+        if self.is_active:
             return NodeGone(f"{self.address} refuses: {what}")
         if by_proxy:
             return SiteError(
@@ -184,31 +199,33 @@ class FleetCalls:
                 "expired or revoked; ask the aggregator's operator for an invitation, "
                 "and enrol the site again"
             )
-        return self._unknown(response, what)
+        return SiteError(
+            f"{self.address} does not know this site's key ({what}): enrol the "
+            "site, or ask the aggregator's operator whether it was revoked"
+        )
 
-    def _unknown(self, response: httpx.Response, what: str) -> SiteError:
-        """Why Flower rejects a node's signature."""
+    def _skew(self, response: httpx.Response) -> Outage | None:
+        """The clocks, if they explain a refusal of a signature or a certificate."""
         date = response.headers.get("Date", "")
         try:
             ahead = self.clock.now() - parsedate_to_datetime(date).timestamp()
         except ValueError:
-            ahead = 0.0  # It does not tell the time.
-        if abs(ahead) > MOST_SKEW_SECONDS:
-            return SiteError(
-                f"{self.address} rejects this site's timestamp: its clock is "
-                f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}; set it "
-                "(NTP), and start the agent again"
-            )
-        return SiteError(
-            f"{self.address} does not know this site's key ({what}): enrol the "
-            "site, or ask the aggregator's operator whether it was revoked"
+            return None  # It does not tell the time.
+        if abs(ahead) <= MOST_SKEW_SECONDS:
+            return None
+        # By a clock that was set back, a node that left stays active for so long.
+        self._turn_seconds = TURN_SECONDS + abs(ahead)
+        return Outage(
+            f"{self.address} refuses this site: one of the two clocks is "
+            f"{abs(ahead):.0f} s off (this one is {'ahead' if ahead > 0 else 'behind'})"
+            "; set the wrong one (NTP)"
         )
 
     def _not_activated(self) -> Exception:
         now = self.clock.monotonic()
         if self._refused_since is None:
             self._refused_since = now
-        if now - self._refused_since < TURN_SECONDS:
+        if now - self._refused_since < self._turn_seconds:
             return KeyInUse(
                 f"{self.address} has another active node with this site's key, or does "
                 f"not know the key; a dead node is forgotten after {ACTIVE_SECONDS:g} s"

@@ -5,6 +5,24 @@ from pathlib import Path
 
 from federation.errors import JobError
 
+# OpenSSL's codes of a certificate that another clock may find valid.
+_DATES = {9: "is not valid yet", 10: "has expired"}
+
+
+def clock_doubt(error: ssl.SSLCertVerificationError) -> str:
+    """Why a certificate's dates are refused, and what to do; empty for other reasons.
+
+    It passes when a clock is set or the certificate is renewed, without this machine.
+    """
+    dates = _DATES.get(error.verify_code)
+    if dates is None:
+        return ""
+    return (
+        f"its certificate {dates} by this machine's clock: set whichever of the two "
+        "clocks is wrong (NTP); if both are right, the other machine needs a new "
+        "certificate"
+    )
+
 
 def client_context(
     authority: bytes, certificate: Path | None, *, key: str = "aggregator.authority"

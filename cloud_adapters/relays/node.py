@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloud_adapters.net.bodies import SMALL_BYTES, cut, take_body
-from cloud_adapters.net.tls import client_context
+from cloud_adapters.net.tls import client_context, clock_doubt
 from cloud_adapters.relays.desk import QuestionKind
 from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
 from federation.addresses import parse_address
@@ -39,6 +39,9 @@ MAX_ANSWER_SECONDS = 1e9
 
 _LOG = logging.getLogger(__name__)
 _OK, _NOTHING, _FORBIDDEN, _CLOSED = 200, 204, 403, 409
+_COMPARE = (
+    "compare relay.address and relay.authority with what the relay's operator says"
+)
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 Uniform = Callable[[float, float], float]
@@ -104,13 +107,15 @@ class RelayedNode:
                     self.listener(f"connected to relay {self.address}")
                     attempt = 0
                     self._serve(line)
-            except ssl.SSLCertVerificationError as error:
-                raise _stranger(self.address, error) from error
             except (OSError, http.client.HTTPException, ProtocolError) as error:
+                text = str(error) or type(error).__name__
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    text = clock_doubt(error)
+                    if not text:
+                        raise _stranger(self.address, error) from error
                 attempt += 1
                 longest = min(LONGEST_PAUSE_SECONDS, 0.5 * 2.0 ** min(attempt, 8))
                 seconds = self.uniform(0.2, longest)
-                text = str(error) or type(error).__name__
                 self.listener(
                     f"relay {self.address} cannot be reached: {text}; trying again in "
                     f"{seconds:.1f} s"
@@ -232,8 +237,8 @@ def _connected(
 
 def _stranger(address: str, error: ssl.SSLCertVerificationError) -> SiteError:
     return SiteError(
-        f"{address} does not prove that it is the relay: {error.verify_message}; "
-        "compare relay.address and relay.authority with what the relay's operator says"
+        f"{address} does not prove that it is the relay: "
+        + (clock_doubt(error) or f"{error.verify_message}; {_COMPARE}")
     )
 
 

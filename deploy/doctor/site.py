@@ -16,7 +16,7 @@ from pathlib import Path
 from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
 from cloud_adapters.net.outbound import https_line, proxy_note
-from cloud_adapters.net.tls import client_context
+from cloud_adapters.net.tls import client_context, clock_doubt
 from deploy.doctor import (
     checks as doctor,
     exchange as doctor_exchange,
@@ -151,7 +151,8 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
             "aggregator",
             f"{address} does not prove that it is the aggregator: "
             f"{error.verify_message}",
-            "compare its address and authority with the operator's; check this clock",
+            clock_doubt(error)
+            or "compare its address and authority with the operator's",
         )
         return
     except FederationError as error:
@@ -188,7 +189,7 @@ def _skew(date: str, clock: Clock) -> Iterator[Check]:
     found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
     if abs(skew) > MOST_SKEW_SECONDS:
         yield problem(
-            "clock skew", found, "set this machine's clock, for example with NTP"
+            "clock skew", found, "set whichever of the two clocks is wrong (NTP)"
         )
     else:
         yield ok("clock skew", found)

@@ -9,7 +9,7 @@ from typing import Protocol
 from cryptography.hazmat.primitives import hashes, serialization
 
 from cloud_adapters.net.outbound import https_line, proxy_note
-from cloud_adapters.net.tls import client_context
+from cloud_adapters.net.tls import client_context, clock_doubt
 from federation.addresses import parse_address
 from privacy.membership.certificates import parse_certificate
 from privacy.membership.messages import MAX_ANSWER_BYTES, read_refusal
@@ -119,11 +119,12 @@ class Aggregator:
             response = connection.getresponse()
             answer = response.read(MAX_ANSWER_BYTES + 1)
         except ssl.SSLCertVerificationError as error:
-            raise EnrolmentRefused(
-                f"{self.address} does not prove that it is the aggregator: "
+            doubt = clock_doubt(error) or (
                 f"{error.verify_message}. If you reach it under another name, its "
-                "operator must add that name to hosts in aggregator.toml and restart "
-                "it; if the certificate is not valid yet, compare the clocks"
+                "operator must add that name to hosts in aggregator.toml and restart it"
+            )
+            raise EnrolmentRefused(
+                f"{self.address} does not prove that it is the aggregator: {doubt}"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise EnrolmentRefused(

@@ -247,21 +247,61 @@ def test_time_of_refusal_counts_from_the_last_success():
 
 def test_wrong_certificate_is_found_below_other_errors():
     """It ends the node: nothing may be sent to who is not the aggregator."""
+    with pytest.raises(SiteError, match="aggregator: self-signed certificate; compare"):
+        Node().ask(untrusted(18, "self-signed certificate"))
+
+
+def untrusted(code: int, reason: str) -> httpx.ConnectError:
+    """A handshake that ends since the other side's certificate is not believed."""
     cause = ssl.SSLCertVerificationError("certificate verify failed")
-    cause.verify_message = "self-signed certificate"
+    cause.verify_code, cause.verify_message = code, reason
     error = httpx.ConnectError("handshake", request=REQUEST)
     error.__cause__ = RuntimeError("a library between")
     error.__cause__.__context__ = cause
-    with pytest.raises(SiteError, match="aggregator: self-signed certificate; compare"):
-        Node().ask(error)
+    return error
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(600.0, "behind"), (-600.0, "ahead")])
-def test_clock_that_is_wrong_is_told(seconds: float, word: str):
-    """Flower refuses signatures of another time in the words for an unknown key."""
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(9, "certificate is not yet valid"), (10, "certificate has expired")],
+)
+def test_certificate_of_another_time_points_at_the_clocks(code: int, reason: str):
+    """It is waited out: enrolling again would not help."""
     node = Node(is_active=False)
+    with pytest.raises(Outage, match=r"by this machine's clock: set whichever"):
+        node.ask(untrusted(code, reason))
+
+
+def untimely(node: Node, seconds: float, code: int = 401) -> httpx.HTTPStatusError:
+    """A refusal by a machine whose clock is ahead of the node's."""
     there = formatdate(node.clock.now() + seconds, usegmt=True)
-    response = httpx.Response(401, headers={"Date": there}, request=REQUEST)
-    error = httpx.HTTPStatusError("no", request=REQUEST, response=response)
-    with pytest.raises(SiteError, match=rf"its clock is \d+ s {word}; set it"):
-        node.ask(error)
+    response = httpx.Response(code, headers={"Date": there}, request=REQUEST)
+    return httpx.HTTPStatusError("no", request=REQUEST, response=response)
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+@pytest.mark.parametrize("code", [401, 403])
+@pytest.mark.parametrize(("seconds", "word"), [(600.0, "behind"), (-600.0, "ahead")])
+def test_clock_that_is_wrong_is_an_outage(
+    seconds: float, word: str, code: int, *, is_active: bool
+):
+    """Signatures and certificates of another time are refused like unknown ones."""
+    node = Node(is_active=is_active)
+    error = untimely(node, seconds, code)
+    match = rf"one of the two clocks is \d+ s off .this one is {word}"
+    with pytest.raises(Outage, match=match):
+        node.ask(*[error] * 100)
+
+
+def test_place_of_a_node_outlasts_a_clock_that_was_set_back():
+    """By that clock, the node's last heartbeat is of the future."""
+    node = Node(is_active=False)
+    with pytest.raises(Outage):
+        node.ask(untimely(node, 3600.0))
+    for _ in range(36):
+        with pytest.raises(KeyInUse):
+            node.calls.call(refused(node))
+        node.clock.sleep(100.0)
+    node.clock.sleep(100.0)
+    with pytest.raises(SiteError, match="stop the other agent"):
+        node.calls.call(refused(node))

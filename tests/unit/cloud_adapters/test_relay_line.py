@@ -22,7 +22,7 @@ from cloud_adapters.relays.server import CloudServer, LineLimits, server_context
 from deploy.doctor import relay as doctor_relay
 from deploy.doctor.checks import Check
 from deploy.site_host import relay_certificate
-from federation.clock import SystemClock
+from federation.clock import SystemClock, VirtualClock
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.protocols import Buffer
@@ -408,6 +408,31 @@ def test_another_relay_gets_no_word(cloud: Cloud):
     other = Authority.create("another relay", clock=CLOCK)
     with pytest.raises(SiteError, match="it is the relay"):
         cloud.node(EAST, authority=other.pem).run()
+
+
+def test_a_wrong_clock_at_the_relay_ends_no_site(cloud: Cloud):
+    """Its certificate, made tomorrow, is not valid yet: the site tries again."""
+    context, said = server_context(cloud.authority.pem), []
+    tomorrow = VirtualClock(CLOCK.now() + 86400.0)
+    folder = cloud.folder / "tomorrow"
+    relay_certificate.prepare(folder, ("127.0.0.1",), context, tomorrow)
+    made = CloudServer(
+        cloud.desk, context, host="127.0.0.1", port=0, clock=CLOCK, scratch=folder
+    )
+    with made.listening() as port:
+        authority = (folder / "ca.crt").read_bytes()
+        node = cloud.node(EAST, address=f"127.0.0.1:{port}", authority=authority)
+
+        def listen(text: str) -> None:
+            said.append(text)
+            if len(said) > 1:
+                node.stopped.set()
+
+        node.listener = listen
+        node.run()
+        with pytest.raises(SiteError, match="not valid yet by this machine"):
+            knock(node.address, node.authority, node.certificate)
+    assert "set whichever of the two clocks is wrong" in said[1]
 
 
 def test_certificate_of_another_authority_is_refused(cloud: Cloud):
