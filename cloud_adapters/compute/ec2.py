@@ -157,6 +157,43 @@ class Ec2Pool:
     def clean_up(self) -> None:
         """See ``ComputePool``: the cloud does it."""
 
+    def check_route(self, spec: NodeSpec) -> None:
+        """See ``RoutedPool``; interface endpoints count as a way out, to services."""
+        doing = f"find a way out of subnets in {self.region}"
+        subnets = self._subnets(spec)
+        used = [subnets[zone] for zone in spec.zones or sorted(subnets)]
+        networks = [{"Name": "vpc-id", "Values": sorted({e["VpcId"] for e in used})}]
+        answer = self._call("describe_route_tables", doing, Filters=networks)
+        tables = {
+            each.get("SubnetId") or table["VpcId"]: table["Routes"]
+            for table in answer["RouteTables"]
+            for each in table["Associations"]
+            if each.get("SubnetId") or each.get("Main")
+        }
+        closed = [
+            each
+            for each in used
+            if not any(
+                map(
+                    _leads_out,
+                    tables.get(each["SubnetId"], tables.get(each["VpcId"], ())),
+                )
+            )
+        ]
+        if not closed:
+            return
+        kind = {"Name": "vpc-endpoint-type", "Values": ["Interface"]}
+        answer = self._call("describe_vpc_endpoints", doing, Filters=[*networks, kind])
+        private = {each["VpcId"] for each in answer["VpcEndpoints"]}
+        names = [each["SubnetId"] for each in closed if each["VpcId"] not in private]
+        if names:
+            raise MachineRefused(
+                f"cannot {doing}: {', '.join(names)} of {closed[0]['VpcId']} have no "
+                "route to a NAT gateway, and machines have no public address: name "
+                "others in subnets (deploy/terraform/aws/network makes some), or add "
+                "a NAT gateway and a route of 0.0.0.0/0 to it"
+            )
+
     def machine_types(
         self, names: Collection[str], zones: Sequence[str]
     ) -> Sequence[MachineType]:
@@ -268,26 +305,29 @@ class Ec2Pool:
         root: str = answer["Images"][0]["RootDeviceName"]
         return name, root
 
-    def _places(self, spec: NodeSpec) -> Sequence[tuple[str, str]]:
-        """Zones to try, each with the subnet to use there."""
+    def _subnets(self, spec: NodeSpec) -> Mapping[str, Answer]:
+        """Subnets that a machine may be in, by zone."""
         doing = f"find subnets in {self.region}"
         wanted: Answer = {"SubnetIds": list(spec.subnets)}
         if not spec.subnets:
             wanted = {"Filters": [{"Name": "default-for-az", "Values": ["true"]}]}
         answer = self._call("describe_subnets", doing, **wanted)
-        subnets = {
-            each["AvailabilityZone"]: each["SubnetId"] for each in answer["Subnets"]
-        }
+        subnets = {each["AvailabilityZone"]: each for each in answer["Subnets"]}
         lacking = [zone for zone in spec.zones if zone not in subnets]
         if lacking or not subnets:
             raise MachineRefused(
                 f"cannot {doing}: {', '.join(lacking) or 'the region'} has none; name "
                 "one of each zone in subnets"
             )
+        return subnets
+
+    def _places(self, spec: NodeSpec) -> Sequence[tuple[str, str]]:
+        """Zones to try, each with the subnet to use there."""
+        subnets = self._subnets(spec)
         zones = [*(spec.zones or sorted(subnets))]
         if spec.market is Market.SPOT and len(zones) > 1:
             zones = self._cheapest_first(spec.machine, zones)
-        return [(zone, subnets[zone]) for zone in zones]
+        return [(zone, subnets[zone]["SubnetId"]) for zone in zones]
 
     def _cheapest_first(self, machine: str, zones: Sequence[str]) -> list[str]:
         """Order zones by the spot prices of the hour's beginning.
@@ -399,6 +439,17 @@ def _request(spec: NodeSpec, digest: str, subnet: str) -> dict[str, Any]:
             },
         }
     return request
+
+
+def _leads_out(route: Answer) -> bool:
+    """Whether a machine without a public address gets anywhere by a route.
+
+    Of internet gateways it gets no answers, and prefix lists lead to a store alone.
+    """
+    gateway = route.get("GatewayId") or ""
+    is_useless = gateway == "local" or gateway.startswith("igw-")
+    has_addresses = bool(route.get("DestinationCidrBlock"))
+    return route.get("State") == "active" and has_addresses and not is_useless
 
 
 def _disk(device: str, size_gb: int) -> Answer:

@@ -42,6 +42,7 @@ _LOG_CHARS = 64 << 10
 _REQUEST_SECONDS = 60.0
 # The service answers a wait after two minutes at the latest.
 _WAIT_SECONDS, _NUM_WAITS = 150.0, 5
+_ANYWHERE = "0.0.0.0/0"
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 # These machines cannot move to another host while they run.
 _HAS_GPU = re.compile(r"(a[2-9]x?|g[2-9])-")
@@ -146,6 +147,33 @@ class GcePool:
 
     def clean_up(self) -> None:
         """See ``ComputePool``: the cloud does it."""
+
+    def check_route(self, spec: NodeSpec) -> None:
+        """See ``RoutedPool``; a router with peers may know routes of other networks."""
+        region = spec.zones[0].rpartition("-")[0]
+        # A network that several projects share names its own.
+        subnet = _subnet(spec, region).removeprefix("projects/")
+        project = subnet.partition("/")[0] if "/regions/" in subnet else self.project
+        name = subnet.rpartition("/")[2]
+        doing = f"find a way out of {name or 'the default network'} in {region}"
+        at = {"project": project, "region": region}
+        network = "default"
+        if name:
+            get, asked = self.clients.subnetworks.get, {**at, "subnetwork": name}
+            network = self._call(get, doing, asked).network.rpartition("/")[2]
+        for router in self._call(self.clients.routers.list, doing, at):
+            is_here = router.network.rpartition("/")[2] == network
+            if is_here and (router.bgp_peers or _translates(router, name)):
+                return
+        for route in self._call(self.clients.routes.list, doing, {"project": project}):
+            is_here = route.network.rpartition("/")[2] == network
+            if is_here and route.dest_range == _ANYWHERE and not route.next_hop_gateway:
+                return
+        raise MachineRefused(
+            f"cannot {doing}: network {network} has no Cloud NAT there, and machines "
+            "have no public address: name another one in subnets "
+            "(deploy/terraform/gcp/network makes one), or add Cloud NAT to it"
+        )
 
     def machine_types(
         self, names: Collection[str], zones: Sequence[str]
@@ -293,6 +321,21 @@ class GceClients:
         return self._made(compute_v1.MachineTypesClient)
 
     @functools.cached_property
+    def routers(self) -> Any:
+        """One for routers."""
+        return self._made(compute_v1.RoutersClient)
+
+    @functools.cached_property
+    def routes(self) -> Any:
+        """One for routes."""
+        return self._made(compute_v1.RoutesClient)
+
+    @functools.cached_property
+    def subnetworks(self) -> Any:
+        """One for subnets."""
+        return self._made(compute_v1.SubnetworksClient)
+
+    @functools.cached_property
     def operations(self) -> Any:
         """One for operations of zones."""
         return self._made(compute_v1.ZoneOperationsClient)
@@ -336,9 +379,7 @@ def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
     labels[TOKEN_LABEL] = place.digest
     interface = {"network": "global/networks/default"}  # Without an external address.
     if spec.subnets:
-        subnet = spec.subnets[0]
-        whole = f"regions/{region}/subnetworks/{subnet}"
-        interface = {"subnetwork": subnet if "/" in subnet else whole}
+        interface = {"subnetwork": _subnet(spec, region)}
     items = {
         _LABELS_ITEM: json.dumps({"name": spec.name, "labels": dict(spec.labels)}),
         "block-project-ssh-keys": "true",
@@ -376,6 +417,23 @@ def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
             "enable_integrity_monitoring": True,
         },
     }
+
+
+def _subnet(spec: NodeSpec, region: str) -> str:
+    """Path of the subnet of a machine; empty for the default network."""
+    for subnet in spec.subnets:
+        return subnet if "/" in subnet else f"regions/{region}/subnetworks/{subnet}"
+    return ""
+
+
+def _translates(router: Any, subnet: str) -> bool:
+    """Whether a router has Cloud NAT for a subnet; empty for one of any name."""
+    return any(
+        nat.source_subnetwork_ip_ranges_to_nat != "LIST_OF_SUBNETWORKS"
+        or not subnet
+        or any(each.name.rpartition("/")[2] == subnet for each in nat.subnetworks)
+        for nat in router.nats
+    )
 
 
 def _scheduling(spec: NodeSpec) -> dict[str, Any]:

@@ -312,6 +312,26 @@ def log_of(pool: ComputePool, node_id: str) -> str:
         return f"(no log: {error})"
 
 
+@runtime_checkable
+class RoutedPool(Protocol):
+    """A compute service whose machines need a way out of their subnets: a cloud's."""
+
+    def check_route(self, spec: NodeSpec) -> None:
+        """Refuse a machine that could reach nothing beyond its network.
+
+        What surely leads nowhere is refused; a route may still lead to nothing, and
+        firewalls are not looked at.
+
+        Args:
+            spec: Its zones and subnets count.
+
+        Raises:
+            MachineRefused: The message names the subnet and what to add.
+            ComputeForbidden: The credentials may not look at networks.
+        """
+        ...
+
+
 def wait_for(
     pool: NodeList,
     labels: Mapping[str, str],

@@ -226,6 +226,22 @@ def test_a_gpu_is_not_rented_for_an_image_without_its_driver(clouds: Clouds, kin
         cloud_checks.check_gpus(deployment)
 
 
+def test_a_network_without_a_way_out_is_refused(clouds: Clouds):
+    """It would install nothing, for half an hour at full price."""
+    told: list[str] = []
+    clouds.gcp.routers.clear()
+    clouds.aws.refusal = lambda form: (
+        "UnauthorizedOperation" if form["Action"] == "DescribeRouteTables" else None
+    )
+    with clouds.opened() as deployment:
+        with pytest.raises(JobError, match=r"fed\.toml: .* no Cloud NAT") as caught:
+            cloud_checks.check_routes(deployment, told.append)
+        assert caught.value.key == "sites[1].machine.subnets"
+        # Who may not look at networks may still use them, and is told.
+        (line,) = told
+        assert f"whether {SITES[0]} has a way out" in line
+
+
 def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
     """Its machine is launched with them, and its agent counts those that it sees."""
     text = clouds.path.read_text()

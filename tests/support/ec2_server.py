@@ -57,7 +57,13 @@ class Ec2Server:
         """Forget every instance: moto lists those that have ended for ever."""
         from moto.ec2.models import ec2_backends  # noqa: PLC0415 (seconds to import)
 
-        ec2_backends[ACCOUNT][REGION].reset()
+        backend = ec2_backends[ACCOUNT][REGION]
+        backend.reset()
+        # As accounts have it that start machines without public addresses.
+        subnet = next(iter(backend.describe_subnets()))
+        nat = backend.create_nat_gateway(subnet.id, allocation_id=None)
+        (table,) = backend.describe_route_tables(filters={"vpc-id": [subnet.vpc_id]})
+        backend.create_route(table.id, "0.0.0.0/0", nat_gateway_id=nat.id)
         self.mend()
         self.requests.clear()
         self.prices.clear()

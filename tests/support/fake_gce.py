@@ -43,6 +43,8 @@ class FakeGce(GoogleServer):
         console: What every machine has written to its console at last.
         loses: Given a method, whether to carry it out and answer with a failure.
         faults: What the next requests are refused with; None lets one pass.
+        routers: Routers of any region; the default network has Cloud NAT.
+        routes: Routes of the project.
         slow_operations: Whether an operation is done only when somebody waits for it.
     """
 
@@ -59,6 +61,9 @@ class FakeGce(GoogleServer):
             "compute.instances.list": self._list,
             "compute.instances.stop": self._stop,
             "compute.machineTypes.list": self._machine_types,
+            "compute.routers.list": lambda *_: {"items": self.routers},
+            "compute.routes.list": lambda *_: {"items": self.routes},
+            "compute.subnetworks.get": self._subnetwork,
             "compute.zoneOperations.get": self._wait,
             "compute.zoneOperations.list": self._operations_of,
             "compute.zoneOperations.wait": self._wait,
@@ -73,6 +78,15 @@ class FakeGce(GoogleServer):
         self.page, self.console = 500, ""
         self.slow_operations = False
         self.mend()
+        self.routers: list[Resource] = [
+            {
+                "network": f"{_ROOT}/projects/{PROJECT}/global/networks/default",
+                "nats": [
+                    {"sourceSubnetworkIpRangesToNat": "ALL_SUBNETWORKS_ALL_IP_RANGES"}
+                ],
+            }
+        ]
+        self.routes: list[Resource] = []
         self.inserted: list[Resource] = []
         self.instances: dict[tuple[str, str], Resource] = {}
         self._operations: dict[str, Resource] = {}
@@ -222,6 +236,11 @@ class FakeGce(GoogleServer):
         if begin + self.page < len(found):
             answer["nextPageToken"] = str(begin + self.page)
         return answer
+
+    def _subnetwork(self, params: Params, _: Resource) -> Resource:
+        """Any, in a network that is named before the subnet's first hyphen."""
+        network = params["subnetwork"].partition("-")[0]
+        return {"network": f"{_ROOT}/projects/{PROJECT}/global/networks/{network}"}
 
     def _machine_types(self, params: Params, _: Resource) -> Resource:
         """Those of ``TYPES``; the last zone has none with a GPU."""

@@ -57,6 +57,7 @@ def bring_up(
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
     check_moved(deployment)
     cloud_checks.check_gpus(deployment)
+    cloud_checks.check_routes(deployment, tell)
     _end_unwanted(deployment, tell)
     config = local_aggregator.start(deployment, random_bytes, tell)
     sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]

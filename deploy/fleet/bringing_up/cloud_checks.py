@@ -3,6 +3,7 @@
 import ipaddress
 from urllib.parse import urlsplit
 
+from cloud_adapters.compute.pool import NodeSpec, RoutedPool
 from deploy.fleet.bringing_up import pod_sites
 from deploy.fleet.bringing_up.machine_request import (
     IMAGES,
@@ -12,10 +13,11 @@ from deploy.fleet.bringing_up.machine_request import (
 )
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet.roles import Tell
 from deploy.fleet.tables.providers import AWS, KUBERNETES
 from deploy.fleet.tables.site_machine import SiteMachine
 from federation.addresses import parse_address
-from federation.errors import JobError
+from federation.errors import ComputeForbidden, JobError, MachineRefused
 
 
 def check(plan: DeploymentPlan, index: int) -> None:
@@ -83,6 +85,35 @@ def check_gpus(deployment: Deployment) -> None:
                 "for them: name one with NVIDIA's driver, cloud-init and Python 3.11 "
                 "or newer, or a type of machine without GPUs",
                 key=f"sites[{index}].machine.image",
+            )
+
+
+def check_routes(deployment: Deployment, tell: Tell) -> None:
+    """Refuse machines that would be paid for, and could not install anything.
+
+    Raises:
+        JobError: A site's subnets have no way out; the message says what to add.
+        ComputeError: A service fails.
+    """
+    for index, site in enumerate(deployment.plan.file.sites):
+        pool, machine = deployment.pools[site.pool], site.machine
+        if not isinstance(pool, RoutedPool):
+            continue
+        spec = NodeSpec(
+            name=site.name,
+            labels={},
+            max_seconds=0.0,
+            zones=machine.zones,
+            subnets=machine.subnets,
+        )
+        try:
+            pool.check_route(spec)
+        except MachineRefused as error:
+            key = f"sites[{index}].machine.subnets"
+            raise JobError(f"{deployment.plan.path}: {error}", key=key) from None
+        except ComputeForbidden as error:
+            tell(
+                f"whether {site.name} has a way out of its network is unknown: {error}"
             )
 
 

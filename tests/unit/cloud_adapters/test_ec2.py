@@ -1,5 +1,6 @@
 """Instances of EC2: what is asked for, where, and what the answers mean."""
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -308,7 +309,15 @@ def test_the_actions_that_are_named_suffice(
         )
         ec2_server.enforce_policies()
 
+    client = s3_server.client(ec2_server.url, service="ec2")
+    vpc = client.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+    closed = client.create_subnet(
+        VpcId=vpc, AvailabilityZone=ZONES[0], CidrBlock="10.9.0.0/24"
+    )["Subnet"]["SubnetId"]
+
     def use(token: str) -> None:
+        with contextlib.suppress(MachineRefused):
+            pool.check_route(spec(zones=ZONES[:1], subnets=(closed,)))
         node = pool.launch(spec(), token)
         pool.log(node.id)
         pool.terminate([node.id])
@@ -419,3 +428,54 @@ def test_an_instance_that_shuts_itself_down_has_failed(
         "LaunchTime": datetime(2026, 11, 26, tzinfo=UTC),
     }
     assert ec2._node(described).failed is failed
+
+
+def test_subnets_without_a_way_out_are_refused(ec2_server: Ec2Server):
+    """An internet gateway, which default networks have, is of no use to them."""
+    client, pool = s3_server.client(ec2_server.url, service="ec2"), ec2_server.pool()
+    pool.check_route(spec())  # The accounts of tests have a NAT gateway there.
+    vpc = client.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+    here = {"VpcId": vpc, "AvailabilityZone": ZONES[0]}
+    closed, open_ = (
+        client.create_subnet(**here, CidrBlock=f"10.9.{each}.0/24")["Subnet"][
+            "SubnetId"
+        ]
+        for each in range(2)
+    )
+    gateway = client.create_internet_gateway()["InternetGateway"]["InternetGatewayId"]
+    client.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc)
+    tables = client.describe_route_tables(
+        Filters=[{"Name": "vpc-id", "Values": [vpc]}]
+    )["RouteTables"]
+    client.create_route(
+        RouteTableId=tables[0]["RouteTableId"],
+        DestinationCidrBlock="0.0.0.0/0",
+        GatewayId=gateway,
+    )
+    own = client.create_route_table(VpcId=vpc)["RouteTable"]["RouteTableId"]
+    client.associate_route_table(RouteTableId=own, SubnetId=open_)
+    nat = client.create_nat_gateway(SubnetId=closed)["NatGateway"]["NatGatewayId"]
+    client.create_route(
+        RouteTableId=own, DestinationCidrBlock="0.0.0.0/0", NatGatewayId=nat
+    )
+
+    def ask(subnet: str) -> None:
+        pool.check_route(spec(zones=ZONES[:1], subnets=(subnet,)))
+
+    ask(open_)
+    with pytest.raises(MachineRefused, match=f"{closed} of {vpc} .*NAT gateway"):
+        ask(closed)
+    # A gateway of S3 alone leads nowhere else; interfaces of services do.
+    store = f"com.amazonaws.{s3_server.REGION}.s3"
+    client.create_vpc_endpoint(
+        VpcId=vpc, ServiceName=store, RouteTableIds=[tables[0]["RouteTableId"]]
+    )
+    with pytest.raises(MachineRefused):
+        ask(closed)
+    client.create_vpc_endpoint(
+        VpcId=vpc,
+        ServiceName=store,
+        VpcEndpointType="Interface",
+        SubnetIds=[closed],
+    )
+    ask(closed)

@@ -341,3 +341,38 @@ def test_gcloud_finds_and_ends_what_we_launch(gce_server: FakeGce, tmp_path: Pat
     assert found["labels"].items() >= LABELS.items()
     gcloud("delete", name, "--zone", zone)
     assert gce_server.pool().nodes({}) == []
+
+
+def test_networks_without_a_way_out_are_refused(gce_server: FakeGce):
+    """Cloud NAT of another network, or of other subnets, is of no use to them."""
+    pool, network = gce_server.pool(), "https://example/global/networks"
+
+    def ask(*subnets: str) -> None:
+        pool.check_route(spec(subnets=subnets))
+
+    ask()
+    with pytest.raises(MachineRefused, match=r"network own has no Cloud NAT"):
+        ask("own-machines")
+    some = "https://example/regions/europe-west4/subnetworks/own-machines"
+    nat = {
+        "sourceSubnetworkIpRangesToNat": "LIST_OF_SUBNETWORKS",
+        "subnetworks": [{"name": some}],
+    }
+    gce_server.routers = [{"network": f"{network}/own", "nats": [nat]}]
+    ask("own-machines")
+    ask(f"projects/{PROJECT}/regions/europe-west4/subnetworks/own-machines")
+    for subnets in (["own-others"], []):
+        with pytest.raises(MachineRefused, match="has no Cloud NAT"):
+            ask(*subnets)
+    gateway = "https://example/global/gateways/default-internet-gateway"
+    route = {"network": f"{network}/own", "destRange": "0.0.0.0/0"}
+    gce_server.routes = [{**route, "nextHopGateway": gateway}]
+    with pytest.raises(MachineRefused, match="has no Cloud NAT"):
+        ask("own-others")
+    gce_server.routes = [{**route, "nextHopIp": "10.0.0.9"}]
+    ask("own-others")
+    gce_server.routes = []
+    gce_server.routers = [
+        {"network": f"{network}/own", "bgpPeers": [{"name": "office"}]}
+    ]
+    ask("own-others")
