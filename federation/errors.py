@@ -42,6 +42,7 @@ a caller passed a bad argument; it is not listed here.
 """
 
 import traceback
+from collections.abc import Sequence
 
 from federation import OURS
 
@@ -109,6 +110,24 @@ class JobError(FederationError):
         super().__init__(where + message, outside=outside and where + outside)
         self.key = key
         self.reason = message
+
+
+def joined(faults: Sequence[JobError]) -> JobError:
+    """One error for all faults of a job, so that they are mended at once.
+
+    Args:
+        faults: At least one; of several with one key, the first counts, since the
+            others often follow from it.
+    """
+    first = {fault.key: fault for fault in reversed(faults)}
+    kept = [fault for fault in faults if first[fault.key] is fault]
+    one, *others = kept
+    if not others:
+        return one
+    also = "".join(f";\nalso {fault}" for fault in others)
+    outside = "; also ".join(fault.outside for fault in kept)
+    where = "" if one.key is None else f"{one.key}: "
+    return JobError(one.reason + also, key=one.key, outside=outside.removeprefix(where))
 
 
 class ProtocolError(FederationError):

@@ -1,13 +1,15 @@
 """What a site requires of a job before it builds anything for it."""
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from clients.factories import import_factory
 from clients.privacy.policy_spec import UNITS, PolicySpec
-from federation.errors import JobError
+from federation.errors import JobError, joined
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
@@ -41,26 +43,47 @@ _PAIR = 2
 _Faults = Iterator[tuple[str, str]]
 
 
-def check_job(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
+def check_job(
+    job: JobSpec, policy: PolicySpec, site: SiteId, *, has_data: bool = False
+) -> None:
     """Check a job against the requirements of a site's operator.
 
-    ``privacy.secagg.agreement.policy`` checks the contract again; this reports faults
-    before the first round, by the keys of the job.
+    ``privacy.secagg.agreement.policy`` checks the contract again; this reports all
+    faults before the first round, by the keys of the job.
+
+    Args:
+        job: As it was proposed.
+        policy: What the operator requires.
+        site: The site's name.
+        has_data: Whether the site has data of its own: then it calls no source of the
+            job, and these need not be accepted.
 
     Raises:
-        JobError: The site does not take part; ``key`` is the key of the job.
+        JobError: The site does not take part; ``key`` is the first key of the job. The
+            line that would accept the job's functions stays at the site.
     """
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
-    for rule in (
-        _privacy_faults,
-        _secrecy_faults,
-        _work_faults,
-        _sum_faults,
-        _function_faults,
-    ):
-        for key, fault in rule(job, policy):
-            raise JobError(f"site {site!r} {fault}", key=key)
+    rules = (_privacy_faults, _secrecy_faults, _work_faults, _sum_faults)
+    faults = [fault for rule in rules for fault in rule(job, policy)]
+    unlisted: list[str] = []
+    faults += _function_faults(job, policy, unlisted, has_data=has_data)
+    if not faults:
+        return
+    error = joined(_errors(faults, site))
+    if not unlisted:
+        raise error
+    line = json.dumps([*policy.functions, *dict.fromkeys(unlisted)])
+    raise JobError(
+        f"{error.reason}\nTo accept these functions, read what they do, and write in "
+        f"[policy] of site.toml:\nfunctions = {line}",
+        key=error.key,
+        outside=error.outside.removeprefix(f"{error.key}: "),
+    )
+
+
+def _errors(faults: Iterable[tuple[str, str]], site: SiteId) -> list[JobError]:
+    return [JobError(f"site {site!r} {fault}", key=key) for key, fault in faults]
 
 
 def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
@@ -69,8 +92,9 @@ def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
     Raises:
         JobError: The site does not take part; ``key`` is the key of the job.
     """
-    for key, fault in _work_faults(job, policy):
-        raise JobError(f"site {site!r} {fault}", key=key)
+    faults = _errors(_work_faults(job, policy), site)
+    if faults:
+        raise joined(faults)
 
 
 def contract_policy(
@@ -296,7 +320,10 @@ def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield _COLLUDING, demand + counted
 
 
-def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+def _function_faults(
+    job: JobSpec, policy: PolicySpec, unlisted: list[str], *, has_data: bool
+) -> _Faults:
+    """What the site would call and does not accept; ``unlisted`` gets the names."""
     named = [("model.factory", job.model.factory)]
     if job.training.task not in {*BUILT_IN, TRAINER}:
         named.append(("training.task", job.training.task))
@@ -304,6 +331,10 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         name = getattr(job.training, table).name
         if is_function(name):
             named.append((f"training.{table}.name", name))
+    if has_data:
+        # Nobody but the site's operator names what loads its data: ``site_host.data``.
+        sites = tuple(replace(site, data=None) for site in job.sites)
+        job = replace(job, data=None, sites=sites)
     sources = [("data.source", "" if job.data is None else job.data.source)]
     sources += [
         (f"sites[{at}].data.source", site.data.source)
@@ -320,9 +351,10 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
             accepted = is_accepted(function, policy.functions)
         except JobError as error:
             yield key, f"has no such function: {error.reason}"
-            return
+            continue
         if not accepted:
-            yield key, f"does not accept {function!r} (policy.functions)"
+            unlisted.append(code_files.unpinned(function))
+            yield key, f"does not accept {unlisted[-1]!r} (policy.functions)"
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -369,7 +369,8 @@ class SiteAgent:
         self._check_code(proposal)
         self._check_room(folder)
         job = job_file.loads(proposal.job)
-        check_job(job, self.config.file.policy, self.name)
+        file = self.config.file
+        check_job(job, file.policy, self.name, has_data=bool(file.data.source))
         check_roles(job, roster)
         _check_same_job(job, folder, roster)
         self._check_total(job)

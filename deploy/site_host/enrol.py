@@ -5,6 +5,7 @@ else; a root of another fingerprint than the token's ends it. Everything after t
 over TLS that this root alone can vouch for (``enrolment_connection``).
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from clients.privacy.policy_spec import PolicySpec
 from deploy.site_host import config as site_file
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrolment_connection import PASSING, Aggregator, Way
@@ -147,7 +149,11 @@ def enroll(
         _replace(folder / "roster.toml", roster.dumps(members).encode())
     if not (folder / "site.toml").exists():
         text = _SITE_TOML.read_text(encoding="utf-8")
-        text = text.format(name=token.site, address=token.address)
+        text = text.format(
+            name=token.site,
+            address=token.address,
+            functions=json.dumps(PolicySpec().functions),
+        )
         _replace(folder / "site.toml", text.encode())
     # The last, so that a folder with it is a complete site.
     _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))

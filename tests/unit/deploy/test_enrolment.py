@@ -15,6 +15,7 @@ from hypothesis import assume, given, strategies as st
 from support.enrolments import NOW, Federation
 from support.examples import few
 
+from clients.privacy.policy_spec import PolicySpec
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.enrolment_book import (
     BookDamaged,
@@ -101,6 +102,17 @@ def test_enrolled_site_has_what_it_needs(federation: Federation):
     assert config.authority.read_bytes() == authority.pem
     node = certificates.load_key(config.node_key)
     assert list(federation.nodes.known) == [enrolment.public_pem(node)]
+
+
+def test_functions_of_a_new_site_only_need_to_be_uncommented(federation: Federation):
+    """Its operator adds names to the default ones."""
+    folder = federation.site("site-a").config.folder
+    path = folder / "site.toml"
+    text = path.read_text()
+    assert text.count("\n# functions = [") == 1
+    path.write_text(text.replace("\n# functions = [", '\nfunctions = ["mine:net", '))
+    found = enrolment_site.config_of(folder).file.policy.functions
+    assert found == ("mine:net", *PolicySpec().functions)
 
 
 def test_key_files_are_their_owners_alone(federation: Federation):

@@ -3,6 +3,7 @@
 import ast
 import math
 import sys
+import tomllib
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -271,6 +272,51 @@ def test_each_rule_names_its_key_and_that_of_the_policy(
     assert found == key
     assert f"site {SITE!r}" in said
     assert text in said
+
+
+def test_all_faults_are_named_at_once_with_the_line_that_accepts_the_functions():
+    """The line is for the site's log: it tells what else the operator accepts."""
+    pinned = f"./tab.py@{'ab' * 32}:mlp"
+    job = small_job(rounds=9, model={"factory": pinned})
+    policy = PolicySpec(**OPEN, functions=("mine:secret",), max_rounds=8)
+    with pytest.raises(JobError) as caught:
+        site_policy.check_job(job, policy, SITE)
+    told, here = caught.value.outside, str(caught.value)
+    for text in (told, here):
+        assert text.startswith("rounds: site 'site-0' allows 8 (policy.max_rounds);")
+        for key, function in (
+            ("model.factory", "./tab.py:mlp"),
+            ("data.source", "support.small_jobs:blobs"),
+        ):
+            assert f"also {key}: site 'site-0' does not accept {function!r}" in text
+    assert "mine:secret" not in told
+    *_, line = here.splitlines()
+    assert tomllib.loads(line)["functions"] == [
+        "mine:secret",
+        "./tab.py:mlp",
+        "support.small_jobs:blobs",
+    ]
+    accepted = replace(policy, max_rounds=9, **tomllib.loads(line))
+    site_policy.check_job(job, accepted, SITE)
+
+
+def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
+    """It calls none, so its operator need not list what the others use."""
+    policy = PolicySpec(**OPEN, functions=("clients.models:*",))
+    options = {"helper": "os:system"}
+    data = {"source": "./theirs.py:rows", "options": options}
+    job = small_job(data=data, sites=[{"name": "site-0"}, {"name": "b", "data": data}])
+    site_policy.check_job(job, policy, SITE, has_data=True)
+    with pytest.raises(JobError, match=r"also sites\[1\].data.source: .*theirs"):
+        site_policy.check_job(job, policy, SITE)
+    model = {"factory": "clients.models:mlp", "options": options}
+    with pytest.raises(JobError, match=r"model.options.helper: .*'os:system'"):
+        site_policy.check_job(
+            replace(job, model=small_job(model=model).model),
+            policy,
+            SITE,
+            has_data=True,
+        )
 
 
 def test_pair_is_accepted_where_records_or_the_policy_allow_it():
