@@ -12,6 +12,7 @@ from federation.job.job_keys import key
 
 PACKAGED = Path(__file__).with_name("prices.toml")
 OLD_DAYS = 90
+HOURS_PER_MONTH = 730.0
 # What no machine and no gigabyte costs: a slip of the decimal point must not pass.
 _MOST_DOLLARS_PER_HOUR, _MOST_DOLLARS_PER_GIGABYTE = 400.0, 0.5
 # A cloud, and its region; both empty outside of clouds.
@@ -85,6 +86,9 @@ class Transfer:
         provider: The cloud.
         between_zones: Dollars per GB between zones of a region, both sides together.
         between_regions: Dollars per GB between regions of a continent.
+        through_nat: Dollars per GB that machines without a public address exchange
+            with the internet, in either direction, besides the traffic's own price;
+            none if not known.
         source: Where the prices are from.
         as_of: Their day; by default, the table's.
     """
@@ -92,19 +96,24 @@ class Transfer:
     provider: str
     between_zones: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
     between_regions: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
+    through_nat: float | None = key(
+        default=None, low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE
+    )
     source: str = ""
     as_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Price of a cloud's object storage in its standard class.
+    """Price of a cloud's object storage in its standard class, and of disks.
 
     Attributes:
         provider: The cloud.
         per_gigabyte_month: Dollars of a GB that is kept for a month.
         per_thousand_writes: Dollars of 1,000 requests that write or list.
         per_thousand_reads: Dollars of 1,000 requests that read.
+        disk_per_gigabyte_month: Dollars of a GB of a machine's disk for a month; none
+            if not known.
         source: Where the prices are from.
         as_of: Their day; by default, the table's.
     """
@@ -113,6 +122,9 @@ class Storage:
     per_gigabyte_month: float = key(low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE)
     per_thousand_writes: float = key(default=0.0, low=0.0, high=_MOST_PER_THOUSAND)
     per_thousand_reads: float = key(default=0.0, low=0.0, high=_MOST_PER_THOUSAND)
+    disk_per_gigabyte_month: float | None = key(
+        default=None, low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE
+    )
     source: str = ""
     as_of: str = ""
 
@@ -242,6 +254,32 @@ class Prices:
         is_same = region == other[1]
         return inside[0].between_zones if is_same else inside[0].between_regions
 
+    def through_nat(self, one: Place, other: Place) -> float:
+        """Dollars per GB, in either direction, that NAT adds between two places.
+
+        Args:
+            one: Where a machine without a public address is.
+            other: Where it connects to; inside its cloud by its private address.
+
+        Raises:
+            JobError: The table does not know the price.
+        """
+        if not one[0] or one[0] == other[0]:
+            return 0.0
+        found = (row.through_nat for row in self.transfer if row.provider == one[0])
+        return _known(next(found, None), "transfer", "through_nat", one[0])
+
+    def disk_hour(self, provider: str, gigabytes: float) -> float:
+        """Dollars of an hour of a machine's disk.
+
+        Raises:
+            JobError: The table does not know the price.
+        """
+        name = "disk_per_gigabyte_month"
+        found = (getattr(row, name) for row in self.storage if row.provider == provider)
+        month = _known(next(found, None), "storage", name, provider)
+        return gigabytes * month / HOURS_PER_MONTH
+
     def gpus(self, provider: str, machine: str) -> int:
         """GPUs of a type of machine; 0 if the table does not know it."""
         found = (
@@ -331,6 +369,16 @@ def _doubt(
         f"the prices in {path} are {age} days old: compare them, and name your own "
         "table with --prices"
     )
+
+
+def _known(price: float | None, table: str, name: str, provider: str) -> float:
+    if price is None:
+        raise JobError(
+            f"the price table has no {name} of {provider!r}: add it to its row of "
+            f"{table} in your own table and name that with --prices",
+            key=table,
+        )
+    return price
 
 
 def day_of(seconds: float) -> date:

@@ -43,6 +43,8 @@ class SiteSpeed:
         dollars_per_hour: Price of its machines during rounds.
         dollars_per_gigabyte: Price of traffic that leaves the site, or the cloud of
             its relay.
+        dollars_per_gigabyte_received: Price of traffic that reaches the site: what its
+            NAT gateway costs.
     """
 
     name: str
@@ -53,6 +55,7 @@ class SiteSpeed:
     latency_seconds: float = key(default=0.0, low=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte_received: float = key(default=0.0, low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ class Speeds:
     """A speeds file.
 
     Attributes:
+        start_seconds: How long machines are paid for before the job is submitted: they
+            install.
         setup_seconds: Time from submitting a job until its run starts: the coordinator
             starts, and its sites are asked.
         first_round_seconds: What the first round takes longer than its work and its
@@ -90,6 +95,7 @@ class Speeds:
         relays: One `[[relays]]` table for each relay.
     """
 
+    start_seconds: float = key(default=0.0, low=0.0)
     setup_seconds: float = key(default=0.0, low=0.0)
     first_round_seconds: float = key(default=0.0, low=0.0)
     combine_seconds: float = key(default=0.0, low=0.0)
@@ -360,18 +366,19 @@ def dollars(
     Raises:
         JobError: Nothing is stated of a site.
     """
-    hours, up = seconds / _HOUR, 0.0
-    machines = 0.0
-    for name, (_, from_site) in sites.items():
+    hours = (seconds + speeds.start_seconds) / _HOUR
+    machines = up = down = 0.0
+    for name, (to_site, from_site) in sites.items():
         speed = speed_of(speeds, name)
         machines += hours * speed.dollars_per_hour
         up += from_site / _GIGA * speed.dollars_per_gigabyte
-    down = sum(to_site for to_site, _ in sites.values()) / _GIGA
+        per_gigabyte = speeds.dollars_per_gigabyte + speed.dollars_per_gigabyte_received
+        down += to_site / _GIGA * per_gigabyte
     return {
         "machines": machines,
         "aggregator": hours * speeds.dollars_per_hour,
         "traffic up": up,
-        "traffic down": down * speeds.dollars_per_gigabyte,
+        "traffic down": down,
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from aggregator.checkpoint import CHUNK_BYTES
 from cloud_adapters.urls import parse_url
 from deploy.fleet.planning.plan import Alternative
-from deploy.fleet.prices import Prices
+from deploy.fleet.prices import HOURS_PER_MONTH, Prices
 from deploy.fleet.tables.providers import AWS, GCP
 from federation.job.spec import JobSpec
 from federation.rounds import bucket, cost
@@ -14,7 +14,7 @@ from federation.rounds.cost import Speeds
 from federation.rounds.server_optimizer import server_optimizer
 
 _GIGA, _FLOAT_BYTES = 1e9, 4
-_MONTH = 730 * 3600.0
+_MONTH = HOURS_PER_MONTH * 3600.0
 
 
 def storage(

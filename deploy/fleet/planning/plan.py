@@ -191,6 +191,12 @@ def lines(
         f"{what} {in_dollars(price)}" for what, price in own.cost.dollars.items()
     )
     yield f"dollars: {parts}"
+    if speeds.start_seconds:
+        minutes = speeds.start_seconds / 60.0
+        yield (
+            f"machines are also paid for {minutes:g} minutes in which they start: "
+            "start.machine_minutes"
+        )
 
 
 def in_dollars(price: float) -> str:

@@ -15,7 +15,7 @@ from federation.rounds import cost
 from federation.rounds.cost import Speeds
 from federation.rounds.traffic import Traffic
 
-_GIGA, _HOUR = 1e9, 3600.0
+_GIGA, _MINUTE, _HOUR = 1e9, 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,11 @@ def with_prices(
     found = _Lookup(file, missing)
     stated = {site.name: site for site in file.sites}
     sent = cost.bytes_of_sites(traffic)
+    starts = any(site.provider in CLOUDS for site in file.sites)
     return replace(
         speeds,
+        start_seconds=speeds.start_seconds
+        or starts * file.start.machine_minutes * _MINUTE,
         dollars_per_hour=speeds.dollars_per_hour or file.aggregator.dollars_per_hour,
         dollars_per_gigabyte=speeds.dollars_per_gigabyte
         or file.aggregator.dollars_per_gigabyte
@@ -88,6 +91,11 @@ def with_prices(
                     partial(
                         _from_site, stated[speed.name], stated, sent, prices, terms
                     ),
+                ),
+                dollars_per_gigabyte_received=speed.dollars_per_gigabyte_received
+                or found.price(
+                    f"{found.table(speed.name)}.dollars_per_gigabyte",
+                    partial(_to_site, stated[speed.name], prices, terms),
                 ),
             )
             if speed.name in stated
@@ -114,7 +122,9 @@ class _Lookup:
         except JobError as error:
             if self._missing is None:
                 raise
-            self._missing.append(f"{error.reason}; or state {key}")
+            word = f"{error.reason}; or state {key}"
+            if word not in self._missing:
+                self._missing.append(word)
         return cost.UNKNOWN
 
 
@@ -127,7 +137,8 @@ def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
     machine = site.machine
     is_spot = machine.market == Market.SPOT.value if spot is None else spot
     kind = machine.priced_as
-    return prices.hourly(site.provider, machine.region, kind, spot=is_spot)
+    hourly = prices.hourly(site.provider, machine.region, kind, spot=is_spot)
+    return hourly + prices.disk_hour(site.provider, machine.disk_gb)
 
 
 def place_of(site: SiteMachine) -> Place:
@@ -152,9 +163,17 @@ def _from_site(
         for name, other in stated.items()
         if other.provider == site.provider
     )
-    return prices.between(
+    sent_there = prices.between(
         place_of(site), terms.aggregator, volume, before=terms.gigabytes_before
     )
+    return sent_there + prices.through_nat(place_of(site), terms.aggregator)
+
+
+def _to_site(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
+    """Dollars per GB to a site, besides what its sender pays; stated as one price."""
+    if site.dollars_per_gigabyte is not None:
+        return 0.0
+    return prices.through_nat(place_of(site), terms.aggregator)
 
 
 def _from_aggregator(

@@ -142,7 +142,8 @@ class SiteMachine:
             stated.
         on_demand_dollars_per_hour: What a machine on demand would cost, if this one is
             a spot machine that a deadline may move.
-        dollars_per_gigabyte: What traffic costs that leaves its machine.
+        dollars_per_gigabyte: What traffic costs that leaves its machine, with all that
+            NAT adds to it and to what arrives.
         machine: What machine the site runs on.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.

@@ -26,6 +26,7 @@ from deploy.fleet.planning import (
 )
 from deploy.fleet.planning.recommendation import recommend
 from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
+from deploy.fleet.tables.start_spec import StartSpec
 from deploy.wiring import parts
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
@@ -180,8 +181,9 @@ def test_machines_of_clouds_cost_what_the_table_says():
     site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
     file = DeploymentFile(name="x", job="j", sites=(site,))
     priced = run_prices.with_prices(known, file, TABLE, traffic=traffic)
-    assert priced.sites[0].dollars_per_hour == 1.804
-    assert priced.sites[0].dollars_per_gigabyte == 0.12
+    disk = 50 * 0.04 / 730
+    assert priced.sites[0].dollars_per_hour == pytest.approx(1.804 + disk)
+    assert priced.sites[0].dollars_per_gigabyte == pytest.approx(0.12 + 0.045)
     assert priced.sites[1].dollars_per_hour == 0
     own = plan._predict("as it is", {}, traffic, priced)
     ways = run_prices.ways_to_rent(own, known, file, TABLE, run_prices.PriceTerms())
@@ -195,18 +197,59 @@ def test_machines_of_clouds_cost_what_the_table_says():
     near = found["aggregator in gcp us-central1"].cost
     assert near is not None
     assert near.dollars["traffic up"] == pytest.approx(
-        cost.of_run(traffic, priced).dollars["traffic up"] * 0.01 / 0.12
+        cost.of_run(traffic, priced).dollars["traffic up"] * 0.01 / 0.165
     )
     assert own.cost is not None
     assert other.cost is not None
     ratio = other.cost.dollars["machines"] / own.cost.dollars["machines"]
-    assert ratio == pytest.approx(3.673 / 1.804)
+    assert ratio == pytest.approx((3.673 + disk) / (1.804 + disk))
     site = cloud("aws", "mars-1", "g5.xlarge")
     file = DeploymentFile(name="x", job="j", sites=(site,))
     with pytest.raises(
         JobError, match=r"g5.xlarge of aws in 'mars-1' \(it has us-east"
     ):
         run_prices.with_prices(known, file, TABLE, traffic=traffic)
+
+
+def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
+    """A terabyte each way at two sites costs 390 dollars, and not 210."""
+    job = virtual_job()
+    traffic = SIZES(parts.build_federation(job))
+    assert traffic is not None
+    clouds = [
+        cloud("aws", "us-east-1", "m7i.large", disk_gb=730),
+        replace(cloud("gcp", "us-central1", "e2-standard-4"), name="site-1"),
+    ]
+    file = DeploymentFile(
+        name="x", job="j", sites=tuple(clouds), start=StartSpec(machine_minutes=30.0)
+    )
+    known = cost.machine_speeds(job.simulation.machines)
+    priced = run_prices.with_prices(known, file, TABLE, traffic=traffic)
+    terabytes = dict.fromkeys(("site-0", "site-1"), (10**12, 10**12))
+    found = cost.dollars(1800.0, terabytes, priced)
+    assert found["traffic up"] == pytest.approx(90 + 120 + 90)
+    assert found["traffic down"] == pytest.approx(90)
+    hourly = 0.1008 + 0.08 + 0.13402 + 50 * 0.04 / 730
+    assert found["machines"] == pytest.approx(hourly)  # Half an hour of each hour.
+    # What is stated is the whole price, and inside of a cloud there is no gateway.
+    stated = replace(clouds[0], dollars_per_hour=1.0, dollars_per_gigabyte=0.5)
+    near = run_prices.with_prices(
+        known,
+        replace(file, sites=(stated, clouds[1])),
+        TABLE,
+        traffic=traffic,
+        terms=run_prices.PriceTerms(aggregator=("gcp", "us-central1")),
+    )
+    assert [
+        (site.dollars_per_gigabyte, site.dollars_per_gigabyte_received)
+        for site in near.sites[:2]
+    ] == [(0.5, 0.0), (0.01, 0.0)]
+    missing: list[str] = []
+    old = replace(TABLE, transfer=(), storage=())
+    priced = run_prices.with_prices(known, file, old, traffic=traffic, missing=missing)
+    assert not cost.of_run(traffic, priced).is_known
+    assert len(missing) == 4
+    assert "no through_nat of 'aws'" in missing[1]
 
 
 @pytest.mark.parametrize(
