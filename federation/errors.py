@@ -8,6 +8,7 @@ FederationError
 |   |-- AggregatorAtFault     a message that no honest aggregator sends
 |   `-- InvalidUpdate         a site's answer that cannot be counted
 |-- SiteError                 work that failed at a site
+|   |-- SiteNotReady          a site cannot take part now, but perhaps soon
 |   `-- UserCodeError         a function of the job or of site.toml raised something
 |-- MissingExtra              a package that an extra of crossfed installs
 |-- QuorumNotMet              too few sites answered in too many rounds in a row
@@ -41,10 +42,13 @@ A message says what happened, where, and what to do about it. ``ValueError`` mea
 a caller passed a bad argument; it is not listed here.
 """
 
+import errno
 import traceback
 from collections.abc import Sequence
 
 from federation import OURS
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def clash(name: str) -> str:
@@ -86,6 +90,26 @@ class FederationError(Exception):
         for frame, _ in traceback.walk_tb(self.__traceback__):
             room = frame.f_globals.get("__name__", "").partition(".")[0]
         return str(self) if room in OURS else type(self).__name__
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk caused an error: it passes when there is space."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same may go well soon: a disk is full, or a store unavailable."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Its subclasses say what a person must change.
+        if type(cause) is StoreUnavailable or getattr(cause, "temporary", False):
+            return True
+        cause = cause.__cause__
+    return is_full(error)
 
 
 def outside_of(error: BaseException) -> str:
@@ -152,6 +176,10 @@ class InvalidUpdate(ProtocolError):
 
 class SiteError(FederationError):
     """Work failed at a site: its data, its model or its training."""
+
+
+class SiteNotReady(SiteError):
+    """A site cannot take part now, for a reason that may pass: ask it again."""
 
 
 class ParityFailed(FederationError):

@@ -1,5 +1,6 @@
 """The handshake: which of Flower's nodes belongs to which site."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.errors import LOST, NODE_GONE, gist
 from cloud_adapters.transport.redelivery import Inquiry, Word, new_name
-from federation.errors import ProtocolError, SiteError
+from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.ids import SiteId
 from federation.protocols import Clock
 from federation.wire import frame as wire
@@ -20,6 +21,10 @@ CONNECT_SECONDS = 60.0
 # How long sites that are missing may still come, once a node has answered something
 # that cannot be believed.
 DOUBT_SECONDS = 15.0
+# Before a site that could not take part is asked again: it loads its data anew.
+AGAIN_SECONDS = 5.0
+
+_LOG = logging.getLogger(__name__)
 
 
 class RollCall(Protocol):
@@ -42,6 +47,7 @@ class RollCall(Protocol):
             ProtocolError: The answer cannot be trusted.
             SiteError: The site does not take part, but the run needs it; the
                 message says why.
+            SiteNotReady: It does not yet, and is asked again.
         """
         ...
 
@@ -179,7 +185,8 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> 
             if call.known.get(site) in online
         }
         for node in online - call.met - set(call.known.values()):
-            call.ask(node, now())
+            if now() >= call.again.get(node, -math.inf):
+                call.ask(node, now())
         for reply in call.api.pull_messages([*call.out]) if call.out else ():
             call.note(reply, now())
         call.ask_after(now())
@@ -203,6 +210,8 @@ class _Call:
     Attributes:
         required: Sites that must answer.
         lack: What those who are missing did not do.
+        again: When nodes of sites that were not ready are asked again.
+        unready: Why they were not.
         out: Messages to which a reply may come, by their ids; with the time of those
             that ask for the state of the question.
     """
@@ -217,6 +226,8 @@ class _Call:
     open: dict[int, _PendingNode] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
     nodes: dict[SiteId, int] = field(default_factory=dict)
+    again: dict[int, float] = field(default_factory=dict)
+    unready: dict[int, str] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     doubted: float = math.inf
@@ -247,6 +258,7 @@ class _Call:
             return
         missing = [site for site in self.expected if site not in self.nodes]
         texts = [*self.complaints, *self.roll_call.absent.values()]
+        texts += self.unready.values()
         if missing and not self.complaints and not self.is_hopeless:
             texts.append(f"{', '.join(missing)} did not {self.lack}")
         raise SiteError(f"the run cannot start: {'; '.join([*texts, *self.doubts])}")
@@ -311,6 +323,10 @@ class _Call:
     def _identify(self, node: int, reply: Message, now: float) -> None:
         try:
             site = self._site_of(reply)
+        except SiteNotReady as error:
+            self.met.discard(node)
+            self.again[node], self.unready[node] = now + AGAIN_SECONDS, str(error)
+            _LOG.warning("%s; it is asked again in %g s", error, AGAIN_SECONDS)
         except SiteError as error:
             self.complaints.append(str(error))
         except ProtocolError as error:
@@ -318,6 +334,7 @@ class _Call:
             self.doubts.append(f"Flower node {node}: {error}")
             self.doubted = min(self.doubted, now)
         else:
+            self.unready.pop(node, None)
             if site in self.expected:
                 self.nodes[site] = node
 

@@ -13,7 +13,7 @@ import tomli_w
 
 from aggregator.weighting import SignedCounts
 from clients.privacy.stated_bounds import introduction_fault
-from federation.errors import ProtocolError, SiteError
+from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_file
@@ -152,7 +152,8 @@ class SignedRollCall:
             return name  # Of another job.
         if found.refused:
             reason = wire.one_line(found.refused)
-            raise SiteError(f"relay {name!r} does not take part: {reason}")
+            kind = SiteNotReady if found.temporary else SiteError
+            raise kind(f"relay {name!r} does not take part: {reason}")
         missing = dict.fromkeys(self.relays[name])
         for sealed in sites:
             claimed = introduction.open_introduction(sealed, self.roster, self.question)
@@ -183,8 +184,11 @@ class SignedRollCall:
         if site not in self.sites or site in self.absent:
             return site
         if found.refused:
-            reason = wire.one_line(found.refused)
-            return self._without(site, f"site {site!r} does not take part: {reason}")
+            why = f"site {site!r} does not take part: {wire.one_line(found.refused)}"
+            # Other sites of a relay do not wait for one that the run can spare.
+            if found.temporary and not (self.spares and self._behind(site)):
+                raise SiteNotReady(why)
+            return self._without(site, why)
         if self._asks_needs and found.needs is None:
             raise ProtocolError(f"site {site!r} does not state its noise plan")
         fault = introduction_fault(self.job, found, is_last=not self._asks_needs)

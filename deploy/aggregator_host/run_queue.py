@@ -9,7 +9,6 @@ service starts another once there is room, which continues from the newest check
 """
 
 import contextlib
-import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from federation.errors import (
     FederationError,
     RunConflict,
     RunNotFound,
+    is_full,
 )
 from federation.event_log import from_line
 from federation.events import Event, RunFinished, RunStarted, SitesLeftOut
@@ -42,7 +42,6 @@ _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COUNTED = tuple(
     b'"event": "%b"' % name
     for name in (b"RunStarted", b"RoundFinished", b"RunFinished", b"SitesLeftOut")
@@ -276,15 +275,6 @@ def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
     """Write the outcome of a run; the first one counts."""
     if not (run.path / OUTCOME).exists():
         durable_json.write(run.path / OUTCOME, outcome)
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether a full disk caused an error: the run waits for space, and is not over."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        error = error.__cause__
-    return False
 
 
 def goes_on(error: BaseException) -> bool:

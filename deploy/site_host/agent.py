@@ -52,6 +52,7 @@ from federation.errors import (
     PrivacyError,
     ProtocolError,
     StoreUnavailable,
+    is_passing,
 )
 from federation.event_log import EventWriter
 from federation.events import SitePrivacy
@@ -145,6 +146,7 @@ class SiteAgent:
         except FederationError as error:
             self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
             found = self._introduction(sealed, refused=error.outside)
+            found = replace(found, temporary=is_passing(error))
         return introduction.seal_introduction(found, self.identity)
 
     def answer(self, task: Task) -> SiteMessage:

@@ -28,6 +28,7 @@ from federation.errors import (
     JobError,
     ProtocolError,
     SiteError,
+    is_passing,
 )
 from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
@@ -118,12 +119,15 @@ class RelayAgent:
             ProtocolError: They are not from the aggregator that the roster pins.
         """
         try:
-            sites = self._sites_of(sealed)
+            return self._introduced(sealed)
         except FederationError as error:
             if isinstance(error, ProtocolError):
                 raise
             self.listener(f"a run is refused: {error}")
-            return introduction.bundle(self._introduction(sealed, error.outside), [])
+            return introduction.bundle(self._introduction(sealed, error), [])
+
+    def _introduced(self, sealed: bytes) -> bytes:
+        sites = self._sites_of(sealed)
         question = RelayQuestion.of(
             QuestionKind.INTRODUCE,
             [sealed],
@@ -387,15 +391,18 @@ class RelayAgent:
         except ValueError as error:
             raise ProtocolError(f"a run without a valid name: {error}") from None
 
-    def _introduction(self, sealed: bytes, refused: str = "") -> bytes:
+    def _introduction(
+        self, sealed: bytes, error: FederationError | None = None
+    ) -> bytes:
         made = Introduction(
             version=introduction.VERSION,
             site=self.name,
             proposal=introduction.digest(sealed),
             release=introduction.release(),
-            refused=refused,
+            refused="" if error is None else error.outside,
             privacy=None,
             num_examples=0,
+            temporary=error is not None and is_passing(error),
         )
         return introduction.seal_introduction(made, self.identity)
 

@@ -114,6 +114,8 @@ class Introduction:
         num_held_out: Examples that it evaluates on; likewise.
         needs: Noise multiplier that its own records need, where noise adds up inside
             the secure sum; else None.
+        temporary: Whether the reason of a refusal may pass, so that the aggregator
+            asks again while it waits for sites.
     """
 
     version: int
@@ -125,6 +127,7 @@ class Introduction:
     num_examples: int
     num_held_out: int = 0
     needs: float | None = None
+    temporary: bool = False
 
 
 @functools.cache

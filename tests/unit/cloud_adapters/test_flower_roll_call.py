@@ -9,7 +9,7 @@ import pytest
 
 from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
-from federation.errors import ProtocolError, SiteError
+from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.ids import SiteId
 
 if importlib.util.find_spec("flwr") is None:
@@ -50,6 +50,8 @@ class SpokenCall:
         name = answer.decode()
         if name == "liar":
             raise ProtocolError("the signature of site 'one' is wrong")
+        if name == "busy":
+            raise SiteNotReady("site 'one' does not take part: its disk is full")
         if name == "shy" and self.spares:
             self.absent[SiteId("one")] = "site 'one' does not take part: rounds"
             return SiteId("one")
@@ -237,6 +239,27 @@ def test_refusal_is_told_at_once():
     text = "cannot start: site 'one' does not take part: rounds: too many"
     with pytest.raises(SiteError, match=text):
         meet(Nodes(n9="shy"), meanwhile=_never)
+
+
+def test_site_that_is_not_ready_is_asked_again():
+    """Not at each look: it loads its data every time."""
+    nodes = Nodes(n5="two", n9="busy")
+
+    def meanwhile(now: float) -> None:
+        if now > 25:
+            nodes.say[9] = "one"
+
+    found, seconds = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 9, "two": 5}
+    assert 25 < seconds <= 31
+    assert 5 <= nodes.asked.count(9) <= 7
+
+
+def test_site_that_stays_unready_ends_the_wait_with_its_reason():
+    """And a run that can do without it begins."""
+    with pytest.raises(SiteError, match=r"start: site 'one' .*: its disk is full"):
+        meet(Nodes(n5="two", n9="busy"))
+    assert meet(Nodes(n5="two", n9="busy"), required=1) == ({"two": 5}, 60.0)
 
 
 def test_site_that_is_done_without_is_not_waited_for():

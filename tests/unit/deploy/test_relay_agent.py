@@ -194,6 +194,21 @@ def test_run_that_has_begun_goes_on_without_a_site_that_is_not_served(cloud: Clo
     assert {*asked} == {"site-1"}
 
 
+@pytest.mark.parametrize("name", ["proposal", "introductions"])
+def test_a_full_disk_of_a_relay_is_a_temporary_refusal(cloud: Cloud, name: str):
+    """Whatever it could not write; then the same proposal is taken."""
+    cloud.answer = lambda site, q: introduced(cloud.members, site, q)
+    path = cloud.agent.config.folder / "runs" / RUN_ID / f".{name}.tmp"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    own, sites = cloud.propose()
+    assert introduction.kept_introduction(own).temporary
+    assert not sites
+    own, sites = cloud.propose()
+    assert not introduction.kept_introduction(own).refused
+    assert len(sites) == len(SITES)
+
+
 def test_another_aggregator_is_refused(cloud: Cloud):
     made = introduction.seal_proposal(agents.proposal(JOB), generate(os.urandom))
     with pytest.raises(ProtocolError, match="signature"):

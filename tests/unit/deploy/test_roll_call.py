@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from deploy.aggregator_host.roll_call import SignedRollCall
-from federation.errors import ProtocolError, SiteError
+from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.events import SitePrivacy
 from federation.ids import SiteId
 from federation.job import job_file
@@ -47,7 +48,9 @@ def call(members: Consortium) -> SignedRollCall:
     )
 
 
-def answer(call: SignedRollCall, site: str, *, refused: str = "") -> Introduction:
+def answer(
+    call: SignedRollCall, site: str, *, refused: str = "", temporary: bool = False
+) -> Introduction:
     """What a site says to the question."""
     return Introduction(
         version=introduction.VERSION,
@@ -55,6 +58,7 @@ def answer(call: SignedRollCall, site: str, *, refused: str = "") -> Introductio
         proposal=introduction.digest(call.question),
         release="1",
         refused=refused,
+        temporary=temporary,
         privacy=SitePrivacy(
             site=site,
             epsilon_cap=8.0,
@@ -160,6 +164,21 @@ def test_run_that_spares_sites_goes_on_without_who_refuses(members: Consortium):
     assert not call.promises()
 
 
+@pytest.mark.parametrize("spares", [False, True])
+def test_temporary_refusal_makes_no_site_absent(
+    call: SignedRollCall, members: Consortium, *, spares: bool
+):
+    """It is asked again, and then takes part."""
+    call.spares = spares
+    full = answer(call, "site-0", refused="the disk is full", temporary=True)
+    with pytest.raises(SiteNotReady, match=r"'site-0' does not .*: the disk is full"):
+        call.site_of(introduction.seal_introduction(full, members.sites["site-0"]))
+    assert not call.absent
+    found = replace(answer(call, "site-0"), privacy=None)
+    call.site_of(introduction.seal_introduction(found, members.sites["site-0"]))
+    assert [*call.introductions] == ["site-0"]
+
+
 def test_site_that_the_job_does_not_name_may_refuse_it(members: Consortium):
     """A federation may be larger than a run."""
     call = SignedRollCall.of(
@@ -205,7 +224,7 @@ def relay_call(cloud: Consortium) -> SignedRollCall:
 
 
 def sealed(
-    call: SignedRollCall, cloud: Consortium, site: str, *, key: str = "", **said: str
+    call: SignedRollCall, cloud: Consortium, site: str, *, key: str = "", **said: Any
 ) -> bytes:
     """What a party says, signed with its key or another's."""
     found = replace(answer(call, site, **said), privacy=None)
@@ -279,6 +298,25 @@ def test_relay_that_refuses_ends_the_handshake(cloud: Consortium):
     refused = sealed(call, cloud, "east", refused="serves others")
     with pytest.raises(SiteError, match="relay 'east' does not take part: serves oth"):
         call.site_of(introduction.bundle(refused, []))
+
+
+def test_relay_and_its_sites_are_asked_again_unless_they_are_spared(
+    cloud: Consortium,
+):
+    """A full disk of a relay, or of one of its sites."""
+    call = relay_call(cloud)
+    passing = {"refused": "the disk is full", "temporary": True}
+    own = sealed(call, cloud, "east", **passing)
+    with pytest.raises(SiteNotReady, match="relay 'east' does not"):
+        call.site_of(introduction.bundle(own, []))
+    sites = [sealed(call, cloud, "site-0", **passing), sealed(call, cloud, "site-1")]
+    both = introduction.bundle(sealed(call, cloud, "east"), sites)
+    with pytest.raises(SiteNotReady, match="site 'site-0' does not"):
+        call.site_of(both)
+    call.spares = True
+    assert call.site_of(both) == "east"
+    assert call.absent.keys() == {"site-0"}
+    assert call.introductions.keys() == {"site-1"}
 
 
 def test_site_behind_a_relay_does_not_come_by_itself(cloud: Consortium):

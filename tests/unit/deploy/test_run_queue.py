@@ -26,6 +26,7 @@ from federation.errors import (
     RunConflict,
     RunNotFound,
     StoreUnavailable,
+    is_full,
 )
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
@@ -351,6 +352,6 @@ def test_no_coordinator_is_started_where_none_could_write(tmp_path: Path):
 def test_a_full_disk_is_known_by_its_cause(number: int):
     """However deep: a run whose disk is full continues when it is not."""
     error = StoreUnavailable("cannot write")
-    assert not run_queue.is_full(error)
+    assert not is_full(error)
     error.__cause__ = OSError(number, "of the system")
-    assert run_queue.is_full(error) == (number != errno.EACCES)
+    assert is_full(error) == (number != errno.EACCES)

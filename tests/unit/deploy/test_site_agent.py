@@ -244,7 +244,7 @@ def test_refusal_travels_with_its_reason(agent: SiteAgent, members: Consortium):
     job = small_job(num_sites=2, rounds=10_001)
     found = agents.propose(agent, members, agents.proposal(job))
     expected = "rounds: site 'site-0' allows 10000 (policy.max_rounds)"
-    assert found.refused == expected
+    assert (found.refused, found.temporary) == (expected, False)
     assert found.privacy is None
     assert left(agent) == []
 
@@ -675,6 +675,20 @@ def test_folder_that_cannot_be_written_is_a_refusal(
     found = agents.propose(agent, members, agents.proposal(small_job(num_sites=2)))
     assert "cannot write below" in found.refused
     runs.unlink()
+
+
+def test_full_disk_is_a_temporary_refusal(agent: SiteAgent, members: Consortium):
+    """Asked again when there is space, the site takes part."""
+    made = agents.proposal(small_job(num_sites=2))
+    path = agent.config.folder / "runs" / made.run_id / ".proposal.tmp"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")  # It goes with the first attempt.
+    found = agents.propose(agent, members, made)
+    assert "No space left" in found.refused
+    assert found.temporary
+    again = agents.propose(agent, members, made)
+    assert (again.refused, again.temporary) == ("", False)
+    agent.close()
 
 
 def test_what_stores_were_used_for_stays_at_the_site(
