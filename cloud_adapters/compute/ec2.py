@@ -101,7 +101,7 @@ class Ec2Pool:
         if known is not None:
             return known
         image, root = self._image(spec.image)
-        refusals = []
+        refusals: list[ComputeError] = []
         for zone, subnet in self._places(spec):
             try:
                 answer = self._call(
@@ -112,15 +112,23 @@ class Ec2Pool:
                     BlockDeviceMappings=[_disk(root, spec.disk_gb)],
                     ClientToken=hashlib.sha256(f"{token}/{zone}".encode()).hexdigest(),
                 )
-            except NoCapacity as error:
-                refusals.append(str(error))
+            except (NoCapacity, MachineRefused) as error:
+                is_elsewhere = (
+                    ec2_errors.code_of(error.__cause__) == ec2_errors.NOT_IN_ZONE
+                )
+                if not (isinstance(error, NoCapacity) or is_elsewhere):
+                    raise
+                refusals.append(error)
                 continue
             except _TokenSpent:
                 return _gone(spec, digest)
             except _TokenUsed:
                 return self._listed(digest) or _gone(spec, digest)
             return _node(answer["Instances"][0])
-        raise NoCapacity("; ".join(refusals))
+        # Where no zone has the type, waiting does not help.
+        is_full = any(isinstance(each, NoCapacity) for each in refusals)
+        kind = NoCapacity if is_full else MachineRefused
+        raise kind("; ".join(map(str, refusals)))
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``; those that are gone are listed for about an hour."""

@@ -33,6 +33,8 @@ TOKEN_IS_SPENT = "IdempotentInstanceTerminated"  # noqa: S105 -- no secret
 TOKEN_IS_USED = "IdempotentParameterMismatch"  # noqa: S105 -- no secret
 # For the newest console output of a machine type that is not built on Nitro.
 NO_LATEST = "UnsupportedOperation"
+# For a type that the zone does not have, and another may.
+NOT_IN_ZONE = "Unsupported"
 
 # What a pool asks for, besides passing a role to instances.
 ACTIONS = (
@@ -56,7 +58,8 @@ _ROWS: Mapping[Refusal, str] = {
         NoCapacity, "the zone has no such machine now: name more zones, or try later"
     ): (
         "InsufficientInstanceCapacity InsufficientHostCapacity InsufficientCapacity "
-        "InsufficientReservedInstanceCapacity"
+        "InsufficientReservedInstanceCapacity ReservationCapacityExceeded "
+        "UnfulfillableCapacity"
     ),
     Refusal(
         NoCapacity,
@@ -64,9 +67,9 @@ _ROWS: Mapping[Refusal, str] = {
         "on-demand",
     ): "SpotMaxPriceTooLow",
     Refusal(
-        NoCapacity,
+        MachineRefused,
         "the zone does not have machines of this type: name another zone or type",
-    ): "Unsupported",
+    ): NOT_IN_ZONE,
     Refusal(
         NoCapacity, "the subnet has no free addresses: name another one"
     ): "InsufficientFreeAddressesInSubnet",

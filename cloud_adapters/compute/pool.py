@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from cloud_adapters.compute.refusals import PASSING
 from federation.errors import ComputeError
 
 if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
@@ -343,6 +344,8 @@ def wait_for(
 ) -> Sequence[Node]:
     """Wait until something holds of the nodes that carry labels.
 
+    Passing faults of the service are outlasted.
+
     Args:
         pool: The service.
         labels: Which nodes.
@@ -355,21 +358,28 @@ def wait_for(
         The nodes as they were then.
 
     Raises:
-        ComputeError: It did not come to hold in time.
+        ComputeError: It did not come to hold in time, or the service failed.
     """
     deadline = clock.monotonic() + seconds
     pause = _LOOK_SECONDS
     while True:
-        found = pool.nodes(labels)
-        if holds(found):
-            return found
-        if clock.monotonic() >= deadline:
-            states = ", ".join(
-                f"{node.name} ({node.id}): {node.state}" for node in found
-            )
-            raise ComputeError(
-                f"{what} not within {seconds:g} s: {states or 'there is no such node'}"
-            )
+        is_over = clock.monotonic() >= deadline
+        try:
+            found = pool.nodes(labels)
+        except PASSING:
+            if is_over:
+                raise
+        else:
+            if holds(found):
+                return found
+            if is_over:
+                states = ", ".join(
+                    f"{node.name} ({node.id}): {node.state}" for node in found
+                )
+                raise ComputeError(
+                    f"{what} not within {seconds:g} s: "
+                    f"{states or 'there is no such node'}"
+                )
         clock.sleep(pause)
         pause = min(1.5 * pause, _MOST_LOOK_SECONDS)
 

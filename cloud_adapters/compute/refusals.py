@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from federation.errors import ComputeError
+from federation.errors import ComputeError, ComputeUnavailable, NoCapacity
+
+PASSING = (ComputeUnavailable, NoCapacity)
+"""Faults of a cloud that pass without a person: throttling, outages, no capacity."""
 
 _MAX_WORDS = 300  # Some services append kilobytes that help no reader.
 

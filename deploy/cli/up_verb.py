@@ -79,23 +79,27 @@ def _up_here(
     )
     from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
+    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
 
+    patience = Patience(plan, clock=options.clock, tell=tell)
     hourly = spending.budget_prices(plan, now=options.clock.now())
     if not plan.folder.exists():  # What is refused makes none.
         check_start_budget(plan, now=options.clock.now())
-    start_allowed = start_wait.allowed_start(
+    start_allowed = partial(
+        start_wait.allowed_start,
         plan,
         partial(pools.pools_of, plan, options.clock),
         clock=options.clock,
         tell=tell,
     )
+    opened = partial(fleet.opened, plan, random_bytes=os.urandom, clock=options.clock)
     with (
-        start_allowed,
-        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        patience.entered(start_allowed),
+        patience.entered(opened) as deployment,
         take_down.naming_what_runs(deployment, tell),
     ):
         watch = RunWatch(deployment, tell)
-        check_budget(deployment)
+        patience.repeated(partial(check_budget, deployment))
         deployment.note_wanted()
         start = partial(
             bring_up,
@@ -104,7 +108,7 @@ def _up_here(
             tell=tell,
             accept=options.accept,
         )
-        run = start(deployment)
+        run = patience.repeated(partial(start, deployment))
         options.aggregator = deployment.aggregator / "aggregator.toml"
     if run is None:
         return DONE
@@ -137,13 +141,18 @@ def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
     """Have a pod do what this command does on a host, and show what it writes."""
     from deploy.fleet import deployment as fleet, take_down  # noqa: PLC0415 -- --help
     from deploy.fleet.in_cluster import start  # noqa: PLC0415 -- --help
+    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
 
+    patience = Patience(plan, clock=options.clock, tell=tell)
+    opened = partial(fleet.opened, plan, random_bytes=os.urandom, clock=options.clock)
     with (
-        fleet.opened(plan, random_bytes=os.urandom, clock=options.clock) as deployment,
+        patience.entered(opened) as deployment,
         take_down.naming_what_runs(deployment, tell),
     ):
         deployment.note_wanted()
-        head = start.up(deployment, accept=options.accept, tell=tell)
+        head = patience.repeated(
+            partial(start.up, deployment, accept=options.accept, tell=tell)
+        )
     if options.detach:
         if options.json:
             say_json({"node": head.id})
@@ -193,6 +202,7 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
     from deploy.fleet.bringing_up.start_checks import check_before  # noqa: PLC0415 -- --help
     from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
+    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
     from deploy.fleet.placement import check_deadline  # noqa: PLC0415 -- --help
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -203,7 +213,10 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     check_before(plan, job)
     if options.keep:
         check_sizes(plan, options.clock)
-    plan = offers.with_types(plan, clock=options.clock, tell=tell)
+    patience = Patience(plan, clock=options.clock, tell=tell)
+    plan = patience.repeated(
+        partial(offers.with_types, plan, clock=options.clock, tell=tell)
+    )
     if options.keep:
         check_deadline(plan, now=options.clock.now(), tell=tell)
     return plan, job

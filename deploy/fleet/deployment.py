@@ -10,7 +10,7 @@ it. ``ended``: there after ``crossfed down``.
 """
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 from cloud_adapters.compute import local_network
 from cloud_adapters.compute.containers import ContainerPool
 from cloud_adapters.compute.local_files import check_own
-from cloud_adapters.compute.pool import ComputePool
+from cloud_adapters.compute.pool import ComputePool, Node
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import deployment_record, reconcile
@@ -170,6 +170,15 @@ class Deployment:
         """
         with file_errors("remove", self.plan.folder / _ENDED):
             (self.plan.folder / _ENDED).unlink(missing_ok=True)
+
+    def listed(self) -> Mapping[str, Sequence[Node]]:
+        """All nodes of the deployment, by pool: one request to each service.
+
+        Raises:
+            ComputeError: A service fails.
+        """
+        labels = {reconcile.DEPLOYMENT: self.name}
+        return {name: pool.nodes(labels) for name, pool in self.pools.items()}
 
     def launched(self, role: str) -> int:
         """Number of the last launch of a role; 0 for none."""

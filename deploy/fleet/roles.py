@@ -1,8 +1,9 @@
 """Have one node fill each role of a deployment, with the settings of now."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from cloud_adapters.compute.pool import (
@@ -31,6 +32,7 @@ _SAME_SECONDS = 300.0
 _SETTINGS_DIGITS = 16
 
 Tell = Callable[[str], None]
+NodesByPool = Mapping[str, Sequence[Node]]
 
 
 class NodeRequest(NamedTuple):
@@ -50,8 +52,15 @@ class NodeRequest(NamedTuple):
     user_data: Callable[[float], str] | None = None
 
 
-def decide(deployment: Deployment, request: NodeRequest) -> Decision:
+def decide(
+    deployment: Deployment, request: NodeRequest, listed: NodesByPool | None = None
+) -> Decision:
     """What has to happen so that a node fills a role.
+
+    Args:
+        deployment: Whose role it is.
+        request: The node.
+        listed: What services list, if they have just been asked for other roles.
 
     Raises:
         ComputeError: The service fails.
@@ -63,26 +72,35 @@ def decide(deployment: Deployment, request: NodeRequest) -> Decision:
     digest = hashlib.sha256(settings).hexdigest()[:_SETTINGS_DIGITS]
     # Another folder's node of this role is not ours to end.
     ours = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
-    found = deployment.pools[request.pool].nodes(ours)
+    if listed is None:
+        found = deployment.pools[request.pool].nodes(ours)
+    else:
+        found = [n for n in listed[request.pool] if ours.items() <= n.labels.items()]
     role = NodeRole(name=spec.name, settings=digest)
     launched = deployment.launched(spec.name)
     return reconcile.decide(role, found, launched)
 
 
-def fill(deployment: Deployment, request: NodeRequest, tell: Tell) -> Node:
+def fill(
+    deployment: Deployment,
+    request: NodeRequest,
+    tell: Tell,
+    listed: NodesByPool | None = None,
+) -> Node:
     """Have one node fill a role.
 
     Args:
         deployment: Whose role it is.
         request: The node.
         tell: Called with a word about every step.
+        listed: As for ``decide``.
 
     Raises:
         ComputeError: It could not be launched, or the one that it replaces not ended;
             or this host's clock is wrong.
     """
     role_name, is_here = request.spec.name, request.pool in {LOCAL, CONTAINERS}
-    decision = decide(deployment, request)
+    decision = decide(deployment, request, listed)
     first, later = _to_end(deployment, decision)
     if decision.end:
         tell(f"{role_name}: its settings have changed; the node that runs is replaced")
@@ -196,11 +214,7 @@ def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
     spec, plan = request.spec, deployment.plan
     if plan.file.max_dollars is None:
         return spec
-    nodes = [
-        node
-        for pool in deployment.pools.values()
-        for node in pool.nodes({DEPLOYMENT: deployment.name})
-    ]
+    nodes = [*chain.from_iterable(deployment.listed().values())]
     left = spending.seconds_left(plan, nodes, now=deployment.clock.now())
     if left is None or left >= spec.max_seconds:
         return spec

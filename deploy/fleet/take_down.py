@@ -12,12 +12,13 @@ from cloud_adapters.compute.pool import (
     all_gone,
     wait_for,
 )
+from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
+from deploy.fleet.patience import Patience
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
 from deploy.fleet.tables.providers import CONTAINERS, LOCAL
 from federation.errors import ComputeError, FederationError, StoreUnavailable
-from federation.protocols import Clock
 
 _END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
 
@@ -28,7 +29,7 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     """End a deployment's nodes: sites first, so that they can say that they leave.
 
     A service that fails keeps no node of the others alive, and a node of another
-    folder none of this one.
+    folder none of this one. What a passing fault has kept alive is ended after it.
 
     Args:
         deployment: What is known of it.
@@ -43,24 +44,29 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
             time.
         StoreUnavailable: The folder cannot be read or written.
     """
-    ended = 0
-    failures: list[ComputeError | StoreUnavailable] = []
-    # The aggregator's, which is the first, comes last: sites tell it that they leave.
-    for pool in reversed([*deployment.pools.values()]):
-        # A head whose machine is lost may take long to end: its sites do not wait.
-        for end in (_end_head, _end_others, _end_damaged):
-            try:
-                ended += end(deployment, pool, any_owner=any_owner, tell=tell)
-            except (ComputeError, StoreUnavailable) as error:
-                failures.append(error)
+    ended: set[str] = set()
+    patience = Patience(deployment.plan, clock=deployment.clock, tell=tell)
+    while True:
+        failures: list[ComputeError | StoreUnavailable] = []
+        # The aggregator's is the first and comes last: sites tell it that they leave.
+        for pool in reversed([*deployment.pools.values()]):
+            # A head whose machine is lost may take long to end: its sites do not wait.
+            for end in (_end_head, _end_others, _end_damaged):
+                try:
+                    end(deployment, pool, ended, any_owner=any_owner, tell=tell)
+                except (ComputeError, StoreUnavailable) as error:
+                    failures.append(error)
+        passing = next((each for each in failures if isinstance(each, PASSING)), None)
+        if passing is None or patience.is_worn_out(passing):
+            break
     if not failures:
-        _forget_places(deployment, ended)
-        return ended
+        _forget_places(deployment, len(ended))
+        return len(ended)
     first, told = failures[0], "; ".join(dict.fromkeys(map(str, failures)))
     if told == str(first) and not ended:
         raise first
     raise type(first)(
-        f"{told}; {ended} other nodes were ended. Run this command again"
+        f"{told}; {len(ended)} other nodes were ended. Run this command again"
     ) from first
 
 
@@ -124,50 +130,65 @@ def still_running(deployment: Deployment) -> str:
     )
 
 
-def give_way(deployment: Deployment, tell: Tell) -> None:
+def give_way(deployment: Deployment, tell: Tell) -> Mapping[str, Sequence[Node]]:
     """End all that this folder has started if another one was first with its name.
+
+    Returns:
+        Else, all nodes of the deployment, by pool.
 
     Raises:
         ComputeError: Another one was, or a service fails.
     """
     # Another folder cannot see this host's nodes, which would make each the first.
+    listed = deployment.listed()
     found = [
         node
-        for name, pool in deployment.pools.items()
+        for name, nodes in listed.items()
         if name not in {LOCAL, CONTAINERS}
-        for node in pool.nodes({DEPLOYMENT: deployment.name})
+        for node in nodes
     ]
     try:
         reconcile.check_first(found, deployment.owner, deployment.name)
     except ComputeError as error:
         tell(f"{error}; what was launched from this one is ended")
+        patience = Patience(deployment.plan, clock=deployment.clock, tell=tell)
         for pool in reversed([*deployment.pools.values()]):
-            own = _own(deployment, pool.nodes({DEPLOYMENT: deployment.name}))
-            _end_all(deployment, pool, own, tell)
+
+            def end(pool: ComputePool = pool) -> None:
+                own = _own(deployment, pool.nodes({DEPLOYMENT: deployment.name}))
+                _end_all(deployment, pool, own, set(), tell)
+
+            patience.repeated(end)
         raise
+    return listed
 
 
 def _end_head(
-    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
-) -> int:
-    """End the head in a cluster first, which would launch again what ends after it.
-
-    Returns:
-        How many nodes that were.
-    """
+    deployment: Deployment,
+    pool: ComputePool,
+    ended: set[str],
+    *,
+    any_owner: bool,
+    tell: Tell,
+) -> None:
+    """End the head in a cluster first, which would launch again what ends after it."""
     if deployment.plan.is_head:
-        return 0
+        return
     found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name, ROLE: HEAD})
     nodes = found if any_owner else _own(deployment, found)
     alive = [node for node in nodes if node.state is not NodeState.GONE]
-    _end(pool, deployment.name, alive, deployment.clock, tell)
-    return len(alive)
+    _end(deployment, pool, alive, ended, tell)
 
 
 def _end_others(
-    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
-) -> int:
-    """End the nodes of one service that are no heads in a cluster; how many.
+    deployment: Deployment,
+    pool: ComputePool,
+    ended: set[str],
+    *,
+    any_owner: bool,
+    tell: Tell,
+) -> None:
+    """End the nodes of one service that are no heads in a cluster.
 
     Raises:
         ComputeError: The service fails, a node does not end in time, or another
@@ -176,16 +197,20 @@ def _end_others(
     found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name})
     nodes = found if any_owner else _own(deployment, found)
     others = [node for node in nodes if node.labels.get(ROLE) != HEAD]
-    ended = _end_all(deployment, pool, others, tell)
+    _end_all(deployment, pool, others, ended, tell)
     if not any_owner:
         reconcile.check_owner(found, deployment.owner, deployment.name)
-    return ended
 
 
 def _end_damaged(
-    deployment: Deployment, pool: ComputePool, *, any_owner: bool, tell: Tell
-) -> int:
-    """End nodes of one service whose labels cannot be read; how many.
+    deployment: Deployment,
+    pool: ComputePool,
+    ended: set[str],
+    *,
+    any_owner: bool,
+    tell: Tell,
+) -> None:
+    """End nodes of one service whose labels cannot be read.
 
     They are in this deployment's folder, so they are nobody else's.
 
@@ -205,9 +230,9 @@ def _end_damaged(
         deployment.clock.sleep(_LOOK_SECONDS)
     for each in sorted(ids):
         tell(f"ended {each}")
+    ended |= ids
     if ids:
         pool.clean_up()
-    return len(ids)
 
 
 def _damaged(pool: ComputePool) -> NodesDamaged | None:
@@ -237,9 +262,13 @@ def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
 
 
 def _end_all(
-    deployment: Deployment, pool: ComputePool, found: Sequence[Node], tell: Tell
-) -> int:
-    """End nodes of one service; how many. A head does not end itself here."""
+    deployment: Deployment,
+    pool: ComputePool,
+    found: Sequence[Node],
+    ended: set[str],
+    tell: Tell,
+) -> None:
+    """End nodes of one service, and note which. A head does not end itself here."""
     alive = [
         node
         for node in found
@@ -249,13 +278,16 @@ def _end_all(
     sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
     others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
     for group in (sites, others):
-        _end(pool, deployment.name, group, deployment.clock, tell)
+        _end(deployment, pool, group, ended, tell)
     pool.clean_up()
-    return len(alive)
 
 
 def _end(
-    pool: ComputePool, name: str, nodes: Sequence[Node], clock: Clock, tell: Tell
+    deployment: Deployment,
+    pool: ComputePool,
+    nodes: Sequence[Node],
+    ended: set[str],
+    tell: Tell,
 ) -> None:
     ids = {node.id for node in nodes}
     if not ids:
@@ -263,11 +295,12 @@ def _end(
     pool.terminate(ids)
     wait_for(
         _KnownNodes(pool),
-        {DEPLOYMENT: name},
+        {DEPLOYMENT: deployment.name},
         lambda found: all_gone([node for node in found if node.id in ids]),
         what="the nodes ended",
         seconds=_END_SECONDS,
-        clock=clock,
+        clock=deployment.clock,
     )
+    ended |= ids
     for node in nodes:
         tell(f"{node.name}: ended {node.id}")

@@ -171,7 +171,7 @@ def test_a_site_that_moves_leaves_no_machine_unseen(clouds: Clouds):
         clouds.opened() as deployment,
         pytest.raises(ComputeError, match=rf"costs: name 'aws {REGION}' again"),
     ):
-        check_moved(deployment)
+        check_moved(deployment, deployment.listed())
     assert len(clouds.aws.launches()) == 1
     crossfed("down", str(clouds.path))
     with clouds.opened() as deployment:  # Nothing is left there to look for.
@@ -292,10 +292,10 @@ def test_a_start_that_fails_ends_the_wait_with_the_console(clouds: Clouds):
         site = deployment.plan.file.sites[1]
         (node,) = deployment.pools[site.pool].nodes({})
         wait = cloud_sites._EnrolmentWait(deployment, site, node)
-        wait.check(wait.look(), "it has not enrolled yet")
+        wait.check(wait.look(deployment.listed()), "it has not enrolled yet")
         deployment.clock.sleep(20.0)
         with pytest.raises(ComputeError, match="not start the site") as caught:
-            wait.check(wait.look(), "it has not enrolled yet")
+            wait.check(wait.look(deployment.listed()), "it has not enrolled yet")
     assert str(caught.value).endswith(clouds.gcp.console)
 
 
@@ -308,11 +308,11 @@ def test_a_machine_of_before_is_not_taken_for_one_that_is_listed_late(clouds: Cl
         (node,) = pool.nodes({})
         pool.terminate([node.id])
         wait = cloud_sites._EnrolmentWait(deployment, site, replace(node, id="i-new"))
-        assert wait.look() is None
+        assert wait.look(deployment.listed()) is None
         wait.check(None, "it has not enrolled yet")
         old = cloud_sites._EnrolmentWait(deployment, site, node)
         with pytest.raises(ComputeError, match="its machine has ended"):
-            old.check(old.look(), "it has not enrolled yet")
+            old.check(old.look(deployment.listed()), "it has not enrolled yet")
 
 
 def test_up_refuses_a_deadline_and_a_budget_without_prices(clouds: Clouds):

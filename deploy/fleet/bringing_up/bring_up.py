@@ -14,8 +14,7 @@ from deploy.fleet.bringing_up import (
 from deploy.fleet.bringing_up.hand_over import hand_over
 from deploy.fleet.bringing_up.start_checks import check_moved
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import DEPLOYMENT
-from deploy.fleet.roles import Tell, fill
+from deploy.fleet.roles import NodesByPool, Tell, fill
 from deploy.fleet.tables.providers import LOCAL
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
@@ -52,13 +51,13 @@ def bring_up(
         RosterRefused: The aggregator's roster names keys that no site has shown.
         EnrolmentRefused: A site could not be enrolled.
     """
-    for pool in deployment.pools.values():
-        nodes = pool.nodes({DEPLOYMENT: deployment.name})
+    listed = deployment.listed()
+    for nodes in listed.values():
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
-    check_moved(deployment)
+    check_moved(deployment, listed)
     cloud_checks.check_gpus(deployment)
     cloud_checks.check_routes(deployment, tell)
-    _end_unwanted(deployment, tell)
+    _end_unwanted(deployment, listed, tell)
     config = local_aggregator.start(deployment, random_bytes, tell)
     sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]
     for site in sites:
@@ -80,14 +79,13 @@ def bring_up(
     return hand_over(deployment, config, job, random_bytes, tell)
 
 
-def _end_unwanted(deployment: Deployment, tell: Tell) -> None:
+def _end_unwanted(deployment: Deployment, listed: NodesByPool, tell: Tell) -> None:
     """End nodes of sites that the deployment file no longer has."""
     plan = deployment.plan
     sites = [site.name for site in plan.file.sites]
-    for pool in deployment.pools.values():
-        ours = {DEPLOYMENT: deployment.name, reconcile.OWNER: deployment.owner}
-        found = reconcile.unwanted(pool.nodes(ours), sites, is_head=plan.is_head)
+    for name, nodes in listed.items():
+        found = reconcile.unwanted(nodes, sites, is_head=plan.is_head)
         for node in found:
             tell(f"{node.name}: no longer in the file; {node.id} is ended")
         if found:
-            pool.terminate({node.id for node in found})
+            deployment.pools[name].terminate({node.id for node in found})

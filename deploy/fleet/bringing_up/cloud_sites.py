@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cloud_adapters.compute.pool import Node, NodeState, log_of
+from cloud_adapters.compute.refusals import PASSING
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
@@ -19,8 +20,8 @@ from deploy.fleet import roles
 from deploy.fleet.bringing_up import machine_request, pod_sites
 from deploy.fleet.bringing_up.operator import Operator, open_operator
 from deploy.fleet.deployment import Deployment
-from deploy.fleet.reconcile import DEPLOYMENT, OWNER, SITE_PREFIX
-from deploy.fleet.roles import NodeRequest, Tell
+from deploy.fleet.reconcile import SITE_PREFIX
+from deploy.fleet.roles import NodeRequest, NodesByPool, Tell
 from deploy.fleet.starting import console
 from deploy.fleet.tables.providers import KUBERNETES, LOCAL
 from deploy.fleet.tables.site_machine import SiteMachine
@@ -35,6 +36,8 @@ from privacy.secagg.agreement.roster import Roster
 # Installing takes minutes; the invitation holds a while longer.
 ENROL_SECONDS, INVITED_SECONDS = 1800.0, 3600.0
 _LOOK_SECONDS, _LOG_SECONDS = 1.0, 15.0
+# Between two lists of all nodes: services count requests.
+_LIST_SECONDS = 5.0
 # A service lists a new machine late, and one does not list those that are gone.
 _UNLISTED_SECONDS = 60.0
 
@@ -91,10 +94,11 @@ def bring_up(
         site.name: machine_request.request(deployment, operator, site, address)
         for site in sites
     }
+    listed = deployment.listed()
     for site in sites:  # Before the first one costs anything.
-        _check_kept(deployment, config, site, requests[site.name])
+        _check_kept(deployment, config, site, requests[site.name], listed)
     starts = _SiteStarts(deployment=deployment, operator=operator, tell=tell)
-    nodes = starts.launch(requests)
+    nodes = starts.launch(requests, listed)
     expected = {}
     for site in sites:
         who = starts.expected(site, nodes.get(site.name))
@@ -129,9 +133,10 @@ def _check_kept(
     config: AggregatorConfig,
     site: SiteMachine,
     request: NodeRequest,
+    listed: NodesByPool,
 ) -> None:
     """Refuse to replace the machine that holds a site's keys and ledgers."""
-    if site.home.url or roles.decide(deployment, request).node is not None:
+    if site.home.url or roles.decide(deployment, request, listed).node is not None:
         return
     if BookFile(folder=config.folder).read().member(site.name) is None:
         return
@@ -158,13 +163,15 @@ class _SiteStarts:
     operator: Operator
     tell: Tell
 
-    def launch(self, requests: Mapping[str, NodeRequest]) -> Mapping[str, Node]:
+    def launch(
+        self, requests: Mapping[str, NodeRequest], listed: NodesByPool
+    ) -> Mapping[str, Node]:
         """Have a machine for each site, by its name, that is not held back."""
         nodes = {}
         for name, request in requests.items():
             if f"{SITE_PREFIX}{name}" not in self.deployment.held_back:
-                nodes[name] = roles.fill(self.deployment, request, self.tell)
-                give_way(self.deployment, self.tell)
+                nodes[name] = roles.fill(self.deployment, request, self.tell, listed)
+                listed = give_way(self.deployment, self.tell)
         return nodes
 
     def expected(self, site: SiteMachine, node: Node | None) -> PlatformIdentity | None:
@@ -233,19 +240,26 @@ class _SiteStarts:
             expected: Why it is not there while nothing is wrong.
         """
         wait = _EnrolmentWait(self.deployment, site, launched)
-        told = expected
+        told, clock = expected, self.deployment.clock
+        next_list = clock.monotonic()
         while True:
             found, why = look()
             if found is not None:
                 return found
-            give_way(self.deployment, self.tell)
-            node = wait.look()
-            why = why or (node.trouble if node is not None else "") or expected
-            if why != told:
-                self.tell(f"{launched.name}: {why}")
-            told = why
-            wait.check(node, told)
-            self.deployment.clock.sleep(_LOOK_SECONDS)
+            if clock.monotonic() >= next_list:
+                next_list = clock.monotonic() + _LIST_SECONDS
+                try:
+                    node = wait.look(give_way(self.deployment, self.tell))
+                    why = why or (node.trouble if node is not None else "") or expected
+                    wait.check(node, why)
+                except PASSING as error:
+                    if clock.monotonic() >= wait.end:
+                        raise
+                    why = f"{error}; looked at again until it succeeds"
+                if why != told:
+                    self.tell(f"{launched.name}: {why}")
+                told = why
+            clock.sleep(_LOOK_SECONDS)
 
 
 def _kept_key(operator: Operator, site: SiteMachine) -> bytes | None:
@@ -263,17 +277,17 @@ class _EnrolmentWait:
     def __init__(
         self, deployment: Deployment, site: SiteMachine, launched: Node
     ) -> None:
-        self._pool, self._clock = deployment.pools[site.pool], deployment.clock
-        self._labels = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}
+        self._name, self._clock = site.pool, deployment.clock
+        self._pool = deployment.pools[site.pool]
         self._launched = launched
         now = self._clock.monotonic()
-        self._seen, self._end = now, now + ENROL_SECONDS
+        self._seen, self.end = now, now + ENROL_SECONDS
         self._next_log = now + _LOG_SECONDS
 
-    def look(self) -> Node | None:
+    def look(self, listed: NodesByPool) -> Node | None:
         """What its service knows of the machine; None if it does not list it."""
         # Others of this role may be listed, which have ended before.
-        nodes = self._pool.nodes(self._labels)
+        nodes = listed[self._name]
         return next((node for node in nodes if node.id == self._launched.id), None)
 
     def check(self, node: Node | None, told: str) -> None:
@@ -291,14 +305,14 @@ class _EnrolmentWait:
         what, log = "has ended", ""
         if node is not None:
             is_there = node.state is not NodeState.GONE
-            if is_there and now < min(self._next_log, self._end):
+            if is_there and now < min(self._next_log, self.end):
                 return
             self._next_log = now + _LOG_SECONDS
             log = log_of(self._pool, node.id)
             what = "is not ready in time" if is_there else what
             if console.has_failed(log):
                 what = "could not start the site"
-            elif is_there and now < self._end:
+            elif is_there and now < self.end:
                 return
         raise ComputeError(
             f"{self._launched.name}: its machine {what}: {told}. Its console ends:\n"

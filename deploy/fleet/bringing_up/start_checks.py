@@ -11,7 +11,8 @@ from deploy.fleet import spending
 from deploy.fleet.bringing_up import cloud_checks
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.roles import NodesByPool
 from deploy.fleet.tables.providers import CLOUDS, CONTAINERS, LOCAL
 from federation.errors import ComputeError, CorruptObject, JobError
 from federation.ids import SiteId
@@ -177,8 +178,8 @@ def _runs(deployment: Deployment) -> bool:
     """Whether a node of the deployment runs, which has started then."""
     return any(
         node.state is not NodeState.GONE
-        for pool in deployment.pools.values()
-        for node in pool.nodes({DEPLOYMENT: deployment.name})
+        for nodes in deployment.listed().values()
+        for node in nodes
     )
 
 
@@ -204,18 +205,22 @@ def check_aggregator_kept(deployment: Deployment) -> None:
     )
 
 
-def check_moved(deployment: Deployment) -> None:
+def check_moved(deployment: Deployment, listed: NodesByPool) -> None:
     """Refuse to start a site a second time because the file moves it elsewhere.
+
+    Args:
+        deployment: Whose sites they are.
+        listed: All its nodes, by pool.
 
     Raises:
         ComputeError: Its machine in another place still runs, and costs.
     """
     plan = deployment.plan
     pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in plan.file.sites}
-    for name, pool in deployment.pools.items():
+    for name, nodes in listed.items():
         if name in {LOCAL, CONTAINERS}:
             continue
-        for node in pool.nodes({DEPLOYMENT: deployment.name}):
+        for node in nodes:
             wanted = pools.get(node.labels.get(ROLE, ""), name)
             if node.state is not NodeState.GONE and wanted != name:
                 raise ComputeError(

@@ -15,6 +15,7 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.keeping.node_starts import starts_of
 from deploy.fleet.keeping.sizes import Sizer
+from deploy.fleet.patience import MOST_RETRY_SECONDS, RETRY_SECONDS
 from deploy.fleet.placement import Placement
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE, SITE_PREFIX
 from deploy.fleet.starting.starts import Starts
@@ -23,8 +24,6 @@ from federation.errors import ComputeError, JobError
 from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
-# After a service has refused a machine: so long, then twice as long, up to the last.
-_RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 _WRITE_SECONDS = 60.0
 # Between two looks at the limits while a service refuses.
 _LIMITS_SECONDS = 10.0
@@ -81,7 +80,7 @@ class Keeper:
         self._told, self._is_moving = "", False
         # Names of roles whose loss was reported, until they are filled again.
         self._gone = ""
-        self._next_try, self._pause = 0.0, _RETRY_SECONDS
+        self._next_try, self._pause = 0.0, RETRY_SECONDS
 
     def look(self, nodes: Sequence[Node]) -> None:
         """Do what has to be done about the nodes that there are.
@@ -182,7 +181,7 @@ class Keeper:
                 # A spot machine that is not available may no longer come in time.
                 self._place(self._listed())
             else:
-                self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
+                self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
                 return
 
     def _place(self, nodes: Sequence[Node]) -> None:
@@ -306,7 +305,7 @@ class Keeper:
         self._hourly = costs.budget_prices(plan, now=self._priced_at)
 
     def _replaced(self) -> None:
-        self._told, self._next_try, self._pause = "", 0.0, _RETRY_SECONDS
+        self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
         self._gone, self._is_moving = "", False
         if self._resized is not None:  # It may have resumed a run that had paused.
             self._ask_to_pause()
@@ -327,7 +326,7 @@ class Keeper:
             self._tell(f"{message}; tried again until it succeeds")
         self._told = message
         self._next_try = self._clock.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _MOST_RETRY_SECONDS)
+        self._pause = min(2 * self._pause, MOST_RETRY_SECONDS)
 
 
 def _check_wanted(deployment: Deployment) -> None:

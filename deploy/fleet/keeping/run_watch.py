@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from cloud_adapters.compute.pool import Node, NodeState, all_gone, log_of
+from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.keeping.keep import Keeper, Tell
 from deploy.fleet.keeping.node_starts import starts_of
@@ -60,15 +62,11 @@ class RunWatch:
             self.keeper.look(nodes)
 
     def _nodes(self) -> Sequence[Node] | None:
-        """All nodes; None if a service fails now and the keeper waits for it."""
+        """All nodes; None if a service fails now, which will pass or is kept."""
         try:
-            return [
-                node
-                for pool in self._deployment.pools.values()
-                for node in pool.nodes({DEPLOYMENT: self._deployment.name})
-            ]
+            return [*chain.from_iterable(self._deployment.listed().values())]
         except ComputeError as error:
-            if self.keeper is None:
+            if self.keeper is None and not isinstance(error, PASSING):
                 raise
             self._tell_once("", f"{error}; looked at again until it succeeds")
             return None

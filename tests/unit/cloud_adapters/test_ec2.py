@@ -364,7 +364,7 @@ def failure(code: str, status: int = 400, message: str = "words") -> ClientError
     ("error", "expected"),
     [
         (failure("InsufficientInstanceCapacity", 500), NoCapacity),
-        (failure("Unsupported"), NoCapacity),
+        (failure("Unsupported"), MachineRefused),
         (failure("InsufficientFreeAddressesInSubnet"), NoCapacity),
         (failure("MaxSpotInstanceCountExceeded"), QuotaReached),
         (failure("VolumeLimitExceeded"), QuotaReached),

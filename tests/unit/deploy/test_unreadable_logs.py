@@ -53,8 +53,8 @@ def test_a_machine_is_awaited_though_its_console_cannot_be_read(
     wait = cloud_sites._EnrolmentWait(deployment, site, NODE)
     for _ in range(3):
         clock.sleep(20.0)
-        wait.check(wait.look(), "it has not enrolled yet")
+        wait.check(wait.look(deployment.listed()), "it has not enrolled yet")
     cloud.node = replace(NODE, state=NodeState.GONE)
     with pytest.raises(ComputeError, match=r"has ended.*\n.*pods/log") as caught:
-        wait.check(wait.look(), "preempted")
+        wait.check(wait.look(deployment.listed()), "preempted")
     assert type(caught.value) is ComputeError
