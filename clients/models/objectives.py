@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -31,6 +31,7 @@ from federation.job.metrics import (
     BUILT_IN,
     CONFUSION,
     LABELLED,
+    LOGITS,
     LOSS,
     TRAINER,
     Metric,
@@ -45,6 +46,7 @@ from federation.tree import Tree, num_records
 _KEY = "training.task"
 _NO_LABEL = torch.iinfo(torch.int64).min
 _LEFT_OUT = -100  # How torch and transformers mark places without a label.
+_MATRIX = 2
 _PART = 1 << 14  # Predictions that are sorted into a confusion matrix at a time.
 
 
@@ -115,15 +117,19 @@ def objective_of(
             task,
             max_places=training.max_tokens,
             num_classes=num_classes,
-            **training.options,
+            **_weighted(training.options),
         )
     if task == "causal_lm":
         return partial(causal_lm, max_tokens=training.max_tokens)
     if task == "classification":
         counted = partial(
-            classification, num_classes=num_classes, measures=training.measures
+            classification,
+            num_classes=num_classes,
+            measures=training.measures,
+            **_weighted(training.options),
         )
-        return counted if num_classes or training.measures else classification
+        is_plain = not (num_classes or training.measures or training.options)
+        return classification if is_plain else counted
     if task in tasks.TASKS:
         function = partial(tasks.TASKS[task], **training.options)
         return RecordObjective(training, function, for_nan)
@@ -132,6 +138,57 @@ def objective_of(
         batch = (object(),) * 3  # Model, inputs and targets.
         check_options(partial(own, *batch), training.options, key="training.options")
     return RecordObjective(training, partial(own, **training.options), for_nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """Changes to the cross-entropy that is minimised, and not to what is reported.
+
+    Each prediction's loss is a function of that prediction alone, since nothing is
+    divided by the sum of a batch's weights: clipped gradients of records bound what one
+    record adds, as without weights.
+
+    Attributes:
+        weights: Factor of each class, in the order of labels; empty for none.
+        smoothing: Share of a label that is spread over all classes (Szegedy et al.
+            2015, arXiv:1512.00567, section 7).
+    """
+
+    weights: tuple[float, ...] = ()
+    smoothing: float = 0.0
+
+    def losses(
+        self, logits_nk: torch.Tensor, labels_n: torch.Tensor, *, ignored: int
+    ) -> torch.Tensor:
+        """Loss of each prediction, shape ``(n,)``; 0 for the label ``ignored``.
+
+        Raises:
+            SiteError: The model has another number of outputs.
+        """
+        num_classes = logits_nk.shape[1]
+        if len(self.weights) not in {0, num_classes}:
+            raise misfit(
+                "training.options.class_weights must have one weight for each output "
+                "of the model, in order",
+                f"it has {len(self.weights)}, and the model has {num_classes} outputs",
+            )
+        return functional.cross_entropy(
+            logits_nk,
+            labels_n,
+            weight=logits_nk.new_tensor(self.weights) if self.weights else None,
+            ignore_index=ignored,
+            label_smoothing=self.smoothing,
+            reduction="none",
+        )
+
+
+def _weighted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's options, those of its weighting in one."""
+    others = dict(options)
+    weighting = Weighting(
+        tuple(others.pop("class_weights", ())), others.pop("label_smoothing", 0.0)
+    )
+    return others if weighting == Weighting() else {**others, "weighting": weighting}
 
 
 def _in_the_trainer(
@@ -159,6 +216,7 @@ def classification(
     max_loss: float | None = None,
     num_classes: int = 0,
     measures: Sequence[str] = (),
+    weighting: Weighting | None = None,
 ) -> BatchLoss:
     """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``.
 
@@ -177,24 +235,39 @@ def classification(
             'class; for a single yes or no set training.task to "binary"',
             f"for {len(labels)} examples the model returned {tuple(logits_bk.shape)}",
         )
-    if num_classes not in {0, logits_bk.shape[1]}:
-        raise misfit(
-            "training.classes must name each output of the model, in order",
-            f"it names {num_classes}, and the model has {logits_bk.shape[1]} outputs",
-        )
+    _check_outputs(num_classes, logits_bk)
     found = _cross_entropy(logits_bk, labels, max_loss)
+    if weighting is not None:
+        each_b = weighting.losses(logits_bk, labels, ignored=_NO_LABEL)
+        found = replace(found, total=each_b.sum())
     if torch.is_grad_enabled():
         return found
-    metrics = dict(found.metrics)
+    cells = _cells(logits_bk, labels, num_classes, measures)
+    return replace(found, metrics={**found.metrics, **cells})
+
+
+def _check_outputs(num_classes: int, logits_bk: torch.Tensor) -> None:
+    if num_classes not in {0, logits_bk.shape[-1]}:
+        raise misfit(
+            "training.classes must name each output of the model, in order",
+            f"it names {num_classes}, and the model has {logits_bk.shape[-1]} outputs",
+        )
+
+
+def _cells(
+    logits_bk: torch.Tensor,
+    labels_b: torch.Tensor,
+    num_classes: int,
+    measures: Sequence[str],
+) -> dict[str, torch.Tensor]:
+    """Sums of ``training.classes`` and ``training.measures``; a matrix in one."""
+    sums = {}
     if num_classes:
-        metrics[CONFUSION] = _confusion(logits_bk.argmax(1), labels, num_classes)
+        sums[CONFUSION] = _confusion(logits_bk.argmax(1), labels_b, num_classes)
     for measure in measures:
-        each = tasks.recalls(logits_bk, labels, [measure])
-        if measure == "calibration":
-            score_b, label_b = logits_bk.double().softmax(1).max(1)
-            each = tasks.calibration_gaps(score_b, (label_b == labels).double())
-        metrics |= {name: value_b.double().sum() for name, value_b in each.items()}
-    return replace(found, metrics=metrics)
+        each = tasks.of_logits(logits_bk, labels_b, measure)
+        sums |= {name: value_b.double().sum() for name, value_b in each.items()}
+    return sums
 
 
 def _checked_labels(labels: Tree) -> torch.Tensor:
@@ -279,6 +352,7 @@ class LabelledPlaces:
         max_places: int,
         num_classes: int = 0,
         ignore_index: int = _LEFT_OUT,
+        weighting: Weighting | None = None,
     ) -> None:
         """Set the task.
 
@@ -292,9 +366,10 @@ class LabelledPlaces:
             max_places: Most places of a record.
             num_classes: Classes of a confusion matrix on held-out data; 0 for none.
             ignore_index: Label of places that are not predicted.
+            weighting: Of the loss that is minimised; None for the plain one.
         """
         self._task, self._most, self._ignored = task, max_places, ignore_index
-        self._num_classes = num_classes
+        self._num_classes, self._weighting = num_classes, weighting
 
     def __call__(
         self,
@@ -319,12 +394,8 @@ class LabelledPlaces:
         if flat_n.device.type == "cpu":
             of_pixels = self._task == "segmentation"
             _check_classes(flat_n[is_counted_n], classes, of_pixels=of_pixels)
-        loss_n = functional.cross_entropy(
-            logits.reshape(-1, classes),
-            flat_n,
-            ignore_index=self._ignored,
-            reduction="none",
-        )
+        logits_nk = logits.reshape(-1, classes)
+        loss_n = Weighting().losses(logits_nk, flat_n, ignored=self._ignored)
         if max_loss is not None:
             loss_n = loss_n.nan_to_num(nan=max_loss).clamp(max=max_loss)
         # One wait for the device a batch: what the gradient is divided by.
@@ -333,15 +404,13 @@ class LabelledPlaces:
         predicted_n = logits.argmax(-1).reshape(-1)
         metrics = {"correct": ((predicted_n == flat_n) & is_counted_n).sum()}
         if self._num_classes and not torch.is_grad_enabled():
-            if self._num_classes != classes:
-                raise misfit(
-                    "training.classes must name each output of the model, in order",
-                    f"it names {self._num_classes}, and the model has {classes}",
-                )
+            _check_outputs(self._num_classes, logits)
             metrics[CONFUSION] = _confusion(predicted_n, known_n, classes)
-        total = loss_n.sum()
+        reported = loss_n.detach().sum()
+        if self._weighting is not None:
+            loss_n = self._weighting.losses(logits_nk, flat_n, ignored=self._ignored)
         means_b = loss_n.view(size, -1).sum(1) / counts_b
-        return BatchLoss(total, count, total.detach(), metrics, means_b)
+        return BatchLoss(loss_n.sum(), count, reported, metrics, means_b)
 
     def logits(
         self, model: torch.nn.Module, inputs: Tree, labels: Tree
@@ -445,10 +514,14 @@ class RecordObjective:
         self._is_built_in = training.task in BUILT_IN
         self._name = unpinned(training.task)
         self._function = function
-        self._measures = training.measures
+        self._measures, self._num_classes = training.measures, len(training.classes)
+        # A built-in task returns the values of its measures itself.
+        of_logits = bool(training.classes or training.measures)
+        self._needs_logits = of_logits and not self._is_built_in
         bounded = partial(_bounded_sums, loss_of(training), for_nan=for_nan)
         self._trained = bounded(metrics_of(training))
-        self._evaluated = bounded(evaluated_of(training))
+        evaluated = metrics_of if self._needs_logits else evaluated_of
+        self._evaluated = bounded(evaluated(training))
         # A built-in task's are those of noise; ``max_loss`` says when they count.
         self._clips_loss = not has_own_bounds(training)
 
@@ -469,12 +542,42 @@ class RecordObjective:
         values, sums = self.values(model, inputs, targets), self._expected()
         losses_b = values[LOSS]
         loss_sum = sums[LOSS] if self._clips_loss else _loss_within(max_loss)
-        return BatchLoss(
-            losses_b.sum(),
-            losses_b.shape[0],
-            loss_sum(losses_b),
-            {name: add(values[name]) for name, add in sums.items() if name != LOSS},
-        )
+        metrics = {
+            name: add(values[name]) for name, add in sums.items() if name != LOSS
+        }
+        if self._needs_logits and not torch.is_grad_enabled():
+            metrics |= self._cells(values[LOGITS], targets)
+        return BatchLoss(losses_b.sum(), losses_b.shape[0], loss_sum(losses_b), metrics)
+
+    def _check_logits(self, logits: object, num_records: int) -> None:
+        if (
+            not isinstance(logits, torch.Tensor)
+            or not 0 < logits.ndim <= _MATRIX
+            or len(logits) != num_records
+        ):
+            raise misfit(
+                f"{self._name} must also return {LOGITS!r}, of shape (records, "
+                "classes) or one per record, because the job sets training.classes or "
+                "training.measures",
+                f"it returned {describe(logits)}",
+            )
+
+    def _cells(self, logits: torch.Tensor, targets: Tree) -> dict[str, torch.Tensor]:
+        """Sums of ``training.classes`` and ``training.measures`` from the logits."""
+        num_records = len(logits)
+        logits_bk = logits.reshape(num_records, -1)
+        if logits_bk.shape[1] == 1:  # Of yes; softmax is then the sigmoid.
+            logits_bk = functional.pad(logits_bk, (1, 0))
+        labels_b = one_tensor(targets, f"targets of {self._name}").reshape(-1).long()
+        if len(labels_b) != num_records:
+            raise misfit(
+                "training.classes and training.measures need one label per record",
+                f"the targets are {describe(targets)}",
+            )
+        _check_outputs(self._num_classes, logits_bk)
+        if labels_b.device.type == "cpu":
+            _check_classes(labels_b, logits_bk.shape[1])
+        return _cells(logits_bk, labels_b, self._num_classes, self._measures)
 
     def _expected(self) -> "Mapping[str, _BoundedSum]":
         return self._trained if torch.is_grad_enabled() else self._evaluated
@@ -498,7 +601,10 @@ class RecordObjective:
         """The function's values for each record, shape ``(B,)``, by name."""
         found, expected = self._call(model, inputs, targets), self._expected()
         # A dict by itself: to look for an abstract class takes longer.
-        if not isinstance(found, (dict, Mapping)) or found.keys() != expected.keys():
+        if (
+            not isinstance(found, (dict, Mapping))
+            or found.keys() - {LOGITS} != expected.keys()
+        ):
             names = list(found) if isinstance(found, Mapping) else describe(found)
             raise misfit(
                 f"{self._name} must return a dict of {list(expected)}: name its "
@@ -506,7 +612,8 @@ class RecordObjective:
                 f"it returned {names}",
             )
         shape = (num_records(inputs),)
-        for name, values in found.items():
+        for name in expected:
+            values = found[name]
             if not isinstance(values, torch.Tensor) or values.shape != shape:
                 raise misfit(
                     f"{self._name} must return {name!r} as a tensor with one value per "
@@ -519,6 +626,8 @@ class RecordObjective:
                     "absolute values, or the real and imaginary parts under separate "
                     "names"
                 )
+        if self._needs_logits and not torch.is_grad_enabled():
+            self._check_logits(found.get(LOGITS), shape[0])
         if torch.is_grad_enabled() and not found[LOSS].requires_grad:
             raise SiteError(
                 f"{self._name} returned a loss without a gradient: compute it from "
@@ -533,7 +642,9 @@ class RecordObjective:
         values = self.values(model, *batch)
         if gradients:
             return values[LOSS]
-        return torch.stack([v.double() for v in values.values()], dim=1)
+        names = [n for n in values if n != LOGITS or self._needs_logits]
+        columns = [values[n].double().reshape(len(values[n]), -1) for n in names]
+        return torch.cat(columns, dim=1)
 
 
 class _BoundedSum:

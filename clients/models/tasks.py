@@ -227,6 +227,25 @@ def calibration_gaps(confidence_b: torch.Tensor, correct_b: torch.Tensor) -> Val
     }
 
 
+def of_logits(logits_bk: torch.Tensor, labels_b: torch.Tensor, measure: str) -> Values:
+    """Each record's values of one of ``training.measures``, by the name of their sum.
+
+    Raises:
+        SiteError: ``auc`` of more than two classes.
+    """
+    if measure == "calibration":
+        score_b, label_b = logits_bk.double().softmax(1).max(1)
+        return calibration_gaps(score_b, (label_b == labels_b).double())
+    if measure != "auc":
+        return recalls(logits_bk, labels_b, [measure])
+    if logits_bk.shape[1] != _PAIR:
+        raise misfit(
+            "auc needs one logit per record, or one each for no and yes",
+            f"there are {logits_bk.shape[1]}",
+        )
+    return _auc_counts(logits_bk.softmax(1)[:, 1], labels_b > 0)
+
+
 def recalls(
     scores_bk: torch.Tensor, labels_b: torch.Tensor, measures: Sequence[str]
 ) -> Values:

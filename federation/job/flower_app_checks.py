@@ -6,7 +6,7 @@ Anything else that a site must do does not happen there.
 
 from federation.errors import JobError
 from federation.job.flower_app_job import FlowerAppSpec
-from federation.job.metrics import BUILT_IN, CORRECT
+from federation.job.metrics import BUILT_IN, CORRECT, WEIGHTING
 from federation.job.spec import JobSpec
 
 # What the record of settings says by itself.
@@ -110,6 +110,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             BUILT_IN.get(job.training.task) != CORRECT,
             "it reports loss and accuracy, not the metrics of an objective",
             "training.task",
+        ),
+        (
+            not job.training.options.keys().isdisjoint(WEIGHTING),
+            "it computes its own loss: leave out class_weights and label_smoothing",
+            "training.options",
         ),
         (
             bool(job.training.measures),

@@ -7,8 +7,9 @@ the job, and so part of its digest, which every site accepts and every mask key 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from federation.errors import JobError
 from federation.job import code_files
@@ -29,7 +30,9 @@ MAX_MEAN_LOSS = 32.0
 MAX_PREDICTIONS = 10**12
 
 # Readers take ``correct`` for the number of right predictions.
-_RESERVED = ("count", "loss_sum", "metrics", "correct")
+# What an own objective may return besides its metrics, for those of ``cells_of``.
+LOGITS = "logits"
+_RESERVED = ("count", "loss_sum", "metrics", "correct", LOGITS)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PAIR = 2
 
@@ -92,13 +95,45 @@ ERRORS = ("absolute_error", "squared_error")  # of regression
 # Of tokens; and those that predict only the places that have a label.
 LANGUAGE = frozenset({"causal_lm", "masked_lm", "seq2seq_lm", "sft"})
 LABELLED = frozenset({"masked_lm", "seq2seq_lm", "sft", "segmentation"})
-# Options of the built-in tasks, each with the values that it takes.
-_Values = tuple[str, ...] | type
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in {int, float} and 0 < value < math.inf  # type: ignore[operator]
+
+
+# Options of the built-in tasks, each with which values it takes, in code and in words.
+_Values = tuple[Callable[[Any], bool], str]
+_POSITIVE: _Values = (_is_positive, "must be a number above 0")
+WEIGHTING: Mapping[str, _Values] = {
+    "class_weights": (
+        lambda v: (
+            isinstance(v, list | tuple) and len(v) > 1 and all(map(_is_positive, v))
+        ),
+        (
+            "must be a list of numbers above 0, one for each class in the order of the "
+            'labels. There is no "balanced": weights from its own records would give '
+            "each site another loss and reveal its counts; take weights from public "
+            "knowledge, or from the confusion matrix of an earlier run"
+        ),
+    ),
+    "label_smoothing": (
+        lambda v: _is_positive(v) and v < 1,
+        "must be a number above 0 and below 1",
+    ),
+}
+_LOSSES = ("mse", "mae", "huber")
 OPTIONS: Mapping[str, Mapping[str, _Values]] = {
-    "regression": {"loss": ("mse", "mae", "huber"), "delta": float},
-    "binary": {"positive_weight": float},
-    "segmentation": {"ignore_index": int},
-    "contrastive": {"temperature": float},
+    "classification": WEIGHTING,
+    "regression": {
+        "loss": (_LOSSES.__contains__, f"must be one of {', '.join(_LOSSES)}"),
+        "delta": _POSITIVE,
+    },
+    "binary": {"positive_weight": _POSITIVE},
+    "segmentation": {
+        "ignore_index": (lambda v: type(v) is int, "must be a whole number"),
+        **WEIGHTING,
+    },
+    "contrastive": {"temperature": _POSITIVE},
 }
 AUC_BINS, CALIBRATION_BINS = 32, 15
 _MEASURES: Mapping[str, str] = {
@@ -233,7 +268,7 @@ def check_objective(job: JobSpec) -> None:
     if len(training.metrics) > MAX_METRICS:
         raise JobError(f"names more than {MAX_METRICS} metrics", key=key)
     for name, stated in training.metrics.items():
-        fault = _fault(name, stated)
+        fault = _fault(name, stated, training)
         if training.task == "regression" and name not in {LOSS, *ERRORS}:
             fault = (
                 f"is no metric of regression, which reports {LOSS}, "
@@ -262,19 +297,23 @@ def _check_options(training: TrainingSpec) -> None:
             raise JobError(
                 f"{training.task} has no such option; its options are {said}", key=key
             )
-        values = known[name]
-        if isinstance(values, tuple):
-            if value not in values:
-                raise JobError(f"must be one of {', '.join(values)}", key=key)
-        elif values is int and type(value) is not int:
-            raise JobError("must be a whole number", key=key)
-        elif values is float and (type(value) not in {int, float} or value <= 0):
-            raise JobError("must be a number above 0", key=key)
+        takes, words = known[name]
+        if not takes(value):
+            raise JobError(words, key=key)
+    weights = training.options.get("class_weights", ())
+    if training.classes and len(weights) not in {0, len(training.classes)}:
+        raise JobError(
+            f"has {len(weights)} weights, and training.classes names "
+            f"{len(training.classes)} classes",
+            key="training.options.class_weights",
+        )
 
 
 def _check_measures(training: TrainingSpec) -> None:
     """Refuse measures that the task does not have."""
-    form = _MEASURES.get(training.task, "")
+    # An own objective's logits may be of one class or of several.
+    own = "auc|calibration|recall_at_[1-9][0-9]?" * is_function(training.task)
+    form = _MEASURES.get(training.task, own)
     for at, name in enumerate(training.measures):
         key = f"training.measures[{at}]"
         if name in training.measures[:at]:
@@ -318,10 +357,11 @@ def _check_apart(job: JobSpec) -> None:
 def _check_classes(training: TrainingSpec) -> None:
     """Refuse a confusion matrix of classes that the task does not have."""
     classes, fault = training.classes, ""
-    if training.task not in {"classification", "segmentation"}:
+    known = {"classification", "segmentation"}
+    if training.task not in known and not is_function(training.task):
         fault = (
-            "names classes: set training.task to classification or segmentation, or "
-            "leave it out"
+            "names classes: set training.task to classification, segmentation or your "
+            "own objective, or leave it out"
         )
     elif not 2 <= len(set(classes)) == len(classes) <= MAX_CLASSES:  # noqa: PLR2004
         fault = f"must be 2 to {MAX_CLASSES} different names"
@@ -331,12 +371,14 @@ def _check_classes(training: TrainingSpec) -> None:
         raise JobError(fault, key="training.classes")
 
 
-def _fault(name: str, stated: tuple[float, ...]) -> str:
+def _fault(name: str, stated: tuple[float, ...], training: TrainingSpec) -> str:
     if not METRIC_NAME.fullmatch(name) or name in _RESERVED:
         return (
             "is not a metric name: use up to 32 lower-case letters, digits and _, and "
             f"none of {', '.join(_RESERVED)}"
         )
+    if name in confusion_of(training) or name in measured_of(training):
+        return "is the name of a sum of training.classes or training.measures"
     if stated and (len(stated) != _PAIR or not stated[0] < stated[1]):
         return (
             "must be [low, high], the least and the most that one record adds; or [] "
@@ -361,8 +403,9 @@ def _check_bounded(job: JobSpec) -> None:
         if job.privacy.differential_privacy.enabled
         else "secure aggregation sums it without seeing the site's value"
     )
-    for name in (LOSS, *evaluated_of(job.training)):
-        if not job.training.metrics.get(name):
+    training = job.training
+    for name, metric in {LOSS: loss_of(training), **evaluated_of(training)}.items():
+        if metric == Metric():
             raise JobError(
                 f"has no bounds, and {why}: set {name} = [low, high]",
                 key=f"training.metrics.{name}",

@@ -197,20 +197,23 @@ class TrainingSpec:
             `Trainer` that `model.factory` returns); or `module:function` or
             `./file.py:function`, your own objective; called with model, inputs and
             targets.
-        options: Options of the task, or keyword arguments of your own objective.
+        options: Options of the task, such as `class_weights` and `label_smoothing`
+            (`classification`, `segmentation`) or `positive_weight` (`binary`); or
+            keyword arguments of your own objective.
         metrics: Metrics that your own objective returns, by name, each with the bounds
             `[low, high]` of one record; reported values are clipped to them. `loss`
             bounds the reported loss. `regression` has `loss`, `absolute_error` and
             `squared_error`; `trainer` has the results of `compute_metrics` that you
             name here. `[]` means no bounds; differential privacy and
             secure aggregation require bounds.
-        classes: Names of the classes, from label 0 on. With them, `classification` and
-            `segmentation` report a confusion matrix on held-out data, which the report
-            shows. At most 32. It makes noise on held-out results larger, if there is
-            any.
+        classes: Names of the classes, from label 0 on. With them, `classification`,
+            `segmentation` and your own objective, if it returns `logits`, report a
+            confusion matrix on held-out data, which the report shows. At most 32. It
+            makes noise on held-out results larger, if there is any.
         measures: Further measures on held-out data: `auc` (`binary`), `calibration`
             (`classification`, `binary`), `recall_at_K` (`classification`,
-            `contrastive`). Each makes noise on held-out results larger, if there is
+            `contrastive`); all of them with your own objective, if it returns
+            `logits`. Each makes noise on held-out results larger, if there is
             any.
         max_tokens: Maximum number of predictions in one record of a language task
             (`causal_lm`: its tokens minus one) or of `segmentation` (its pixels). A

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import users_module
-from support.small_jobs import BOUNDS, regression_job
+from support.small_jobs import BOUNDS, regression_job, small_job
 from support.without_report import simulate
 
 from federation import events
@@ -160,3 +160,66 @@ def test_objective_is_found_before_anything_runs(
     with pytest.raises(JobError, match=said) as caught:
         simulate(job)
     assert caught.value.key == "training.task"
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_logits_of_an_own_objective_give_matrix_and_measures(*, secure: bool):
+    """As the built-in task: the same model, and the same sums of all sites."""
+    keys: dict[str, Any] = {
+        "classes": ["ash", "birch", "cedar"],
+        "measures": ["recall_at_2"],
+    }
+    privacy: dict[str, Any] = {}
+    if secure:
+        keys |= {"metrics": {"loss": [0.0, 32.0], "hit": [0.0, 1.0]}}
+        privacy = {"privacy": {"secure_aggregation": SECURE}}
+    else:
+        keys |= {"metrics": {"hit": []}}
+    own = {"task": "support.users_module:with_logits", **keys}
+    built_in = {name: keys[name] for name in ("classes", "measures")}
+    found, wanted = (
+        simulate(
+            small_job(
+                num_sites=3, rounds=2, training={"local_steps": 5, **t}, **privacy
+            )
+        ).summary()["final"]
+        for t in (own, built_in)
+    )
+    assert found["confusion"] == wanted["confusion"]
+    for name in ("macro_f1", "recall_at_2"):
+        assert found["metrics"][name] == pytest.approx(wanted["metrics"][name])
+
+
+def test_weighted_steps_with_record_level_privacy():
+    """The probe before the first private step accepts them; results carry noise."""
+    options = {"class_weights": [1.0, 5.0, 2.0], "label_smoothing": 0.1}
+    private = {"unit": "record", "target_epsilon": 8.0}
+    training = {"local_steps": 3, "batch_size": 4, "options": options}
+    result = simulate(
+        small_job(
+            num_sites=2,
+            rounds=2,
+            training=training,
+            aggregation={"weights": "uniform"},
+            privacy={"differential_privacy": private},
+        )
+    )
+    assert result.status == "completed"
+
+
+def test_logits_that_mix_records_get_no_noise():
+    """One record would change more cells than the noise is made for."""
+    job = small_job(
+        num_sites=2,
+        rounds=2,
+        training={
+            "task": "support.users_module:logits_of_others",
+            "classes": ["ash", "birch", "cedar"],
+            "metrics": {"loss": [0.0, 6.0]},
+            "local_steps": 2,
+            "batch_size": 4,
+        },
+        aggregation={"weights": "uniform"},
+        privacy={"differential_privacy": {"unit": "record", "target_epsilon": 8.0}},
+    )
+    assert "batch has other records" in failure(job)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 def two_moons(size: int = 80, noise: float = 0.1):
@@ -327,3 +328,27 @@ class _Parts(nn.Module):
 def with_spare_part(scale: float | None = None) -> nn.Module:
     """A model with a part that no record uses, unless it is scaled."""
     return _Parts(scale)
+
+
+def with_logits(model: nn.Module, inputs: Any, targets: Any) -> dict[str, Any]:
+    """Cross-entropy of one logit or of several, which measures are computed from."""
+    logits = model(inputs)
+    if logits.ndim == 1:
+        found, said = functional.binary_cross_entropy_with_logits, logits > 0
+    else:
+        found, said = functional.cross_entropy, logits.argmax(1)
+    loss = found(logits, targets, reduction="none")
+    return {"loss": loss, "hit": (said == targets).float(), "logits": logits}
+
+
+def without_logits(model: nn.Module, inputs: Any, targets: Any) -> dict[str, Any]:
+    """Cross-entropy alone."""
+    loss = functional.cross_entropy(model(inputs), targets, reduction="none")
+    return {"loss": loss}
+
+
+def logits_of_others(model: nn.Module, inputs: Any, targets: Any) -> dict[str, Any]:
+    """A loss of each record alone, with logits that depend on the batch."""
+    found = with_logits(model, inputs, targets)
+    logits = found["logits"]
+    return {"loss": found["loss"], "logits": logits - logits.mean(0)}

@@ -19,6 +19,7 @@ from torch.nn import functional
 from clients.models.objectives import BatchLoss, objective_of, results_by_record
 from clients.ranks.peers import NO_PEERS, Sums
 from federation.errors import JobError, SiteError
+from federation.job.job_digest import digest
 from federation.job.metrics import AUC_BINS, evaluated_of
 from federation.messages import MetricSums
 from federation.tree import Tree, map_tree
@@ -155,6 +156,102 @@ def test_positive_weight():
         logits, labels.float(), pos_weight=torch.tensor(3.0), reduction="sum"
     )
     assert batch.total.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+WEIGHTED = {"class_weights": [1, 4.0, 0.5], "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("options", [{n: v} for n, v in WEIGHTED.items()] + [WEIGHTED])
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_weights_and_smoothing(task: str, options: dict[str, Any]):
+    """They change what is minimised as in torch; the plain loss is reported."""
+    shape = () if task == "classification" else (2, 2)
+    logits, labels = draw(N, 3, *shape), classes(3, N, *shape)
+    if shape:
+        labels[0] = labels[1, 0] = -100
+    batch = trained(training(task, options=options), logits, labels)
+    weights = options.get("class_weights")
+    each = functional.cross_entropy(
+        logits,
+        labels,
+        weight=torch.tensor(weights) if weights else None,
+        label_smoothing=options.get("label_smoothing", 0.0),
+        reduction="none",
+    )
+    assert batch.total.item() == pytest.approx(each.sum().item(), rel=1e-5)
+    plain = trained(training(task), logits, labels)
+    assert batch.loss.item() == pytest.approx(plain.total.item(), rel=1e-6)
+    assert not batch.loss.requires_grad
+    sums = [
+        evaluated(training(task, **keys), logits, labels)
+        for keys in ({"options": options}, {})
+    ]
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_weighted_loss_of_a_record_depends_on_no_other(task: str):
+    """What a private step clips is that of the record alone, whatever its class."""
+    shape = () if task == "classification" else (2, 2)
+    logits, labels = draw(N, 3, *shape), classes(3, N, *shape)
+    spec = training(task, options=WEIGHTED)
+    whole = trained(spec, logits, labels).sum_of_means(N).item()
+    alone = [trained(spec, logits[i : i + 1], labels[i : i + 1]) for i in range(N)]
+    assert math.fsum(a.sum_of_means(1).item() for a in alone) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_take_the_precision_of_the_logits(dtype: torch.dtype):
+    spec = training("classification", options=WEIGHTED)
+    batch = trained(spec, draw(9, 3).to(dtype), classes(3, 9))
+    assert batch.total.isfinite()
+
+
+def test_weights_are_as_many_as_outputs():
+    spec = training("classification", options={"class_weights": [1, 2]})
+    with pytest.raises(SiteError, match=r"class_weights .* the model has 3") as caught:
+        trained(spec, draw(9, 3), classes(3, 9))
+    assert "has 3" not in caught.value.outside
+
+
+def test_weights_are_in_the_digest_of_the_job():
+    plain, weighted = (
+        small_job(training={"local_steps": 1, "options": options})
+        for options in ({}, {"class_weights": [1, 2, 3]})
+    )
+    assert digest(plain) == digest(small_job(training={"local_steps": 1}))
+    assert digest(weighted) != digest(plain)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_own_objective_that_returns_logits_has_every_measure(*, flat: bool):
+    """The same as the built-in task; one logit for yes, or one for each class."""
+    logits, labels = 2 * draw(N, 2), classes(2, N)
+    keys = {"classes": ["no", "yes"], "measures": ["calibration", "recall_at_1"]}
+    wanted = metrics_of(evaluated(training("classification", **keys), logits, labels))
+    wanted |= metrics_of(
+        evaluated(
+            training("binary", measures=["auc"]), logits[:, 1] - logits[:, 0], labels
+        )
+    )
+    inputs = logits[:, 1] - logits[:, 0] if flat else logits
+    own = training(
+        "support.users_module:with_logits",
+        classes=["no", "yes"],
+        measures=["auc", "calibration", "recall_at_1"],
+        metrics={"hit": [0, 1]},
+    )
+    found = metrics_of(evaluated(own, inputs, labels.float() if flat else labels))
+    for name in ("macro_f1", "mean_iou", "auc", "calibration_error", "recall_at_1"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-6), name
+    assert found["hit"] == pytest.approx(found["recall_at_1"])
+
+
+def test_own_objective_without_logits_is_told_so():
+    own = training("support.users_module:without_logits", classes=["no", "yes"])
+    assert trained(own, draw(N, 2), classes(2, N)).metrics == {}
+    with pytest.raises(SiteError, match=r"must also return 'logits'"):
+        evaluated(own, draw(N, 2), classes(2, N))
 
 
 def test_multi_label():
@@ -417,7 +514,41 @@ REFUSED: Mapping[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"task": "binary", "classes": ["a", "b"]},
         {},
         "training.classes",
-        "classification or segmentation",
+        "classification, segmentation or your",
+    ),
+    "weights of the site's own records": (
+        {"options": {"class_weights": "balanced"}},
+        {},
+        "training.options.class_weights",
+        'no "balanced": .* reveal its counts',
+    ),
+    "weight that is none": (
+        {"options": {"class_weights": [1, 0]}},
+        {},
+        "training.options.class_weights",
+        "numbers above 0",
+    ),
+    "weights of other classes": (
+        {"classes": ["a", "b", "c"], "options": {"class_weights": [1, 2]}},
+        {},
+        "training.options.class_weights",
+        "has 2 weights, .* names 3",
+    ),
+    "a whole label is spread": (
+        {"options": {"label_smoothing": 1}},
+        {},
+        "training.options.label_smoothing",
+        "below 1",
+    ),
+    "own metric with the name of a cell": (
+        {
+            "task": "support.users_module:with_logits",
+            "classes": ["a", "b"],
+            "metrics": {"confusion_0_1": []},
+        },
+        {},
+        "training.metrics.confusion_0_1",
+        "training.classes",
     ),
 }
 

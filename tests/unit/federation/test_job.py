@@ -534,6 +534,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.tokenizers",
         "nothing there says which tokeniser",
     ),
+    "app with another loss than the other sites": (
+        with_app(
+            {"training": {"local_steps": 1, "options": {"class_weights": [1, 2]}}}
+        ),
+        "training.options",
+        "it computes its own loss",
+    ),
     "app that keeps its optimiser": (
         with_app(
             {
