@@ -53,11 +53,33 @@ _WORDS: Mapping[Any, str] = {
     type(None): "nothing",
 }
 
-_JOB_FILE = (
-    "One TOML file describes one job. A key that is not listed here is an error, and "
-    "so is a value marked *not built*. `crossfed check-job JOB` checks a file without "
-    "training."
-)
+_JOB_FILE = "One TOML file describes one job. Most jobs need these ten keys:"
+_FIRST_JOB = """\
+```toml
+name = "patients"
+rounds = 20
+
+[model]
+factory = "./work.py:net"     # your function, which returns a torch.nn.Module
+
+[data]
+source = "./work.py:records"  # your function, which returns (train, held_out)
+
+[training]
+task = "binary"               # what the model predicts
+local_epochs = 1              # passes over a site's records in a round
+batch_size = 32
+optimizer = { name = "adam", lr = 1e-3 }
+
+[[sites]]                     # a simulation splits the data among these
+name = "north"
+
+[[sites]]
+name = "south"
+```
+
+All other keys have defaults. A key that is not listed here is an error. \
+`crossfed check-job JOB` checks a file without training, and names all errors."""
 _SITE_FILE = (
     "`site.toml` holds the decisions of a site's operator, which no job can change. "
     "`crossfed enroll` creates it; `crossfed doctor --site FILE` checks it."
@@ -146,12 +168,8 @@ def stale(root: Path) -> list[Path]:
 
 
 def _job_file() -> Iterator[str]:
-    yield from ("# Job file", "", _JOB_FILE, "", _OVERRIDES, "")
+    yield from ("# Job file", "", _JOB_FILE, "", _FIRST_JOB, "", _OVERRIDES, "")
     yield from _job_table(job.JobSpec, "")
-    yield from ("## Keys that are refused by name", "")
-    yield "They belong to features that are not built yet:"
-    yield ""
-    yield from (f"- `{key}`: {part}" for key, part in job.PLANNED_KEYS.items())
 
 
 def _site_file() -> Iterator[str]:
@@ -205,6 +223,8 @@ def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]
     for field in dataclasses.fields(spec):
         table = _table_in(hints[field.name])
         full = f"{name}.{field.name}" if name else field.name
+        if len(field.metadata.get("choices", ())) == 1:
+            continue  # There is nothing to choose.
         if table is not None:
             listed = typing.get_origin(hints[field.name]) is tuple
             inner.append((table, full, listed, _default(field) == _REQUIRED))
@@ -262,9 +282,6 @@ def _values(facts: Mapping[str, Any]) -> str:
         return ""
     if facts["choices"]:
         parts.append(", ".join(f"`{word}`" for word in facts["choices"]))
-    if facts["planned"]:
-        words = ", ".join(f"`{word}`" for word in facts["planned"])
-        parts.append(f"*not built:* {words}")
     bounds = (
         ("above", "above"),
         ("low", "at least"),

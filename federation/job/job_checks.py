@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from federation.compression.choice import FOR_MODELS, unused
-from federation.errors import JobError
+from federation.errors import JobError, joined
 from federation.ids import check_name
 from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
@@ -51,13 +51,14 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check(job: JobSpec) -> JobSpec:
-    """Refuse what cannot work, is unsafe, or is not built yet.
+    """Refuse what cannot work or is unsafe.
 
     Raises:
-        JobError: The first such thing, with its key and what to write instead.
+        JobError: All such things, each with its key and what to write instead.
     """
+    _check_names(job)
+    faults: list[JobError] = []
     for rule in (
-        _check_names,
         check_flower_apps,
         _check_data,
         check_loop,
@@ -84,7 +85,12 @@ def check(job: JobSpec) -> JobSpec:
         check_relays,
         check_selection,
     ):
-        rule(job)
+        try:
+            faults += rule(job) or ()
+        except JobError as error:
+            faults.append(error)
+    if faults:
+        raise joined(faults)
     return job
 
 

@@ -19,11 +19,11 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from federation.errors import JobError
+from federation.errors import JobError, joined
 from federation.job import code_files
 from federation.job.job_checks import check
 from federation.job.job_keys import documented, keys_below
-from federation.job.spec import PLANNED_KEYS, JobSpec
+from federation.job.spec import JobSpec
 from federation.os_errors import os_errors
 
 MAX_JOB_FILE_BYTES = 1 << 20
@@ -31,6 +31,8 @@ MAX_JOB_FILE_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 Table = typing.TypeVar("Table")
+
+_MOST_FAULTS = 10  # Of a table, in one message.
 
 MAX_KEY_PARTS = 32
 
@@ -61,7 +63,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
 
     Raises:
         JobError: The file cannot be read, is not TOML, or asks for something that
-            is unknown, out of range, unsafe or not built yet.
+            is unknown, out of range or unsafe: all such things at once.
     """
     document = read_toml(path)
     for text in overrides:
@@ -303,19 +305,25 @@ def _build(cls: type, table: Any, name: str) -> Any:
     if not isinstance(table, Mapping):
         raise JobError(f"must be a table, not {_describe(table)}", key=name or None)
     fields, hints = _fields_of(cls)
-    for key in table:
-        if key not in fields:
-            _refuse_unknown(f"{name}.{key}" if name else key, key, fields, cls)
+    # All at once, but few: a stranger may have written them.
+    unknown = [key for key in table if key not in fields][:_MOST_FAULTS]
+    faults = [
+        _unknown(f"{name}.{key}" if name else key, key, fields, cls) for key in unknown
+    ]
     values = {}
     for key, field in fields.items():
         full = f"{name}.{key}" if name else key
-        if key in table:
-            value = _convert(hints[key], table[key], full)
-            _check_range(value, field.metadata, full)
-            values[key] = value
-        elif _is_required(field):
-            _, said = documented(cls)
-            raise JobError(f"is missing: {said.get(key)}", key=full)
+        try:
+            if key in table:
+                values[key] = _convert(hints[key], table[key], full)
+                _check_range(values[key], field.metadata, full)
+            elif _is_required(field):
+                _, said = documented(cls)
+                raise JobError(f"is missing: {said.get(key)}", key=full)  # noqa: TRY301
+        except JobError as error:
+            faults.append(error)
+    if faults:
+        raise joined(faults[:_MOST_FAULTS])
     return cls(**values)
 
 
@@ -333,18 +341,14 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
     return field.default is missing and field.default_factory is missing
 
 
-def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any], cls: type) -> None:
-    if full in PLANNED_KEYS:
-        raise JobError(
-            f"{PLANNED_KEYS[full]} is not built yet; remove this key", key=full
-        )
+def _unknown(full: str, key: str, fields: Mapping[str, Any], cls: type) -> JobError:
     near = difflib.get_close_matches(str(key), fields, n=1)
     if not near:
         outer, ends = str(full).removesuffix(str(key)), (f".{key}", f"_{key}")
         near = [outer + deep for deep in keys_below(cls) if deep.endswith(ends)]
     meant = f"did you mean {' or '.join(map(repr, sorted({*near})[:3]))}?"
     hint = meant if near else f"known keys: {', '.join(fields)}"
-    raise JobError(f"unknown key; {hint}", key=full)
+    return JobError(f"unknown key; {hint}", key=full)
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
@@ -427,11 +431,6 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
     """Check choices and bounds that the field declares."""
     if value is None or not metadata:
         return
-    if isinstance(value, str) and value in metadata["planned"]:
-        raise JobError(
-            f"{value!r} is not built yet; choose {_either(metadata['choices'])}",
-            key=name,
-        )
     if metadata["choices"] and value not in metadata["choices"]:
         choices = metadata["choices"]
         nearest = difflib.get_close_matches(str(value), choices, n=1)

@@ -16,7 +16,6 @@ def key(
     *,
     default: Any = dataclasses.MISSING,
     choices: tuple[str, ...] = (),
-    planned: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
@@ -27,14 +26,13 @@ def key(
     Args:
         default: Its value when it is left out; without one it is required.
         choices: The words that it may be.
-        planned: Words that will be choices and are not built yet.
         low: Smallest value that it may have.
         high: Largest value that it may have.
         above: Value that it must exceed.
         below: Value that it must not reach.
     """
     bounds = {"low": low, "high": high, "above": above, "below": below}
-    metadata = {"choices": choices, "planned": planned, "bounds": bounds}
+    metadata = {"choices": choices, "bounds": bounds}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

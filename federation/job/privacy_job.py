@@ -26,21 +26,23 @@ class SecureAggregationSpec:
             set, there is a single sum, and `mean`.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
-        levels: Round updates to this many levels, 3, 4, 8, 16 or 256, and pack them:
-            with 4 sites, 3.8 bits a value at 4 levels. Rounding errors stay at the site
-            and are added to its next update. The first round takes 16 bits. If not set,
-            each value takes `ring_bits`.
+        levels: Round each value of an update to one of 3, 4, 8, 16 or 256 levels, so
+            that an update takes far fewer bytes: 3.8 bits a value at 4 levels and 4
+            sites, in place of `ring_bits`. A site adds its rounding errors to its next
+            update. The first round takes 16 bits a value.
         clip_norm: Largest Euclidean norm of an update, in weight units; larger ones are
-            scaled down. It sets the grid of the encoding: the tighter the bound, the
-            finer the grid. Default: 10; with `unit = "joint"` twice the largest change
-            of one step; with `unit = "site"` `privacy.differential_privacy.clip_norm`.
-        element_bound: Largest absolute value of an update's element times the site's
-            weight, in weight units; at most `clip_norm`. A value far below `clip_norm`
-            makes the grid finer by the same factor. A site with a larger element
-            declines the round. This is a public constant: never derive it from private
-            data.
-        clip_elements: Clip elements beyond `element_bound` instead of declining the
-            round.
+            scaled down. Values are rounded in steps that are proportional to it: a
+            smaller bound gives more precise sums. Default: 10; with `unit = "joint"`
+            twice the largest change of one step; with `unit = "site"`
+            `privacy.differential_privacy.clip_norm`.
+        element_bound: Largest absolute value that a single element of an update, times
+            the site's weight, may have, in weight units. `clip_norm` bounds elements
+            too, but loosely: a bound ten times smaller makes sums ten times more
+            precise. A site with a larger element declines the round, unless
+            `clip_elements` is set. Everybody sees this number: never derive it from
+            private data.
+        clip_elements: With `element_bound`: reduce larger elements to the bound, in
+            place of declining the round.
         max_examples: Largest number of examples at any site, rounded up to three
             significant bits (8, 10, 12, 14, 16, 20, ...); every site sees this number.
             In a simulation, the largest site's by default.
@@ -101,19 +103,23 @@ class DifferentialPrivacySpec:
         clip_norm: Largest Euclidean norm of one record's gradient, of the mean gradient
             of a person's records with `unit = "person"`, or of a site's update with
             `unit = "site"`; larger ones are scaled down.
-        records_per_person: `person`: most records of one person in a step, drawn at
-            random for each step. `training.batch_size` then counts persons.
+        records_per_person: With `unit = "person"`: most records that a step uses of one
+            person; of a person with more, it draws some at random.
+            `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`; calibrated to `target_epsilon` by default.
-        max_noise_multiplier: `joint`: largest noise multiplier that a site may state
-            that its records need; all sites add noise for it. A site that needs more is
-            refused by name. Default: what one expected batch of records would need.
-        reserve_rounds: Rounds beyond `rounds` that the noise is calibrated for. Lost
-            rounds, and rounds that a crash cut short, are charged too; without a
-            reserve, the run ends that many rounds early.
-        colluding_sites: `joint` and `site`: how many of the sites whose noise is in a
-            sum may collude with the adversary. The noise of the others is enough. At
-            least 1, because each site knows its own noise.
+        max_noise_multiplier: With `unit = "joint"`: each site states the noise
+            multiplier that its records need, and all sites add enough noise for the
+            largest. A site that states more than this is refused, so that one small
+            site cannot drown the others in noise. Default: what one expected batch of
+            records would need.
+        reserve_rounds: Extra rounds that the privacy budget covers. A lost round, or
+            one that a crash interrupts, is charged too; without a reserve, the run ends
+            one round early for each of them.
+        colluding_sites: With `unit = "joint"` or `"site"`: how many sites may tell an
+            adversary the noise that they have added. The noise of the other sites then
+            still suffices for epsilon. At least 1, because each site knows its own
+            noise.
         adaptive_clip: `site`: adapt the clip norm to the updates, starting from
             `clip_norm`. A tenth of the privacy cost goes into counting the updates
             below it.

@@ -19,13 +19,6 @@ from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
 from federation.job.selection_job import SelectionSpec
 from federation.job.storage_job import StorageSpec
 
-# Keys that other parts of the product will bring. Naming one is refused with this
-# word instead of "unknown key", so that no one believes it to be in force.
-PLANNED_KEYS: Mapping[str, str] = {
-    "communication.overlap": "a round that begins before the last one has ended "
-    "(training.overlap_steps trains meanwhile)",
-}
-
 MAX_ROUNDS = 10**9
 GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
 DEFAULT_CLIP_NORM = 10.0  # of an update under secure aggregation
@@ -54,8 +47,8 @@ class ModelSpec:
             or to the working folder; or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file
             or an exported model. A digest of the weights is added when the job is
             loaded; sites compare the first model with it.
-        keep_zeros: Trained values that are 0 in `weights` stay 0, as in a model that
-            `crossfed prune` has written.
+        keep_zeros: Whether values that are 0 in `weights` stay 0: a model that
+            `crossfed prune` has pruned is then still as sparse after training.
         tokenizers: SHA-256 digests of the tokenisers that data sources load with
             `clients.models.tokenizer`. A site whose source loads others, or none,
             refuses the job; shards are not checked.
@@ -215,34 +208,35 @@ class TrainingSpec:
             `contrastive`); all of them with your own objective, if it returns
             `logits`. Each makes noise on held-out results larger, if there is
             any.
-        max_tokens: Maximum number of predictions in one record of a language task
-            (`causal_lm`: its tokens minus one) or of `segmentation` (its pixels). A
-            site refuses longer records; the largest count that it may add to a sum
-            follows from this.
+        max_tokens: Most predictions in one record: its tokens (`causal_lm`: one fewer)
+            or, for `segmentation`, its pixels. A site refuses longer records. Secure
+            aggregation and differential privacy need this bound on what one record adds
+            to the results.
         local_steps: Optimiser steps per site and round. Set either this or
             `local_epochs`. 1 is FedSGD: each round combines gradients.
         local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
-        accumulate_from: Later values of `accumulate`, each with its first round:
-            `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on, and 8 from
-            round 81 on. With `local_steps`; not with `unit = "joint"`.
+        accumulate_from: Change `accumulate` during the run: pairs of a first round and
+            a value. `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on, and 8
+            from round 81 on. With `local_steps`; not with `unit = "joint"`.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
-        overlap_steps: Local steps of a round that a site takes while updates and model
-            are on their way: they begin with its own weights of the round before. Fewer
-            than `local_steps`; 0 for none. Needs memory for one more model at each
-            site.
-        overlap_mix: How much of a site's own weights it keeps when the model arrives:
-            it continues from `overlap_mix` times these plus the rest of the model.
+        overlap_steps: Local steps that a site takes while it waits for the next model,
+            in place of as many steps of that round. They start from the site's own
+            weights, because the model is still on its way. Fewer than `local_steps`; 0
+            for none. Needs memory for one more model at each site.
+        overlap_mix: With `overlap_steps`: when the model arrives, a site continues from
+            `overlap_mix` times its own weights plus (1 - `overlap_mix`) times the
+            model. With 0 it drops what it has trained while it waited.
         clip_grad_norm: Largest Euclidean norm of a step's gradient; larger ones are
             scaled down.
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
             global weights.
-        normalized_steps: FedNova: scale a site's update by this number over the number
-            of its steps, so that a site that takes more steps in its epochs counts by
-            its weight only. With `local_epochs` and plain `sgd`. Best near the mean
-            number of steps of the sites.
+        normalized_steps: FedNova: a site that takes n steps in its epochs has its
+            update multiplied by `normalized_steps` / n, so that sites with more steps
+            do not count more. Choose about the mean n of the sites. With `local_epochs`
+            and plain `sgd`.
         control_variates: SCAFFOLD: each site corrects its gradients for the drift of
             its own records, without further bytes. With `local_steps`, plain `sgd`, and
             all sites in every round.
@@ -374,16 +368,15 @@ class CodecSpec:
             for `subset`.
         order: Which blocks `subset` sends: random ones in each round (`random`, the
             default), or all in turn (`cyclic`).
-        feedback: Share of what earlier words have left out that is added to the next
-            update (error feedback): 1 by default for `int8`, `int4` and `fp4`, 0.95 for
-            `top_k` and `subset`, 0 for `bf16` and `fp16`. With 0, what a codec leaves
-            out is lost.
+        feedback: Error feedback: a codec rounds values or leaves them out; this share
+            of that error is added to the site's next update. With 1 nothing is lost,
+            only delayed; with 0 the error is lost. Default: 1 for `int8`, `int4` and
+            `fp4`, 0.95 for `top_k` and `subset`, 0 for `bf16` and `fp16`.
     """
 
     name: str = key(
         default="identity",
         choices=choice.NAMES,
-        planned=("low_rank",),
     )
     block: int | None = key(default=None, low=2, high=choice.MAX_BLOCK)
     fraction: float | None = key(default=None, above=0.0, high=1.0)
@@ -410,16 +403,18 @@ class CommunicationSpec:
             aggregation, whose ring has words of its own.
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
-        fragments: Exchange a part of the model in each round, in turn; sites keep their
-            own values of the others meanwhile. Only with
-            `privacy.secure_aggregation.levels`. Rounds then take as many times fewer
-            bytes; set fewer local steps.
-        down_content: `model`, or `change`: a site that has the previous round's model
-            receives the encoded difference and checks the digest of the result; other
-            sites receive the whole model in float32. Needs memory for one more model at
-            each site. Not available with secure aggregation. Or `sum`, with
-            `privacy.secure_aggregation.levels`: such a site receives the opened sum of
-            the updates, in as few bits as these, and takes the server's step itself.
+        fragments: Split the model into this many parts and exchange one part in each
+            round, in turn. A round then sends that many times fewer bytes, and each
+            value is averaged that many times less often. Between its turns, a site
+            keeps its own values of a part. Only with
+            `privacy.secure_aggregation.levels`.
+        down_content: What sites receive. `model`: the model. `change`: the difference
+            from the previous round's model, encoded by `down_codec`; a site without
+            that model receives the whole one in float32. `sum`: the opened sum of the
+            updates, from which the site computes the new model; only with
+            `privacy.secure_aggregation.levels`, and in as few bits. `change` needs
+            memory for one more model at each site, and does not work with secure
+            aggregation.
     """
 
     codec: CodecSpec = CodecSpec()
@@ -466,14 +461,12 @@ class ScheduleSpec:
             round waits for.
     """
 
-    mode: str = key(
-        default="synchronous", choices=("synchronous",), planned=("buffered",)
-    )
+    mode: str = key(default="synchronous", choices=("synchronous",))
     round_deadline_seconds: float = key(default=600.0, above=0.0)
     minimum_sites: int | None = key(default=None, low=1)
     max_lost_rounds: int = key(default=3, low=1)
     sites_per_round: int | None = key(default=None, low=1)
-    allocation: str = key(default="static", choices=("static",), planned=("capacity",))
+    allocation: str = key(default="static", choices=("static",))
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
     training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
@@ -502,8 +495,9 @@ class SiteSpec:
         cloud: Where it runs.
         region: Region, as the cloud names it.
         data: Data only of this site.
-        lora_rank: Ranks of each adapter that this site trains, the first ones; all by
-            default. It computes with all of them, and sends those that it trains.
+        lora_rank: Train only the first ranks of each LoRA adapter at this site, this
+            many, and send only those. All by default. The other ranks still take part
+            in its forward pass.
         flower_app: Set, `{}` for all defaults, where an existing Flower `ClientApp`
             takes part through a stock SuperNode; deployed and without privacy only.
     """
@@ -565,8 +559,8 @@ class FaultSpec:
             memory).
         rounds: Rounds in which it happens; all if empty.
         every: With 2, only in every second round of these, and so on.
-        probability: In which share of these it happens, drawn by the job's seed, each
-            site and round by itself.
+        probability: Probability of the fault in each of these rounds, drawn with the
+            job's seed for each site and round separately.
         seconds: How long `hang` takes.
         scale: Euclidean norm of `garbage`, in weight units.
     """

@@ -1,10 +1,13 @@
 """The reference pages say what the code says."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from federation.job import job_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,5 +48,13 @@ def test_every_key_of_the_job_is_listed(reference: ModuleType):
     """A key stands in its table with its documentation."""
     page = next(t for p, t in reference.pages().items() if p.name == "job-file.md")
     assert "| `round_deadline_seconds` | number | `600.0` | above 0 |" in page
-    assert "*not built:* `low_rank`" in page
-    assert "- `communication.overlap`: a round that" in page
+    assert "allocation" not in page  # It has one value, which is the default.
+
+
+def test_the_first_job_of_the_reference_is_one(reference: ModuleType):
+    """The keys that a newcomer needs, in a file that can be copied."""
+    page = next(t for p, t in reference.pages().items() if p.name == "job-file.md")
+    example = page.split("```toml\n")[1].split("```")[0]
+    job = job_file.loads(example)
+    assert [site.name for site in job.sites] == ["north", "south"]
+    assert len(re.findall(r"^\w+ = ", example, re.MULTILINE)) == 10

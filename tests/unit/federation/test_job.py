@@ -795,16 +795,3 @@ def test_all_specs_are_found():
 def test_every_table_is_documented():
     """By the docstring of its class."""
     assert all(documented(cls)[0].endswith(".") for cls in specs())
-
-
-@pytest.mark.parametrize("name", jobs.PLANNED_KEYS)
-def test_planned_keys_are_not_there_yet(name: str):
-    """Whoever builds one takes it off the list."""
-    cls: Any = JobSpec
-    *path, last = name.split(".")
-    for part in path:
-        hints = typing.get_type_hints(cls)
-        if part not in hints:
-            return
-        cls = hints[part]
-    assert last not in typing.get_type_hints(cls)

@@ -9,7 +9,7 @@ from support import toy
 
 from federation.errors import JobError
 from federation.job import job_file
-from federation.job.spec import PLANNED_KEYS, JobSpec
+from federation.job.spec import JobSpec
 
 TOML = """
 name = "toy"
@@ -190,31 +190,42 @@ def test_document_that_is_no_table():
         job_file.parse([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", PLANNED_KEYS)
-def test_planned_key(name: str):
-    """Nobody shall believe that it was in force."""
-    changes: dict[str, Any] = {}
-    table = changes
-    *path, last = name.split(".")
-    for part in path:
-        table = table.setdefault(part, {})
-    table[last] = 1
-    error = refusal(changes)
-    text = f"{name}: {PLANNED_KEYS[name]} is not built yet; remove this key"
-    assert (error.key, str(error)) == (name, text)
+def test_all_faults_are_named_at_once():
+    """Those of reading, or those of the rules, which look at what was read."""
+    error = refusal(
+        {
+            "rounds": "many",
+            "sede": 1,
+            "training": {"batch_size": 0, "optimiser": {}, "local_steps": 1},
+        }
+    )
+    keys = [line.split(":")[0] for line in str(error).splitlines()]
+    assert keys == [
+        "sede",
+        "also rounds",
+        "also training.optimiser",
+        "also training.batch_size",
+    ]
+    private = {"unit": "site", "max_noise_multiplier": 9.0}
+    error = refusal({"privacy": {"differential_privacy": private}})
+    assert [line.split(": ")[0] for line in str(error).splitlines()] == [
+        "privacy.differential_privacy.max_noise_multiplier",
+        "also privacy.secure_aggregation.enabled",
+        "also privacy.differential_privacy.held_out",
+        "also privacy.differential_privacy.target_epsilon",
+        "also aggregation.weights",
+    ]
+
+
+def test_a_stranger_cannot_ask_for_many_faults():
+    """Each unknown key is compared with all others."""
+    error = refusal({f"key{index}": 1 for index in range(50_000)})
+    assert len(str(error).splitlines()) == 10
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (
-            {"communication": {"codec": {"name": "low_rank"}}},
-            "communication.codec.name: 'low_rank' is not built yet; choose identity",
-        ),
-        (
-            {"schedule": {"mode": "buffered"}},
-            "schedule.mode: 'buffered' is not built yet; choose synchronous",
-        ),
         (
             {"aggregation": {"combine": "medain"}},
             "aggregation.combine: 'medain' is not a choice; did you mean 'median'?",
