@@ -109,6 +109,16 @@ class Members:
         """
         return self._with(dict.fromkeys(self._gone(sites), ""), Standing.JOINED)
 
+    def asked_in_vain(self, before: "Members") -> Mapping[SiteId, str]:
+        """Sites that were gone and are asked although none is back, with the reason."""
+        gone = before.standing(Standing.GONE)
+        return {
+            site: reason
+            for site, reason in gone.items()
+            if self.of(site).standing is Standing.JOINED
+            and self.of(site).replaced == before.of(site).replaced
+        }
+
     def leave_out(self, sites: Mapping[SiteId, str]) -> "Members":
         """Leave out these sites, each for a reason, and no others."""
         before = self.standing(Standing.LEFT_OUT)
@@ -122,8 +132,8 @@ class Members:
     ) -> "Members":
         """See who may be asked in a round.
 
-        If too few are left for the quorum, those who are gone are asked, too, and so
-        waited for: rounds that are bound to be lost would soon end the run.
+        If too few are left for the quorum, those who are gone are asked, too, as if
+        they were silent. A coordinator waits for them before that.
 
         Args:
             drawn: The sites of the round.

@@ -225,7 +225,8 @@ class Run:
             else:
                 gather = _secure_gather(self.federation, grid, secret, self.allocate)
             parts = self._parts(sites.engine, self.seen(gather), anchors or {})
-            parts = replace(parts, returned=grid.returned)
+            waits = sites.engine == DEPLOYED
+            parts = replace(parts, returned=grid.returned, waits=waits)
             return run_federation(self.federation.job, parts)
 
         return sites.reach(rounds)

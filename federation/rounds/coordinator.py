@@ -54,6 +54,7 @@ from federation.rounds.schedule import Done, ScheduleView
 from federation.rounds.server_optimizer import keep_zeros_, take_step
 from federation.vectors import Allocate, Layout, Vector, in_memory, is_finite, norm
 
+_LOOK_SECONDS = 1.0  # Between two looks for sites that have left.
 _NEARLY = 0.9  # Of the clip norm: no mean of shorter updates comes so near.
 
 
@@ -76,6 +77,7 @@ class ServerParts:
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.
+        waits: Whether sites that have left come back with time, and not with rounds.
         first_round: Earlier numbers are used up, even without a checkpoint.
         score: The metric of a pooled result that the job's models are compared by.
         allocate: Makes the vector that updates are combined in.
@@ -98,6 +100,7 @@ class ServerParts:
     returned: Callable[[Collection[SiteId], int], Collection[SiteId]] = (
         lambda _sites, _index: ()
     )
+    waits: bool = False
     first_round: int = 1
     score: Callable[[MetricSums], float | None] = lambda _sums: None
     allocate: Allocate = in_memory
@@ -137,7 +140,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         if saved is None:
             # From here on the run belongs to this job and this coordinator.
             _save(parts, state)
-        while not (_is_done(job, parts, state) or parts.stop_requested()):
+        while not (_is_done(job, parts, state) or _is_stopped(job, parts, state)):
             try:
                 state, spare_d, found = _run_round(job, parts, state, spare_d)
             except BudgetExceeded as error:
@@ -179,6 +182,29 @@ def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
     )
     action = parts.gather.schedule.next(view, (), parts.clock.monotonic())
     return isinstance(action, Done)
+
+
+def _is_stopped(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
+    """Whether a person stops the run, also while it waits for sites that have left.
+
+    A round that needs them begins when they are back, or else after as long as its
+    deadline: a site that has just said that it leaves may still be connected, and
+    would lose the round.
+    """
+    end, told = parts.clock.monotonic() + job.schedule.round_deadline_seconds, ""
+    while parts.waits and not parts.stop_requested():
+        index = state.round_index + 1
+        members, _ = _cohort(parts, state, parts.draw_cohort(job, index))
+        absent = members.asked_in_vain(state.members)
+        if not absent or parts.clock.monotonic() >= end:
+            break
+        names = ", ".join(f"{site} ({why})" for site, why in absent.items())
+        if names != told:
+            message = f"round {index} needs sites that have left: waiting for {names}"
+            parts.emit(events.Warned(at=parts.clock.now(), message=message))
+        told = names
+        parts.clock.sleep(_LOOK_SECONDS)
+    return parts.stop_requested()
 
 
 def _run_round(

@@ -35,6 +35,8 @@ from federation.rounds.round_verdicts import RoundVerdicts
 from federation.vectors import Layout, Vector, Words
 
 # They precede a round only where there are no keys, as after a restart.
+# Of a site that is not there.
+_ABSENT = frozenset({FailureKind.DISCONNECTED, FailureKind.UNREACHABLE})
 _SETUP = frozenset(
     (SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM)
 )
@@ -101,6 +103,7 @@ class RoundRecord:
         self.is_usual = True
         self.counted: dict[SiteId, int] = {}
         self.states = dict(states)
+        self._asked_in_vain: Mapping[SiteId, str] = {}
         self._known_away = members.end_round().away()
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round
@@ -211,6 +214,7 @@ class RoundRecord:
         noted = members.noted
         if any(members.of(s).replaced > self.members.of(s).replaced for s in noted):
             self.change_members(members)
+        self._asked_in_vain = members.asked_in_vain(self.members)
         self.members = members
 
     def _note_leaving(self, message: SiteMessage) -> None:
@@ -219,6 +223,9 @@ class RoundRecord:
             if message.kind is FailureKind.LEAVING:
                 known = message.message in {*LeaveReason}
                 reason = message.message if known else "for an unknown reason"
+                self.change_members(self.members.leave(message.site, reason))
+            elif message.kind in _ABSENT and message.site in self._asked_in_vain:
+                reason = self._asked_in_vain[message.site]
                 self.change_members(self.members.leave(message.site, reason))
         elif not isinstance(message, SecureAnswer) and message.leaving is not None:
             members = self.members.leave(
@@ -251,7 +258,7 @@ class RoundRecord:
             if failure is None:
                 counted.append(reply)
             else:
-                if failure.kind is FailureKind.LEAVING:
+                if failure.kind in {FailureKind.LEAVING, *_ABSENT}:
                     self._note_leaving(message)
                 self.events.failed(failure, reply)
         self.events.step_taken(step.value, counted)

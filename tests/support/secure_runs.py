@@ -25,7 +25,8 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import RunState, SiteHandler
+from federation.protocols import Clock, RunState, SiteHandler
+from monitoring.views.run_view import DEPLOYED
 
 Wrap = Callable[[Any], SiteHandler]
 Answer = Callable[[], SiteMessage]
@@ -111,17 +112,24 @@ def run(
     stop_requested: Callable[[], bool] = lambda: False,
     own_jobs: Mapping[str, JobSpec] | None = None,
     meet: Callable[[Rehearsal], None] = lambda _: None,
+    clock: Clock | None = None,
+    returned: Callable[[Collection[SiteId], int], Collection[SiteId]] | None = None,
 ) -> Run:
     """Run a job; ``wraps`` puts something of a test's own in front of a site.
 
     With the ``store`` of a run that was stopped another coordinator resumes it.
     ``own_jobs`` are those of sites that work on another one; ``meet`` takes the
-    parties of a secure sum before they begin.
+    parties of a secure sum before they begin. With ``returned`` sites come back with
+    time, as in a deployed run.
     """
     federation = wiring.build_federation(job)
     workers = wiring.num_workers(job)
     federation.pool.reserve(workers)
-    run_id, clock, store = RunId("run-1"), SystemClock(), store or MemoryStore()
+    run_id, clock, store = (
+        RunId("run-1"),
+        clock or SystemClock(),
+        store or MemoryStore(),
+    )
     names = [SiteId(site.name) for site in job.sites]
     secure = job.privacy.secure_aggregation.enabled
     private = None
@@ -147,7 +155,10 @@ def run(
         name: (wraps or {}).get(name, lambda s: s)(site) for name, site in sites.items()
     }
     seen: list[events.Event] = []
-    with InProcessGrid(handlers, clock=clock, workers=workers, fault=fault) as grid:
+    back = {} if returned is None else {"returned": returned}
+    with InProcessGrid(
+        handlers, clock=clock, workers=workers, fault=fault, **back
+    ) as grid:
         assembly = wiring_run.Run(
             federation=federation,
             run_id=run_id,
@@ -157,7 +168,9 @@ def run(
             stop_requested=stop_requested,
         )
         state = assembly.drive(
-            wiring_run.ConnectedSites(engine="inproc", grid=grid),
+            wiring_run.ConnectedSites(
+                engine="inproc" if returned is None else DEPLOYED, grid=grid
+            ),
             secret=None if rehearsal is None else rehearsal.secret,
         )
     return Run(state, sites, seen)

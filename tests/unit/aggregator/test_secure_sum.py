@@ -1,7 +1,7 @@
 """The aggregator's half of secure aggregation over a grid that a test scripts."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -278,6 +278,34 @@ def test_failure_of_a_masked_update_says_its_kind():
     seen = run(secure_job(rounds=1), wraps=wraps).seen
     (failed,) = (e for e in seen if isinstance(e, events.SiteFailed))
     assert (failed.site, failed.kind) == (SITE, FailureKind.INVALID)
+
+
+@pytest.mark.slow
+def test_a_round_that_needs_a_site_that_has_left_begins_when_it_is_back():
+    """With new keys; before, each round would be lost to the site's good-bye."""
+    clock, left = VirtualClock(), []
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        message = answer()
+        if isinstance(message, MaskedUpdate) and task.site == SITE and not left:
+            left.append(clock.monotonic())
+            return (replace(message, leaving=LeaveReason.SPOT),)
+        is_there = not left or task.round_index == 1 or clock.monotonic() > left[0] + 30
+        return (message,) if task.site != SITE or is_there else ()
+
+    def returned(sites: Collection[SiteId], _: int) -> Collection[SiteId]:
+        return sites if clock.monotonic() > left[0] + 30.0 else ()
+
+    job = secure_job(threshold=5, rounds=3)
+    found = run(job, fault=fault, clock=clock, returned=returned)
+    assert found.statuses() == ["completed"] * 3
+    assert all({*found.answered(index)} == {*SITES} for index in (1, 2, 3))
+    setups = [
+        event.round_index
+        for event in found.seen
+        if isinstance(event, events.StepTaken) and event.step == "confirm"
+    ]
+    assert setups == [1, 2]
 
 
 @pytest.mark.parametrize(("leavers", "times"), [((SITE,), 0), (SITES, 1)])

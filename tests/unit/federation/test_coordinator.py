@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +32,14 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesLeftOut,
     Warned,
 )
 from federation.ids import SiteId, TaskId
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     LedgerAnchor,
     PrivacySpent,
     Reply,
@@ -988,3 +990,98 @@ def test_budget_for_no_round_at_all_is_an_error():
     with pytest.raises(BudgetExceeded, match=r"round 1 is beyond .* \(and 1 more\)"):
         run.run()
     assert run.events[-1].status == "failed"
+
+
+# A site that leaves with its answer, and without which there is no quorum.
+
+
+class Replaced:
+    """The machine of site A: it says good-bye with round 2, and ends soon after it.
+
+    Attributes:
+        back_seconds: After so long another one is there; None for never.
+    """
+
+    def __init__(self, back_seconds: float | None) -> None:
+        self.run = toy.Toy(job=toy.job({"rounds": 4, **quorum(3)}), fault=self.answer)
+        self.left: float | None = None
+        self.back_seconds = back_seconds
+
+    def is_back(self) -> bool:
+        now = self.run.clock.monotonic()
+        waited = None if self.left is None else now - self.left
+        return None not in {waited, self.back_seconds} and waited >= self.back_seconds
+
+    def answer(
+        self, task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        if task.site != A or task.round_index < 2:
+            return (answer(),)
+        if self.left is None:
+            self.left = self.run.clock.monotonic()
+            return (replace(answer(), leaving=LeaveReason.SPOT),)
+        if self.is_back():
+            return (answer(),)
+        gone = toy.failure(A, round_index=task.round_index)
+        return (replace(gone, kind=FailureKind.DISCONNECTED),)
+
+    def returned(self, sites: Collection[SiteId], _: int) -> Collection[SiteId]:
+        return [site for site in sites if self.is_back()]
+
+    def to_the_end(self, **changes: Any) -> RunState:
+        return self.run.run(returned=self.returned, waits=True, **changes)
+
+    def statuses(self) -> list[str]:
+        return [event.status for event in self.run.told(RoundFinished)]
+
+    def away(self) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+        found = self.run.told(SitesLeftOut)
+        return [(event.round_index, event.sites, event.standings) for event in found]
+
+
+def test_a_round_begins_when_the_site_that_it_needs_is_back():
+    """Not while the process that said good-bye is still connected; no round is lost."""
+    machine = Replaced(back_seconds=90.0)
+    state = machine.to_the_end()
+    assert (state.rounds_completed, machine.statuses()) == (4, ["completed"] * 4)
+    assert machine.away() == [(2, (A,), ("leaving",)), (3, (), ())]
+    assert machine.run.told(SitesLeftOut)[-1].returned == (A,)
+    (warned,) = [w.message for w in machine.run.told(Warned)]
+    assert f"round 3 needs sites that have left: waiting for {A} (spot)" in warned
+    begun = {event.round_index: event.at for event in machine.run.told(RoundStarted)}
+    assert begun[3] - begun[2] == pytest.approx(90.0, abs=1.5)
+
+
+def test_a_site_that_does_not_come_back_stays_away():
+    """It is waited for as long as for an answer, then asked as if it were silent."""
+    machine = Replaced(back_seconds=None)
+    deadline = machine.run.job.schedule.round_deadline_seconds
+    machine.to_the_end()
+    assert machine.statuses() == ["completed", "completed", "lost", "lost"]
+    assert machine.away() == [(2, (A,), ("leaving",))]
+    begun = [event.at for event in machine.run.told(RoundStarted)]
+    assert begun[2] - begun[1] == pytest.approx(deadline, abs=1.5)
+
+
+def test_a_run_that_waits_for_a_site_can_be_stopped():
+    machine = Replaced(back_seconds=None)
+    clock = machine.run.clock
+    stop = lambda: machine.left is not None and clock.monotonic() >= 5.0  # noqa: E731
+    state = machine.to_the_end(stop_requested=stop)
+    assert (state.round_index, machine.statuses()) == (2, ["completed"] * 2)
+    assert machine.run.told(RunFinished)[-1].status == "stopped"
+    assert clock.monotonic() < 10.0
+
+
+def test_a_site_that_is_not_needed_is_not_waited_for():
+    machine = Replaced(back_seconds=90.0)
+    machine.run.job = toy.job({"rounds": 4, **quorum(2)})
+    machine.to_the_end()
+    assert machine.statuses() == ["completed"] * 4
+    assert [{*event.asked} for event in machine.run.told(RoundFinished)] == [
+        {*toy.SITES},
+        {*toy.SITES},
+        {B, C},
+        {B, C},
+    ]
+    assert machine.run.clock.monotonic() < 90.0
