@@ -56,6 +56,9 @@ class RollCall(Protocol):
         ...
 
 
+Tell = Callable[[Sequence[SiteId], Sequence[SiteId], float], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
     """Which sites must be there before work begins, and how nodes are identified.
@@ -70,6 +73,8 @@ class Attendance:
         quorum: Sites without which an exchange is of no use.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
+        tell: Called whenever other sites are there: with those, with those that are
+            waited for, and for how many seconds at most.
     """
 
     roll_call: RollCall | None = None
@@ -77,6 +82,7 @@ class Attendance:
     required: int | None = None
     quorum: int = 0
     connect_seconds: float = CONNECT_SECONDS
+    tell: Tell = field(default=lambda _there, _missing, _seconds: None)
 
     def find_nodes(
         self,
@@ -104,7 +110,7 @@ class Attendance:
                 two nodes claim one site.
         """
         deadline = clock.monotonic() + self.connect_seconds
-        wait = _Patience(deadline=deadline, clock=clock, pause=pause)
+        wait = _Patience(deadline=deadline, clock=clock, pause=pause, tell=self.tell)
         if self.roll_call is None:
             nodes = _greet(api, len(sites), at_once=workers, wait=wait)
             return dict(zip(sites, nodes, strict=True))
@@ -142,6 +148,7 @@ class _Patience:
     deadline: float  # on the clock's monotonic time
     clock: Clock
     pause: Callable[[], None]
+    tell: Tell
 
 
 def _greet(
@@ -176,7 +183,7 @@ def _greet(
 
 def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> None:
     """Ask one question of all nodes, until it is answered or time is up."""
-    now = wait.clock.monotonic
+    now, told = wait.clock.monotonic, None
     while not call.is_over(now()) and now() < wait.deadline:
         online = set(nodes())
         call.nodes |= {
@@ -190,6 +197,9 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> 
         for reply in call.api.pull_messages([*call.out]) if call.out else ():
             call.note(reply, now())
         call.ask_after(now())
+        if told != (told := {*call.nodes}):
+            missing = [site for site in call.expected if site not in told]
+            wait.tell([*call.nodes], missing, max(0.0, wait.deadline - now()))
         if not call.is_over(now()):
             wait.pause()
 

@@ -29,15 +29,22 @@ from federation.errors import (
     is_full,
 )
 from federation.event_log import from_line
-from federation.events import Event, RunFinished, RunStarted, SitesLeftOut
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RunFinished,
+    RunStarted,
+    SitesLeftOut,
+)
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_count import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from monitoring.views.round_view import loss_of
 from monitoring.views.run_view import INTERRUPTED
 
 COORDINATOR = "coordinator.json"
-OUTCOME, STOP = "outcome.json", "stop"
+OUTCOME, STOP, CONNECTED = "outcome.json", "stop", "connected.json"
 _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
 # What a run's disk must have room for before a coordinator is started.
@@ -77,6 +84,21 @@ class Coordinator:
     flower_run: str
     fruitless: int
     rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """Which sites a coordinator has met that has not begun the run yet.
+
+    Attributes:
+        there: Names of sites that take part.
+        missing: Those that it waits for.
+        seconds: For how long at most, from then on.
+    """
+
+    there: tuple[str, ...]
+    missing: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +148,22 @@ class QueuedRun:
         """Sites that left the run and take part again, each with how often."""
         event = _left_out(self.run) if self.outcome is None else None
         return () if event is None else event.back()
+
+    @property
+    def reason(self) -> str:
+        """Why it did not complete; empty if it did or has not ended."""
+        return self.outcome.message if self.outcome and self.outcome.code else ""
+
+    @property
+    def loss(self) -> float | None:
+        """The newest mean held-out loss; None if there is none yet."""
+        for line in reversed(_whole_lines(self.run)):
+            if b'"event": "ModelEvaluated"' not in line:
+                continue
+            event = from_line(line)
+            if isinstance(event, ModelEvaluated):
+                return loss_of(event.pooled)
+        return None
 
     @property
     def status(self) -> str:
@@ -247,8 +285,27 @@ def take_up(run: RunFolder, *, at: float) -> None:
     # The outcome goes last: until then it is not wanted.
     (run.path / COORDINATOR).unlink(missing_ok=True)
     (run.path / STOP).unlink(missing_ok=True)
+    (run.path / CONNECTED).unlink(missing_ok=True)
     durable_json.write(run.path / REQUEST, RunRequest(at=at))
     (run.path / OUTCOME).unlink()
+
+
+def note_connected(
+    run: RunFolder, there: Sequence[str], missing: Sequence[str], seconds: float
+) -> None:
+    """Note for people which sites a run has and still waits for."""
+    found = Connected(there=tuple(there), missing=tuple(missing), seconds=seconds)
+    durable_json.write(run.path / CONNECTED, found)
+
+
+def connected(run: RunFolder) -> Connected | None:
+    """What was noted last; None if nothing was.
+
+    Raises:
+        CorruptObject: The file is damaged.
+    """
+    advice = "remove the file: it only informs people"
+    return durable_json.read(run.path / CONNECTED, Connected, advice=advice)
 
 
 def ask_to_stop(run: RunFolder) -> None:

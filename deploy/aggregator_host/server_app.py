@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,13 @@ from deploy.aggregator_host.deployed_run import Connect, DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.parties import Parties
 from deploy.aggregator_host.roll_call import SignedRollCall
-from deploy.aggregator_host.run_queue import STOP, Outcome, goes_on, leave_outcome
+from deploy.aggregator_host.run_queue import (
+    STOP,
+    Outcome,
+    goes_on,
+    leave_outcome,
+    note_connected,
+)
 from deploy.wiring import exchange
 from federation.clock import SystemClock
 from federation.errors import (
@@ -191,6 +198,7 @@ def _connector(
                 required=fewest_nodes(sites, behind, required),
                 quorum=fewest_nodes(sites, behind, quorum),
                 connect_seconds=config.file.connect_seconds,
+                tell=partial(note_connected, RunFolder(wait.stop.parent)),
             ),
             delivery=Delivery(
                 frames=frames,

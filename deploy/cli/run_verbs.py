@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, STOPPED
 from federation.errors import FederationError, JobError, RunNotFound
+from monitoring import units
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
@@ -142,7 +144,18 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
             break
         if one.outcome is None:
             return f"run {run.path.name} waits for run {one.run.path.name} to end"
-    return f"run {run.path.name} waits for its coordinator, and then for its sites"
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    found = run_queue.connected(run)
+    if found is None:
+        return f"run {run.path.name} waits for its coordinator, and then for its sites"
+    there = ", ".join(found.there) or "none"
+    if not found.missing:
+        return f"run {run.path.name} has its sites: {there}"
+    return (
+        f"run {run.path.name} waits up to {units.format_duration(found.seconds)} for "
+        f"{', '.join(found.missing)}; connected sites: {there}"
+    )
 
 
 def _outcome(run: "RunFolder") -> "Outcome":
@@ -263,23 +276,31 @@ def _ps(options: argparse.Namespace) -> int:
     queue = run_queue.handed_over(_config(options).runs)
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
-    rows = [_row(one) for one in queue.runs]
+    now = options.clock.now()
+    rows = [_row(one, now) for one in queue.runs]
     if options.json:
         say_json(rows)
         return DONE
-    names = ("run", "job", "status", "rounds", "without", "back")
+    for row in rows:
+        row["age"] = units.format_duration(row["age_seconds"])
+        row["loss"] = "" if row["loss"] is None else units.format_number(row["loss"])
+    names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
+    names += ["reason"] * any(row["reason"] for row in rows)
     say_table(names, ([_cell(row[name]) for name in names] for row in rows))
     return DONE
 
 
-def _row(handed: "QueuedRun") -> dict[str, Any]:
+def _row(handed: "QueuedRun", now: float) -> dict[str, Any]:
     return {
         "run": handed.run.path.name,
         "job": handed.run.path.parent.name,
         "status": handed.status,
+        "age_seconds": max(0.0, now - handed.request.at),
         "rounds": handed.rounds,
+        "loss": handed.loss,
         "without": handed.away,
         "back": handed.back,
+        "reason": handed.reason,
     }
 
 
@@ -292,10 +313,17 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    run = _find(options)
-    with contextlib.suppress(KeyboardInterrupt):
+    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
+
+    run, progress = _find(options), PlainProgress(sys.stdout)
+    with contextlib.suppress(KeyboardInterrupt), progress:
         for line in _lines(run, partial(is_over, run), options.clock):
-            print(line.decode(errors="replace"), flush=True)  # noqa: T201
+            if options.json:
+                say(line.decode(errors="replace"))
+            elif (event := from_line(line)) is not None:
+                progress(event)
+            sys.stdout.flush()
     return DONE
 
 

@@ -198,7 +198,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     assert (result["status"], result["rounds_completed"]) == ("completed", 5)
     logged = [
         json.loads(line)
-        for line in crossfed("logs", "resumed", *at).stdout.splitlines()
+        for line in crossfed("logs", "resumed", *at, "--json").stdout.splitlines()
     ]
     assert logged == federation.events()
     assert [e["first_round"] for e in logged if e["event"] == "RunStarted"] == [

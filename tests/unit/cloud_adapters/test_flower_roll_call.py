@@ -195,6 +195,18 @@ def test_enough_sites_may_begin_without_the_others():
     assert meet(Nodes(n5="one", n9=None), required=1) == ({"one": 5}, 60.0)
 
 
+def test_whoever_waits_is_told_who_is_there_and_for_how_long():
+    """At first, and whenever that changes."""
+    nodes, told = Nodes(n5="one"), list[Any]()
+
+    def meanwhile(now: float) -> None:
+        if now > 10:
+            nodes.say[9] = "two"
+
+    meet(nodes, meanwhile=meanwhile, tell=lambda *state: told.append(state))
+    assert told == [(["one"], ["two"], 60.0), (["one", "two"], [], 49.0)]
+
+
 def test_too_few_sites_do_not_begin():
     """The message names those that are missing."""
     with pytest.raises(SiteError, match="cannot start: two did not connect"):

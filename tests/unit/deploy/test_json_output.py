@@ -79,7 +79,7 @@ NO_RESULT = {
     "aggregator up": "a service, which logs to standard error until it is ended",
     "site up": "a service, which logs to standard error until it is ended",
     "site relay": "a service, which logs to standard error until it is ended",
-    "logs": "the lines of events.jsonl, which are JSON with and without it",
+    "logs": "the lines of events.jsonl, which are JSON",
     "completion": "a script for a shell",
 }
 

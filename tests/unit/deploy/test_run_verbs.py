@@ -1,16 +1,20 @@
 """Following a run that others write."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 from support.small_jobs import small_job
 
-from deploy.aggregator_host import run_queue
+from deploy.aggregator_host import config as aggregator_file, run_queue
 from deploy.cli import run_verbs
 from deploy.exit_codes import STOPPED
 from federation import folder_lock
 from federation.clock import VirtualClock
+from federation.event_log import EventWriter
+from federation.events import ModelEvaluated, Warned
+from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder
 
 
@@ -51,6 +55,96 @@ def test_run_that_has_not_begun_says_what_it_waits_for(
         "crossfed: run two waits for run one to end",
         "crossfed: run two waits for its coordinator, and then for its sites",
     ]
+
+
+def test_run_whose_sites_are_missing_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """And says how long it waits; each state once."""
+    run = RunFolder(tmp_path / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    states: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+        ((), ("east", "west")),
+        (("west",), ("east",)),
+        (("west", "east"), ()),
+    ]
+
+    class Meets(VirtualClock):
+        """The sites connect one after the other, and then the run ends."""
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if not states:
+                run_queue.leave_outcome(run, run_queue.Outcome(code=0, message=""))
+            elif round(self.monotonic() / run_verbs.START_LOOK_SECONDS) % 2:
+                run_queue.note_connected(run, *states.pop(0), 600.0)
+
+    run_verbs._await_start(run, Meets(0.0))
+    waits = "waits up to 10 min 00 s for"
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"crossfed: run one {waits} east, west; connected sites: none",
+        f"crossfed: run one {waits} east; connected sites: west",
+        "crossfed: run one has its sites: west, east",
+    ]
+
+
+def aggregator_toml(folder: Path) -> Path:
+    """Where ``crossfed ps`` and ``logs`` find the aggregator's runs."""
+    path = folder / "aggregator.toml"
+    path.write_text("connect_seconds = 60\n")
+    return path
+
+
+def test_ps_shows_age_loss_and_why_a_run_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = aggregator_toml(tmp_path)
+    runs = aggregator_file.load(path).runs
+    good, bad = (RunFolder(runs / "small" / name) for name in ("good", "bad"))
+    for run in (good, bad):
+        run_queue.submit(small_job(), run, at=100.0)
+    with EventWriter(good.events) as write:
+        for loss in (2.0, 0.25):
+            write(
+                ModelEvaluated(
+                    at=1.0,
+                    round_index=1,
+                    pooled=MetricSums(count=4, loss_sum=4 * loss, metrics={}),
+                    sites=(),
+                    by_site=(),
+                    bytes_down=(),
+                    bytes_up=(),
+                )
+            )
+    run_queue.leave_outcome(bad, run_queue.Outcome(code=1, message="east was away"))
+    options = argparse.Namespace(aggregator=path, clock=VirtualClock(160.0), json=True)
+    assert run_verbs._ps(options) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["good"]["age_seconds"], rows["good"]["loss"]) == (60.0, 0.25)
+    assert (rows["bad"]["loss"], rows["bad"]["reason"]) == (None, "east was away")
+    run_verbs._ps(argparse.Namespace(**{**vars(options), "json": False}))
+    said = capsys.readouterr().out
+    assert "1 min 00 s" in said
+    assert "east was away" in said
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_logs_are_lines_and_with_json_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool
+):
+    path = aggregator_toml(tmp_path)
+    run = RunFolder(aggregator_file.load(path).runs / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    with EventWriter(run.events) as write:
+        write(Warned(at=1.0, message="updates are scaled down"))
+    run_queue.leave_outcome(run, run_queue.Outcome(code=0, message=""))
+    options = argparse.Namespace(
+        aggregator=path, clock=VirtualClock(0.0), json=as_json, run="one"
+    )
+    assert run_verbs._logs(options) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "updates are scaled down" in line
+    assert line.startswith("{") == as_json
 
 
 def test_run_that_lost_its_coordinator_says_so(
