@@ -306,6 +306,7 @@ class _Simulation:
         # Sites share this process; and two runs in virtual time have the same events.
         self._meter = CLOCK if isinstance(clock, VirtualClock) else THREAD
         self._clocks: Mapping[SiteId, VirtualClock] = {}  # Only in virtual time.
+        self._speeds = virtual_engine.speeds_of(self._job)
         self._is_over = threading.Event()
         federation = replace(federation, ends_early=self._is_over.is_set)
         self._federation = federation
@@ -417,6 +418,7 @@ class _Simulation:
                 make=self._site,
                 clock=self._clock,
                 clocks=self._clocks,
+                speeds=self._speeds,
             )
         return InProcess(
             job=self._job,
@@ -456,4 +458,6 @@ class _Simulation:
         clock = self._clocks.get(name)
         if clock is None:
             return trainer
-        return virtual_engine.timed(self._federation, name, trainer, clock)
+        return virtual_engine.timed(
+            self._federation, name, trainer, clock, self._speeds[name]
+        )

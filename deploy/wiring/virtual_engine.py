@@ -33,8 +33,15 @@ def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
     Raises:
         JobError: The job does not say how fast every site is.
     """
+    speeds = speeds_of(job)
     for site in job.sites:
-        _speed(job, SiteId(site.name))
+        if site.name not in speeds:
+            raise JobError(
+                f"virtual time needs the speed of every site, but {site.name!r} has "
+                "none: add an entry with its name and examples_per_second, or use "
+                "--engine inproc",
+                key="simulation.machines",
+            )
     told = run.read_events() if run is not None and run.exists() else []
     return VirtualClock(max((event.at for event in told), default=0.0))
 
@@ -47,12 +54,14 @@ class VirtualMachines:
         make: Makes a site, at first and after a restart.
         clock: The aggregator's.
         clocks: The sites' own, in the order of the job.
+        speeds: See ``speeds_of``.
     """
 
     job: JobSpec
     make: Callable[[SiteId], SiteHandler]
     clock: VirtualClock
     clocks: Mapping[SiteId, VirtualClock]
+    speeds: Mapping[str, SiteSpeed]
 
     @property
     def engine(self) -> str:
@@ -87,7 +96,7 @@ class VirtualMachines:
             )
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
-        speed = _speed(self.job, name)
+        speed = self.speeds[name]
         return Machine(
             handler=handler,
             clock=self.clocks[name],
@@ -98,7 +107,11 @@ class VirtualMachines:
 
 
 def timed(
-    federation: Federation, name: SiteId, trainer: Trainer, clock: VirtualClock
+    federation: Federation,
+    name: SiteId,
+    trainer: Trainer,
+    clock: VirtualClock,
+    speed: SiteSpeed,
 ) -> Trainer:
     """Let a site's work take virtual time."""
     train, held_out = federation.site_data[name]
@@ -106,19 +119,13 @@ def timed(
     return TimedTrainer(
         trainer=trainer,
         clock=clock,
-        work=cost.work_seconds(job.training, facts, _speed(job, name)),
+        work=cost.work_seconds(job.training, facts, speed),
         relative=lambda index: (
             accumulate_in(job.training, index) / job.training.accumulate
         ),
     )
 
 
-def _speed(job: JobSpec, name: SiteId) -> SiteSpeed:
-    try:
-        return cost.speed_of(cost.virtual_speeds(job), name)
-    except JobError as error:
-        raise JobError(
-            f"virtual time needs the speed of every site, but {name!r} has none: add "
-            "an entry with its name and examples_per_second, or use --engine inproc",
-            key="simulation.machines",
-        ) from error
+def speeds_of(job: JobSpec) -> Mapping[str, SiteSpeed]:
+    """The speeds of sites in virtual time, by name."""
+    return cost.by_site(cost.virtual_speeds(job))

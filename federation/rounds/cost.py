@@ -187,15 +187,19 @@ def relay_speed(lines: Sequence[RelayLineSpec], relay: str) -> RelaySpeed:
     )
 
 
-def speed_of(speeds: Speeds, site: str) -> SiteSpeed:
+def by_site(speeds: Speeds) -> Mapping[str, SiteSpeed]:
+    """The stated speeds of sites, by name; the first of a name counts."""
+    return {speed.name: speed for speed in reversed(speeds.sites)}
+
+
+def speed_of(stated: Mapping[str, SiteSpeed], site: str) -> SiteSpeed:
     """Find the stated speed of a site.
 
     Raises:
         JobError: Nothing is.
     """
-    for speed in speeds.sites:
-        if speed.name == site:
-            return speed
+    if site in stated:
+        return stated[site]
     raise JobError(f"has no table for site {site!r}: state its speeds", key="sites")
 
 
@@ -245,8 +249,9 @@ def site_seconds(
 def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
     """Seconds of a round that asks every site, and waits for the slowest."""
     slowest, on_line = 0.0, _relay_seconds(traffic, round_index, speeds)
+    stated = by_site(speeds)
     for name in (SiteId(site.name) for site in traffic.job.sites):
-        took = site_seconds(traffic, name, round_index, speed_of(speeds, name))
+        took = site_seconds(traffic, name, round_index, speed_of(stated, name))
         relay = traffic.relay_of(name)
         beyond = on_line[relay.name] if relay else 0.0
         slowest = max(slowest, sum(took.values()) + beyond)
@@ -297,13 +302,14 @@ def trained_share(traffic: Traffic, speeds: Speeds) -> float | None:
     Steps that overlap with messages count, of course: they are training.
     """
     seconds, trained = 0.0, dict.fromkeys(traffic.facts, 0.0)
+    stated = by_site(speeds)
     for index, times in traffic.kinds_of_round().items():
         if index == 1 or index > traffic.job.rounds:
             continue
         seconds += times * round_seconds(traffic, index, speeds)
         training = in_round(traffic.job, index).training
         for name, facts in traffic.facts.items():
-            work = work_seconds(training, facts, speed_of(speeds, name))
+            work = work_seconds(training, facts, speed_of(stated, name))
             trained[name] += times * work.train
     return min(trained.values()) / seconds if seconds else None
 
@@ -368,8 +374,9 @@ def dollars(
     """
     hours = (seconds + speeds.start_seconds) / _HOUR
     machines = up = down = 0.0
+    stated = by_site(speeds)
     for name, (to_site, from_site) in sites.items():
-        speed = speed_of(speeds, name)
+        speed = speed_of(stated, name)
         machines += hours * speed.dollars_per_hour
         up += from_site / _GIGA * speed.dollars_per_gigabyte
         per_gigabyte = speeds.dollars_per_gigabyte + speed.dollars_per_gigabyte_received

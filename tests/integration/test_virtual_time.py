@@ -1,8 +1,10 @@
 """``simulate --engine virtual``: whole runs in which nothing waits."""
 
 import gc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -73,6 +75,33 @@ def told(events: list[Event]) -> list[str]:
 def test_two_runs_have_the_same_events():
     """To the last digit of their times."""
     assert told(events_of(virtual_job())) == told(events_of(virtual_job()))
+
+
+class Passes(tuple[Any, ...]):  # noqa: SLOT001 -- it counts
+    """Counts how often somebody goes through it."""
+
+    def __new__(cls, rows: tuple[Any, ...]) -> Self:
+        made = super().__new__(cls, rows)
+        made.num = 0
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num += 1
+        return super().__iter__()
+
+
+def passes(num_sites: int) -> int:
+    """How often a run goes through the machines of its job."""
+    job = small_job(num_sites=num_sites)
+    job = small_job(num_sites=num_sites, simulation={"machines": machines_of(job)})
+    machines = Passes(job.simulation.machines)
+    events_of(replace(job, simulation=replace(job.simulation, machines=machines)))
+    return machines.num
+
+
+def test_start_is_linear_in_the_number_of_sites():
+    """No site goes through the machines of all others: thousands of them start."""
+    assert passes(2) == passes(9) > 0
 
 
 def test_no_wall_clock_is_read(monkeypatch: pytest.MonkeyPatch):

@@ -106,11 +106,12 @@ def message_seconds(view: RunView, traffic: Traffic, speeds: Speeds) -> float:
 
     With secure aggregation, those of the exchanges that set it up, which do no work.
     """
+    stated = cost.by_site(speeds)
     found = [
         answer.answered_seconds
         - answer.asked_seconds
         - sum(phase.seconds for phase in answer.phases)
-        - _on_line(traffic, row.index, cost.speed_of(speeds, answer.site))
+        - _on_line(traffic, row.index, cost.speed_of(stated, answer.site))
         for row in view.rounds
         if row.index > 1
         for answer in row.reports

@@ -136,10 +136,10 @@ def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
     """Yield a row for each site: its name, and seconds by phase of a later round."""
-    index = min(2, traffic.job.rounds)
+    index, stated = min(2, traffic.job.rounds), cost.by_site(speeds)
     for site in traffic.job.sites:
         name = SiteId(site.name)
-        took = cost.site_seconds(traffic, name, index, cost.speed_of(speeds, name))
+        took = cost.site_seconds(traffic, name, index, cost.speed_of(stated, name))
         yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
 
 
