@@ -328,7 +328,8 @@ class SiteFailed(RoundEvent):
         site: The site that failed.
         kind: Why.
         message: What happened, in one line.
-        asked_seconds: When its task was sent, counted from the start of the round.
+        asked_seconds: When its task was sent, counted from the start of the round; 0
+            for a late answer, to a task of an earlier round.
         answered_seconds: When the answer arrived or the site failed, counted the same
             way.
         bytes_down: Bytes sent to the site for this task.

@@ -93,8 +93,9 @@ class RoundEvents:
     def failed(self, failure: SiteFailure, reply: Reply | None) -> None:
         """Emit ``SiteFailed``; without a reply if there was none."""
         now = self.clock.monotonic()
-        asked = self.start if reply is None else reply.asked_seconds
-        answered = now if reply is None else reply.answered_seconds
+        # A late answer is to a task of an earlier round, and none may never be asked.
+        asked = self.start if reply is None else max(self.start, reply.asked_seconds)
+        answered = now if reply is None else max(asked, reply.answered_seconds)
         self.emit(
             events.SiteFailed(
                 at=self.clock.now(),

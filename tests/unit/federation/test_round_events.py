@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from support import toy
 from support.scripted_grid import reply_to
 
@@ -89,6 +90,18 @@ def test_failure_without_a_reply_took_until_now():
     assert isinstance(event, events.SiteFailed)
     assert (event.asked_seconds, event.answered_seconds) == (0.0, 5.0)
     assert (event.bytes_down, event.bytes_up) == (0, 0)
+
+
+@pytest.mark.parametrize("asked", [0.0, START - 30.0])
+def test_late_answer_has_no_time_before_its_round(asked: float):
+    """Its task was sent in an earlier round, or is not known to have been sent."""
+    emitter, told = opened()
+    late = reply_to(toy.update(), asked_seconds=asked, answered_seconds=START + 2.0)
+    emitter.failed(toy.failure(SITE, FailureKind.LATE), late)
+    before = reply_to(toy.update(), asked_seconds=asked, answered_seconds=asked)
+    emitter.failed(toy.failure(SITE, FailureKind.LATE), before)
+    times = [(e.asked_seconds, e.answered_seconds) for e in told]
+    assert times == [(0.0, 2.0), (0.0, 0.0)]
 
 
 def test_model_that_nobody_evaluated_is_not_told():
