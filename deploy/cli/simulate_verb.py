@@ -96,7 +96,8 @@ def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:
     if root is None:
         return None
     if options.resume or options.extend is not None:
-        return run_store.newest_folder(job, root)
+        unfinished = options.extend is None
+        return run_store.newest_folder(job, root, unfinished=unfinished)
     return root / job.name / new_run_id(options.clock.now(), os.urandom(3))
 
 

@@ -25,8 +25,8 @@ from federation.events import Event, RoundFinished
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
-from monitoring.runs.find import newest_run
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.find import find_runs
+from monitoring.runs.run_folder import LAST_BYTES, RunFolder, ends_run
 
 
 def in_bucket(job: JobSpec) -> bool:
@@ -171,27 +171,47 @@ class Copies:
         upload(self._store, path.name, path)
 
 
-def newest_folder(job: JobSpec, root: Path) -> Path:
+def newest_folder(job: JobSpec, root: Path, *, unfinished: bool = True) -> Path:
     """Folder of a job's newest run, on this machine or in its bucket.
+
+    Args:
+        job: Names its runs.
+        root: Folder of all runs on this machine.
+        unfinished: Prefer the newest run that has rounds left.
 
     Raises:
         RunNotFound: There is none in either.
         StoreUnavailable: The bucket is unreachable.
     """
-    if not in_bucket(job):
-        return newest_run(job.name, root).path
-    with contextlib.closing(open_bucket(job)) as store:
-        found = list(_runs(store))
-    with contextlib.suppress(RunNotFound):
-        local = newest_run(job.name, root).path
-        if not found or local.name >= max(found):
-            return local
-    if not found:
-        raise RunNotFound(
-            f"there is no run of the job {job.name!r} in {job.storage.url} or in "
-            f"{root} to resume: omit --resume to start one"
+    found = [run for run in find_runs(root) if run.path.parent == root / job.name]
+    here = {run.path.name: run for run in found}
+    with contextlib.ExitStack() as stack:
+        there: dict[str, ObjectStore] = {}
+        if in_bucket(job):
+            store = stack.enter_context(contextlib.closing(open_bucket(job)))
+            there = dict.fromkeys(_runs(store), store)
+        # The service of an aggregator resumes those that were submitted to it.
+        submitted = {name for name, run in here.items() if run.is_submitted()}
+        names = sorted((here.keys() | there.keys()) - submitted, reverse=True)
+        if not names:
+            places = f"{job.storage.url} or in {root}" if in_bucket(job) else f"{root}"
+            raise RunNotFound(
+                f"there is no run of the job {job.name!r} in {places} to resume: omit "
+                "--resume to start one, or give the run's folder with --out"
+            )
+        left = (
+            name
+            for name in (names if unfinished else ())
+            if not (name in here and here[name].is_ended())
+            and not (name in there and _is_ended(there[name], name))
         )
-    return root / job.name / max(found)
+        return root / job.name / next(left, names[0])
+
+
+def _is_ended(store: ObjectStore, name: str) -> bool:
+    key = f"{name}/events.jsonl"
+    start = max(0, store.stat(key).size - LAST_BYTES)
+    return ends_run(store.read(key, start=start))
 
 
 def fetch(job: JobSpec, run: RunFolder) -> None:

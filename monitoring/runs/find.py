@@ -43,21 +43,6 @@ def find_runs(root: Path) -> list[RunFolder]:
     return sorted(found, key=lambda run: (run.path.name, str(run.path)))
 
 
-def newest_run(job_name: str, root: Path) -> RunFolder:
-    """Find the newest run of a job.
-
-    Raises:
-        RunNotFound: There is none.
-    """
-    runs = [run for run in find_runs(root) if run.path.parent == root / job_name]
-    if not runs:
-        raise RunNotFound(
-            f"there is no run of the job {job_name!r} in {root} to resume: omit "
-            "--resume to start one, or give the run's folder with --out"
-        )
-    return runs[-1]
-
-
 def find_run(name: str, root: Path) -> RunFolder:
     """Find the run with a folder, an id or a job's name.
 

@@ -1,5 +1,6 @@
 """The folder of a run: job, events, result, model, checkpoints, report."""
 
+import contextlib
 import json
 import os
 import platform
@@ -17,12 +18,13 @@ import tomli_w
 from federation import folder_lock
 from federation.durable_files import flush, replace_file, unavailable
 from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
-from federation.event_log import read_events
+from federation.event_log import from_line, read_events
 from federation.events import (
     CheckpointSaved,
     Event,
     ModelEvaluated,
     RunExtended,
+    RunFinished,
     RunStarted,
     SiteAnswered,
 )
@@ -32,7 +34,7 @@ from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
-from monitoring.views.run_view import COMPLETED, RunView
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 
 # What the aggregator's service has a run from; see ``deploy.aggregator_host``.
 REQUEST = "request.json"
@@ -112,6 +114,13 @@ class RunFolder:
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)
+
+    def is_ended(self) -> bool:
+        """Whether nothing is left to do, by the last line of the record."""
+        with contextlib.suppress(OSError), self.events.open("rb") as file:
+            file.seek(max(0, self.events.stat().st_size - LAST_BYTES))
+            return ends_run(file.read())
+        return False
 
     def is_submitted(self) -> bool:
         """Whether the run belongs to an aggregator's service."""
@@ -305,6 +314,19 @@ class RunFolder:
                 f"another process is using {self.path}; wait for it, or choose another "
                 "folder with --out"
             )
+
+
+# More than the last event of a run takes.
+LAST_BYTES = 1 << 16
+
+
+def ends_run(events: bytes) -> bool:
+    """Whether the last line of a run's events says that nothing is left to do."""
+    _, _, last = events.rstrip(b"\n").rpartition(b"\n")
+    with contextlib.suppress(ValueError):
+        event = from_line(last)
+        return isinstance(event, RunFinished) and event.status in {COMPLETED, EXHAUSTED}
+    return False
 
 
 def leave_report(run: RunFolder, path: Path | None = None) -> Path:

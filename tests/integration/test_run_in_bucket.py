@@ -1,5 +1,6 @@
 """Runs whose checkpoints are in a bucket."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import event_samples
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 from support.without_report import simulate
@@ -21,7 +23,7 @@ from federation.errors import (
     RunNotFound,
     StoreUnavailable,
 )
-from federation.event_log import read_events
+from federation.event_log import read_events, to_line
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
@@ -199,6 +201,10 @@ def test_the_newer_run_is_resumed(tables: Any, tmp_path: Path):
     store.put("20260401-000000-aaaaaa/checkpoints/blob", [b"x"])
     store.close()
     assert run_store.newest_folder(job, tmp_path).name == "20260301-000000-aaaaaa"
+    finished = "".join(f"{to_line(event)}\n" for event in event_samples.two_sites(2))
+    with contextlib.closing(run_store.open_bucket(job)) as again:
+        again.put("20260301-000000-aaaaaa/events.jsonl", [finished.encode()])
+    assert run_store.newest_folder(job, tmp_path).name == "20260101-000000-aaaaaa"
     newer = tmp_path / "small" / "20260302-000000-aaaaaa"
     newer.mkdir(parents=True)
     (newer / "events.jsonl").touch()
