@@ -44,6 +44,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.DEADLINE: "no update before the round's deadline",
     FailureKind.UNREACHABLE: "the site was not connected",
     FailureKind.DISCONNECTED: "the site's connection was closed",
+    FailureKind.NO_STATE: "the site had lost what the round was to begin with",
     FailureKind.BUSY: "the site was still working on an earlier round",
     FailureKind.BUDGET: "the site's privacy budget did not allow the work",
     FailureKind.NOT_FINITE: "the update contained NaN or infinity",

@@ -49,16 +49,17 @@ def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
 
 
 def crossfed_here(
-    *arguments: str, code: int = 0, given: str = ""
+    *arguments: str, code: int = 0, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a short command in this process, which has imported what others would."""
     out, err = io.StringIO(), io.StringIO()
+    typed = sys.stdin if given is None else io.StringIO(given)
     path = [*sys.path]
     with (
         _PREPARING,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "stdin", io.StringIO(given)),
+        mock.patch.object(sys, "stdin", typed),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # Those of libraries, as for a user.
@@ -71,7 +72,7 @@ def crossfed_here(
     return done
 
 
-def _prepare(*arguments: str, given: str = "") -> str:
+def _prepare(*arguments: str, given: str | None = None) -> str:
     return crossfed_here(*arguments, given=given).stdout
 
 

@@ -1,6 +1,7 @@
 """Small models and data for the built-in tasks, with an optimiser and a schedule."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,14 +117,18 @@ def _tokens(task: str) -> tuple[Any, Any]:
             row["decoder_input_ids"] = ids
         rows.append(row)
     parts = rows[:_TRAIN], rows[_TRAIN:]
-    loaders = (DataLoader(part, collate_fn=padded) for part in parts)  # type: ignore[arg-type]
+    # To one length: a private site's record may not depend on its batch.
+    longest = max(len(row["labels"]) for row in rows)
+    collate = partial(padded, longest=longest)
+    loaders = (DataLoader(part, collate_fn=collate) for part in parts)  # type: ignore[arg-type]
     train, held_out = loaders
     return train, held_out
 
 
-def padded(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+def padded(
+    rows: Sequence[Mapping[str, list[int]]], *, longest: int
+) -> dict[str, torch.Tensor]:
     """Pad inputs with token 0 and labels with -100."""
-    longest = max(len(row["labels"]) for row in rows)
     return {
         name: torch.tensor(
             [

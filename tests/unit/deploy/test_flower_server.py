@@ -1,6 +1,7 @@
 """Which nodes a coordinator knows without asking."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,9 @@ def test_exchange_is_tidied_unless_it_is_another_coordinators(
 ):
     """What a run leaves there is paid for by the month."""
     federation, run = submitted
+    parties = Parties.of_run(federation.aggregator, run)  # Keeps the roster.
     with EventWriter(run.events) as note:
-        note(event_samples.two_sites(1)[0])
+        note(replace(event_samples.two_sites(1)[0], engine="deployed"))
     store = MemoryStore()
     keys = [f"sites/site-1/{run.run_id()}/3/a", f"model/{run.run_id()}/3", "other/1"]
     for key in keys:
@@ -164,7 +166,6 @@ def test_exchange_is_tidied_unless_it_is_another_coordinators(
     def connect(*_: object, **__: object) -> Grid:
         raise error
 
-    parties = Parties.of_run(federation.aggregator, run)
     deployed = DeployedRun(run, parties, clock=SystemClock())
     with pytest.raises(type(error)):
         _run(deployed, run, connect, Frames(store=store, scratch=run.path))
