@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from clients.methods.control_variates import follow_clipped_
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
 from clients.privacy.masking import (
@@ -24,7 +25,6 @@ from clients.privacy.masking import (
     check_plan,
 )
 from clients.privacy.residual import stored
-from clients.training.control_variates import follow_clipped_
 from clients.training.site import Work
 from clients.training.update import beyond_clip
 from federation.compression.fragments import fragment_of

@@ -1,6 +1,5 @@
-"""Parts of a local step: optimisers, learning rate, gradient of the proximal term."""
+"""The optimisers of a site's local steps."""
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -12,70 +11,20 @@ from numpy.typing import NDArray
 from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
 from clients.float32_muon import Float32Muon
-from clients.models.fixed_ranks import FixedRanks
+from clients.learning_rate import rate_of
+from clients.methods.guest import Guest
 from clients.models.hidden_matrices import hidden_matrices
 from clients.ranks.peers import NO_PEERS, Peers
 from clients.sixteen_bits import multiplies_bfloat16
-from clients.training.control_variates import add_variates
 from clients.training.half_precision import LossScale
 from federation.errors import JobError
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
-from federation.job.spec import JobSpec, LearningRateSpec, OptimizerSpec
+from federation.job.spec import JobSpec, OptimizerSpec
 from federation.vectors import NO_ARRAYS, Arrays
 
 _KEPT = "optimizer/"
 _STEP = "step"  # A number of the optimiser, not of the weights.
-
-
-def learning_rate(spec: LearningRateSpec, lr: float, step: int, steps: int) -> float:
-    """Learning rate at a local step of the run.
-
-    Args:
-        spec: The schedule.
-        lr: The optimiser's learning rate.
-        step: 0 for the first step of the first round.
-        steps: Local steps of the whole run; of no account to ``constant``.
-    """
-    if step < spec.warmup_steps:
-        return lr * (step + 1) / spec.warmup_steps
-    if spec.name == "constant":
-        return lr
-    progress = (step - spec.warmup_steps) / max(steps - spec.warmup_steps, 1)
-    left = (
-        1 - progress
-        if spec.name == "linear"
-        else (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    )
-    return lr * (spec.final_fraction + (1 - spec.final_fraction) * max(left, 0.0))
-
-
-def rate_of(job: JobSpec, step: int) -> float:
-    """Learning rate of a job at a step, counted over the run from 0.
-
-    Every step of a site reads as many examples, so the schedule follows tokens, too.
-
-    Raises:
-        JobError: A schedule of the user's gave something else than a number.
-        UserCodeError: It failed.
-    """
-    training = job.training
-    steps = job.rounds * (training.local_steps or 0)
-    spec, lr = training.learning_rate, training.optimizer.lr
-    if not is_function(spec.name):
-        return learning_rate(spec, lr, step, steps)
-    key = "training.learning_rate.name"
-    function = import_factory(spec.name, key=key)
-    factor = call_factory(
-        partial(function, step, steps), spec.options, key=f"{key[:-5]}.options"
-    )
-    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-        raise JobError(
-            f"{unpinned(spec.name)} returned {factor!r:.80} at step {step}: return the "
-            "factor of the learning rate, a number of at least 0",
-            key=key,
-        )
-    return lr * factor
 
 
 def make_optimizers(
@@ -189,9 +138,8 @@ class LocalOptimizer:
         job: JobSpec,
         kept: Arrays = NO_ARRAYS,
         *,
-        lora_rank: int | None = None,
         peers: Peers = NO_PEERS,
-        variates: Sequence[tuple[torch.nn.Parameter, torch.Tensor]] = (),
+        guests: Sequence[Guest] = (),
     ) -> None:
         """Begin a round of a model that holds the global weights.
 
@@ -199,25 +147,15 @@ class LocalOptimizer:
             model: Trained in place.
             job: Sets the optimiser and its schedule.
             kept: What an earlier round has kept, if the job asks for that.
-            lora_rank: Ranks of adapters that the site trains; None for all.
             peers: The site's ranks, which take the same steps.
-            variates: What is added to the gradient of each parameter in every step.
-
-        Raises:
-            SiteError: The site trains some ranks of a sharded model.
+            guests: Methods that take part in each step.
         """
         self._job = job
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._fixed = FixedRanks(self._named, lora_rank)
-        self._variates = variates
+        self._guests = guests
         self._scale = LossScale(job.training.precision, peers)
         self._takes_sparse = _takes_sparse(job)
-        self._anchor = (
-            [p.detach().clone() for p in self._parameters]
-            if job.training.proximal_mu or job.training.normalized_steps
-            else []
-        )
         self._optimizers = make_optimizers(model, job.training.optimizer)
         self._rates = [
             [group["lr"] for group in optimizer.param_groups]
@@ -271,12 +209,8 @@ class LocalOptimizer:
 
     def _take(self, number: int) -> None:
         training = self._job.training
-        self._fixed.clear_gradients()
-        add_variates(self._variates)
-        if (
-            training.proximal_mu
-        ):  # The gradient of mu/2 |x - theta|^2: it depends on no record.
-            add_proximal(self._parameters, self._anchor, training.proximal_mu)
+        for guest in self._guests:
+            guest.gradient_()
         if training.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
         rate, full = rate_of(self._job, number), self._job.training.optimizer.lr
@@ -285,25 +219,8 @@ class LocalOptimizer:
                 # A user's groups may have rates of their own.
                 group["lr"] = rate if own == full else own * rate / full
             optimizer.step()
-        self._fixed.put_back()
-
-    @torch.no_grad()
-    def normalize_(self, num_steps: int) -> None:
-        """Scale what a round's steps have changed, if the job asks for FedNova.
-
-        Wang et al. 2020, arXiv:2007.07481, section 5, with plain SGD, where the norm
-        of ``a_i`` is the number of steps. Its ``tau_eff``, which is free, is the job's
-        ``normalized_steps``; so sites can scale their own updates, and a sum, also a
-        secure one, of them is all that the aggregator needs.
-
-        Args:
-            num_steps: Steps of this round.
-        """
-        wanted = self._job.training.normalized_steps
-        if wanted is None or num_steps in {0, wanted}:
-            return
-        for parameter, origin in zip(self._parameters, self._anchor, strict=True):
-            parameter.copy_(origin + (parameter - origin) * (wanted / num_steps))
+        for guest in self._guests:
+            guest.after_step_()
 
     def kept(self) -> Arrays:
         """Return copies of the optimiser's state, if the job keeps it.
@@ -386,14 +303,3 @@ def groups(items: Iterator[Indices], size: int) -> Iterator[list[Indices]]:
     """Cut a stream of batches into the batches of one optimiser step."""
     while group := list(islice(items, size)):
         yield group
-
-
-@torch.no_grad()
-def add_proximal(
-    parameters: Sequence[torch.nn.Parameter], anchor: Sequence[torch.Tensor], mu: float
-) -> None:
-    """Add the gradient of ``mu/2 |x - anchor|^2``: arXiv:1812.06127, equation 2."""
-    for parameter, origin in zip(parameters, anchor, strict=True):
-        if parameter.grad is None:  # No batch of this step has used it.
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.add_(parameter - origin, alpha=mu)

@@ -22,12 +22,15 @@ import torch
 from clients.data import batches
 from clients.data.batches import epoch_order
 from clients.data.datasets import Indices
+from clients.learning_rate import rate_of
+from clients.methods import registry as methods
+from clients.methods.guest import LocalRound
 from clients.models.pruning import holding_zeros
 from clients.models.starting_weights import initial_weights
 from clients.randomness import seeded_globally, torch_seed
 from clients.training.half_precision import autocast
 from clients.training.local_federation import Federation
-from clients.training.local_steps import LocalOptimizer, groups, rate_of
+from clients.training.local_steps import LocalOptimizer, groups
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.adapter_ranks import ranks_of
@@ -35,6 +38,7 @@ from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec, LearningRateSpec
 from federation.rounds.local_work import in_round
 from federation.tree import map_tree
+from federation.vectors import NO_ARRAYS
 
 _SMOOTHING = 0.9  # Of the running mean of losses.
 _DIVERGED = 4.0  # Times the smallest loss so far.
@@ -289,9 +293,17 @@ class _RangeTest:
                 personal_patterns=job.model.personal,
             )
             stack.enter_context(zeros)
-            taken = LocalOptimizer(
-                model.module, job, lora_rank=ranks_of(job).get(self._site)
+            start = LocalRound(
+                job=job,
+                round_index=1,
+                steps=range(job.training.local_steps or 0),
+                model=model.module,
+                layout=self._pool.layout,
+                weights_d=self._start[0],
+                kept=NO_ARRAYS,
+                lora_rank=ranks_of(job).get(self._site),
             )
+            taken = LocalOptimizer(model.module, job, guests=methods.begin(start))
             for number, group in enumerate(groups(walk, training.accumulate)):
                 loss = self._backward(model.module, group, taken.scaled)
                 before = taken.skipped

@@ -9,7 +9,7 @@ between rounds: optimiser state comes and goes with each of them, if the job kee
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -30,6 +30,8 @@ from clients.data.datasets import (
 )
 from clients.data.privacy_units import held_out_units, num_units, persons_of
 from clients.data.reading import BatchReader
+from clients.methods import registry as methods
+from clients.methods.guest import Guest, LocalRound
 from clients.models import personal, weights
 from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
@@ -40,12 +42,11 @@ from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.sixteen_bits import note_slow
-from clients.training.control_variates import ControlVariates
 from clients.training.filled_parts import check_filled
 from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps
 from clients.training.kept_steps import KeptSteps, start_digest
-from clients.training.local_steps import LocalOptimizer, groups, rate_of
+from clients.training.local_steps import LocalOptimizer, groups
 from clients.training.overlap import (
     AheadSteps,
     OwnWeights,
@@ -290,10 +291,13 @@ class TorchTrainer:
 
             def train() -> AheadSteps:
                 model.load(own.weights_d, own.integers_m)
-                optimizer = LocalOptimizer(model.module, self.job, kept)
                 stop = self.job.training.overlap_steps
                 # How many more the round takes may not be known yet.
                 steps = range(first_step, first_step + bounds(self.job)[0])
+                guests = self._guests(
+                    model.module, round_index, own.weights_d, kept, steps
+                )
+                optimizer = LocalOptimizer(model.module, self.job, kept, guests=guests)
                 sums, _ = self._steps(
                     model.module, round_index, optimizer, steps=steps, stop=stop
                 )
@@ -357,18 +361,9 @@ class TorchTrainer:
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
-        variates = ControlVariates.begin(self.job, kept, weights_d)
+        guests = self._guests(model, round_index, weights_d, kept, steps)
         optimizer = LocalOptimizer(
-            model,
-            self.job,
-            kept,
-            lora_rank=self._lora_rank,
-            peers=self.peers,
-            variates=variates.gradients(
-                layout, weights.parameters_by_name(model).items()
-            )
-            if variates
-            else (),
+            model, self.job, kept, peers=self.peers, guests=guests
         )
         overlap = self.job.training.overlap_steps
         begin = overlap if overlap and is_overlapped else 0
@@ -397,7 +392,8 @@ class TorchTrainer:
         check_filled(
             self.job, layout, weights.parameters_by_name(model), optimizer.idle
         )
-        optimizer.normalize_(num_steps)
+        for guest in guests:
+            guest.end_(num_steps)
         local_d, local_m = weights.read(model, layout)
         has_finite_loss = training is None or math.isfinite(training.loss_sum)
         if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
@@ -419,7 +415,7 @@ class TorchTrainer:
             training=training,
             kept={
                 **self._kept(optimizer, local_d, local_m),
-                **self._variates(variates, local_d, round_index, steps),
+                **methods.arrays(guests, local_d),
                 **self._personal(model, kept),
             },
         )
@@ -454,20 +450,26 @@ class TorchTrainer:
             raise NotFinite(UNSTABLE)
         return personal.unchanged(kept)
 
-    def _variates(
+    def _guests(
         self,
-        variates: ControlVariates | None,
-        local_d: Vector,
+        model: torch.nn.Module,
         round_index: int,
+        weights_d: Vector,
+        kept: Arrays,
         steps: range,
-    ) -> Arrays:
-        """What the next round begins with to correct its gradients."""
-        if variates is None:
-            return NO_ARRAYS
-        # Of all steps, also where the site has left before the last one: variates
-        # cancel only if all sites divide by the same sum.
-        rates = (rate_of(self.job, number) for number in steps)
-        return variates.arrays(local_d, rates=rates, round_index=round_index)
+    ) -> Sequence[Guest]:
+        """Begin a round of each method that takes part in local steps."""
+        start = LocalRound(
+            job=self.job,
+            round_index=round_index,
+            steps=steps,
+            model=model,
+            layout=self.pool.layout,
+            weights_d=weights_d,
+            kept=kept,
+            lora_rank=self._lora_rank,
+        )
+        return methods.begin(start)
 
     def _kept(
         self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector

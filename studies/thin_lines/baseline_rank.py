@@ -31,9 +31,10 @@ from lines import Hosts
 from torch import distributed, nn
 
 from clients.data import batches
+from clients.learning_rate import rate_of
 from clients.models.starting_weights import initial_weights
 from clients.training.local_federation import Federation
-from clients.training.local_steps import make_optimizers, rate_of
+from clients.training.local_steps import make_optimizers
 from federation.ids import SiteId
 from federation.vectors import Vector
 

@@ -4,17 +4,29 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from support.small_jobs import small_job
 
-from clients.training.control_variates import (
+from clients.methods import control_variates
+from clients.methods.control_variates import (
     ControlVariates,
     follow_clipped_,
     if_counted,
 )
+from clients.methods.guest import LocalRound
+from clients.models import weights
 from federation.errors import CorruptObject
 from federation.ids import SiteId
 
-JOB = small_job(training={"local_steps": 2, "control_variates": True})
+TRAINING = {
+    "local_steps": 2,
+    "control_variates": True,
+    "optimizer": {
+        "name": "sgd",
+        "lr": 0.375,
+    },  # So the rates of a round add up to 0.75.
+}
+JOB = small_job(training=TRAINING)
 X = np.zeros(15, np.float32)
 Y = np.ones(15, np.float32)
 
@@ -23,10 +35,29 @@ GONE: dict[str, np.ndarray] = {}
 SITE = SiteId("site-a")
 
 
+def begun(
+    kept: dict[str, np.ndarray],
+    weights_d: np.ndarray,
+    *,
+    round_index: int = 3,
+) -> ControlVariates:
+    model = torch.nn.Linear(4, 3)
+    start = LocalRound(
+        job=JOB,
+        round_index=round_index,
+        steps=range(2),
+        model=model,
+        layout=weights.layout_of(model, {}),
+        weights_d=weights_d,
+        kept=kept,
+    )
+    found = control_variates.begin(start)
+    assert found is not None
+    return found
+
+
 def kept_of_round_3():
-    begun = ControlVariates.begin(JOB, {}, X)
-    assert begun is not None
-    return begun.arrays(Y, rates=[0.5, 0.25], round_index=3)
+    return dict(begun({}, X).arrays(Y))
 
 
 def counted_of(
@@ -36,9 +67,19 @@ def counted_of(
 
 
 def variate(kept: dict[str, np.ndarray], weights_d: np.ndarray) -> np.ndarray:
-    begun = ControlVariates.begin(JOB, kept, weights_d)
-    assert begun is not None
-    return begun.variate_d
+    return control_variates.variate_now(kept, weights_d)
+
+
+def test_variate_is_added_to_the_gradient():
+    """Also to that of a parameter which no batch of the step has used."""
+    kept = counted_of(kept_of_round_3(), 3)
+    guest = begun(kept, Y / 4)
+    guest.gradient_()
+    (weight, part), (bias, _) = guest._variates
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, part)
+    assert bias.grad is not None
+    np.testing.assert_allclose(part.numpy(), np.ones((3, 4)))
 
 
 def test_variate_is_drift_over_learning_rates():
@@ -54,17 +95,24 @@ def test_update_that_did_not_count_changes_nothing():
 
 
 def test_job_without_variates_keeps_none():
-    plain = small_job(training={"local_steps": 2})
-    assert ControlVariates.begin(plain, {}, X) is None
+    start = LocalRound(
+        job=small_job(training={"local_steps": 2}),
+        round_index=1,
+        steps=range(2),
+        model=torch.nn.Linear(4, 3),
+        layout=weights.layout_of(torch.nn.Linear(4, 3), {}),
+        weights_d=X,
+        kept={},
+    )
+    assert control_variates.begin(start) is None
     assert counted_of({"optimizer/a": X}, 0) == {"optimizer/a": X}
 
 
 def test_sites_go_back_to_the_round_that_counted():
     """One that has trained since begins with the same variate as one that has not."""
     kept = kept_of_round_3()
-    begun = ControlVariates.begin(JOB, kept, Y / 4)
-    assert begun is not None
-    lost = begun.arrays(Y / 2, rates=[0.5], round_index=4) | {"optimizer/a": X}
+    later = begun(kept, Y / 4, round_index=4)
+    lost = dict(later.arrays(Y / 2)) | {"optimizer/a": X}
     found = counted_of(dict(lost), 3, dict(kept))
     np.testing.assert_array_equal(variate(found, Y / 8), variate(dict(kept), Y / 8))
     assert "optimizer/a" in found
@@ -74,10 +122,10 @@ def test_sites_go_back_to_the_round_that_counted():
 
 def test_round_without_a_learning_rate_changes_nothing():
     """A user's schedule may return 0 for a whole round."""
-    begun = ControlVariates.begin(JOB, kept_of_round_3(), X)
-    assert begun is not None
-    kept = begun.arrays(X, rates=[0.0, 0.0], round_index=4)
-    np.testing.assert_array_equal(variate(dict(kept), X), begun.variate_d)
+    idle = control_variates.variate_now(kept_of_round_3(), X)
+    kept = dict(begun(kept_of_round_3(), X, round_index=4).arrays(X))
+    kept["variates/rates"] = np.zeros(1)
+    np.testing.assert_array_equal(variate(kept, X), idle)
 
 
 def test_clipped_update_counts_as_it_was_sent():
@@ -117,4 +165,4 @@ def test_damaged_state_is_refused(name: str, array: np.ndarray | None, fault: st
     if array is None:
         del kept[f"variates/{name}"]
     with pytest.raises(CorruptObject, match=fault):
-        ControlVariates.begin(JOB, kept, X)
+        control_variates.variate_now(kept, X)

@@ -11,7 +11,7 @@ from support.without_report import simulate
 from torch import nn
 
 from clients.data.datasets import as_dataset
-from clients.models.fixed_ranks import FixedRanks
+from clients.methods.fixed_ranks import FixedRanks
 from clients.models.model_pool import ModelPool
 from clients.privacy.cohorts import Cohort, CohortRule
 from clients.privacy.site_memory import InMemory
@@ -74,7 +74,7 @@ def test_norms_do_not_see_what_stays():
     layer = nn.Linear(2, 1, bias=False)
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
     fixed = FixedRanks({"lora_B.default.weight": layer.weight}, 1)
-    fixed.clear_gradients()
+    fixed.gradient_()
     assert layer.weight.grad.tolist() == [[3.0, 0.0]]
 
 

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from clients.data.batches import epoch_order
 from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.learning_rate import learning_rate
 from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.training import local_steps
-from clients.training.local_steps import LocalOptimizer, learning_rate
+from clients.training.local_steps import LocalOptimizer
 from clients.training.trainer import TorchTrainer
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId

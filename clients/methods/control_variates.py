@@ -24,18 +24,18 @@ Shape suffix: d float values of the model.
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from clients.learning_rate import rate_of
+from clients.methods.guest import Guest, LocalRound
+from clients.models import weights
 from federation.errors import CorruptObject
 from federation.ids import SiteId
-from federation.job.spec import JobSpec
 from federation.mapped import give_back, own
-from federation.vectors import Arrays, Layout, Role, Vector, chunks, is_finite
+from federation.vectors import Arrays, Role, Vector, chunks, is_finite
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "variates/"
@@ -43,76 +43,80 @@ _VARIATE, _WEIGHTS = _PREFIX + "variate", _PREFIX + "weights"
 _RATES, _ROUND = _PREFIX + "rates", _PREFIX + "round"
 
 
-@dataclass(frozen=True, slots=True)
-class ControlVariates:
-    """A site's control variate in one round.
+class ControlVariates(Guest):
+    """A site's control variate in one round."""
 
-    Attributes:
-        variate_d: ``h_i``, shape ``(d,)``, added to each gradient. Without use for
-            values that are not parameters.
-    """
-
-    variate_d: Vector
-
-    @classmethod
-    def begin(cls, job: JobSpec, kept: Arrays, weights_d: Vector) -> Self | None:
-        """Bring a site's variate up to the model that a round begins with.
+    def __init__(self, start: LocalRound, variate_d: Vector) -> None:
+        """Begin a round.
 
         Args:
-            job: Says whether there are any.
-            kept: What the site has kept of its last round; see ``if_counted``.
-            weights_d: The model, ``x``.
-
-        Returns:
-            None if the job has no control variates.
-
-        Raises:
-            CorruptObject: What the site has kept is not a control variate of this
-                model.
+            start: The round.
+            variate_d: ``h_i``, shape ``(d,)``, added to each gradient. Without use for
+                values that are not parameters.
         """
-        if not job.training.control_variates:
-            return None
-        if _VARIATE not in kept:
-            return cls(np.zeros_like(weights_d))
-        _check(kept, weights_d.size)
-        variate_d, rates = own(kept[_VARIATE]), float(kept[_RATES][0])
-        if _WEIGHTS in kept and rates:  # Without a step, no site has drifted.
-            local_d, scale = kept[_WEIGHTS], np.float32(1 / rates)
-            for piece in chunks(variate_d.size):
-                variate_d[piece] += (local_d[piece] - weights_d[piece]) * scale
-                give_back(variate_d[piece])
-        return cls(variate_d)
-
-    def gradients(
-        self, layout: Layout, trained: Iterable[tuple[str, torch.nn.Parameter]]
-    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each trained parameter with what is added to its gradient."""
-        places = {t.name: t for t in layout.tensors if t.role is Role.PARAMETER}
-        found = []
-        for name, parameter in trained:
+        self._job, self._round, self._steps = start.job, start.round_index, start.steps
+        self._variate_d = variate_d
+        places = {t.name: t for t in start.layout.tensors if t.role is Role.PARAMETER}
+        self._variates = []
+        for name, parameter in weights.parameters_by_name(start.model).items():
             if name in places:
                 tensor = places[name]
-                part = self.variate_d[tensor.offset : tensor.offset + tensor.size]
+                part = variate_d[tensor.offset : tensor.offset + tensor.size]
                 values = torch.from_numpy(part.reshape(tensor.shape))
-                found.append((parameter, values.to(parameter)))
-        return found
+                self._variates.append((parameter, values.to(parameter)))
 
-    def arrays(
-        self, local_d: Vector, *, rates: Iterable[float], round_index: int
-    ) -> Arrays:
-        """Return what the next round begins with.
+    @torch.no_grad()
+    def gradient_(self) -> None:
+        """Add the control variate."""
+        for parameter, variate in self._variates:
+            if parameter.grad is None:  # No batch of this step has used it.
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(variate)
 
-        Args:
-            local_d: The site's weights after its steps, ``y_i``.
-            rates: Learning rate of each step of the round.
-            round_index: The round that these steps belong to.
-        """
+    def arrays(self, local_d: Vector) -> Arrays:
+        """Return what the next round begins with to correct its gradients."""
+        # Of all steps, also where the site has left before the last one: variates
+        # cancel only if all sites divide by the same sum.
+        rates = sum(rate_of(self._job, number) for number in self._steps)
         return {
-            _VARIATE: self.variate_d,
+            _VARIATE: self._variate_d,
             _WEIGHTS: local_d.copy(),
-            _RATES: np.array([sum(rates)]),
-            _ROUND: np.array([round_index]),
+            _RATES: np.array([rates]),
+            _ROUND: np.array([self._round]),
         }
+
+
+def begin(start: LocalRound) -> ControlVariates | None:
+    """Begin a round, if the job has control variates.
+
+    Raises:
+        CorruptObject: What the site has kept is not a control variate of this model.
+    """
+    if not start.job.training.control_variates:
+        return None
+    return ControlVariates(start, variate_now(start.kept, start.weights_d))
+
+
+def variate_now(kept: Arrays, weights_d: Vector) -> Vector:
+    """Bring a site's variate up to the model that a round begins with.
+
+    Args:
+        kept: What the site has kept of its last round; see ``if_counted``.
+        weights_d: The model, ``x``, shape ``(d,)``.
+
+    Raises:
+        CorruptObject: What the site has kept is not a control variate of this model.
+    """
+    if _VARIATE not in kept:
+        return np.zeros_like(weights_d)
+    _check(kept, weights_d.size)
+    variate_d, rates = own(kept[_VARIATE]), float(kept[_RATES][0])
+    if _WEIGHTS in kept and rates:  # Without a step, no site has drifted.
+        local_d, scale = kept[_WEIGHTS], np.float32(1 / rates)
+        for piece in chunks(variate_d.size):
+            variate_d[piece] += (local_d[piece] - weights_d[piece]) * scale
+            give_back(variate_d[piece])
+    return variate_d
 
 
 def if_counted(
@@ -197,14 +201,3 @@ def _corrupt(fault: str) -> CorruptObject:
         f"the site's state has {fault}: restore its files, or delete them and start a "
         "new run from the last model (model.weights)"
     )
-
-
-@torch.no_grad()
-def add_variates(
-    gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
-) -> None:
-    """Add a site's control variate to the gradients of a step."""
-    for parameter, variate in gradients:
-        if parameter.grad is None:  # No batch of this step has used it.
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.add_(variate)

@@ -7,28 +7,27 @@ from collections.abc import Mapping
 
 import torch
 
+from clients.methods.guest import Guest, LocalRound
 from federation.errors import SiteError
 from federation.job.adapter_ranks import fixed_part
 
 
-class FixedRanks:
+class FixedRanks(Guest):
     """What an optimiser must not change of a model that holds the global weights."""
 
-    def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], rank: int | None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], rank: int) -> None:
         """Copy the values that stay.
 
         Args:
             parameters: Those that are trained, by name.
-            rank: Ranks that the site trains; None for all.
+            rank: Ranks that the site trains.
 
         Raises:
             SiteError: Each rank of the site holds a part of the model.
         """
         self._parts: list[tuple[torch.nn.Parameter, tuple[slice, ...]]] = []
         for name, parameter in parameters.items():
-            part = None if rank is None else fixed_part(name, rank)
+            part = fixed_part(name, rank)
             if part is None:
                 continue
             if hasattr(parameter, "to_local"):
@@ -39,14 +38,20 @@ class FixedRanks:
             self._parts.append((parameter, part))
         self._values = [p.detach()[part].clone() for p, part in self._parts]
 
-    def clear_gradients(self) -> None:
+    def gradient_(self) -> None:
         """Leave no gradient for what stays, so that norms and moments do not see it."""
         for parameter, part in self._parts:
             if parameter.grad is not None:
                 parameter.grad[part] = 0
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def after_step_(self) -> None:
         """Undo what a step did without a gradient, such as weight decay."""
         for (parameter, part), values in zip(self._parts, self._values, strict=True):
             parameter[part] = values
+
+
+def begin(start: LocalRound) -> FixedRanks | None:
+    """Begin a round, if the site trains fewer ranks than the job has."""
+    rank = start.lora_rank
+    return None if rank is None else FixedRanks(start.trained, rank)

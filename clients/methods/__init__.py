@@ -1,0 +1,1 @@
+"""Methods that take part in a site's local steps, one module each."""

@@ -1,0 +1,77 @@
+"""What a method may do in a round at a site: the seam of all local methods.
+
+The corridor of a round (``clients.training.trainer``) is the algorithm: for each batch,
+loss, backward, ``gradient_`` of each guest, step, ``after_step_`` of each guest. A
+method is a function that takes a ``LocalRound`` and returns its guest, or None if the
+job does not use it; ``clients.methods.registry`` lists all of them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from clients.models import weights
+from federation.job.spec import JobSpec
+from federation.vectors import NO_ARRAYS, Arrays, Layout, Vector
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """A round that begins at a site; its model holds the weights to begin with.
+
+    Attributes:
+        job: The job.
+        round_index: Number of the round, from 1.
+        steps: Steps of the round, counted over the run from 0.
+        model: Trained in place.
+        layout: Its layout.
+        weights_d: The global weights, shape ``(d,)``.
+        kept: Arrays that the site has kept of an earlier round.
+        lora_rank: Ranks of adapters that the site trains; None for all.
+    """
+
+    job: JobSpec
+    round_index: int
+    steps: range
+    model: torch.nn.Module
+    layout: Layout
+    weights_d: Vector
+    kept: Arrays
+    lora_rank: int | None = None
+
+    @cached_property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by their names in the layout."""
+        found = weights.parameters_by_name(self.model)
+        return {name: p for name, p in found.items() if p.requires_grad}
+
+    @cached_property
+    def anchor(self) -> list[torch.Tensor]:
+        """Copies of the trained parameters as the round began, in their order."""
+        return [p.detach().clone() for p in self.trained.values()]
+
+
+class Guest:
+    """A method in one round at a site. By default it does nothing."""
+
+    def gradient_(self) -> None:
+        """Change the gradients of a step, before they are clipped."""
+
+    def after_step_(self) -> None:
+        """Change the parameters after a step."""
+
+    def end_(self, num_steps: int) -> None:
+        """Change the parameters after all steps of the round.
+
+        Args:
+            num_steps: Steps that were taken.
+        """
+
+    def arrays(self, local_d: Vector) -> Arrays:  # noqa: ARG002 -- of the seam
+        """Return what the next round begins with.
+
+        Args:
+            local_d: The site's weights after its steps, shape ``(d,)``.
+        """
+        return NO_ARRAYS

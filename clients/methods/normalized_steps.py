@@ -1,0 +1,48 @@
+"""Updates scaled to a number of steps: FedNova (Wang et al. 2020, arXiv:2007.07481).
+
+Section 5, with plain SGD, where the norm of ``a_i`` is the number of steps. Its
+``tau_eff``, which is free, is the job's ``normalized_steps``; so sites can scale their
+own updates, and a sum of them, also a secure one, is all that the aggregator needs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from clients.methods.guest import Guest, LocalRound
+
+
+class NormalizedSteps(Guest):
+    """Scales what a round's steps have changed."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        anchor: Sequence[torch.Tensor],
+        wanted: int,
+    ) -> None:
+        """Hold on to the global weights.
+
+        Args:
+            parameters: Trained parameters.
+            anchor: The same as the round began.
+            wanted: Steps that every update stands for.
+        """
+        self._parameters, self._anchor, self._wanted = parameters, anchor, wanted
+
+    @torch.no_grad()
+    def end_(self, num_steps: int) -> None:
+        """Scale the change to the wanted number of steps."""
+        if num_steps in {0, self._wanted}:
+            return
+        scale = self._wanted / num_steps
+        for parameter, origin in zip(self._parameters, self._anchor, strict=True):
+            parameter.copy_(origin + (parameter - origin) * scale)
+
+
+def begin(start: LocalRound) -> NormalizedSteps | None:
+    """Begin a round, if the job scales updates."""
+    wanted = start.job.training.normalized_steps
+    if wanted is None:
+        return None
+    return NormalizedSteps([*start.trained.values()], start.anchor, wanted)
