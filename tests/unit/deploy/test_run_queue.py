@@ -30,7 +30,7 @@ from federation.errors import (
 )
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_folder import REQUEST, RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")
@@ -286,10 +286,10 @@ def test_a_folder_holds_one_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (run_queue.REQUEST, b""),
-        (run_queue.REQUEST, b"\xff\xfe"),
-        (run_queue.REQUEST, b'{"at": NaN}'),
-        (run_queue.REQUEST, b"[" * 100_000),
+        (REQUEST, b""),
+        (REQUEST, b"\xff\xfe"),
+        (REQUEST, b'{"at": NaN}'),
+        (REQUEST, b"[" * 100_000),
         (run_queue.COORDINATOR, b'{"flower_run": "x", "fruitless": 1, "rounds": 0}'),
         (run_queue.OUTCOME, b'{"code": "0"}'),
     ],
