@@ -28,6 +28,7 @@ NEEDS = {
     "systemd-analyze": ("apt-get install systemd", "systemd units"),
     "podman": ("make test-deploy", "containers"),
     IMAGES: ("make test-deploy", "containers of our images"),
+    "debootstrap": ("make test-deploy", "machines that install a site"),
     "iptables": ("make test-deploy", "containers' networks"),
     "gcloud": ("install the Google Cloud CLI", "Google's own client"),
     "kubectl": ("install kubectl", "overlays of Kubernetes"),

@@ -105,8 +105,8 @@ gpus=$(nvidia-smi --list-gpus | grep --count '^GPU ' || true)
 # same ones serve TLS, but for those of a region, whose packages are the archive's.
 _PACKAGES = """\
 if ! {{ {present}; }} > /dev/null 2>&1; then
-    find /etc/apt/sources.list /etc/apt/sources.list.d -type f -exec sed --in-place \\
-        --regexp-extended {over_tls} {{}} +
+    find /etc/apt -type f \\( -name '*.list' -o -name '*.sources' \\) \\
+        -exec sed --in-place --regexp-extended {over_tls} {{}} +
     export DEBIAN_FRONTEND=noninteractive
     apt-get --quiet --option Acquire::Retries=5 update
     apt-get --quiet --option DPkg::Lock::Timeout=300 install --yes {packages}

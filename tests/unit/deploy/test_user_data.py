@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support import programs
+from support.module_networks import ports_out
 
 from cloud_adapters.compute.pool import NodeSpec
 from deploy.fleet.starting.user_data import (
@@ -334,31 +335,6 @@ deb http://cdn-aws.deb.debian.org/debian bookworm main
 deb http://security.debian.org/debian-security bookworm-security main
 URIs: mirror+file:/etc/apt/mirrors/debian.list
 """
-
-
-def ports_out() -> list[set[int]]:
-    """Ports that machines of a site may connect to, in each of our networks."""
-    folder = Path(__file__).parents[3] / "deploy" / "terraform"
-    aws, gcp = (
-        (folder / cloud / "network" / "main.tf").read_text() for cloud in ("aws", "gcp")
-    )
-    (aggregator,) = {
-        re.findall(r'"aggregator_port" \{[^}]*default\s*= (\d+)', text)[0]
-        for text in (aws, gcp)
-    }
-    rules = re.findall(r'_egress_rule" "(\w+)" \{(.*?)\n\}', aws, re.DOTALL)
-    spans = [re.findall(r"(?:from|to)_port\s*= (\S+)", rule) for _, rule in rules]
-    assert all(low == high for low, high in spans)
-    (allowed,) = re.findall(r'direction\s*= "EGRESS"[^}]*allow \{[^}]*\}', gcp)
-    lists = [[low for low, _ in spans], re.findall(r"ports\s*= \[(.*)\]", allowed)]
-    named = {"var.aggregator_port": aggregator}
-    return [
-        {
-            int(named.get(word, word))
-            for word in re.findall(r"var\.\w+|\d+", " ".join(words))
-        }
-        for words in lists
-    ]
 
 
 @pytest.mark.parametrize("kind", RELEASES)
