@@ -63,7 +63,7 @@ def _simulate(options: argparse.Namespace) -> int:
     except StoreUnavailable as error:
         code = complain(error, options)
         if folder is not None and _has_begun(folder):
-            _say_how_to_resume(options, folder, "once that is fixed")
+            _say_how_to_resume(options, folder, "the run ended", first="fix that and ")
         return code
     resumed = options.resume or options.extend is not None
     if resumed and outcome.status == "completed" and not outcome.rounds_now:
@@ -143,7 +143,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _say_how_to_resume(
-    options: argparse.Namespace, folder: Path | None, why: str
+    options: argparse.Namespace, folder: Path | None, why: str, *, first: str = ""
 ) -> None:
     if folder is None:
         tell(f"{why}; this run was not stored")
@@ -162,7 +162,7 @@ def _say_how_to_resume(
         words.append("--no-report")
     go_on = ["--resume"] if options.extend is None else ["--extend", options.extend]
     words += ["--out", str(folder), *map(str, go_on)]
-    tell(f"{why}; resume with\n  {shlex.join(words)}")
+    tell(f"{why}; {first}resume with\n  {shlex.join(words)}")
 
 
 VERBS = {

@@ -1,10 +1,12 @@
 """Apply a run's model to new data, and write what it predicts to a file.
 
 .jsonl     a JSON object for each record, written batch by batch
+.csv       a row for each record, likewise
 .npz       NumPy arrays, one for each column
 .parquet   a table (extra ``parquet``)
 """
 
+import csv
 import hashlib
 import io
 import json
@@ -66,7 +68,7 @@ def predict(
         source: ``module:function`` or the URL of a dataset; ``job`` for the data source
             of the run's own job, whose options are kept unless ``options`` has them.
         options: Options of the source.
-        out: A new file, ending in ``.jsonl``, ``.npz`` or ``.parquet``.
+        out: A new file, ending in ``.jsonl``, ``.csv``, ``.npz`` or ``.parquet``.
         split: Which part of the source: ``held_out``, ``train`` or ``all``, which has
             the training part first, and says of each record which one it is.
 
@@ -192,6 +194,46 @@ def _json_lines(batches: Iterator[Columns]) -> Iterator[bytes]:
         yield ("\n".join(lines) + "\n").encode()
 
 
+def _csv(batches: Iterator[Columns]) -> Iterator[bytes]:
+    """A row for each record, with its number in the file from 0 as ``record``.
+
+    A vector of numbers, such as probabilities, has a column for each; what has other
+    shapes is JSON in one cell. NaN is an empty cell.
+
+    Raises:
+        JobError: Records have vectors of different lengths.
+    """
+    number, head = 0, list[str]()
+    for found in batches:
+        flat: dict[str, Sequence[Any]] = {}
+        for name, values in found.items():
+            if values.ndim == 2 and values.dtype.kind == "f":  # noqa: PLR2004
+                flat |= {
+                    f"{name}_{i}": each.tolist() for i, each in enumerate(values.T)
+                }
+            else:
+                flat[name] = values.tolist()
+        content = io.StringIO()
+        writer = csv.writer(content, lineterminator="\n")
+        if not head:
+            head = ["record", *flat]
+            writer.writerow(head)
+        elif head != ["record", *flat]:
+            raise JobError(
+                "records have predictions of different shapes: write .jsonl",
+                key="--out",
+            )
+        for row in zip(*flat.values(), strict=True):
+            writer.writerow([number, *map(_cell, row)])
+            number += 1
+        yield content.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    value = _finite(value)
+    return json.dumps(value) if isinstance(value, list) else value
+
+
 def _finite(value: Any) -> Any:
     """A value for JSON, which has no word for NaN: null."""
     if isinstance(value, list):
@@ -236,4 +278,4 @@ def _joined(batches: Iterator[Columns]) -> Columns:
         ) from error
 
 
-_WRITERS = {".jsonl": _json_lines, ".npz": _npz, ".parquet": _parquet}
+_WRITERS = {".jsonl": _json_lines, ".csv": _csv, ".npz": _npz, ".parquet": _parquet}

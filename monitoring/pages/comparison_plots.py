@@ -18,9 +18,8 @@ from monitoring.pages.figures import (
     label_axes,
     log_scale,
     new_figure,
-    zoom_on_last,
 )
-from monitoring.privacy_words import accuracy_noise, has_noise, loss_noise
+from monitoring.privacy_words import accuracy_noise, loss_noise
 from monitoring.views.round_view import accuracy_of, loss_of
 from monitoring.views.run_view import RunView
 
@@ -134,8 +133,6 @@ def _curves(
     label_axes(axes, "after round", label)
     if log:
         log_scale(axes.yaxis)
-    elif "%" in label and not any(has_noise(view.privacy) for view in runs.values()):
-        zoom_on_last(axes)
     return figure
 
 

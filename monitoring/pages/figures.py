@@ -65,8 +65,6 @@ _THEME = {
 _CHAR, _LINE = 5.8, 12.0  # width and height of text under the pointer, in points
 _NARROW = 8.0  # ends of an axis whose ratio is below have no powers of ten to mark
 _LEGEND_COLUMNS = 9
-_LEAST_SPAN = 0.5  # of a zoomed axis, in its unit
-_LEAST_LEFT_OUT = 3  # rounds; shorter runs are shown whole
 _HEIGHT = 3.0
 _ROW = 0.3
 _SETTINGS: Mapping[Any, object] = {
@@ -135,26 +133,6 @@ def log_scale(axis: Axis, subs: Sequence[int] = (1, 2, 5)) -> None:
     )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
     axis.set_minor_locator(NullLocator())
-
-
-def zoom_on_last(axes: Axes) -> None:
-    """Fit the vertical axis to the last two thirds of each line, if that shows more.
-
-    No line leaves the figure: a short one is fitted by rounds of its own.
-    """
-    lines = [points for line in axes.lines if (points := _points(line))]
-    ends = [max(x for x, _ in points) for points in lines]
-    late = [
-        y
-        for points, end in zip(lines, ends, strict=True)
-        for x, y in points
-        if x >= end / 3
-    ]
-    low, high = axes.get_ylim()
-    span = max(late) - min(late)
-    room = 0.08 * max(span, _LEAST_SPAN)
-    if max(ends) / 3 >= _LEAST_LEFT_OUT and 2 * span < high - low:
-        axes.set_ylim(min(late) - room, max(late) + room)
 
 
 def _points(line: Line2D) -> list[list[float]]:

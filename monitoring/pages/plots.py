@@ -27,10 +27,9 @@ from monitoring.pages.figures import (
     label_axes,
     log_scale,
     new_figure,
-    zoom_on_last,
 )
 from monitoring.pages.timeline_plot import timeline
-from monitoring.privacy_words import accuracy_noise, has_noise, is_of_sites, loss_noise
+from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
 from monitoring.units import format_bytes, format_cap
 from monitoring.views.round_view import RoundView, perplexity
 from monitoring.views.run_view import RunView
@@ -157,8 +156,6 @@ def _curves(
     _shade_noise(axes, view, change, by_loss=by_loss)
     if log:
         log_scale(axes.yaxis)
-    elif not (by_loss or has_noise(view.privacy)):
-        zoom_on_last(axes)
     _mark_lost_rounds(axes, view)
     label_axes(axes, "after round", label)
     return figure

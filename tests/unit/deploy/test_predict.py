@@ -1,5 +1,7 @@
 """Records of several parts of a data source, in one file of predictions."""
 
+import csv
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from deploy.tools.predict import numbered, source_of
+from deploy.tools.predict import _csv, numbered, source_of
 from federation.errors import JobError, SiteError
 from monitoring.runs.run_folder import RunFolder
 
@@ -22,6 +24,34 @@ def test_records_say_which_part_they_are_from_and_their_number_there():
     assert last["output"].shape == (1, 3)
     with pytest.raises(SiteError, match="the model returns 'part'"):
         next(numbered("train", iter([{"part": np.zeros(2)}])))
+
+
+def test_a_spreadsheet_opens_predictions():
+    """A column for each probability; NaN is empty, and other lists are JSON."""
+    first = {
+        "prediction": np.array(["healthy", 'a "b", c']),
+        "probabilities": np.array([[0.75, 0.25], [np.nan, 1.0]]),
+        "tokens": np.array([[1, 2], [3, 4]]),
+    }
+    last = {name: values[:1] for name, values in first.items()}
+    text = b"".join(_csv(iter([first, last]))).decode()
+    assert list(csv.DictReader(io.StringIO(text))) == [
+        {
+            "record": str(number),
+            "prediction": said,
+            "probabilities_0": low,
+            "probabilities_1": high,
+            "tokens": tokens,
+        }
+        for number, said, low, high, tokens in (
+            (0, "healthy", "0.75", "0.25", "[1, 2]"),
+            (1, 'a "b", c', "", "1.0", "[3, 4]"),
+            (2, "healthy", "0.75", "0.25", "[1, 2]"),
+        )
+    ]
+    longer = {**last, "probabilities": np.ones((1, 3))}
+    with pytest.raises(JobError, match=r"different shapes: write .jsonl"):
+        list(_csv(iter([first, longer])))
 
 
 def test_a_source_of_a_site_is_named_where_the_job_has_none(tmp_path: Path):

@@ -440,15 +440,10 @@ def test_training_loss_is_drawn_where_it_leaves_the_sites():
     assert ">training " not in draw_all(fold(RUNS["private"]), {"loss"})["loss"]
 
 
-def test_accuracy_axis_shows_what_differs_late():
-    """It leaves out the steep beginning; errors on a logarithmic axis have it all."""
+def test_accuracy_axis_shows_the_whole_run():
+    """No line leaves the figure; errors on a logarithmic axis tell late ones apart."""
     drawn = draw_all(fold(event_samples.two_sites(40)), {"accuracy", "accuracy-log"})
-    ticks = [
-        float(text) for text in re.findall(r">(\d+\.?\d*)</text>", drawn["accuracy"])
-    ]
-    assert min(tick for tick in ticks if tick > 40) > 85
-    (short,) = draw_all(fold(event_samples.two_sites(4)), {"accuracy"}).values()
-    assert ">20</text>" in short
+    assert ">20</text>" in drawn["accuracy"]
     assert all(f">{error}</text>" in drawn["accuracy-log"] for error in (5, 10, 50))
 
 
