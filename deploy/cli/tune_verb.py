@@ -63,7 +63,7 @@ def _document(
         "selected": None if selected is None else _facts(selected),
         "name": found.name,
         "metric": found.metric,
-        "direction": found.direction,
+        "goal": found.goal,
         "best": None if found.best is None else found.best.number,
         "trials": [
             {

@@ -119,7 +119,7 @@ class Search:
             study = optuna.create_study(
                 storage=_storage(self.folder),
                 study_name=_STUDY,
-                direction=cast("_Direction", spec.direction),
+                direction=cast("_Direction", f"{spec.goal}imize"),  # Optuna's words.
                 pruner=_pruner(spec),
                 load_if_exists=True,
             )
@@ -264,7 +264,7 @@ class Search:
         tuning = Tuning(
             name=spec.name,
             metric=spec.metric,
-            direction=spec.direction,
+            goal=spec.goal or "",
             sampler=spec.sampler,
             wanted=wanted,
             trials=[_trial(one, self.folder) for one in study.trials],

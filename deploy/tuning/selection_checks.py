@@ -91,7 +91,7 @@ def _check_metric(spec: "TuneSpec", job: JobSpec) -> None:
     try:
         goal_of(SelectionSpec(metric=spec.metric), job.training)
     except JobError as error:
-        # That only a direction is missing, which the search has, is no fault.
+        # That only a goal is missing, which the search has, is no fault.
         if error.key == "selection.metric":
             raise JobError(error.reason, key="metric") from error
 

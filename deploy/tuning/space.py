@@ -17,8 +17,8 @@ from federation.rounds.local_work import is_auto
 from privacy.dp.selection import DISTRIBUTIONS, RandomTrials
 
 SAMPLERS = ("tpe", "cma_es", "evolutionary", "random")
-# Metrics that are better when they are smaller need no `direction`.
-_DIRECTIONS = {"loss": "minimize", "accuracy": "maximize"}
+# Metrics whose goal is known.
+_GOALS = {"loss": "min", "accuracy": "max"}
 
 # Keys that say what a run may spend.
 _CAPS = {
@@ -104,7 +104,7 @@ class TuneSpec:
         name: Name of the search; by default, the job's name.
         metric: `loss`, `accuracy`, or a metric of the job's objective, of the last
             model of a run.
-        direction: `minimize` or `maximize`; needed for metrics of your own.
+        goal: `min` or `max`; needed for metrics of your own, as in `[selection]`.
         sampler: How values are chosen: `tpe` (tree-structured Parzen estimators),
             `cma_es` (numbers only), `evolutionary` (NSGA-II) or `random`.
         seed: Seed of the choice of values; drawn secretly with `privacy.selection`.
@@ -119,7 +119,7 @@ class TuneSpec:
     space: Mapping[str, RangeSpec]
     name: str = ""
     metric: str = "loss"
-    direction: str = key(default="", choices=("", "minimize", "maximize"))
+    goal: str | None = key(default=None, choices=("min", "max"))
     sampler: str = key(default="tpe", choices=SAMPLERS)
     seed: int = key(default=0, low=0)
     pruner: PrunerSpec = field(default_factory=PrunerSpec)
@@ -223,18 +223,18 @@ def _goal_of_metric(spec: TuneSpec, job: JobSpec) -> Mapping[str, Any]:
     Raises:
         JobError: The job has such a table, for another metric.
     """
-    if spec.metric in _DIRECTIONS or spec.metric not in job.training.metrics:
+    if spec.metric in _GOALS or spec.metric not in job.training.metrics:
         return {}
-    goal = "max" if spec.direction == "maximize" else "min"
     known = job.selection
     if known is None:
         never = job.rounds + 1
-        found = {"metric": spec.metric, "goal": goal, "patience": never}
+        found = {"metric": spec.metric, "goal": spec.goal, "patience": never}
         return {"selection": {"model": "last", **found}}
-    if (known.metric, known.goal) != (spec.metric, goal):
+    if (known.metric, known.goal) != (spec.metric, spec.goal):
         raise JobError(
             f"the search compares {spec.metric}, whose goal this table does not say: "
-            f'set metric = "{spec.metric}" and goal = "{goal}" in it, or remove it',
+            f'set metric = "{spec.metric}" and goal = "{spec.goal}" in it, or remove '
+            "it",
             key="selection",
         )
     return {}
@@ -353,18 +353,17 @@ def _check_ends(name: str, values: RangeSpec) -> None:
 
 
 def _filled(spec: TuneSpec, job_name: str) -> TuneSpec:
-    direction = spec.direction or _DIRECTIONS.get(spec.metric, "")
-    if not direction:
+    goal = spec.goal or _GOALS.get(spec.metric)
+    if goal is None:
         raise JobError(
-            f"say whether {spec.metric} is better smaller or larger: minimize or "
-            "maximize",
-            key="direction",
+            f'say whether {spec.metric} is better smaller or larger: "min" or "max"',
+            key="goal",
         )
     try:
         name = check_name(spec.name or job_name)
     except ValueError as error:
         raise JobError(str(error), key="name") from error
-    return replace(spec, direction=direction, name=name)
+    return replace(spec, goal=goal, name=name)
 
 
 def _try_ends(space: Space) -> None:

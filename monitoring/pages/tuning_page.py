@@ -45,7 +45,7 @@ class Tuning:
     Attributes:
         name: Name of the search.
         metric: What is searched for.
-        direction: ``minimize`` or ``maximize``.
+        goal: ``min`` or ``max``: which values of the metric are better.
         sampler: How values are chosen.
         wanted: Trials that there will be.
         trials: Those so far, in the order of their numbers.
@@ -62,7 +62,7 @@ class Tuning:
 
     name: str
     metric: str
-    direction: str
+    goal: str
     sampler: str
     wanted: int
     trials: Sequence[TrialRow]
@@ -76,7 +76,7 @@ class Tuning:
 
     def ranked(self) -> Sequence[TrialRow]:
         """Completed trials, the best first."""
-        sign = -1.0 if self.direction == "maximize" else 1.0
+        sign = -1.0 if self.goal == "max" else 1.0
         done = [trial for trial in self.trials if trial.value is not None]
         return sorted(done, key=lambda trial: (sign * (trial.value or 0), trial.number))
 
@@ -102,7 +102,7 @@ def render(tuning: Tuning) -> str:
     others = [trial for trial in tuning.trials if trial.value is None]
     drawn = tuning_plots.draw_tuning(
         metric=tuning.metric,
-        is_larger_better=tuning.direction == "maximize",
+        is_larger_better=tuning.goal == "max",
         results=[(t.number, t.value, t.last, t.values) for t in tuning.trials],
         ranges=tuning.ranges,
         logarithmic=tuning.logarithmic,
@@ -110,7 +110,7 @@ def render(tuning: Tuning) -> str:
     )
     words = {
         "metric": tuning.metric,
-        "better": "Higher" if tuning.direction == "maximize" else "Lower",
+        "better": "Higher" if tuning.goal == "max" else "Lower",
     }
     return (
         environment()

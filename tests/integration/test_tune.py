@@ -185,7 +185,7 @@ def test_first_failures_end_a_search_with_their_reason(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_the_job_lacks(tmp_path: Path) -> None:
-    keys = 'metric = "recall"\ndirection = "maximize"'
+    keys = 'metric = "recall"\ngoal = "max"'
     with pytest.raises(FederationError, match="no metric 'recall'; it has accuracy"):
         search(tmp_path, keys=keys)
 

@@ -43,7 +43,7 @@ def test_keys_need_no_quotes(tmp_path: Path) -> None:
     assert space.spec.space["training.local_steps"].is_whole
     assert not space.spec.space["training.optimizer.lr"].is_whole
     assert space.spec.name == "tiny"
-    assert space.spec.direction == "minimize"
+    assert space.spec.goal == "min"
     job = space.job({"training.local_steps": 7})
     assert job.training.local_steps == 7
     assert space.document["training"]["local_steps"] == 5
@@ -219,9 +219,7 @@ MINE = "def hits(model, inputs, targets):\n    return {}\n"
 def test_a_trial_knows_which_way_a_metric_of_ones_own_is_better(tmp_path: Path) -> None:
     """Or a model that returns NaN would have the best value; nothing else changes."""
     path = write(tmp_path, "rounds = { choices = [2, 5] }", 'metric = "hits"')
-    path.write_text(
-        path.read_text().replace("[space]", 'direction = "maximize"\n[space]')
-    )
+    path.write_text(path.read_text().replace("[space]", 'goal = "max"\n[space]'))
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "job.toml").write_text(OWN)
     found = load(path).job({"rounds": 5})

@@ -303,7 +303,7 @@ def test_a_trial_that_was_killed_before_its_run_started_begins_again(tmp_path: P
 
 def test_a_metric_that_no_trial_can_have_is_refused(tmp_path: Path):
     """Every trial would fail, and be charged: failures no longer end such a search."""
-    extra = f'metric = "recall"\ndirection = "maximize"\n{RANDOM}'
+    extra = f'metric = "recall"\ngoal = "max"\n{RANDOM}'
     with pytest.raises(JobError, match="metric: 'recall' is not a result") as caught:
         load(write(tmp_path, extra))
     assert "choose" in str(caught.value)

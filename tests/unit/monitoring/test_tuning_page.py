@@ -29,7 +29,7 @@ def trial(number: int, value: float | None, **facts: Any) -> TrialRow:
 TUNING = Tuning(
     name="tiny",
     metric="loss",
-    direction="minimize",
+    goal="min",
     sampler="tpe",
     wanted=9,
     trials=[
@@ -48,9 +48,9 @@ TUNING = Tuning(
 )
 
 
-@pytest.mark.parametrize(("direction", "best"), [("minimize", 1), ("maximize", 0)])
-def test_the_best_is_that_of_the_direction(direction: str, best: int) -> None:
-    found = replace(TUNING, direction=direction)
+@pytest.mark.parametrize(("goal", "best"), [("min", 1), ("max", 0)])
+def test_the_best_is_that_of_the_goal(goal: str, best: int) -> None:
+    found = replace(TUNING, goal=goal)
     assert found.best is not None
     assert found.best.number == best
     assert len(found.ranked()) == 2
