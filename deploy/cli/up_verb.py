@@ -73,6 +73,7 @@ def _up_here(
         take_down,
     )
     from deploy.fleet.bringing_up.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet.bringing_up.hand_over import check_older  # noqa: PLC0415 -- --help
     from deploy.fleet.bringing_up.start_checks import (  # noqa: PLC0415 -- --help
         check_budget,
         check_start_budget,
@@ -100,6 +101,7 @@ def _up_here(
     ):
         watch = RunWatch(deployment, tell)
         patience.repeated(partial(check_budget, deployment))
+        check_older(deployment, job, options.older)
         deployment.note_wanted()
         start = partial(
             bring_up,
@@ -107,6 +109,7 @@ def _up_here(
             random_bytes=os.urandom,
             tell=tell,
             accept=options.accept,
+            older=options.older,
         )
         run = patience.repeated(partial(start, deployment))
         options.aggregator = deployment.aggregator / "aggregator.toml"
@@ -151,7 +154,13 @@ def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
     ):
         deployment.note_wanted()
         head = patience.repeated(
-            partial(start.up, deployment, accept=options.accept, tell=tell)
+            partial(
+                start.up,
+                deployment,
+                accept=options.accept,
+                older=options.older,
+                tell=tell,
+            )
         )
     if options.detach:
         if options.json:

@@ -164,6 +164,14 @@ class ContainerAggregator:
         said = self._run("run", path, "--detach", *more)
         return str(json.loads(said)["run_id"])
 
+    def stop(self, run: str) -> None:
+        """Ask a run to end after its current round.
+
+        Raises:
+            ComputeError: It could not be asked; with the reason.
+        """
+        self._run("stop", run)
+
     def _run(self, verb: str, *words: str) -> str:
         labels = {**self.labels, reconcile.ROLE: reconcile.AGGREGATOR}
         alive = [
@@ -173,7 +181,7 @@ class ContainerAggregator:
             raise ComputeError(
                 "the aggregator's container has ended: run this command again"
             )
-        config = "--aggregator" if verb == "run" else "--config"
+        config = "--aggregator" if verb in {"run", "stop"} else "--config"
         end = (config, str(_CONFIG), "--json")
         return self.pool.run_in(alive[-1].id, "crossfed", verb, *words, *end)
 

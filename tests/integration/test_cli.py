@@ -126,7 +126,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "plan": common
         | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
         | {"--budget", "--deadline", "--plot"},
-        "up": common | here | {"--accept", "--detach", "--keep", "--speeds"},
+        "up": common | here | {"--accept", "--detach", "--keep", "--older", "--speeds"},
         "nodes": common | here | {"--all"},
         "down": common | here | {"--any-owner", "--purge", "--yes-purge"},
     }

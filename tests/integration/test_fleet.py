@@ -272,13 +272,16 @@ def test_changed_hours_hold_for_nodes_that_run(running: Path):
     longer = job.read_text()
     assert longer.count(_NET) == 1
     job.write_text(longer.replace(_NET, f"{_NET}\noptions = {{ seconds = 5.0 }}"))
-    told = crossfed("up", str(running), code=1).stderr
+    told = crossfed("up", str(running), "--older", "keep", code=1).stderr
     assert told.count("its settings have changed") == len(ROLES)
     assert "machine has ended (its 21.6 s" in told
     wait_for(lambda: alive(running) == [], "all have ended", 60)
     job.write_text(longer)
     running.write_text(whole)
-    crossfed("up", str(running), "--detach")
+    told = crossfed("up", str(running), "--detach", code=2).stderr
+    assert "crossfed: --older: run " in told
+    assert alive(running) == []
+    crossfed("up", str(running), "--detach", "--older", "stop")
     assert alive(running) == sorted(ROLES)
 
 

@@ -80,6 +80,8 @@ def test_two_runs_have_the_same_events():
 class Passes(tuple[Any, ...]):  # noqa: SLOT001 -- it counts
     """Counts how often somebody goes through it."""
 
+    num: int
+
     def __new__(cls, rows: tuple[Any, ...]) -> Self:
         made = super().__new__(cls, rows)
         made.num = 0

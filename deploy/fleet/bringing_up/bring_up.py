@@ -29,6 +29,7 @@ def bring_up(
     random_bytes: RandomBytes,
     tell: Tell,
     accept: str = "",
+    older: str = "",
 ) -> RunFolder | None:
     """Start every node of a deployment that does not run, and hand its job over.
 
@@ -39,6 +40,7 @@ def bring_up(
         tell: Called with a word about every step.
         accept: Digits of the digest of a roster with sites of other operators, which
             machines of clouds may trust; a person has compared it.
+        older: As ``crossfed up --older``.
 
     Returns:
         The run, which may have ended; None if sites of the job have yet to enrol.
@@ -76,7 +78,7 @@ def bring_up(
         )
     for site in sites:
         fill(deployment, local_sites.request(deployment, site), tell)
-    return hand_over(deployment, config, job, random_bytes, tell)
+    return hand_over(deployment, config, job, random_bytes, tell, older=older)
 
 
 def _end_unwanted(deployment: Deployment, listed: NodesByPool, tell: Tell) -> None:

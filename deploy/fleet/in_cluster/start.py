@@ -44,7 +44,7 @@ mkdir -p {folder}
 python -m deploy.fleet.in_cluster.head_files {bundle} {folder}
 trap 'kill "$!"; wait "$!" || :; exit 143' TERM
 code=0
-crossfed up {folder}/{file} --keep{accept} &
+crossfed up {folder}/{file} --keep{words} &
 wait "$!" || code=$?
 trap - TERM
 echo "crossfed head: up ended with $code"
@@ -52,13 +52,14 @@ exit "$code"
 """
 
 
-def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
+def up(deployment: Deployment, *, accept: str, tell: Tell, older: str = "") -> Node:
     """Start the head of a deployment, or replace one that has other settings.
 
     Args:
         deployment: One with its aggregator in a cluster.
         accept: As ``crossfed up --accept``.
         tell: Called with a word about every step.
+        older: As ``crossfed up --older``, for a head that this starts.
 
     Raises:
         ComputeError: It could not be launched, or nodes of another folder run.
@@ -76,7 +77,7 @@ def up(deployment: Deployment, *, accept: str, tell: Tell) -> Node:
             key="aggregator.provider",
         )
     _warn_of_neighbours(deployment, tell)
-    wanted = request(deployment, accept)
+    wanted = request(deployment, accept, older)
     running = roles.decide(deployment, wanted).node
     if running is not None:
         _check_accepted(running, deployment, accept)
@@ -126,12 +127,13 @@ def _digits(accept: str) -> str:
     return "".join(accept.split()).lower()
 
 
-def request(deployment: Deployment, accept: str) -> NodeRequest:
+def request(deployment: Deployment, accept: str, older: str = "") -> NodeRequest:
     """The job of a deployment's head.
 
     Args:
         deployment: One with its aggregator in a cluster.
         accept: As ``crossfed up --accept``.
+        older: As ``crossfed up --older``.
 
     Raises:
         JobError: Deployment file and job are too long, or cannot be read.
@@ -145,7 +147,7 @@ def request(deployment: Deployment, accept: str) -> NodeRequest:
     ).text()
     spec = NodeSpec(
         name=HEAD,
-        command=command(accept),
+        command=command(accept, older),
         labels={ACCEPTED: _digits(accept)} if accept else {},
         max_seconds=deployment.max_seconds + _MARGIN_SECONDS,
         user_data=given,
@@ -174,17 +176,19 @@ def _head(plan: DeploymentPlan) -> ClusterHead:
     )
 
 
-def command(accept: str) -> Sequence[str]:
+def command(accept: str, older: str = "") -> Sequence[str]:
     """The command of a head's pod, whose user data is its bundle.
 
     Args:
         accept: As ``crossfed up --accept``; empty for nothing.
+        older: As ``crossfed up --older``; likewise.
     """
+    given = {"--accept": accept, "--older": older}
     text = _SCRIPT.format(
         folder=FOLDER,
         bundle=USER_DATA,
         file=bundle.FILE,
-        accept=f" --accept {shlex.quote(accept)}" if accept else "",
+        words="".join(f" {name} {shlex.quote(v)}" for name, v in given.items() if v),
     )
     return ("/bin/sh", "-c", text)
 

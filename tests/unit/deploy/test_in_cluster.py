@@ -117,11 +117,11 @@ def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
     assert plan.file.aggregator.address == f"crossfed-fed.{NAMESPACE}.svc:8443"
     assert (plan.has_head, plan.is_head) == (True, False)
     with opened(plan) as deployment:
-        start.up(deployment, accept="12ab $(x)", tell=print)
+        start.up(deployment, accept="12ab $(x)", older="stop", tell=print)
     (job,) = kube_server.created
     assert job["metadata"]["labels"]["crossfed-role"] == "head"
     script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
-    assert "--accept '12ab $$(x)'" in script
+    assert "--accept '12ab $$(x)' --older stop" in script
     given = tmp_path / "bundle"
     given.write_text(json.dumps(launched(job)))
     pod = tmp_path / "pod"
