@@ -205,6 +205,7 @@ docs: $(READY) ## Generate the reference pages from the code
 
 dist: $(READY) ## Build the wheel and the source archive (URL=https://HOST/OWNER/NAME is where they say they are from)
 	CROSSFED_URL="$(URL)" $(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/pin_files.py "$$(ls -t dist/crossfed-*.whl | head -n 1)"
 
 clean: ## Remove what make made
 	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

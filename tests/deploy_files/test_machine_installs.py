@@ -11,6 +11,7 @@ import contextlib
 import functools
 import http.server
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -18,8 +19,8 @@ import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from zipfile import ZipFile
 
+import pin_files
 import pytest
 from integration.test_distribution import (
     wheel as wheel,  # noqa: PLC0414 -- a fixture
@@ -61,7 +62,12 @@ Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg
 """
 # They write down what they are told.
 NOTED = ("systemctl", "shutdown")
-HEAVY = ("torch", "opacus", "dp-accounting", "scikit-learn", "scipy", "matplotlib")
+SMALL = {
+    *("boto3", "botocore", "jmespath", "python-dateutil", "s3transfer", "six"),
+    *("cffi", "cryptography", "google-crc32c", "jinja2", "markupsafe", "pycparser"),
+    *("markdown-it-py", "mdurl", "numpy", "pygments", "rich", "safetensors", "shtab"),
+    *("tomli-w", "urllib3"),
+}
 BEYOND = """
 import socket, sys
 for port in map(int, sys.argv[1:]):
@@ -104,17 +110,17 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def release(wheel: Path, tmp_path: Path) -> Path:
-    """The wheel of ``make dist``, without what it needs of gigabytes."""
+    """The wheel of ``make dist``, which pins only what has no gigabytes."""
     made = tmp_path / "served" / wheel.name
     made.parent.mkdir()
-    with ZipFile(wheel) as old, ZipFile(made, "w") as new:
-        for item in old.infolist():
-            data = old.read(item)
-            if item.filename.endswith("dist-info/METADATA"):
-                needed = tuple(f"Requires-Dist: {name}".encode() for name in HEAVY)
-                lines = data.splitlines(keepends=True)
-                data = b"".join(x for x in lines if not x.startswith(needed))
-            new.writestr(item, data)
+    shutil.copy(wheel, made)
+    texts = {}
+    for name, text in pin_files.pinned().items():
+        blocks = re.findall(r"^\S.*\n(?: .*\n)*", text, re.MULTILINE)
+        small = [block for block in blocks if block.partition("==")[0] in SMALL]
+        assert all("--hash=sha256:" in block for block in small)
+        texts[name] = "".join(small)
+    pin_files.add(made, texts)
     return made
 
 

@@ -1,18 +1,21 @@
 """What ``make dist`` builds works where it is installed, and reads well there."""
 
+import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import venv
+from base64 import urlsafe_b64encode
 from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
+import pin_files
 import pytest
 
 from deploy.cli.new_verb import example_names
 from deploy.fleet.bringing_up import machine_request
-from deploy.fleet.starting import user_data
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = "https://example.org/an-owner/crossfed"
@@ -93,15 +96,25 @@ def test_it_has_the_examples(wheel: Path):
     assert {Path(name).suffix for name in names} == {".md", ".py", ".toml"}
 
 
-def test_it_names_the_versions_that_machines_of_clouds_install(
-    wheel: Path, tmp_path: Path
-):
-    """By the very line that a machine runs."""
-    line = user_data._VERSIONS.format(file=wheel, versions=tmp_path / "versions")
-    line = line.replace("/opt/crossfed/bin/python", sys.executable)
-    output("bash", "-c", line, folder=tmp_path)
-    found = (tmp_path / "versions").read_bytes()
-    assert found == (ROOT / "constraints.txt").read_bytes()
+def test_it_pins_the_files_that_machines_of_clouds_install(wheel: Path, tmp_path: Path):
+    """By versions that were tested, and digests; its own list of files stays whole."""
+    pinned = tmp_path / wheel.name
+    shutil.copy(wheel, pinned)
+    # It would take the index to ask for them.
+    texts = {"crossfed/requirements/base.txt": "a==1 \\\n    --hash=sha256:00\n"}
+    pin_files.add(pinned, texts)
+    with ZipFile(pinned) as archive, ZipFile(wheel) as before:
+        names = archive.namelist()
+        assert sorted(names) == sorted([*before.namelist(), *texts])
+        (record,) = (n for n in names if n.endswith("RECORD"))
+        rows = dict(
+            line.split(",", 1) for line in archive.read(record).decode().splitlines()
+        )
+        assert rows.keys() == {*names}
+        for name in set(names) - {record}:
+            data = archive.read(name)
+            digest = urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+            assert rows[name] == f"sha256={digest.rstrip('=')},{len(data)}", name
 
 
 def test_it_trains_where_it_is_installed(wheel: Path, tmp_path: Path):

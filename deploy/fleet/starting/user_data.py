@@ -2,9 +2,9 @@
 
 Pure: settings in, text out. The machine ends itself after its time whatever else goes
 wrong, installs one release and checks its digest, and says on its console that the
-site is ready, or what failed; ``ComputePool.log`` shows that. A wheel is installed with
-the versions that it names itself, so its digest pins them, too. There are no secrets in
-it, since every program on the machine can read it.
+site is ready, or what failed; ``ComputePool.log`` shows that. A wheel of ``make dist``
+names the files of its dependencies by their digests, so its own pins them, too. There
+are no secrets in it, since every program on the machine can read it.
 
 The machine enrols by its cloud identity, and starts when the operator of the sites has
 signed whom it may trust.
@@ -136,12 +136,6 @@ failed() {{
 }}
 trap 'failed $LINENO' ERR
 """
-# What the wheel was tested with; ``constraints.txt`` of the source.
-_VERSIONS = (
-    "/opt/crossfed/bin/python -c 'import sys, zipfile; "
-    'sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("crossfed/constraints.txt"))'
-    "' {file} > {versions}"
-)
 _FETCH = {
     "https": "curl --fail --silent --show-error --location --proto '=https' --retry 5 "
     "--output {file} {url}",
@@ -377,17 +371,22 @@ def _wheel_steps(release: Release) -> list[str]:
     elif url.scheme == "gs":
         place = f"b/{url.netloc}/o/{quote(url.path.lstrip('/'), safe='')}?alt=media"
         source = shlex.quote(f"https://storage.googleapis.com/storage/v1/{place}")
-    wanted = shlex.quote(f"/var/tmp/{name}[{','.join(release.extras)}]")  # noqa: S108
     check = f"printf '%s  %s\\n' {release.sha256} {file}"
-    versions = "/var/tmp/constraints.txt"  # noqa: S108 -- of a new machine's root
+    unpacked = "/var/tmp/crossfed"  # noqa: S108 -- of a new machine's root
+    files = [f"{unpacked}/crossfed/requirements/{x}.txt" for x in release.extras]
+    files.insert(0, f"{unpacked}/crossfed/requirements/base.txt")
+    pinned = shlex.join(word for each in files for word in ("--requirement", each))
+    pip = "/opt/crossfed/bin/pip install --quiet"
     owned = "-o crossfed-site -g crossfed-site"
     return [
         "systemd-sysusers",
         "python3 -m venv /opt/crossfed",
         _FETCH[url.scheme].format(file=file, url=source),
         f"{check} | sha256sum --check --quiet --strict",
-        _VERSIONS.format(file=file, versions=versions),
-        f"/opt/crossfed/bin/pip install --quiet --constraint {versions} {wanted}",
+        f"/opt/crossfed/bin/python -m zipfile --extract {file} {unpacked}",
+        # Not from source archives, whose own needs nobody has pinned.
+        f"{pip} --only-binary :all: --require-hashes {pinned}",
+        f"{pip} --no-deps {file}",
         _MOUNT_CACHE.format(folder=_CACHE, owner="crossfed-site:crossfed-site"),
         f"install -d -m 700 {owned} {_FOLDER}",
         f"install -m 600 {owned} {_SETTINGS} {_FOLDER}/site.toml",

@@ -185,12 +185,8 @@ def test_bash_reads_the_script(kind: str):
         assert f"podman pull {RELEASES[kind].image}" in lines
         return
     (check,) = (i for i, line in enumerate(lines) if "sha256sum --check" in line)
-    (install,) = (
-        i
-        for i, line in enumerate(lines)
-        if f"{WHEEL}[flower]" in line and "pip" in line
-    )
-    assert check < install
+    (unpack,) = (i for i, line in enumerate(lines) if "zipfile --extract" in line)
+    assert check < unpack
     assert (
         found["/etc/systemd/system/crossfed-site.service"]
         == (UNITS["crossfed-site.service"])
@@ -202,7 +198,7 @@ def test_a_wheel_of_another_digest_is_refused(tmp_path: Path):
     """By the very line that the machine runs."""
     script = files(RELEASES["https"])["/usr/local/sbin/crossfed-start"]
     (line,) = (line for line in script.splitlines() if "sha256sum" in line)
-    assert script.index("sha256sum") < script.index("zipfile")
+    assert script.index("sha256sum") < script.index("zipfile --extract")
     wheel = tmp_path / WHEEL
     wheel.write_bytes(b"another")
     (place,) = re.findall(rf"/\S+/{WHEEL}", line)
@@ -375,12 +371,24 @@ def test_an_image_that_has_all_is_left_as_it_is(kind: str, tmp_path: Path):
     assert words == ["find", "apt-get", "apt-get", "went", "on"]
 
 
-def test_versions_are_those_of_the_wheel():
-    """Its digest pins them, too; the image has its own."""
+def test_files_are_those_that_the_wheel_names():
+    """Its digest pins them, too; of a source archive nothing would."""
     lines = files(RELEASES["gs"])[SCRIPT].splitlines()
-    (install,) = (i for i, x in enumerate(lines) if "[flower]" in x)
-    assert "--constraint /var/tmp/constraints.txt" in lines[install]
-    assert "crossfed/constraints.txt" in lines[install - 1]
+    (check,) = (i for i, x in enumerate(lines) if "sha256sum" in x)
+    unpacked = "/var/tmp/crossfed"  # noqa: S108 -- of a new machine
+    lists = " ".join(
+        f"--requirement {unpacked}/crossfed/requirements/{name}.txt"
+        for name in ("base", "flower")
+    )
+    pip = "/opt/crossfed/bin/pip install --quiet"
+    assert lines[check + 1 : check + 4] == [
+        (
+            "/opt/crossfed/bin/python -m zipfile --extract "
+            f"{unpacked[:9]}{WHEEL} {unpacked}"
+        ),
+        f"{pip} --only-binary :all: --require-hashes {lists}",
+        f"{pip} --no-deps {unpacked[:9]}{WHEEL}",
+    ]
 
 
 @pytest.mark.parametrize(
