@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clients.user_code import sentence, unable_to_exit
 from federation.clock import SystemClock
+from federation.errors import JobError
 from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
 from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
@@ -30,7 +31,8 @@ def load_job(
     """Load and check a job.
 
     Args:
-        source: Path of a job file; TOML text, which has a line break; nested mappings;
+        source: Path of a job file; TOML text, which has a line break; nested mappings,
+            where a function or class may stand for its name, such as that of a model;
             or another job. Files that it names, such as ``./my_model.py:net``, are
             relative to the job file, or to the working folder.
         overrides: Values that replace others, by dotted key, for example
@@ -44,6 +46,7 @@ def load_job(
     document, folder = read(source)
     for key, value in {**(overrides or {}), **keys}.items():
         job_file.override(document, key, value)
+    document = _named(document, "")
     code_files.pin(document, folder)
     job = job_file.parse(document)
     if job.model.weights is None:
@@ -51,6 +54,29 @@ def load_job(
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
 
     return pinned(job, folder)
+
+
+def _named(value: Any, key: str) -> Any:
+    """Replace functions and classes in a job's document by their names.
+
+    Raises:
+        JobError: A process that runs the job could not find one of them by its name.
+    """
+    if isinstance(value, Mapping):
+        return {n: _named(each, f"{key}.{n}".lstrip(".")) for n, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(each, f"{key}[{at}]") for at, each in enumerate(value)]
+    if not callable(value):
+        return value
+    module = str(getattr(value, "__module__", ""))
+    name = str(getattr(value, "__qualname__", ""))
+    if getattr(sys.modules.get(module), name, None) is not value:
+        raise JobError(
+            f"{value!r:.80} is not at the top of a module, where a run finds it by its "
+            "name: define a function or class there, and give its arguments in options",
+            key=key,
+        )
+    return f"{module}:{name}"
 
 
 def read(source: Source) -> tuple[dict[str, Any], Path]:

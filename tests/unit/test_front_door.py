@@ -2,9 +2,11 @@
 
 import ast
 import doctest
+import functools
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import crossfed
 from federation import OURS
 from federation.errors import JobError, RunNotFound
 from federation.job import job_file
+from federation.job.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = small_job(num_sites=2, rounds=4)
@@ -89,6 +92,61 @@ def test_an_override_of_none_removes_a_key():
 def test_an_unknown_override_names_its_key():
     with pytest.raises(JobError, match=r"training\.optimiser: unknown key"):
         crossfed.load_job(JOB, {"training.optimiser.lr": 0.1})
+
+
+class Net(torch.nn.Linear):
+    """A model of this module's own."""
+
+
+def test_a_function_or_class_stands_for_its_name():
+    """In a dictionary, an override, or a job that Python has made."""
+    document = job_file.document(JOB)
+    options = {"in_features": 4, "out_features": 3}
+    document["model"] = {"factory": Net, "options": options}
+    expected = f"{__name__}:Net"
+    assert crossfed.load_job(document).model.factory == expected
+    changed = {"model.factory": Net, "model.options": options}
+    assert crossfed.load_job(JOB, changed).model.factory == expected
+    spec = replace(JOB, model=ModelSpec(factory=Net, options=options))  # type: ignore[arg-type]
+    result = crossfed.simulate(spec, rounds=1)
+    assert set(result.state_dict()) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("kind", ["closure", "lambda", "instance", "partial"])
+def test_what_no_run_could_find_by_its_name_is_refused(kind: str):
+    def closure() -> Net:
+        return Net(4, 3)
+
+    factory = {
+        "closure": closure,
+        "lambda": lambda: Net(4, 3),
+        "instance": Net(4, 3),
+        "partial": functools.partial(Net, 4, 3),
+    }[kind]
+    with pytest.raises(JobError, match=r"^model.factory: .*top of a module"):
+        crossfed.load_job(JOB, {"model.factory": factory})
+
+
+@pytest.mark.slow
+def test_a_script_gives_its_own_functions(tmp_path: Path):
+    """They are in ``__main__``, which a run here finds, too."""
+    code = f"""
+import crossfed, numpy, torch
+
+class Net(torch.nn.Linear):
+    pass
+
+def records():
+    inputs = numpy.eye(8, 4, dtype="float32")
+    return (inputs, inputs.argmax(1)), (inputs, inputs.argmax(1))
+
+job = {job_file.document(JOB)!r}
+job["model"] = {{"factory": Net, "options": {{"in_features": 4, "out_features": 4}}}}
+job["data"]["source"] = records
+job["data"].pop("options", None)
+print(crossfed.simulate(job).status)
+"""
+    assert python(code, tmp_path) == "completed\n"
 
 
 def test_history_has_a_row_for_each_round():

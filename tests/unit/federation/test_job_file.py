@@ -1,5 +1,6 @@
 """Job files: what is read, what is refused, and what comes back."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,32 @@ def test_all_faults_are_named_at_once():
     ]
 
 
-def test_a_stranger_cannot_ask_for_many_faults():
-    """Each unknown key is compared with all others."""
-    error = refusal({f"key{index}": 1 for index in range(50_000)})
-    assert len(str(error).splitlines()) == 10
+def test_faults_of_several_rules_come_in_their_order():
+    error = refusal(
+        {
+            "training": {"local_steps": 1, "local_epochs": 1},
+            "evaluation": {"every": 0},
+            "aggregation": {"weights": "dynamic"},
+        }
+    )
+    assert [line.split(": ")[0] for line in str(error).splitlines()] == [
+        "training.local_steps",
+        "also aggregation.weights",
+    ]
+
+
+def test_a_stranger_cannot_ask_for_many_faults(monkeypatch: pytest.MonkeyPatch):
+    """Each unknown key is compared with all known ones."""
+    compared: list[str] = []
+    nearest = difflib.get_close_matches
+
+    def counted(word: str, *others: Any, **options: Any) -> list[str]:
+        compared.append(word)
+        return nearest(word, *others, **options)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    error = refusal({f"key{index}": 1 for index in range(1000)})
+    assert len(str(error).splitlines()) == len(compared) == 10
 
 
 @pytest.mark.parametrize(
