@@ -8,7 +8,8 @@ small message of ours is put there *whole*. Its tree is one object, which stands
 message, and which is announced, but neither pushed nor pulled.
 
 Only our own nodes look for content there. So only tasks go whole, which no other node
-is asked, and a node answers in the form in which it was asked.
+is asked, and a node answers in the form in which it was asked. A SuperLink of Flower
+1.43 keeps no content: there, every message travels in objects.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from flwr.app import Error, Message, RecordDict
 
 from cloud_adapters.flower.private.messages import (
+    KEEPS_CONTENT,
     ErrorCode,
     InflatableObject,
     Message as MessageProto,
@@ -55,6 +57,7 @@ class Parcel:
 def pack(message: Message, *, whole: bool) -> Parcel:
     """Name a message, and divide it into its objects."""
     with no_object_id_recompute():
+        whole = whole and KEEPS_CONTENT
         root = _stub(message) if whole else message
         objects = {} if whole else get_all_nested_objects(root)
         message.metadata.__dict__["_message_id"] = root.object_id

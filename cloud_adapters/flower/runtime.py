@@ -26,10 +26,10 @@ from cloud_adapters.flower.private.messages import (
 from cloud_adapters.flower.private.runtime import (
     ConfirmMessageReceivedRequest,
     HttpGrid,
-    PullAppMessagesRequest,
     PullObjectRequest,
     PushAppMessagesRequest,
     RuntimeHttpClient,
+    pull_request,
 )
 
 
@@ -87,9 +87,7 @@ class RuntimeGrid(HttpGrid):
         # A SuperLink reports each answer only once.
         asked = [name for name in message_ids if name not in self._arriving]
         if asked:
-            found = self._runtime_client.PullMessages(
-                PullAppMessagesRequest(message_ids=asked)
-            )
+            found = self._runtime_client.PullMessages(pull_request(asked))
             for message, tree in zip(
                 found.messages_list, found.message_object_trees, strict=True
             ):

@@ -23,6 +23,7 @@ from fastapi import HTTPException
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
+from cloud_adapters.flower.private.messages import KEEPS_CONTENT
 from cloud_adapters.flower.private.superlink import (
     SUPERLINK_NODE_ID,
     LinkState,
@@ -59,6 +60,26 @@ CREATE TABLE IF NOT EXISTS crossfed_answers (
     bytes INTEGER NOT NULL
 )
 """
+
+_WAITING = (
+    "SELECT DISTINCT a.message_id, a.question_id, o.object_id IS NULL, "
+    "i.created_at + i.ttl FROM crossfed_answers a "
+    "LEFT JOIN objects o ON o.object_id = a.message_id "
+    "LEFT JOIN message_ins i ON i.message_id = a.question_id "
+    "WHERE a.node_id = :node"
+)
+_ASKED = "SELECT dst_node_id FROM message_ins WHERE message_id = :question"
+_EMPTIED: tuple[str, ...] = (
+    "UPDATE message_res SET content = x'' WHERE message_id = :message",
+    "UPDATE message_ins SET content = x'' WHERE message_id = :question",
+)
+if not KEEPS_CONTENT:  # And a question stays when its answer has been collected.
+    _WAITING = _WAITING.replace("message_ins", "message")
+    _ASKED = (
+        "SELECT dst_node_id FROM message q WHERE message_id = :question AND NOT EXISTS "
+        "(SELECT 1 FROM message WHERE reply_to_message_id = q.message_id AND cleared)"
+    )
+    _EMPTIED = ()
 
 
 def run_superlink(arguments: Sequence[str]) -> None:
@@ -258,10 +279,7 @@ def _check_name(session: Session, request: PushMessagesRequest) -> None:
         )
     if metadata.message_id != request.message_object_trees[0].object_id:
         raise HTTPException(_CONFLICT, "an answer must be announced under its own id")
-    asked = session.scalar(
-        text("SELECT dst_node_id FROM message_ins WHERE message_id = :question"),
-        {"question": metadata.reply_to_message_id},
-    )
+    asked = session.scalar(text(_ASKED), {"question": metadata.reply_to_message_id})
     if asked != uint64_to_int64(request.node.node_id):
         raise HTTPException(
             _CONFLICT, "this node was not asked this, or its answer is too late"
@@ -313,24 +331,16 @@ def _tidy(session: Session, state: LinkState, node_id: int) -> None:
 
     Flower keeps both until the run ends.
     """
-    rows = session.execute(
-        text(
-            "SELECT DISTINCT a.message_id, a.question_id, o.object_id IS NULL, "
-            "i.created_at + i.ttl FROM crossfed_answers a "
-            "LEFT JOIN objects o ON o.object_id = a.message_id "
-            "LEFT JOIN message_ins i ON i.message_id = a.question_id "
-            "WHERE a.node_id = :node"
-        ),
-        {"node": uint64_to_int64(node_id)},
-    ).all()
+    rows = session.execute(text(_WAITING), {"node": uint64_to_int64(node_id)}).all()
     for message, question, is_collected, until in rows:
         if not is_collected and until is not None and until > now().timestamp():
             continue
-        if not is_collected:
+        if not is_collected and KEEPS_CONTENT:
             state.object_store.delete(message)
+        elif not is_collected:
+            state.cancel_messages(message_ids=[message])
         for statement in (
-            "UPDATE message_res SET content = x'' WHERE message_id = :message",
-            "UPDATE message_ins SET content = x'' WHERE message_id = :question",
+            *_EMPTIED,
             "DELETE FROM crossfed_answers WHERE message_id = :message",
         ):
             session.execute(text(statement), {"message": message, "question": question})

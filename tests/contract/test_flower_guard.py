@@ -255,6 +255,8 @@ def test_middleware_of_an_interface_sees_its_requests_alone(
 ):
     """All of them: a node is authenticated before every call of a site."""
     kinds = _middleware(monkeypatch)
+    if name == "RuntimeTracingMiddleware" and name not in kinds:
+        return  # Flower 1.43 has none.
     seen, past = set(), set()
 
     async def dispatch(request: Any, _: Any) -> Any:
@@ -274,7 +276,9 @@ def test_middleware_of_an_interface_sees_its_requests_alone(
 
 def test_every_middleware_is_known(monkeypatch: pytest.MonkeyPatch):
     """A new version of Flower may have one more, which has to be looked at."""
-    assert len(_middleware(monkeypatch)) == 9
+    kinds = _middleware(monkeypatch)
+    # Flower 1.43 has one less.
+    assert len(kinds) == 8 + ("RuntimeTracingMiddleware" in kinds)
 
 
 TYPE = ("Content-Type", "application/protobuf")

@@ -236,7 +236,6 @@ def test_classes_have_what_we_call(path: str, calls: str):
         ),
         ("runtime.ConfirmMessageReceivedRequest", "node run_id message_object_id"),
         ("runtime.PullObjectRequest", "node run_id object_id"),
-        ("runtime.PullAppMessagesRequest", "message_ids"),
         ("runtime.PushAppMessagesRequest", "messages_list message_object_trees"),
         ("control.StartRunRequest", "fab override_config"),
         ("control.StopRunRequest", "run_id"),
@@ -381,3 +380,10 @@ def test_tables_have_what_the_gate_reads_and_writes(table: str, columns: str):
     assert not missing, advice(
         "superlink", f"the table {table} has no {sorted(missing)}"
     )
+
+
+def test_answers_are_asked_for_by_the_messages_that_they_answer():
+    """A list without a name would be no filter: every answer of the run."""
+    request = find("runtime.pull_request")(["a", "b"])
+    ((_, found),) = request.ListFields()
+    assert list(getattr(found, "vals", found)) == ["a", "b"]

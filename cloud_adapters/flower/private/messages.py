@@ -11,6 +11,7 @@ from flwr.common.serde import (
 )
 from flwr.proto.message_pb2 import Message as Message, ObjectTree as ObjectTree
 from flwr.proto.node_pb2 import Node as Node, NodeInfo as NodeInfo
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.inflatable.inflatable_object import (
     InflatableObject as InflatableObject,
     get_all_nested_objects as get_all_nested_objects,
@@ -30,3 +31,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects as push_objects,
 )
 from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
+
+# Up to 1.42 the SuperLink keeps what is in an envelope, and questions and answers in two
+# tables; from 1.43 on, metadata alone, in one. The request was changed with them.
+KEEPS_CONTENT = "message_ids" in PullAppMessagesRequest.DESCRIPTOR.fields_by_name

@@ -1,6 +1,7 @@
 """Runtime: the coordinator's grid, and the process that it runs in."""
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from flwr.proto.message_pb2 import (
@@ -18,6 +19,16 @@ from flwr.supercore.logger import (
 from flwr.supercore.runtime import RuntimeHttpClient as RuntimeHttpClient
 from flwr.superlink.grid import http_grid as http_grid
 from flwr.superlink.grid.http_grid import HttpGrid as HttpGrid
+
+from cloud_adapters.flower.private.messages import KEEPS_CONTENT
+
+
+def pull_request(message_ids: Iterable[str]) -> Any:
+    """Ask for the answers to some messages; Flower 1.43 calls them by another name."""
+    if KEEPS_CONTENT:
+        return PullAppMessagesRequest(message_ids=message_ids)
+    request: Any = PullAppMessagesRequest
+    return request(reply_to_message_ids={"vals": list(message_ids)})
 
 
 def serverapp_module() -> Any:

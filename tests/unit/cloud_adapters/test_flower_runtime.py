@@ -84,7 +84,9 @@ class FakeSuperLink:
         return PushObjectResponse(stored=True)
 
     def PullMessages(self, request: Any) -> Any:  # noqa: N802
-        self.asked.append(list(request.message_ids))
+        # The field's name and form differ between versions of Flower.
+        ((_, names),) = request.ListFields()
+        self.asked.append(list(getattr(names, "vals", names)))
         found, self.answers = self.answers, []
         return PullAppMessagesResponse(
             messages_list=[parcel.envelope for parcel in found],
@@ -113,8 +115,9 @@ class FakeSuperLink:
 
 
 @pytest.fixture
-def link() -> FakeSuperLink:
-    """A run of a SuperLink."""
+def link(monkeypatch: pytest.MonkeyPatch) -> FakeSuperLink:
+    """A run of a SuperLink that keeps what is in envelopes, as up to Flower 1.42."""
+    monkeypatch.setattr(flower_envelope, "KEEPS_CONTENT", True)
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     return FakeSuperLink()
 
