@@ -203,15 +203,19 @@ def newest_folder(job: JobSpec, root: Path, *, unfinished: bool = True) -> Path:
             name
             for name in (names if unfinished else ())
             if not (name in here and here[name].is_ended())
-            and not (name in there and _is_ended(there[name], name))
+            and (name not in there or _is_left(there[name], name))
         )
         return root / job.name / next(left, names[0])
 
 
-def _is_ended(store: ObjectStore, name: str) -> bool:
+def _is_left(store: ObjectStore, name: str) -> bool:
+    """Whether a run in a bucket has rounds left for a simulation."""
     key = f"{name}/events.jsonl"
-    start = max(0, store.stat(key).size - LAST_BYTES)
-    return ends_run(store.read(key, start=start))
+    size = store.stat(key).size
+    # No text in JSON has such quotes.
+    if b'"engine": "deployed"' in store.read(key, length=min(size, LAST_BYTES)):
+        return False
+    return not ends_run(store.read(key, start=max(0, size - LAST_BYTES)))
 
 
 def fetch(job: JobSpec, run: RunFolder) -> None:

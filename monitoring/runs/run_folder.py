@@ -117,6 +117,7 @@ class RunFolder:
 
     def is_ended(self) -> bool:
         """Whether nothing is left to do, by the last line of the record."""
+        # Who resumes the run is told what cannot be read.
         with contextlib.suppress(OSError), self.events.open("rb") as file:
             file.seek(max(0, self.events.stat().st_size - LAST_BYTES))
             return ends_run(file.read())

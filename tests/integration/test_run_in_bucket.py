@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +202,12 @@ def test_the_newer_run_is_resumed(tables: Any, tmp_path: Path):
     store.put("20260401-000000-aaaaaa/checkpoints/blob", [b"x"])
     store.close()
     assert run_store.newest_folder(job, tmp_path).name == "20260301-000000-aaaaaa"
-    finished = "".join(f"{to_line(event)}\n" for event in event_samples.two_sites(2))
+    events = event_samples.two_sites(2)
+    finished = "".join(f"{to_line(event)}\n" for event in events)
+    deployed = to_line(replace(events[0], engine="deployed"))  # type: ignore[call-arg]
     with contextlib.closing(run_store.open_bucket(job)) as again:
         again.put("20260301-000000-aaaaaa/events.jsonl", [finished.encode()])
+        again.put("20260301-000000-bbbbbb/events.jsonl", [deployed.encode()])
     assert run_store.newest_folder(job, tmp_path).name == "20260101-000000-aaaaaa"
     newer = tmp_path / "small" / "20260302-000000-aaaaaa"
     newer.mkdir(parents=True)
