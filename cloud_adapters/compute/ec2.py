@@ -109,7 +109,7 @@ class Ec2Pool:
                     f"launch {spec.name} ({spec.machine}) in {zone}",
                     **_request(spec, digest, subnet),
                     ImageId=image,
-                    BlockDeviceMappings=[_disk(root, spec.disk_gb)],
+                    BlockDeviceMappings=[_disk(root, spec)],
                     ClientToken=hashlib.sha256(f"{token}/{zone}".encode()).hexdigest(),
                 )
             except (NoCapacity, MachineRefused) as error:
@@ -460,11 +460,13 @@ def _leads_out(route: Answer) -> bool:
     return route.get("State") == "active" and has_addresses and not is_useless
 
 
-def _disk(device: str, size_gb: int) -> Answer:
+def _disk(device: str, spec: NodeSpec) -> Answer:
+    key = {"KmsKeyId": spec.disk_key} if spec.disk_key else {}
     return {
         "DeviceName": device,
         "Ebs": {
-            "VolumeSize": size_gb,
+            **key,
+            "VolumeSize": spec.disk_gb,
             "VolumeType": "gp3",
             "Encrypted": True,
             "DeleteOnTermination": True,

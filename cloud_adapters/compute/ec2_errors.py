@@ -40,8 +40,11 @@ NOT_IN_ZONE = "Unsupported"
 ACTIONS = (
     "ec2:CreateTags",
     "ec2:DescribeImages",
+    "ec2:DescribeInstanceTypeOfferings",
+    "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeRouteTables",
+    "ec2:DescribeSpotPriceHistory",
     "ec2:DescribeSubnets",
     "ec2:DescribeVpcEndpoints",
     "ec2:GetConsoleOutput",
@@ -111,6 +114,16 @@ _ROWS: Mapping[Refusal, str] = {
     ): "UnauthorizedOperation AccessDenied AccessDeniedException",
     Refusal(
         ComputeForbidden,
+        "the account has no role for spot machines yet: create it once (aws iam "
+        "create-service-linked-role --aws-service-name spot.amazonaws.com), or allow "
+        "iam:CreateServiceLinkedRole",
+    ): "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+    Refusal(
+        ComputeForbidden,
+        "the organisation's policy of tags refuses them: correct tags",
+    ): "TagPolicyViolation",
+    Refusal(
+        ComputeForbidden,
         "the account is not ready for EC2 in this region: sign in to the console and "
         "complete or verify it",
     ): "OptInRequired PendingVerification Blocked AccountDisabled",
@@ -147,6 +160,12 @@ _KINDS: Mapping[str, Refusal] = {
     "InvalidSecurityGroupID": Refusal(
         MachineRefused,
         "there is no such security group in this network: correct firewalls",
+    ),
+    "InvalidKMSKey": Refusal(
+        MachineRefused,
+        "the key of the disk cannot be used: correct disk_key, enable the key, and let "
+        "these credentials use it (kms:CreateGrant, kms:DescribeKey, kms:Decrypt, "
+        "kms:GenerateDataKeyWithoutPlaintext)",
     ),
     "InvalidZone": Refusal(
         MachineRefused, "there is no such zone in this region: correct zones"

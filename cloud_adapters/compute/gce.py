@@ -398,6 +398,9 @@ def _instance(place: _GceLaunch, zone: str) -> dict[str, Any]:
         "disks": [
             {
                 "boot": True,
+                "disk_encryption_key": {"kms_key_name": spec.disk_key}
+                if spec.disk_key
+                else None,
                 "auto_delete": True,
                 "initialize_params": {
                     "source_image": spec.image,

@@ -48,8 +48,10 @@ _MACHINE = Refusal(
 )
 _FORBIDDEN = Refusal(
     ComputeForbidden,
-    "these credentials may not do this: grant roles/compute.instanceAdmin.v1 in the "
-    "project, and roles/iam.serviceAccountUser on the nodes' service account",
+    "these credentials may not do this: grant roles/compute.instanceAdmin.v1 and "
+    "roles/compute.networkViewer in the project, roles/iam.serviceAccountUser on the "
+    "nodes' service account, and for disk_key the project's Compute Engine service "
+    "agent roles/cloudkms.cryptoKeyEncrypterDecrypter on that key",
 )
 _DISABLED = Refusal(
     ComputeForbidden,
@@ -84,6 +86,7 @@ _CODES: Mapping[str, Refusal] = {
         NoCapacity, "the subnet has no free addresses: name another one"
     ),
     "QUOTA_EXCEEDED": _QUOTA,
+    "GPU_QUOTA": _QUOTA,
     "quotaExceeded": _QUOTA,
     "LIMIT_EXCEEDED": _QUOTA,
     "RESOURCE_NOT_FOUND": _MACHINE,
@@ -127,6 +130,8 @@ def translate(error: Exception, doing: str) -> ComputeError:
         status = int(error.code or 0)
         fallback = _BUSY if status >= _SERVER_ERRORS else _REFUSED
         row = _of_code(reason) or _STATUSES.get(status) or fallback
+        if row is _FORBIDDEN and "Constraint constraints/" in error.message:
+            row = _POLICY
         return row.told(doing, f"{status} {reason} {_safe(error.message)}")
     if isinstance(error, api.RetryError) and isinstance(error.cause, Exception):
         return translate(error.cause, doing)

@@ -129,6 +129,8 @@ class NodeSpec:
         gpus: Number of its GPUs.
         image: What it starts from, by the cloud's name for it.
         disk_gb: Size of its encrypted disk.
+        disk_key: Key of the cloud's key service that encrypts it; empty for the key
+            that the cloud takes.
         identity: Who its programs are to the cloud: an instance profile or the address
             of a service account. Empty for none.
         subnets: Where it is connected: one in each zone on AWS, one of the region on
@@ -159,6 +161,7 @@ class NodeSpec:
     user_data: str = ""
     image: str = ""
     disk_gb: int = 50
+    disk_key: str = ""
     identity: str = ""
     subnets: Sequence[str] = ()
     firewalls: Sequence[str] = ()

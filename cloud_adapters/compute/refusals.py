@@ -1,5 +1,6 @@
 """The refusals of a compute service as this product's errors, with their messages."""
 
+import re
 from dataclasses import dataclass
 
 from federation.errors import ComputeError, ComputeUnavailable, NoCapacity
@@ -7,7 +8,9 @@ from federation.errors import ComputeError, ComputeUnavailable, NoCapacity
 PASSING = (ComputeUnavailable, NoCapacity)
 """Faults of a cloud that pass without a person: throttling, outages, no capacity."""
 
-_MAX_WORDS = 300  # Some services append kilobytes that help no reader.
+# Why something is refused stands last, behind long names of resources and persons.
+_MAX_CHARS = 1500
+_BLOB = re.compile(r"(Encoded authorization failure message: )?[\w+/=-]{200,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,5 +32,5 @@ class Refusal:
             doing: What was being done, and where: ``launch site-a in us-east-1a``.
             said: What the service says.
         """
-        words = " ".join(said.split())[:_MAX_WORDS]
+        words = _BLOB.sub("", " ".join(said.split())).strip()[:_MAX_CHARS]
         return self.error(f"cannot {doing}: {self.advice} ({words})")

@@ -74,7 +74,7 @@ def request(
         return pod_sites.request(deployment, site, document, invitation)
     spec = NodeSpec(
         name=f"{SITE_PREFIX}{site.name}",
-        labels={},
+        labels=machine.tags,
         max_seconds=deployment.max_seconds,
         machine=machine.type,
         zones=machine.zones,
@@ -83,6 +83,7 @@ def request(
         gpus=gpus,
         image=machine.image or IMAGES[site.provider],
         disk_gb=machine.disk_gb,
+        disk_key=machine.disk_key,
         identity=machine.identity,
         subnets=machine.subnets,
         firewalls=machine.firewalls,
@@ -101,7 +102,7 @@ def request(
     text = text_of(spec.max_seconds)
     # Where it runs may differ; what it is and does may not.
     kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
-    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}".encode()
+    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}{spec.disk_key}".encode()
     return NodeRequest(site.pool, replace(spec, user_data=text), read, text_of)
 
 

@@ -1,5 +1,7 @@
 """What is wrong in a table ``[[sites]]`` of the deployment file."""
 
+import re
+
 from cloud_adapters.compute.machine_types import RequiresSpec
 from cloud_adapters.compute.pool import Market
 from deploy.fleet.tables import cluster_spec
@@ -30,6 +32,8 @@ _NOT_IN_CLUSTERS = {
     "requires": "state what the pod gets in cluster, and type if it matters",
     "image": "it runs release.image",
     "role": "its service account may have one, and identity names that",
+    "disk_key": "its storage class decides",
+    "tags": "label its namespace",
     "subnets": "it has the network of its cluster",
     "firewalls": "the namespace's network policies filter its traffic",
 }
@@ -105,6 +109,7 @@ def _check_cloud(site: SiteMachine, table: str) -> None:
             raise JobError(
                 f"is missing for provider {site.provider}", key=f"{table}.{name}"
             )
+    _check_tags(site, table)
     for zone in machine.zones:
         if not zone.startswith(machine.region):
             raise JobError(
@@ -113,6 +118,18 @@ def _check_cloud(site: SiteMachine, table: str) -> None:
     _check_accelerator(site, table, is_open=is_open)
     if site.provider == GCP and len(machine.subnets) > 1:
         raise JobError("names more than one for a region", key=f"{table}.subnets")
+
+
+def _check_tags(site: SiteMachine, table: str) -> None:
+    for name in site.machine.tags:
+        # Both clouds' own and ours, by which machines are found again.
+        if re.match(r"crossfed-|aws:|name$", name, re.IGNORECASE) or (
+            site.provider == GCP and not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", name)
+        ):
+            raise JobError(
+                f"{name!r} is reserved, or no name of a label in {site.provider}",
+                key=f"{table}.tags",
+            )
 
 
 def _check_accelerator(site: SiteMachine, table: str, *, is_open: bool) -> None:

@@ -3,6 +3,7 @@
 What would be wrong in one is in ``site_checks``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from clients.privacy.policy_spec import PolicySpec
@@ -70,6 +71,12 @@ class CloudMachine:
             amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer; one
             with GPUs needs an image with NVIDIA's driver, so it has no default.
         disk_gb: Size of its encrypted disk.
+        disk_key: Your own key for it: the id or ARN of a key of AWS KMS, or
+            `projects/P/locations/L/keyRings/R/cryptoKeys/K` on Google Cloud. By
+            default, the cloud's own key.
+        tags: Names and values that your organisation wants on all that costs: tags of
+            machine, disk and network interface on AWS, labels of machine and disk on
+            Google Cloud.
         identity: Who its programs are to the cloud: the name of an instance profile on
             AWS, the address of a service account on Google Cloud. The machine proves
             by it who it is.
@@ -97,6 +104,8 @@ class CloudMachine:
     market: str = key(default=Market.ON_DEMAND.value, choices=MARKETS)
     image: str = ""
     disk_gb: int = key(default=50, low=10, high=16384)
+    disk_key: str = ""
+    tags: Mapping[str, str] = key(default={})
     identity: str = ""
     role: str = ""
     subnets: tuple[str, ...] = ()

@@ -318,6 +318,8 @@ def test_the_actions_that_are_named_suffice(
     def use(token: str) -> None:
         with contextlib.suppress(MachineRefused):
             pool.check_route(spec(zones=ZONES[:1], subnets=(closed,)))
+        pool.machine_types(["m5.large"], ZONES)
+        pool.spot_prices("m5.large", ZONES, 0.0)
         node = pool.launch(spec(), token)
         pool.log(node.id)
         pool.terminate([node.id])
@@ -479,3 +481,25 @@ def test_subnets_without_a_way_out_are_refused(ec2_server: Ec2Server):
         SubnetIds=[closed],
     )
     ask(closed)
+
+
+def test_why_something_is_refused_is_not_cut():
+    """It stands behind names of any length, and before kilobytes that say nothing."""
+    person = f"arn:aws:sts::{s3_server.ACCOUNT}:assumed-role/{'r' * 64}/{'p' * 64}"
+    words = (
+        f"You are not authorized to perform this operation. User: {person} is not "
+        f"authorized to perform: ec2:RunInstances on resource: {person}"
+        " with an explicit deny in a service control policy. Encoded authorization "
+        f"failure message: {'A1b_-2' * 400}"
+    )
+    answer = {"Error": {"Code": "UnauthorizedOperation", "Message": words}}
+    told = str(ec2_errors.translate(ClientError(answer, "RunInstances"), "launch a"))
+    assert told.endswith("explicit deny in a service control policy.)")
+    for code, advice in (
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", "create-service-linked"),
+        ("TagPolicyViolation", "correct tags"),
+        ("InvalidKMSKey.InvalidState", "correct disk_key"),
+    ):
+        answer = {"Error": {"Code": code, "Message": "m"}}
+        found = ec2_errors.translate(ClientError(answer, "RunInstances"), "launch a")
+        assert advice in str(found), code

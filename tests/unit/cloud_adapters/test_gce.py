@@ -376,3 +376,16 @@ def test_networks_without_a_way_out_are_refused(gce_server: FakeGce):
         {"network": f"{network}/own", "bgpPeers": [{"name": "office"}]}
     ]
     ask("own-others")
+
+
+def test_a_policy_is_no_lack_of_rights():
+    """Compute Engine answers both with the same status."""
+    reason = [{"reason": "forbidden"}]
+    words = "Constraint constraints/compute.restrictCloudNATUsage violated"
+    found = gce_errors.translate(api.Forbidden(words, errors=reason), "launch a")
+    assert "organisation's policy" in str(found)
+    lacking = api.Forbidden("Required 'compute.x' permission", errors=reason)
+    for role in ("networkViewer", "instanceAdmin", "serviceAccountUser"):
+        assert role in str(gce_errors.translate(lacking, "launch a"))
+    quota = gce_errors.of_operation([("GPU_QUOTA", "x")], "launch a")
+    assert isinstance(quota, QuotaReached)
