@@ -5,7 +5,7 @@ returned: its optimiser, schedule, clipping, precision, collator, ``compute_loss
 callbacks. The job decides which records a batch has, so that epochs go on from round to
 round; optimiser state starts afresh with each, and the schedule runs over all steps of
 the run. Such a loop computes no gradients of single records, so record-level privacy
-refuses it; see ADR 69.
+refuses it; see docs/adr/models-and-objectives.md.
 """
 
 import copy

@@ -204,7 +204,7 @@ class DeployedRun:
             return self._record.keep(partial(self._coordinate, grid))
 
     def _known_anchors(self) -> Mapping[SiteId, LedgerAnchor]:
-        """How many charges each site's ledger must hold: see ADR 27."""
+        """How many charges each site's ledger must hold."""
         if not self._begun or not self._job.privacy.differential_privacy.enabled:
             return {}
         checkpoints = self._assembly.checkpoints()

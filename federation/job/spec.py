@@ -690,7 +690,7 @@ class JobSpec:
     def continues_rounds(self) -> bool:
         """Whether a site may go on with a round that it began before.
 
-        With secure aggregation a site answers a round once (ADR 11). With differential
+        With secure aggregation a site answers a round once. With differential
         privacy every attempt is charged as a whole round: steps of the first one are
         discarded, have released nothing, and stay charged. Steps that were taken ahead
         of a round begin with what only one process has. A loop of the user's cannot

@@ -40,7 +40,7 @@ def modules(parts: Iterable[ast.AST]) -> set[str]:
 
 
 def test_private_modules_of_flower_are_imported_in_one_folder():
-    """As the decision on nodes says (docs/adr/0017)."""
+    """As the decision on nodes says (docs/adr/wire-and-flower.md)."""
     files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     found = {
         path.relative_to(ROOT).as_posix()
