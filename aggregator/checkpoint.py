@@ -40,7 +40,6 @@ from federation.errors import (
 )
 from federation.events import CheckpointSkipped, Emit
 from federation.ids import SiteId
-from federation.job import job_digest
 from federation.job.job_file import differences
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import (
@@ -255,22 +254,15 @@ class RunCheckpoints:
                 f"{manifest.key} belongs to the run {manifest.run_id!r}, not to "
                 f"{self.run_id!r}; resume that run, or start in an empty folder"
             )
-        # Older releases wrote keys that decide nothing, too.
-        theirs = job_digest.what_decides(manifest.job)
+        theirs = dict(manifest.job)
         if theirs.get("rounds") in self.rounds_before:
             theirs["rounds"] = self.job.get("rounds")
-        found = differences(job_digest.what_decides(self.job), theirs)
+        found = differences(self.job, theirs)
         if found:
             raise CheckpointMismatch(
                 f"the run was started with a different job: {'; '.join(found)} "
                 f"(there: {manifest.key}). Set these keys back to resume, extend the "
                 "run (--extend ROUNDS) if it is to have more rounds, or start a new run"
-            )
-        if self.layout.num_frozen and not manifest.layout.num_frozen:
-            raise CheckpointMismatch(
-                f"{manifest.key} was written by an earlier release, which sent "
-                "parameters that require no gradient: resume the run with that "
-                "release, or start a new run"
             )
         self.layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 

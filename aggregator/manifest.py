@@ -29,9 +29,6 @@ from federation.protocols import (
 from federation.vectors import Layout, Role
 
 FORMAT = 6
-# Of earlier releases: 5 has no members, so that all sites have joined; 4 no
-# suspicions, 3 no frozen tensors, 2 no anchors.
-_READABLE = frozenset({2, 3, 4, 5, FORMAT})
 MAX_MANIFEST_BYTES = 64 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -227,7 +224,7 @@ def decode(key: str, content: bytes) -> Manifest:
     """
     try:
         document = _verified(content)
-        if document["format"] in _READABLE:
+        if document["format"] == FORMAT:
             return _parse(key, document)
     except _MALFORMED as error:
         raise CorruptObject(f"{key} is not a whole manifest: {error}") from error
@@ -272,7 +269,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
             for name, shape, dtype, role in table["tensors"]
         ]
     )
-    layout = replace(layout, frozen=table.get("frozen", layout.frozen))
+    layout = replace(layout, frozen=table["frozen"])
     manifest = Manifest(
         key=key,
         run_id=document["run_id"],
@@ -280,9 +277,9 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         rounds_completed=document["rounds_completed"],
         lost_in_a_row=document["lost_in_a_row"],
         update_clip=document["update_clip"],
-        anchors=_parse_anchors(document.get("anchors", {})),
-        suspicions=_parse_suspicions(document.get("suspicions", {})),
-        members=_parse_members(document.get("members", {})),
+        anchors=_parse_anchors(document["anchors"]),
+        suspicions=_parse_suspicions(document["suspicions"]),
+        members=_parse_members(document["members"]),
         counted=_parse_counted(document.get("counted", {})),
         selection=_parse_selection(document.get("selection", {})),
         states=_parse_states(document.get("states", {})),
@@ -378,12 +375,11 @@ def _parse_work(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:
     return Suspicions(
-        faults={SiteId(site): fault for site, fault in entry.get("faults", {}).items()},
+        faults={SiteId(site): fault for site, fault in entry["faults"].items()},
         disputes=tuple(
-            (SiteId(accuser), SiteId(dealer))
-            for accuser, dealer in entry.get("disputes", ())
+            (SiteId(accuser), SiteId(dealer)) for accuser, dealer in entry["disputes"]
         ),
-        silences={SiteId(s): count for s, count in entry.get("silences", {}).items()},
+        silences={SiteId(s): count for s, count in entry["silences"].items()},
     )
 
 

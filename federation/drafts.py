@@ -54,14 +54,13 @@ def _create(path: Path) -> tuple[Path, int]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove drafts that no process holds, those of earlier releases among them."""
+    """Remove drafts that no process holds."""
     name = glob.escape(path.name)
-    for suffix in (_SUFFIX, ".partial"):
-        for draft in path.parent.glob(f".{name}.{'[0-9a-f]' * 8}{suffix}"):
-            with suppress(OSError):  # Another writer's, or gone.
-                handle = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    draft.unlink()
-                finally:
-                    os.close(handle)
+    for draft in path.parent.glob(f".{name}.{'[0-9a-f]' * 8}{_SUFFIX}"):
+        with suppress(OSError):  # Another writer's, or gone.
+            handle = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink()
+            finally:
+                os.close(handle)

@@ -26,7 +26,7 @@ def close(folder: Path, listener: Callable[[str], None]) -> None:
     """Close a folder to other users, if it is open and may be closed.
 
     Args:
-        folder: One of an earlier release has the mode that the umask then gave it.
+        folder: One that somebody else has made has the mode that their umask gave it.
         listener: Called with a word about what was done.
 
     Raises:

@@ -211,7 +211,7 @@ class CohortRule:
 
 
 def _known(mine: Document, kind: str) -> set[Cohort]:
-    """Cohorts of one kind; documents of earlier releases have none of ``private``."""
+    """Cohorts of one kind; a document has only kinds that have been noted."""
     return {frozenset(map(SiteId, cohort)) for cohort in mine.get(kind, ())}
 
 

@@ -5,9 +5,6 @@ aggregator writes, nor follow from where the data are: the same records at anoth
 place have spent what they have, and were summed with whom they were. So the name is
 the operator's, and a site notes which data it was given to. Data that have one keep it:
 under another name their budget would start again.
-
-Releases before this one remembered sums and groups by where the data are. What they
-remembered is taken over when the data are first named.
 """
 
 import hashlib
@@ -15,8 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from clients.privacy import cohorts, groups
-from clients.privacy.site_memory import Document, SiteMemory
+from clients.privacy.site_memory import SiteMemory
 from federation.errors import JobError
 
 DOCUMENT = "datasets"
@@ -40,9 +36,6 @@ def dataset_name(
     place = lineage(dataset=source, options=options)
     known = memory.read(DOCUMENT).get(place)
     if known is None:
-        for document in (cohorts.DOCUMENT, groups.DOCUMENT):
-            if place in memory.read(document):
-                memory.update(document, lambda old: _taken_over(old, place, name))
         known = memory.update(DOCUMENT, lambda old: {place: name, **old})[place]
     if known != name:
         raise JobError(
@@ -60,17 +53,3 @@ def lineage(*, dataset: str, options: Mapping[str, Any]) -> str:
     text = json.dumps([dataset, dict(options)], sort_keys=True, default=str)
     digest = hashlib.sha256(b"crossfed/lineage\0" + text.encode())
     return digest.hexdigest()
-
-
-def _taken_over(document: Document, place: str, name: str) -> Document:
-    """Move what was remembered by place to the name; sums of both count.
-
-    Groups are drawn once, so those that the name has stay.
-    """
-    old, mine = document[place], document.get(name)
-    if mine is None:
-        return {**document, name: old}
-    if not isinstance(mine, dict):
-        return document
-    merged = {kind: mine.get(kind, []) + old.get(kind, []) for kind in {*mine, *old}}
-    return {**document, name: merged}

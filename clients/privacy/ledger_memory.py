@@ -110,8 +110,7 @@ def adopt(
 ) -> None:
     """Count charges of another ledger of the site that its memory lacks.
 
-    As after an upgrade from a release that remembered no charges, or where the memory
-    was restored from a backup.
+    It lacks them where it was lost, or restored from a backup.
 
     Raises:
         JobError: The ledger is about other neighbours than those before it.

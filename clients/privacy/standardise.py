@@ -43,8 +43,7 @@ DOCUMENT = "statistics"
 ROUND = 0  # They are charged before the first round.
 
 _TABLE = "privacy.differential_privacy.standardise"
-# Of a draw that may not be charged yet: charges of the run's ledger before it. Earlier
-# releases wrote it without a result, before they drew.
+# Of a draw that may not be charged yet: charges of the run's ledger before it.
 _UNPAID = "charged_before"
 _READ_AT_ONCE = 4096
 
@@ -318,7 +317,7 @@ class StatisticsMemory:
             if entry["run_id"] != self.run_id and not charged:
                 ledger.repeat(event, round_index=ROUND)
             return Statistics.parse(entry["result"])
-        if entry.get("run_id") != self.run_id or "result" not in entry:
+        if entry.get("run_id") != self.run_id:
             draw = {"run_id": self.run_id, "result": make().document()}
             entry = self._keep({**draw, _UNPAID: charged})
         if charged <= entry.get(_UNPAID, charged):
@@ -328,8 +327,8 @@ class StatisticsMemory:
 
     @property
     def _name(self) -> str:
-        unit = ["person"] if self.of_persons else []  # As earlier releases had it.
-        text = json.dumps([self.lineage, asdict(self.spec), *unit], sort_keys=True)
+        facts = [self.lineage, asdict(self.spec), self.of_persons]
+        text = json.dumps(facts, sort_keys=True)
         return hashlib.sha256(b"crossfed/statistics\0" + text.encode()).hexdigest()
 
     def _entry(self) -> Document:

@@ -53,7 +53,6 @@ _CONTEXT = "context"  # A fact: ctx_r of the round, in a secure sum.
 _LOG = logging.getLogger(__name__)
 _INTEGERS = "integers"  # Values of role ``keep``: each site's own, they never travel.
 _NUMBER = re.compile(r"[0-9]{10}")  # Of a round, in the key of its state.
-_EARLIER = "kept-"  # How an earlier release named what it kept.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +106,9 @@ class SiteState:
         continues: bool,
     ) -> None:
         """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
-        self._of = {"model": layout.digest, "optimizer": carries}
-        if codec:  # Not in what earlier releases have stored.
-            self._of["codec"] = codec
+        self._of = {"model": layout.digest, "optimizer": carries, "codec": codec}
         self._continues = bool(carries or codec or continues)
-        self._folder = f"sites/{self.site}/"
-        self._prefix = f"{self._folder}state-"
+        self._prefix = f"sites/{self.site}/state-"
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
         self._has_own = self._any or layout.num_personal > 0
@@ -136,12 +132,6 @@ class SiteState:
         earlier = self._before(round_index)
         if earlier:
             return self._read(earlier[-1], run_id)
-        if any(True for _ in self.store.list(self._folder + _EARLIER)):
-            raise CorruptObject(
-                f"{self._folder}{_EARLIER}* was stored for this run by an earlier "
-                "release: finish the run with that release, or delete it to start "
-                "afresh"
-            )
         if round_index > 1:
             _LOG.warning(
                 "site %s has no state of a round before round %d: it did not take part "

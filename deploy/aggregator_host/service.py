@@ -157,7 +157,7 @@ class AggregatorService:
             self._serve(control)
 
     def _secret(self) -> bytes:
-        """The secret of Control, created for a folder of an earlier release.
+        """The secret of Control; both secrets are made if somebody has removed them.
 
         Raises:
             KeyFileRefused: Others may read a secret.
@@ -180,9 +180,7 @@ class AggregatorService:
         Raises:
             StoreUnavailable: The state is damaged or cannot be written.
         """
-        saved = superlink_process.prepare(self.config.state)
-        if saved:
-            self.listener(f"{self.config.state} shrank by {saved >> 20} MiB")
+        superlink_process.prepare(self.config.state)
         self._look_at_disk()
 
     def _look_at_disk(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cloud_adapters.nginx.config import FLEET_CALLS
 from cloud_adapters.storage.disk.sqlite_url import sqlite_url
-from cloud_adapters.superlink.answer_limits import Limits, free_bytes
+from cloud_adapters.superlink.answer_limits import Limits
 from deploy.aggregator_host import host_secrets
 from federation.errors import StoreUnavailable
 
@@ -56,37 +56,27 @@ def command(
     ]
 
 
-def prepare(database: Path) -> int:
+def prepare(database: Path) -> None:
     """Set the state's file to release disk space; no SuperLink may be running.
 
-    SQLite keeps the pages of what was deleted. A database in the mode ``FULL`` cuts
-    them off with every transaction; one that was made without is rewritten once.
-
-    Returns:
-        Bytes by which the file became smaller.
+    SQLite keeps the pages of what was deleted; in the mode ``FULL`` it cuts them off
+    with every transaction. The mode takes effect with ``VACUUM``.
 
     Raises:
         StoreUnavailable: The file is damaged or cannot be written.
     """
-    before = database.stat().st_size if database.exists() else 0
     try:
         with contextlib.closing(sqlite3.connect(database)) as connection:
             database.chmod(0o600)
             (mode,) = connection.execute("PRAGMA auto_vacuum").fetchone()
-            if mode == _FULL:
-                return 0
-            (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
-            (page,) = connection.execute("PRAGMA page_size").fetchone()
-            if free_bytes(database.parent) < 2 * (before - unused * page):
-                return 0  # The copy that VACUUM makes would not fit beside it.
-            connection.execute(f"PRAGMA auto_vacuum = {_FULL}")
-            connection.execute("VACUUM")
+            if mode != _FULL:
+                connection.execute(f"PRAGMA auto_vacuum = {_FULL}")
+                connection.execute("VACUUM")
     except (sqlite3.Error, OSError) as error:
         raise StoreUnavailable(
             f"cannot prepare the SuperLink's state {database}: {error}; free some "
             "space, or restore the file from a backup"
         ) from error
-    return max(0, before - database.stat().st_size)
 
 
 def main(arguments: list[str]) -> None:

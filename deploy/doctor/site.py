@@ -127,7 +127,7 @@ def _data(config: SiteConfig) -> Iterator[Check]:
 
 
 def _budget(config: SiteConfig) -> Iterator[Check]:
-    """Whether private jobs are possible at all; files of older releases say nothing."""
+    """Whether private jobs are possible at all: a site without a limit refuses them."""
     limit = config.file.policy.total_epsilon
     if limit is None:
         yield warning(

@@ -299,8 +299,7 @@ def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
 def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
     """Add every ledger in the folders of other runs to the site's memory.
 
-    It knows them already, unless they are of an earlier release, or the memory was
-    restored from a backup.
+    It knows them already, unless the memory was lost or restored from a backup.
 
     Raises:
         PrivacyError: One that it does not know is damaged, so that what it spent is

@@ -71,6 +71,6 @@ def document(marks: Mapping[str, LedgerMark]) -> dict[str, Any]:
 
 
 def parse(attributes: Mapping[str, Any]) -> Mapping[str, LedgerMark]:
-    """Read the marks of a trial; none of a trial of an earlier release."""
+    """Read the marks of a trial; it has none before its first round ends."""
     found: Mapping[str, Any] = attributes.get(ATTRIBUTE, {})
     return {site: LedgerMark(*values) for site, values in found.items()}

@@ -146,8 +146,7 @@ class Search:
             study.set_user_attr(_FACTS, self.space.facts())
             study.set_user_attr(_DIGEST, digest)
         elif known != digest:
-            before = study.user_attrs.get(_FACTS, {})  # Earlier releases have none.
-            changed = changes(before, self.space.facts()) if before else []
+            changed = changes(study.user_attrs[_FACTS], self.space.facts())
             raise RunConflict(
                 f"{self.folder} holds a search of another space or job: "
                 f"{'; '.join([*changed, 'name'])} a new folder with --out, or undo the "

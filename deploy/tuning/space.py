@@ -179,9 +179,6 @@ class Space:
         The job has the digests of users' files in it.
         """
         facts = asdict(replace(self.spec, trials=1, privacy=TotalPrivacySpec()))
-        del facts["privacy"]["selection"]  # Earlier releases had none.
-        if self.spec.engine == "inproc":
-            del facts["engine"]  # Likewise.
         if self.spec.privacy.selection:  # Then the number of trials is drawn once.
             facts["selection"] = self.spec.privacy.selection, self.spec.trials
         facts["job"] = job_file.document(self.job({}))

@@ -256,15 +256,6 @@ def test_state_of_another_run_model_or_optimiser_is_not_used(
     assert state.before(RunId(run), 3).arrays["v"] == 2
 
 
-def test_what_an_earlier_release_kept_is_not_forgotten_in_silence(
-    state: SiteState, store: ObjectStore
-):
-    """Its run ends with that release, or begins afresh when somebody says so."""
-    store.put("sites/a/kept-000000001.safetensors", [b"integers"])
-    with pytest.raises(CorruptObject, match="earlier release"):
-        state.before(RUN, 2)
-
-
 def integers(*values: int):
     array = np.array(values, np.int64)
     array.flags.writeable = False

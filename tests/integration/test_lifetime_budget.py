@@ -243,7 +243,7 @@ def test_units_do_not_mix(site: Operator):
 
 
 def test_ledgers_of_before_are_counted(site: Operator):
-    """Of an earlier release, which remembered nothing but its runs' folders."""
+    """The memory was lost, and the ledgers are in the folders of their runs."""
     before = site.spent()
     site.agent.close()
     (site.folder / "memory" / "ledgers.json").unlink()

@@ -221,7 +221,7 @@ def test_run_of_processes_that_people_start_completes(attack: Attack):
     assert host.rounds("completed") == 1
 
 
-def test_folder_of_an_earlier_release_is_closed(tmp_path: Path):
+def test_open_folder_is_closed(tmp_path: Path):
     """When the service starts, which says so."""
     said: list[str] = []
     folder = tmp_path / "aggregator"

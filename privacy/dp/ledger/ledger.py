@@ -451,14 +451,6 @@ class FileLedger(_LockedLedger):
         )
 
 
-_HINTS = {
-    "job_digest": (
-        "; if an earlier release started this run, finish it with that release, which "
-        "computed the job's digest differently"
-    )
-}
-
-
 def _check_terms(found: Terms, wanted: Terms, name: str) -> None:
     for field in Terms.__slots__:
         ours, theirs = getattr(wanted, field), getattr(found, field)
@@ -467,7 +459,7 @@ def _check_terms(found: Terms, wanted: Terms, name: str) -> None:
                 f"{name} is a ledger with {field} {theirs!r} but this run has "
                 f"{ours!r}: it belongs to another run, site or job, or the terms were "
                 "changed; nothing is released. Give this run its own folder, or "
-                f"continue with the original job{_HINTS.get(field, '')}"
+                "continue with the original job"
             )
 
 

@@ -225,8 +225,8 @@ def _check_signed(head: LedgerHead, name: str, key: HeadKey) -> None:
         what = "is not signed by" if head.signature else "has no signature of"
         raise LedgerDamaged(
             f"{name}: its {HEAD_NAME} {what} this site's identity key, so one of the "
-            "two was written by someone else, or by an earlier release; nothing is "
-            f"released. Restore the original files. {RECOVER}"
+            "two was written by someone else; nothing is released. Restore the "
+            f"original files. {RECOVER}"
         ) from error
 
 

@@ -122,7 +122,7 @@ def test_small_model_stays_one_object():
 
 
 def test_size_of_chunks_may_change():
-    """What an earlier version has cut otherwise is still read."""
+    """What was cut otherwise is still read."""
     store = MemoryStore()
     opened(store).save(state_of(1))
     checkpoints = opened(store, chunk_bytes=777)

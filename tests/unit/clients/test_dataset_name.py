@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from clients.privacy import cohorts, groups
+from clients.privacy import cohorts
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.dataset_name import DOCUMENT, dataset_name, lineage
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
@@ -72,34 +72,3 @@ def test_other_records_at_the_same_place_take_a_file_removed(tmp_path: Path):
     check(memory, "others", FIVE[:4])
     with pytest.raises(CohortRefused):
         check(memory, "records", FIVE[:4])
-
-
-def test_sums_of_releases_that_knew_places_are_taken_over():
-    """With those that the name has; a crash before the end changes nothing."""
-    place, memory = lineage(dataset="a:b", options={}), InMemory()
-    memory.update(cohorts.DOCUMENT, lambda _: {place: {"cohorts": [FIVE]}})
-    memory.update(groups.DOCUMENT, lambda _: {place: ["a draw"]})
-    check(memory, "records", FIVE[:4])
-    named(memory)
-    with pytest.raises(CohortRefused):
-        check(memory, "records", FIVE[:4])
-    assert memory.read(groups.DOCUMENT)["records"] == ["a draw"]
-    memory.update(DOCUMENT, lambda _: {})  # As if it had not been written.
-    named(memory)
-    check(memory, "records", FIVE)
-
-
-def test_two_places_of_one_name_are_compared():
-    """Sums over five at one and over four at the other."""
-    memory = InMemory()
-    places = [lineage(dataset=source, options={}) for source in ("a:b", "a:c")]
-    sums = [{"cohorts": [FIVE]}, {"private": [FIVE[:2]], "accepted": [FIVE[:3]]}]
-    memory.update(cohorts.DOCUMENT, lambda _: dict(zip(places, sums, strict=True)))
-    drawn = {places[0]: ["first"], places[1]: ["second"]}
-    memory.update(groups.DOCUMENT, lambda _: drawn)
-    named(memory)
-    check(memory, "records", FIVE)
-    named(memory, source="a:c")
-    with pytest.raises(CohortRefused, match="single out a, b"):
-        check(memory, "records", FIVE)
-    assert memory.read(groups.DOCUMENT)["records"] == ["first"]

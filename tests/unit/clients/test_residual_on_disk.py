@@ -56,7 +56,7 @@ def same(found: Arrays, wanted: Arrays) -> bool:
 
 
 def test_a_state_is_a_safetensors_file():
-    """As earlier releases wrote it, with the library."""
+    """The library reads it, and writes what we read."""
     assert same(safetensors.numpy.load(written(ARRAYS)), ARRAYS)
     assert same(read(safetensors.numpy.save(dict(ARRAYS))), ARRAYS)
     assert same(read(written(ARRAYS)), ARRAYS)

@@ -197,19 +197,6 @@ def test_restored_memory_never_gets_two_draws_for_one_charge():
     assert total(before) == of(2)
 
 
-@pytest.mark.parametrize("charges", [0, 1, 2])
-def test_note_of_an_earlier_release_is_charged_again(charges: int):
-    """It said that a release had begun. The ledger may be ahead because the release was
-    made, and the memory restored from before its result."""
-    memory, name = InMemory(), remembered(InMemory())._name
-    begun = {"run_id": "run-1", "charged_before": 0}
-    memory.update(DOCUMENT, lambda _: {name: begun})
-    ledger = opened(memory, charges=charges)
-    remembered(memory).take(ledger, EVENT, releases(0.5))
-    assert len(ledger.charges()) == charges + 1
-    assert total(memory) == of(charges + 1)
-
-
 def test_beyond_the_budget_nothing_is_released():
     """What was drawn is no other run's: that one draws, and pays in full."""
     memory = InMemory()

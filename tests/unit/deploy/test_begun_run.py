@@ -78,7 +78,7 @@ def test_simulation_does_not_begin_in_the_folder_of_a_submitted_run(tmp_path: Pa
 
 
 def test_service_does_not_continue_a_run_with_simulated_rounds(tmp_path: Path):
-    """As a simulation of an earlier version has left it: its rounds stay."""
+    """Somebody has copied them there: its rounds stay."""
     run = started_by(tmp_path / "run", "deployed", "inproc")
     with pytest.raises(CheckpointMismatch, match=r"simulated sites .engine inproc"):
         DeployedRun(run, consortium("site-0").parties, clock=SystemClock())

@@ -63,7 +63,7 @@ def test_own_statistics_are_for_whole_sites_with_data_of_their_own(*, vouched: b
 
 
 def test_shards_keep_what_their_source_declares(tmp_path: Path):
-    """A dataset of an older release, or of an undeclared source, says nothing."""
+    """A dataset of an undeclared source says nothing."""
     for name in ("own_means", "undeclared"):
         url = f"file://{tmp_path / name}"
         data.shard(f"{USERS}:{name}", url, {}, name=name, report=lambda _: None)

@@ -251,7 +251,7 @@ def test_events_hold_only_what_the_log_can_rebuild():
 
 
 def test_metrics_lie_beside_the_loss():
-    """As the number of right predictions does in logs of older releases."""
+    """The number of right predictions is one of them."""
     line = (
         '{"event": "RoundFinished", "at": 1.0, "round_index": 1, '
         '"status": "completed", '

@@ -208,7 +208,7 @@ def test_frozen_tensors_lie_in_neither_vector():
 
 
 def test_a_layout_without_frozen_tensors_keeps_its_digest():
-    """Checkpoints and golden vectors of earlier releases name it."""
+    """Golden vectors name it."""
     layout = Layout.build([("w", (2,), "float32", Role.PARAMETER)])
     rows = b'[["w", [2], "float32", "parameter"]]'
     assert layout.digest == hashlib.sha256(rows).hexdigest()
