@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 
@@ -41,7 +41,46 @@ class InstalledApp(ClientApp):
         sys.path.insert(0, folder)
         app: ClientApp = getattr(importlib.import_module(module), name)
         context.run_config = dict(_flat(about.get("config", {})))
+        # Set by a ``client_fn``; an app without one has handlers instead.
+        if getattr(app, "_call", None) is not None:
+            return _ask_client(app, message, context)
         return app(message, context)
+
+
+def _ask_client(app: ClientApp, message: Message, context: Context) -> Message:
+    """Translate for a ``client_fn``: ``Client`` and ``NumPyClient`` have older records.
+
+    The names in the answer are those of newer apps: ``metrics`` with ``num-examples``
+    and ``eval_loss``, and the numbers that the client returned by name.
+
+    Raises:
+        RuntimeError: The client reports that it failed.
+    """
+    kind = {"train": "fit", "evaluate": "evaluate"}[message.metadata.message_type]
+    ((arrays, parameters),) = message.content.array_records.items()
+    (config,) = message.content.config_records.values()
+    message.content = RecordDict(
+        {f"{kind}ins.parameters": parameters, f"{kind}ins.config": config}
+    )
+    answer = app(message, context)
+    found: Any = answer.content
+    status = found[f"{kind}res.status"]
+    if status["code"]:
+        raise RuntimeError(f"the client's {kind} failed: {status['message']}")
+    metrics = {
+        name: float(value)
+        for name, value in found[f"{kind}res.metrics"].items()
+        if isinstance(value, int | float)
+    }
+    metrics["num-examples"] = found[f"{kind}res.num_examples"]["num_examples"]
+    told = RecordDict()
+    if kind == "fit":
+        told[arrays] = found["fitres.parameters"]
+    else:
+        metrics["eval_loss"] = found["evaluateres.loss"]["loss"]
+    told["metrics"] = MetricRecord(metrics)
+    answer.content = told
+    return answer
 
 
 def _flat(table: dict[str, Any], before: str = "") -> "list[tuple[str, Any]]":

@@ -171,7 +171,7 @@ class _Paths:
             f"flower-supernode --superlink {LOOPBACK}:{port} "
             f"--root-certificates {self.folder / 'ca.crt'} "
             f"--auth-supernode-private-key {self.folder / 'node'} "
-            "--node-config 'app=\"/folder/of/the/app\"'"
+            "--node-config 'app=\"/folder/of/the/app\" partition-id=0 num-partitions=1'"
         )
 
 

@@ -195,7 +195,10 @@ def _onnx(kind: str) -> Callable[[_FormatWork], list[torch.Tensor]]:
         model = work.model
         if folders.has_adapters(model):
             model = folders.merged(model)
-        path = onnx_file.write_onnx(model, work.inputs, work.folder, kind=kind)
+        task = work.job.training.task
+        path = onnx_file.write_onnx(
+            model, work.inputs, work.folder, task=task, kind=kind
+        )
         return [torch.from_numpy(a) for a in onnx_file.run_onnx(path, work.inputs)]
 
     return write

@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
+from clients.models.applying import apply_model
 from cloud_adapters.extras import naming_extras
 from deploy.tools.parity import outputs_of
 from federation.errors import JobError
+from federation.job.metrics import ENTROPIES
 from federation.tree import Tree, leaves, map_tree
 
 FILE = "model.onnx"
 BLOCK = 32
 _TOKEN_AXES = 2
+_OF_LOGITS = ENTROPIES - {"contrastive", "ranking"}
 
 
 class Flat(torch.nn.Module):
@@ -53,8 +56,24 @@ def input_names(inputs: Tree) -> Sequence[str]:
     return [f"input_{index}" for index, _ in enumerate(leaves(inputs))]
 
 
+def output_names(model: torch.nn.Module, inputs: Tree, task: str) -> Sequence[str]:
+    """Name a model's outputs in ONNX: as in a dict, else ``logits`` or ``output``."""
+    with torch.no_grad():
+        found = apply_model(model, inputs)
+    if isinstance(found, Mapping):
+        # As ``outputs_of`` takes them; the names of a graph are unique.
+        tensors = [n for n, part in found.items() if isinstance(part, torch.Tensor)]
+        names = ["logits"] if "logits" in found else tensors
+        taken = input_names(inputs)
+        return [f"output_{n}" if n in taken else str(n) for n in names]
+    outputs = outputs_of(model, inputs)
+    if len(outputs) > 1:
+        return [f"output_{index}" for index, _ in enumerate(outputs)]
+    return ["logits" if task in _OF_LOGITS else "output"]
+
+
 def write_onnx(
-    model: torch.nn.Module, inputs: Tree, folder: Path, *, kind: str = "exact"
+    model: torch.nn.Module, inputs: Tree, folder: Path, *, task: str, kind: str
 ) -> Path:
     """Write a model for any number of records.
 
@@ -63,6 +82,7 @@ def write_onnx(
         inputs: Of two records or more; only types and shapes matter. The first axis,
             and that of the places of tokens, can have another length later.
         folder: Where to.
+        task: The job's, which says what the model returns.
         kind: ``exact``, ``int8`` or ``int4``.
 
     Returns:
@@ -77,7 +97,9 @@ def write_onnx(
         import onnxruntime  # noqa: F401, PLC0415
         import onnxscript  # noqa: F401, PLC0415
     tensors = tuple(leaves(inputs))
-    found = _exported(Flat(model, inputs).eval(), tensors, input_names(inputs))
+    outputs = output_names(model.eval(), inputs, task)
+    flat = Flat(model, inputs).eval()
+    found = _exported(flat, tensors, input_names(inputs), outputs)
     # Traces of the export name folders of this machine.
     _strip_(found.graph)
     for function in found.functions:
@@ -111,7 +133,10 @@ def run_onnx(path: Path, inputs: Tree) -> Sequence[Any]:
 
 
 def _exported(
-    flat: Flat, tensors: tuple[torch.Tensor, ...], names: Sequence[str]
+    flat: Flat,
+    tensors: tuple[torch.Tensor, ...],
+    names: Sequence[str],
+    outputs: Sequence[str],
 ) -> Any:
     any_length = torch.export.Dim.DYNAMIC
     shapes = tuple(
@@ -125,6 +150,7 @@ def _exported(
                 tensors,
                 dynamo=True,
                 input_names=list(names),
+                output_names=list(outputs),
                 dynamic_shapes=(shapes,),
                 verbose=False,
             )

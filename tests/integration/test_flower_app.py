@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +76,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 def start_supernode(made: Deployment, told: str) -> None:
     """Start what the relay says, with the app's folder in place."""
     _, _, line = told.partition("start it with: ")
-    (*words, config) = line.splitlines()[0].split(" ")
-    assert config == "'app=\"/folder/of/the/app\"'"
+    (*words, config) = shlex.split(line.splitlines()[0])
+    node = "partition-id=0 num-partitions=1"
+    assert config == f'app="/folder/of/the/app" {node}'
     programs = Path(sys.executable).parent
     environment = {
         **os.environ,
@@ -92,7 +94,7 @@ def start_supernode(made: Deployment, told: str) -> None:
     entry, (_, *arguments) = program(words)
     made.processes["supernode"] = shared().start(
         *arguments,
-        f'app="{APP}"',
+        f'app="{APP}" {node}',
         *("--port", str(proxy_server.free_port())),
         out=log,
         err=log,

@@ -193,7 +193,7 @@ def test_onnx_takes_any_number_of_records(kind: str, tmp_path: Path) -> None:
 
     session = onnxruntime.InferenceSession(str(made.files["model.onnx"]))
     inputs = blobs(num_train=33)[0].inputs
-    (logits,) = session.run(None, {"input": inputs})
+    (logits,) = session.run(["logits"], {"input": inputs})
     weight, bias = (done.weights[name] for name in sorted(done.weights)[::-1])
     expected = inputs @ np.asarray(weight).T + bias
     np.testing.assert_allclose(logits, expected, atol=1e-5 if kind == "onnx" else 0.1)

@@ -7,7 +7,9 @@ import zipfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cloud_adapters.flower import simulation as flower_simulation
@@ -16,7 +18,14 @@ if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
-from flwr.app import Context, Message, RecordDict  # noqa: E402
+from flwr.app import (  # noqa: E402
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    RecordDict,
+)
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters.flower_apps import (  # noqa: E402
@@ -60,7 +69,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def call(**node_config: object) -> Message:
+def call(
+    content: RecordDict | None = None, kind: str = "train", **node_config: Any
+) -> Message:
     """Have the shim answer, in a run whose own settings do not matter."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     context = Context(
@@ -70,7 +81,7 @@ def call(**node_config: object) -> Message:
         state=RecordDict(),
         run_config={"folder": "/etc"},
     )
-    return flower_app_shim.app(Message(RecordDict(), 1, "train"), context)
+    return flower_app_shim.app(Message(content or RecordDict(), 1, kind), context)
 
 
 def test_installed_app_answers_with_its_own_settings(folder: Path):
@@ -113,3 +124,43 @@ def test_bundle_holds_the_shim_and_an_import():
     assert kinds == {zipfile.ZIP_STORED}
     flower_bundle.bundle.cache_clear()
     assert flower_bundle.bundle() == made
+
+
+OLDER = """
+import numpy as np
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+class Client(NumPyClient):
+    def __init__(self, part):
+        self.part = part
+
+    def fit(self, parameters, config):
+        arrays = [array + config["lr"] * self.part for array in parameters]
+        return arrays, 8, {"train_loss": 1.5, "device": "cpu"}
+
+    def evaluate(self, parameters, config):
+        return 0.25, 4, {"accuracy": 0.75}
+
+def client_fn(context):
+    return Client(context.node_config["partition-id"]).to_client()
+
+app = ClientApp(client_fn=client_fn)
+"""
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_client_fn_answers_as_newer_apps_do(folder: Path, kind: str):
+    """With the records that ``flower_records`` sends and reads."""
+    (folder / "small" / "client.py").write_text(OLDER)
+    weights = ArrayRecord({"w": Array(np.ones(2, dtype=np.float32))})
+    content = RecordDict({"arrays": weights, "config": ConfigRecord({"lr": 0.5})})
+    node = {"app": str(folder), "partition-id": 3, "num-partitions": 4}
+    found = call(content, kind, **node).content
+    if kind == "train":
+        (array,) = found["arrays"].to_numpy_ndarrays()
+        np.testing.assert_array_equal(array, [2.5, 2.5])
+        assert dict(found["metrics"]) == {"num-examples": 8, "train_loss": 1.5}
+    else:
+        told = {"num-examples": 4, "eval_loss": 0.25, "accuracy": 0.75}
+        assert dict(found["metrics"]) == told
