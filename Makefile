@@ -204,6 +204,7 @@ docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
 
 dist: $(READY) ## Build the wheel and the source archive (URL=https://HOST/OWNER/NAME is where they say they are from)
+	$(BIN)/python tools/check_release.py "$(URL)"
 	CROSSFED_URL="$(URL)" $(BIN)/python -m build --outdir dist .
 	$(BIN)/python tools/pin_files.py "$$(ls -t dist/crossfed-*.whl | head -n 1)"
 

@@ -86,6 +86,33 @@ def test_kubernetes_accepts_all_components(with_everything: str, tmp_path: Path)
     assert len(account["metadata"]["annotations"]) == 2
 
 
+def test_components_open_what_they_name_and_nothing_else(with_everything: str):
+    """Private and link-local addresses are closed to a site without them."""
+    policy = of_kind(with_everything, "NetworkPolicy")
+
+    def ways(rules: list[Document]) -> set[tuple[str, int]]:
+        return {
+            (block["ipBlock"]["cidr"], port["port"])
+            for rule in rules
+            for block in rule["to"]
+            if "ipBlock" in block
+            for port in rule["ports"]
+        }
+
+    bare = of_kind(manifest(FOLDER / "overlays" / "site"), "NetworkPolicy")
+    before, after = (ways(each["spec"]["egress"]) for each in (bare, policy))
+    assert after - before == {
+        ("169.254.170.23/32", 80),  # The agent of EKS Pod Identity.
+        ("10.20.32.0/28", 443),  # Interface endpoints.
+        *(
+            (f"169.254.169.{host}/32", port)
+            for host in (252, 254)
+            for port in (80, 988)
+        ),
+    }
+    assert before <= after
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS, HEAD])
 def test_checkov_finds_nothing(overlay: str, tmp_path: Path):

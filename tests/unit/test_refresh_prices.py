@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import check_release
 import pytest
 import refresh_prices
 from aws_prices import AwsPrices
@@ -170,3 +171,17 @@ def test_a_missing_right_is_named(aws: Callable[..., AwsPrices]):
     """With what the credentials must allow."""
     with pytest.raises(ComputeForbidden, match="pricing:GetProducts"):
         aws([], [], "AccessDeniedException").on_demand("g5.xlarge", "us-east-1")
+
+
+def test_a_release_has_prices_that_somebody_has_compared(
+    capsys: pytest.CaptureFixture[str],
+):
+    """Whoever builds for themselves is told; a release is not built at all."""
+    day = datetime.fromisoformat(prices.load(None, today=TODAY, warn=print).as_of)
+    made = day.replace(tzinfo=UTC).timestamp()
+    last, late = made + 90 * 86400, made + 92 * 86400
+    assert check_release.main("https://x", today=last) == 0
+    assert capsys.readouterr().err == ""
+    assert check_release.main("", today=late) == 0
+    assert check_release.main("https://x", today=late) == 1
+    assert capsys.readouterr().err.count("92 days old") == 2
