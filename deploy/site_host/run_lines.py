@@ -75,8 +75,8 @@ class RunLines:
             spent = f", epsilon {self._spent.epsilon:.3g} spent"
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
-            f"run {self.run_id} {how}: job {self.job.name!r}, {len(self._rounds)} of "
-            f"{self.job.rounds} rounds answered{last}{spent}"
+            f"run {self.run_id} {how}: job {self.job.name!r}, {self.job.rounds} "
+            f"rounds, {len(self._rounds)} answered by this process{last}{spent}"
         )
 
 

@@ -135,7 +135,7 @@ def test_operator_reads_when_a_run_begins_and_ends(
     assert answer.spent is not None
     agent.close()
     (text,) = said[1:]
-    assert text.startswith(f"run {RUN_ID} is over: job {job.name!r}, 1 of 1 rounds")
+    assert text.startswith(f"run {RUN_ID} is over: job {job.name!r}, 1 rounds, 1 ")
     assert text.endswith(f"epsilon {answer.spent.epsilon:.3g} spent")
 
 
@@ -149,7 +149,7 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
     other = agents.proposal(job, run_id="20260102-030405-000001")
     assert agents.propose(agent, members, other).refused == ""
     agent.close()
-    assert "1 of 3 rounds" in said[1]
+    assert "3 rounds, 1 answered by" in said[1]
     assert [text.split(":")[0].split(" ", 2)[2] for text in said] == [
         "begins",
         "is left, and may continue without this site",
