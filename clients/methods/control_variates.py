@@ -14,33 +14,29 @@ round r has made, and the learning rates ``eta_k`` of its steps::
 This is Scaffnew (Mishchenko et al. 2022, arXiv:2202.09357, Algorithm 2) with a fixed
 number of steps between exchanges. The weighted mean of all ``h_i`` is 0 and stays 0.
 
-An update that did not count must not change ``h_i``, as the model holds none of that
-round then. Each task names the newest round whose update of the site counted. If secure
-aggregation clips an update, ``y_i`` is what the clipped update leads to: with the
-site's own weights, the mean of all ``h_i`` would no longer be 0.
+An update that did not count must not change ``h_i``; see ``clients.methods.counted``.
+If secure aggregation clips an update, ``y_i`` is what the clipped update leads to: with
+the site's own weights, the mean of all ``h_i`` would no longer be 0.
 
 Shape suffix: d float values of the model.
 """
 
-import logging
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from clients.learning_rate import rate_of
+from clients.methods.counted import CountedArrays, corrupt
 from clients.methods.guest import Guest, LocalRound
 from clients.models import weights
-from federation.errors import CorruptObject
-from federation.ids import SiteId
 from federation.mapped import give_back, own
-from federation.vectors import Arrays, Role, Vector, chunks, is_finite
+from federation.methods.control_variates import CONTROL_VARIATES
+from federation.vectors import Arrays, Role, Vector, chunks
 
-_LOG = logging.getLogger(__name__)
 _PREFIX = "variates/"
 _VARIATE, _WEIGHTS = _PREFIX + "variate", _PREFIX + "weights"
-_RATES, _ROUND = _PREFIX + "rates", _PREFIX + "round"
+_RATES = _PREFIX + "rates"
 
 
 class ControlVariates(Guest):
@@ -82,7 +78,7 @@ class ControlVariates(Guest):
             _VARIATE: self._variate_d,
             _WEIGHTS: local_d.copy(),
             _RATES: np.array([rates]),
-            _ROUND: np.array([self._round]),
+            **KEPT.of_round(self._round),
         }
 
 
@@ -92,7 +88,7 @@ def begin(start: LocalRound) -> ControlVariates | None:
     Raises:
         CorruptObject: What the site has kept is not a control variate of this model.
     """
-    if not start.job.training.control_variates:
+    if not CONTROL_VARIATES.is_on(start.job):
         return None
     return ControlVariates(start, variate_now(start.kept, start.weights_d))
 
@@ -101,7 +97,7 @@ def variate_now(kept: Arrays, weights_d: Vector) -> Vector:
     """Bring a site's variate up to the model that a round begins with.
 
     Args:
-        kept: What the site has kept of its last round; see ``if_counted``.
+        kept: What the site has kept of its last round, if that counted.
         weights_d: The model, ``x``, shape ``(d,)``.
 
     Raises:
@@ -119,58 +115,8 @@ def variate_now(kept: Arrays, weights_d: Vector) -> Vector:
     return variate_d
 
 
-def if_counted(
-    kept: Arrays, counted: int, *, earlier: Callable[[], Arrays], site: SiteId
-) -> Arrays:
-    """Take the control variate of the newest round whose update is in the model.
-
-    Rounds may have been lost since, or undone by an older checkpoint. All sites go back
-    to the same round, as some may have trained in these and others not.
-
-    Args:
-        kept: What a site has kept of its last round.
-        counted: The newest round whose update of the site is a part of the model.
-        earlier: Reads what the site has kept of that round; nothing if it is gone.
-        site: For the log.
-
-    Returns:
-        ``kept``, with what it has kept of its control variate in that round. If that is
-        gone, the variate that the last round began with stays as it is.
-    """
-    if _ROUND not in kept or kept[_ROUND][0] == counted:
-        return kept
-    others = {name: a for name, a in kept.items() if not name.startswith(_PREFIX)}
-    if counted == 0:
-        return others
-    found = earlier()
-    if _ROUND in found:
-        return others | {
-            name: array for name, array in found.items() if name.startswith(_PREFIX)
-        }
-    if kept[_ROUND][0] < counted:
-        _LOG.warning(
-            "the newest control variate of site %s is of round %d, but its update of "
-            "round %d is a part of the model: the site lost newer state, and variates "
-            "no longer cancel over the sites; restore its state, or start a new run "
-            "from this model (model.weights)",
-            site,
-            kept[_ROUND][0],
-            counted,
-        )
-    return {name: array for name, array in kept.items() if name != _WEIGHTS}
-
-
-def follow_clipped_(kept: Arrays, weights_d: Vector, clip_factor: float) -> None:
-    """Move the weights that a site keeps to those that its clipped update leads to.
-
-    Args:
-        kept: What the site keeps of its round; changed in place.
-        weights_d: The model that the round began with, shape ``(d,)``.
-        clip_factor: What clipping multiplied the update by; 1 for nothing.
-    """
-    if _WEIGHTS not in kept or clip_factor == 1:
-        return
-    local_d, factor = kept[_WEIGHTS], np.float32(clip_factor)
+def _follow_clipped_(local_d: Vector, weights_d: Vector, factor: np.float32) -> None:
+    """Move local weights to those that a clipped update leads to."""
     for piece in chunks(local_d.size):
         local_d[piece] -= weights_d[piece]
         local_d[piece] *= factor
@@ -183,21 +129,15 @@ def _check(kept: Arrays, size: int) -> None:
     Raises:
         CorruptObject: It is not.
     """
-    for name in (_VARIATE, _WEIGHTS):
-        array = kept.get(name)
-        if array is None:
-            continue
-        if array.shape != (size,) or array.dtype != np.float32:
-            raise _corrupt(f"{name} of {array.size} values, and the model has {size}")
-        if not is_finite(array):
-            raise _corrupt(f"{name} with NaN or infinite values")
+    KEPT.check(kept, (_VARIATE, _WEIGHTS), size)
     rates = kept.get(_RATES)
     if rates is None or rates.shape != (1,) or not 0 <= rates[0] < math.inf:
-        raise _corrupt(f"no {_RATES}, the sum of a round's learning rates")
+        raise corrupt(f"no {_RATES}, the sum of a round's learning rates")
 
 
-def _corrupt(fault: str) -> CorruptObject:
-    return CorruptObject(
-        f"the site's state has {fault}: restore its files, or delete them and start a "
-        "new run from the last model (model.weights)"
-    )
+KEPT = CountedArrays(
+    name=CONTROL_VARIATES.name,
+    prefix=_PREFIX,
+    pending=_WEIGHTS,
+    follow_clipped_=_follow_clipped_,
+)

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from clients.methods import control_variates, fixed_ranks, normalized_steps, proximal
+from clients.methods.counted import CountedArrays
 from clients.methods.guest import Guest, LocalRound
+from federation.ids import SiteId
 from federation.vectors import Arrays, Vector
 
 Begin = Callable[[LocalRound], Guest | None]
@@ -14,6 +18,8 @@ LOCAL_METHODS: Sequence[Begin] = (
     proximal.begin,
     normalized_steps.begin,
 )
+# What methods keep that may only follow updates which counted.
+COUNTED: Sequence[CountedArrays] = (control_variates.KEPT,)
 
 
 def begin(start: LocalRound) -> Sequence[Guest]:
@@ -26,3 +32,26 @@ def arrays(guests: Sequence[Guest], local_d: Vector) -> Arrays:
     return {
         name: array for guest in guests for name, array in guest.arrays(local_d).items()
     }
+
+
+def if_counted(
+    kept: Arrays, counted: int, *, earlier: Callable[[], Arrays], site: SiteId
+) -> Arrays:
+    """Take every method's arrays of a round; see ``CountedArrays.if_counted``."""
+    for each in COUNTED:
+        kept = each.if_counted(kept, counted, earlier=earlier, site=site)
+    return kept
+
+
+def follow_clipped_(kept: Arrays, weights_d: Vector, clip_factor: float) -> None:
+    """Change what methods keep of a round to what its clipped update leads to.
+
+    Args:
+        kept: What the site keeps of its round; changed in place.
+        weights_d: The model that the round began with, shape ``(d,)``.
+        clip_factor: What clipping multiplied the update by; 1 for nothing.
+    """
+    for each in COUNTED:
+        if each.pending in kept and clip_factor != 1:
+            pending_d, factor = kept[each.pending], np.float32(clip_factor)
+            each.follow_clipped_(pending_d, weights_d, factor)

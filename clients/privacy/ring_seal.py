@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clients.methods.control_variates import follow_clipped_
+from clients.methods.registry import follow_clipped_
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
 from clients.privacy.masking import (

@@ -21,6 +21,7 @@ from federation.errors import JobError
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
 from federation.job.spec import JobSpec, OptimizerSpec
+from federation.methods.registry import used_by
 from federation.vectors import NO_ARRAYS, Arrays
 
 _KEPT = "optimizer/"
@@ -282,7 +283,7 @@ def _takes_sparse(job: JobSpec) -> bool:
     return (is_plain or is_function(optimizer.name)) and not (
         training.proximal_mu
         or training.clip_grad_norm
-        or training.control_variates
+        or any(method.adds_to_gradients for method in used_by(job))
         or training.precision == "fp16"
     )
 

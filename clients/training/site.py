@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from clients.methods.control_variates import if_counted
+from clients.methods.registry import if_counted
 from clients.training import update
 from clients.training.error_feedback import ErrorFeedback
 from clients.training.held_model import HeldModel

@@ -33,6 +33,8 @@ from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
+from federation.methods.method import Thing
+from federation.methods.registry import excluding
 from federation.protocols import Trainer
 from federation.vectors import Layout
 
@@ -103,11 +105,6 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "training.optimizer.state",
         ),
         (
-            job.training.control_variates,
-            f"ranks keep no control variates: {one}, or remove this key",
-            "training.control_variates",
-        ),
-        (
             job.training.task == TRAINER,
             f"a Trainer's loop runs in one process: {one}, or name another task",
             "training.task",
@@ -121,6 +118,10 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             job.training.overlap_steps > 0,
             f"ranks do not work ahead: {one}, or remove this key",
             "training.overlap_steps",
+        ),
+        *(
+            (True, f"{reason}: {one}, or remove this key", method.dotted_key)
+            for method, reason in excluding(job, Thing.RANKS)
         ),
     ):
         if refused:

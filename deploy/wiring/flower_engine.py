@@ -21,12 +21,13 @@ from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_file
+from federation.job.kept_state import keepers
 from federation.job.spec import JobSpec
 from federation.messages import FailureKind, SiteMessage, Task
 from federation.protocols import Clock, Grid, RunState, SiteHandler
 from federation.resources import THREAD
 from federation.rounds.failures import failure
-from federation.vectors import Layout, Role
+from federation.vectors import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +115,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
                 f"{_NOT_HERE[fault.kind]}; rehearse this with --engine inproc",
                 key=f"simulation.faults[{index}].kind",
             )
-    keeps = (
-        layout.integer_mask(Role.KEEP).any()
-        or layout.num_personal > 0
-        or job.training.optimizer.state == "keep"
-        or job.training.overlap_steps > 0
-        or job.training.control_variates
-        or job.privacy.secure_aggregation.levels is not None
-        or job.communication.links.feedback > 0
-    )
+    keeps = bool(keepers(job, layout))
     if job.storage.encryption is not None and keeps:
         raise JobError(
             "sites in other processes keep their state unencrypted: use "

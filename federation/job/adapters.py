@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec, ServerOptimizerSpec
+from federation.methods.method import Thing
+from federation.methods.registry import excluding
 from federation.vectors import Layout, Role
 
 
@@ -87,8 +89,6 @@ def check_exact(job: JobSpec) -> None:
         ),
         "kept optimiser state would be of other factors: leave out "
         "training.optimizer.state": job.training.optimizer.state == "keep",
-        "control variates would be of other factors: leave out "
-        "training.control_variates": job.training.control_variates,
         "overlap_steps mixes an older weight with the residual of the round": (
             job.training.overlap_steps > 0
         ),
@@ -96,6 +96,7 @@ def check_exact(job: JobSpec) -> None:
         'products: set selection.model to "best" or "last"': (
             job.selection is not None and job.selection.averages
         ),
+        **{reason: True for _, reason in excluding(job, Thing.EXACT_ADAPTERS)},
     }
     for reason, is_refused in faults.items():
         if is_refused:

@@ -157,11 +157,6 @@ def _check_job(job: JobSpec, name: str) -> None:
             "training.normalized_steps",
         ),
         (
-            job.training.control_variates,
-            "nothing there corrects its gradients; remove this key",
-            "training.control_variates",
-        ),
-        (
             job.training.optimizer.state != "fresh",
             "nothing there keeps its optimiser state; if the app does, remove this key",
             "training.optimizer.state",

@@ -14,12 +14,9 @@ from federation.errors import JobError, joined
 from federation.ids import check_name
 from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
-from federation.job.local_work_checks import (
-    check_control_variates,
-    check_larger_steps,
-    check_local_work,
-)
+from federation.job.local_work_checks import check_larger_steps, check_local_work
 from federation.job.loop_checks import check_loop
+from federation.job.method_checks import check_methods
 from federation.job.metrics import check_objective, is_function
 from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
@@ -71,7 +68,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_codecs,
         check_secure_aggregation,  # First: it sets the quorum.
         check_differential_privacy,
-        check_control_variates,
+        check_methods,
         _check_quorum,
         _check_robust_rule,
         _check_dynamic_weights,

@@ -12,6 +12,7 @@ from typing import Any
 
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.methods.registry import METHODS
 
 DIGEST_BYTES = 32
 
@@ -35,7 +36,6 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "max_tokens"), 1 << 16),
     (("training", "overlap_steps"), 0),
     (("training", "overlap_mix"), 0.5),
-    (("training", "control_variates"), False),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
     (("communication", "fragments"), 1),
@@ -50,6 +50,7 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("model", "tokenizers"), []),
     (("model", "frozen"), []),
     (("privacy", "differential_privacy", "max_noise_multiplier"), None),
+    *((method.key, method.off) for method in METHODS),
 )
 
 

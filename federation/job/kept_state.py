@@ -4,13 +4,16 @@ What a site has kept decides what it computes. With secure aggregation, an aggre
 that steered one site's history would read that site's update off the difference of two
 sums. So all sites of a sum begin a round with the state of one round, which the task
 names and which is in every mask key; a site that lacks it does not answer, and all
-begin with an older one, or with none. A method that is missing here keeps nothing.
+begin with an older one, or with none. A method that is missing here, and whose
+description does not say that it keeps arrays, keeps nothing.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from federation.job.spec import JobSpec
+from federation.methods.method import Method
+from federation.methods.registry import METHODS
 from federation.vectors import Layout, Role
 
 # States that a site keeps with secure aggregation: a number of none of its keys.
@@ -30,11 +33,14 @@ class Keeper:
     evaluates: bool = False
 
 
+def _keeper(method: Method) -> Keeper:
+    return Keeper(lambda job, _: method.is_on(job))
+
+
 KEEPERS: Mapping[str, Keeper] = {
     "state of the optimiser": Keeper(
         lambda job, _: job.training.optimizer.state == "keep"
     ),
-    "control variates": Keeper(lambda job, _: job.training.control_variates),
     "own weights of overlap": Keeper(lambda job, _: job.training.overlap_steps > 0),
     "scale of float16's loss": Keeper(lambda job, _: job.training.precision == "fp16"),
     "residual of a codec": Keeper(lambda job, _: job.communication.links.feedback > 0),
@@ -45,6 +51,7 @@ KEEPERS: Mapping[str, Keeper] = {
     "integers of its own": Keeper(
         lambda _, layout: bool(layout.integer_mask(Role.KEEP).any()), evaluates=True
     ),
+    **{method.name: _keeper(method) for method in METHODS if method.keeps},
 }
 
 

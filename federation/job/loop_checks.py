@@ -18,7 +18,6 @@ _OF_THE_TRAINER: Mapping[str, str] = {
 _OF_OUR_LOOP = (
     "proximal_mu",
     "normalized_steps",
-    "control_variates",
     "overlap_steps",
     "max_tokens",
 )

@@ -37,6 +37,7 @@ from federation.job.adapter_ranks import codecs_by_site
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, MetricSums, TaskKind, join_anchors
+from federation.methods.registry import follows_counted
 from federation.protocols import (
     Checkpoints,
     Clock,
@@ -341,7 +342,7 @@ def _counted(
     """Note whose updates are a part of the model, if sites need to know that."""
     if status != "completed":
         return state.counted
-    if job.training.control_variates:  # A round of these needs all sites.
+    if follows_counted(job):  # A round of these needs all sites.
         return dict.fromkeys(record.cohort, record.round_index)
     if not record.links.feedback:
         return state.counted

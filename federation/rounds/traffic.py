@@ -39,6 +39,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.methods.registry import follows_counted
 from federation.resources import CLOCK, PROCESS
 from federation.rounds.local_work import (
     accumulate_in,
@@ -350,7 +351,7 @@ class Traffic:
     ) -> RoundTask:
         links, trains = self._links, kind is TaskKind.TRAIN
         all_count = self.job.cohort_size == len(self.job.sites)
-        told = links.feedback > 0 or self.job.training.control_variates
+        told = links.feedback > 0 or follows_counted(self.job)
         settles = told and trains and (end == 1 or all_count)
         charges = end * self._is_private * (index - 1)
         steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)

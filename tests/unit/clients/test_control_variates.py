@@ -8,12 +8,9 @@ import torch
 from support.small_jobs import small_job
 
 from clients.methods import control_variates
-from clients.methods.control_variates import (
-    ControlVariates,
-    follow_clipped_,
-    if_counted,
-)
+from clients.methods.control_variates import ControlVariates
 from clients.methods.guest import LocalRound
+from clients.methods.registry import follow_clipped_, if_counted
 from clients.models import weights
 from federation.errors import CorruptObject
 from federation.ids import SiteId
@@ -145,7 +142,7 @@ def test_lost_newer_state_is_logged(caplog: pytest.LogCaptureFixture):
         counted_of(kept, 2)
     assert not caplog.records
     assert "variates/weights" not in counted_of(kept, 5)
-    assert "site-a is of round 3" in caplog.text
+    assert "site-a keeps control variates of round 3" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Optional methods, each described once: its key, what it keeps, what it excludes."""
