@@ -136,13 +136,19 @@ failed() {{
 }}
 trap 'failed $LINENO' ERR
 """
+_ASK_GOOGLE = (
+    "curl --fail --silent --header 'Metadata-Flavor: Google' "
+    "'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/"
+    "default/token' | python3 -c 'import json, sys; "
+    'print(json.load(sys.stdin)["access_token"])\''
+)
+# Of clouds: machines sign in by who they are. The file goes when the image is there.
+_ECR = re.compile(r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com")
+_SIGNED_IN = "/run/crossfed-registry.json"
 _FETCH = {
     "https": "curl --fail --silent --show-error --location --proto '=https' --retry 5 "
     "--output {file} {url}",
-    "gs": "token=$(curl --fail --silent --header 'Metadata-Flavor: Google' "
-    "'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/"
-    "default/token' | python3 -c 'import json, sys; "
-    'print(json.load(sys.stdin)["access_token"])\')\n'
+    "gs": f"token=$({_ASK_GOOGLE})\n"
     'echo "Authorization: Bearer $token" | '
     "curl --fail --silent --show-error --header @- --output {file} {url}",
     "s3": "/opt/crossfed/bin/pip install --quiet 'boto3>=1.44'\n"
@@ -323,6 +329,9 @@ def _script(release: Release, invitation: MachineInvitation, gpus: int) -> str:
     first = [_CHECK_GPUS.format(wanted=gpus)] if gpus else []
     if release.image:
         present, packages = "command -v podman", "podman"
+        if _ECR.match(release.image):
+            present += " && command -v docker-credential-ecr-login"
+            packages += " amazon-ecr-credential-helper"
         steps = _image_steps(release, invitation, gpus)
     else:
         present = "command -v curl && python3 -c 'import ensurepip'"
@@ -351,7 +360,7 @@ def _image_steps(
     )
     words = invitation.words("/var/lib/crossfed/site")
     return [
-        f"podman pull {shlex.quote(release.image)}",
+        *_pull(release.image),
         *(["nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"] if gpus else []),
         f"install -d -m 700 -o 10001 -g 10001 {_FOLDER}",
         _MOUNT_CACHE.format(folder=_CACHE, owner="10001:10001"),
@@ -359,6 +368,20 @@ def _image_steps(
         "tell 'site: it enrols'",
         f"{run} {shlex.quote(release.image)} {shlex.join(words)}",
     ]
+
+
+def _pull(image: str) -> list[str]:
+    """Fetch an image; from a private registry of the machine's own cloud, too."""
+    host, pull = image.partition("/")[0], f"podman pull {shlex.quote(image)}"
+    if _ECR.fullmatch(host):
+        helpers = json.dumps({"credHelpers": {host: "ecr-login"}})
+        sign_in = f"echo {shlex.quote(helpers)} > {_SIGNED_IN}"
+    elif host.endswith((".pkg.dev", "gcr.io")):
+        sign_in = f"{_ASK_GOOGLE} | podman login --authfile {_SIGNED_IN} "
+        sign_in += f"--username oauth2accesstoken --password-stdin {host}"
+    else:
+        return [pull]
+    return [sign_in, f"{pull} --authfile {_SIGNED_IN}", f"rm {_SIGNED_IN}"]
 
 
 def _wheel_steps(release: Release) -> list[str]:

@@ -371,6 +371,44 @@ def test_an_image_that_has_all_is_left_as_it_is(kind: str, tmp_path: Path):
     assert words == ["find", "apt-get", "apt-get", "went", "on"]
 
 
+@pytest.mark.parametrize(
+    ("host", "signs_in"),
+    [
+        ("123456789012.dkr.ecr.eu-west-3.amazonaws.com", "ecr-login"),
+        ("europe-west4-docker.pkg.dev", "login --authfile"),
+        ("registry.example.org", ""),
+    ],
+)
+def test_registries_of_clouds_know_the_machine(
+    host: str, signs_in: str, tmp_path: Path
+):
+    """By who it is; its token is on no command line, and on no disk afterwards."""
+    release = Release(image=f"{host}/crossfed/site@sha256:{DIGEST}")
+    script = files(release)[SCRIPT]
+    begin = script.index("\n", script.index("\nfi\n") + 1)
+    part = script[begin : script.index("install -d", begin)]
+    part = part.replace("/run/", f"{tmp_path}/")
+    said = run(
+        f"set -e\n{part}",
+        {
+            "curl": 'echo \'{"access_token": "secret"}\'',
+            "podman": f'echo "podman $*"; [ $1 != login ] || cat > {tmp_path}/token; '
+            f"cat {tmp_path}/crossfed-registry.json 2>/dev/null; "
+            f"touch {tmp_path}/crossfed-registry.json",
+        },
+        tmp_path,
+    )
+    assert said.endswith("went on\n")
+    assert f"podman pull {release.image}" in said
+    assert (signs_in in said) if signs_in else ("authfile" not in said)
+    assert "secret" not in said
+    if "pkg.dev" in host:
+        assert (tmp_path / "token").read_text() == "secret\n"
+    if signs_in:
+        assert not (tmp_path / "crossfed-registry.json").exists()
+    assert ("amazon-ecr-credential-helper" in script) == ("ecr" in host)
+
+
 def test_files_are_those_that_the_wheel_names():
     """Its digest pins them, too; of a source archive nothing would."""
     lines = files(RELEASES["gs"])[SCRIPT].splitlines()
