@@ -23,7 +23,7 @@ class RunLines:
     """One run, as this process of the site sees it.
 
     Attributes:
-        job: Its job.
+        job: As proposed, with the rounds of extensions.
         promise: What the site has promised; None without differential privacy.
         listener: Called with each line.
     """
