@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from federation.errors import InvalidUpdate
 from federation.job.flower_app_checks import ROUND
 from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.metrics import CORRECT, Metric
 from federation.job.spec import TrainingSpec
 from federation.messages import MetricSums, RoundTask, SiteEvaluation, SiteUpdate
 from federation.vectors import AVERAGED, IntegerVector, Layout, Role, TensorSpec, Vector
@@ -94,6 +95,8 @@ def read_update(
     layout: Layout,
     spec: FlowerAppSpec,
     evaluation: MetricSums | None,
+    *,
+    wanted: Mapping[str, Metric] = CORRECT,
 ) -> SiteUpdate:
     """Read an app's answer to training.
 
@@ -103,6 +106,7 @@ def read_update(
         layout: Layout of the run's model.
         spec: The app's names.
         evaluation: Of the global weights, from its other answer; None if not asked.
+        wanted: The job's metrics.
 
     Raises:
         InvalidUpdate: It is not such an answer; the message says what is wrong.
@@ -127,7 +131,7 @@ def read_update(
         integers_m=integers_m,
         num_examples=num_examples,
         num_steps=0,  # It does not tell.
-        training=_training(metrics, spec, num_examples),
+        training=_training(metrics, spec, num_examples, wanted),
         evaluation=evaluation,
         evaluation_after=None,
         phases=(),
@@ -137,21 +141,25 @@ def read_update(
 
 
 def read_evaluation(
-    content: RecordDict, task: RoundTask, spec: FlowerAppSpec
+    content: RecordDict,
+    task: RoundTask,
+    spec: FlowerAppSpec,
+    *,
+    wanted: Mapping[str, Metric] = CORRECT,
 ) -> SiteEvaluation:
-    """Read an app's answer to evaluation.
+    """Read an app's answer to evaluation; ``wanted`` are the job's metrics.
 
     Raises:
         InvalidUpdate: It is not such an answer; the message says what is wrong.
     """
     metrics = _metrics(content, spec)
     count = _count(metrics, spec.num_examples)
-    accuracy = _number(metrics, spec.eval_accuracy)
-    if not 0.0 <= accuracy <= 1.0:
-        raise InvalidUpdate(
-            f"its metric {spec.eval_accuracy!r} is {accuracy!r:.40}, not a fraction "
-            "from 0 to 1"
-        )
+    sums: dict[str, int | float] = {}
+    for name, metric in wanted.items():
+        if name in CORRECT:
+            sums[name] = round(_fraction(metrics, spec.eval_accuracy) * count)
+        else:
+            sums[name] = _mean(metrics, name, metric) * count
     return SiteEvaluation(
         run_id=task.run_id,
         round_index=task.round_index,
@@ -159,7 +167,7 @@ def read_evaluation(
         evaluation=MetricSums(
             count=count,
             loss_sum=_number(metrics, spec.eval_loss) * count,
-            metrics={"correct": round(accuracy * count)},
+            metrics=sums,
         ),
         phases=(),
         based_on=task.based_on,
@@ -245,15 +253,37 @@ def _metrics(content: RecordDict, spec: FlowerAppSpec) -> MetricRecord:
 
 
 def _training(
-    metrics: MetricRecord, spec: FlowerAppSpec, num_examples: int
+    metrics: MetricRecord,
+    spec: FlowerAppSpec,
+    num_examples: int,
+    wanted: Mapping[str, Metric],
 ) -> MetricSums | None:
     if not spec.train_loss:
         return None
     loss = _number(metrics, spec.train_loss)
     # It does not report how many predictions were right; that is not used.
-    return MetricSums(
-        count=num_examples, loss_sum=loss * num_examples, metrics={"correct": 0}
-    )
+    sums: dict[str, int | float] = {
+        name: 0 if name in CORRECT else _mean(metrics, name, metric) * num_examples
+        for name, metric in wanted.items()
+    }
+    return MetricSums(count=num_examples, loss_sum=loss * num_examples, metrics=sums)
+
+
+def _fraction(metrics: MetricRecord, name: str) -> float:
+    value = _number(metrics, name)
+    if not 0.0 <= value <= 1.0:
+        raise InvalidUpdate(
+            f"its metric {name!r} is {value!r:.40}, not a fraction from 0 to 1"
+        )
+    return value
+
+
+def _mean(metrics: MetricRecord, name: str, metric: Metric) -> float:
+    """Mean of one of the job's metrics, within its bounds."""
+    value = _number(metrics, name)
+    if not math.isfinite(value):
+        raise InvalidUpdate(f"its metric {name!r} is {value!r:.40}, not finite")
+    return min(max(value, metric.low), metric.high)
 
 
 def _count(metrics: MetricRecord, name: str) -> int:

@@ -25,6 +25,7 @@ from cloud_adapters.flower import (
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
 from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.metrics import Metric, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
@@ -41,9 +42,10 @@ from federation.wire import frame as wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _App:
-    """A node's app: its names, and what is sent with the model."""
+    """A node's app: its names, the job's metrics, and what is sent with the model."""
 
     spec: FlowerAppSpec
+    metrics: Mapping[str, Metric]
     settings: Mapping[str, bool | int | float | str]
 
 
@@ -53,14 +55,14 @@ class _AppQuestion:
 
     Attributes:
         task: What was asked.
-        spec: The app's names.
+        app: Its names.
         last: The message that the grid knows the question by; its content is gone.
         parts: What each message asks, by its id.
         answers: To some or all of them.
     """
 
     task: RoundTask
-    spec: FlowerAppSpec
+    app: _App
     last: Message
     parts: Mapping[str, TaskKind]
     answers: dict[TaskKind, Message] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class FlowerApps(FlowerApi):
         self._apps = {
             nodes[SiteId(site.name)]: _App(
                 spec=site.flower_app,
+                metrics=metrics_of(job.training),
                 settings=flower_records.settings_of(site.flower_app, job.training),
             )
             for site in job.sites
@@ -183,7 +186,7 @@ class FlowerApps(FlowerApi):
         self._newest[node] = name
         self._questions[name] = _AppQuestion(
             task=task,
-            spec=app.spec,
+            app=app,
             last=messages[task.kind],
             parts=parts,
         )
@@ -221,13 +224,17 @@ def _error(question: _AppQuestion) -> SiteFailure | None:
 
 
 def _read(question: _AppQuestion, layout: Layout) -> SiteMessage:
-    task, spec, answers = question.task, question.spec, question.answers
+    task, app, answers = question.task, question.app, question.answers
     evaluation: MetricSums | None = None
     if TaskKind.EVALUATE in answers:
         content = answers[TaskKind.EVALUATE].content
-        read = flower_records.read_evaluation(content, task, spec)
+        read = flower_records.read_evaluation(
+            content, task, app.spec, wanted=app.metrics
+        )
         if task.kind is TaskKind.EVALUATE:
             return read
         evaluation = read.evaluation
     content = answers[TaskKind.TRAIN].content
-    return flower_records.read_update(content, task, layout, spec, evaluation)
+    return flower_records.read_update(
+        content, task, layout, app.spec, evaluation, wanted=app.metrics
+    )

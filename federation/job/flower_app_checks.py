@@ -6,8 +6,14 @@ Anything else that a site must do does not happen there.
 
 from federation.errors import JobError
 from federation.job.flower_app_job import FlowerAppSpec
-from federation.job.metrics import BUILT_IN, CORRECT, WEIGHTING
-from federation.job.spec import JobSpec
+from federation.job.metrics import (
+    BUILT_IN,
+    CORRECT,
+    WEIGHTING,
+    is_function,
+    metrics_of,
+)
+from federation.job.spec import JobSpec, TrainingSpec
 
 # What the record of settings says by itself.
 ROUND = "server-round"
@@ -28,7 +34,7 @@ def check_flower_apps(job: JobSpec) -> None:
     ]
     for index, name, app in apps:
         _check_site(job, index, name)
-        _check_app(app, key=f"sites[{index}].flower_app")
+        _check_app(app, job, key=f"sites[{index}].flower_app")
     if apps:
         _check_job(job, apps[0][1])
 
@@ -42,7 +48,7 @@ def _check_site(job: JobSpec, index: int, name: str) -> None:
         )
 
 
-def _check_app(app: FlowerAppSpec, *, key: str) -> None:
+def _check_app(app: FlowerAppSpec, job: JobSpec, *, key: str) -> None:
     names = {
         "arrays": app.arrays,
         "config": app.config,
@@ -50,7 +56,8 @@ def _check_app(app: FlowerAppSpec, *, key: str) -> None:
         "num_examples": app.num_examples,
     }
     if app.evaluate:
-        names |= {"eval_loss": app.eval_loss, "eval_accuracy": app.eval_accuracy}
+        names |= {"eval_loss": app.eval_loss}
+        _check_accuracy(app, job.training, key=f"{key}.eval_accuracy")
     for field, name in names.items():
         if not name:
             raise JobError("must not be empty", key=f"{key}.{field}")
@@ -70,6 +77,16 @@ def _check_app(app: FlowerAppSpec, *, key: str) -> None:
                 "tables",
                 key=f"{key}.settings.{name}",
             )
+
+
+def _check_accuracy(app: FlowerAppSpec, training: TrainingSpec, *, key: str) -> None:
+    if not app.eval_accuracy and CORRECT.keys() & metrics_of(training):
+        raise JobError(
+            f"must not be empty, since the task {training.task} reports accuracy: for "
+            'an app without it, set training.task to "regression" or your own '
+            "objective, or evaluate = false",
+            key=key,
+        )
 
 
 def _check_job(job: JobSpec, name: str) -> None:
@@ -107,8 +124,9 @@ def _check_job(job: JobSpec, name: str) -> None:
             "aggregation.weights",
         ),
         (
-            BUILT_IN.get(job.training.task) != CORRECT,
-            "it reports loss and accuracy, not the metrics of an objective",
+            not is_function(job.training.task)
+            and BUILT_IN.get(job.training.task) not in (CORRECT, {}),
+            "it reports loss and accuracy, not the counts of this task",
             "training.task",
         ),
         (

@@ -24,7 +24,9 @@ class FlowerAppSpec:
             none.
         evaluate: Whether the app evaluates; false for an app without `@app.evaluate()`.
         eval_loss: Evaluation metric: mean loss per example.
-        eval_accuracy: Evaluation metric: fraction of correct examples.
+        eval_accuracy: Evaluation metric: fraction of correct examples. For `regression`
+            and your own objective, whose metrics the app reports as means under their
+            own names, it is not used and may be empty.
         settings: Numbers, strings and flags for the settings record. If empty, the
             record holds `server-round`, and from `[training]` `lr`, `batch-size`, and
             `local-steps` or `local-epochs`; the app decides what to do with them.

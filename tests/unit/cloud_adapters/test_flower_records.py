@@ -17,6 +17,7 @@ from cloud_adapters.flower import simulation as flower_simulation
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
 from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.metrics import Metric
 from federation.job.spec import OptimizerSpec, TrainingSpec
 from federation.messages import MetricSums, RoundTask, TaskKind
 from federation.vectors import Layout, Role
@@ -154,6 +155,26 @@ def test_evaluation_is_turned_into_sums():
     assert found.evaluation == MetricSums(
         count=5, loss_sum=10.0, metrics={"correct": 2}
     )
+
+
+def test_metrics_of_a_regression_are_read_by_their_names():
+    """As means, within the job's bounds; accuracy is not asked for."""
+    wanted = {
+        "absolute_error": Metric(low=0.0, high=1.0),
+        "squared_error": Metric(),
+    }
+    spec = replace(SPEC, eval_accuracy="", train_loss="")
+    content = answer(absolute_error=3.0, squared_error=9.0, eval_acc=None)
+    found = flower_records.read_evaluation(content, TASK, spec, wanted=wanted)
+    assert found.evaluation.metrics == {"absolute_error": 5.0, "squared_error": 45.0}
+    update = flower_records.read_update(
+        content, TASK, LAYOUT, spec, None, wanted=wanted
+    )
+    assert update.training is None
+    for name, value in (("squared_error", None), ("absolute_error", math.nan)):
+        other = answer(**{"absolute_error": 3.0, "squared_error": 9.0, name: value})
+        with pytest.raises(InvalidUpdate, match=name):
+            flower_records.read_evaluation(other, TASK, spec, wanted=wanted)
 
 
 def test_app_without_training_loss():

@@ -145,10 +145,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.metrics.error",
         "secure aggregation sums it without seeing",
     ),
-    "app of Flower with an objective": (
-        own(table=with_app()),
+    "app of Flower with counts of its own": (
+        with_app({"training": {"local_steps": 1, "task": "binary"}}),
         "training.task",
-        "not the metrics of an objective",
+        "not the counts of this task",
     ),
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
     "no site": ({"sites": []}, "sites", "add at least one"),
@@ -710,6 +710,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "app of Flower": with_app(settings={"lr": 0.1, "mode": "fast", "warm": True}),
     "app that does not evaluate": with_app(evaluate=False, eval_accuracy=""),
+    "app of Flower with an objective": own(table=with_app(eval_accuracy="")),
+    "app of Flower with a regression": with_app(
+        {"training": {"local_steps": 1, "task": "regression"}}, eval_accuracy=""
+    ),
     "objective without metrics": own(),
     "metric without bounds": own(error=[]),
     "metric with bounds": own(table=private(), loss=[0.0, 1.0], error=[-1.0, 1.0]),
