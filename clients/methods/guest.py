@@ -21,11 +21,11 @@ class LocalRound:
     """A round that begins at a site; its model holds the weights to begin with.
 
     Attributes:
-        job: The job.
+        job: Says which methods are on, and how.
         round_index: Number of the round, from 1.
         steps: Steps of the round, counted over the run from 0.
         model: Trained in place.
-        layout: Its layout.
+        layout: Places of the model's tensors in the vector of all weights.
         weights_d: The global weights, shape ``(d,)``.
         kept: Arrays that the site has kept of an earlier round.
         lora_rank: Ranks of adapters that the site trains; None for all.

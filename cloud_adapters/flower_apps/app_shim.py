@@ -67,7 +67,7 @@ def _ask_client(app: ClientApp, message: Message, context: Context) -> Message:
     status = found[f"{kind}res.status"]
     if status["code"]:
         raise RuntimeError(f"the client's {kind} failed: {status['message']}")
-    metrics: dict[str, Any] = {
+    metrics: dict[str, int | float | list[int] | list[float]] = {
         name: float(value)
         for name, value in found[f"{kind}res.metrics"].items()
         if isinstance(value, int | float)

@@ -1,6 +1,7 @@
 """Control variates at one site."""
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_lost_newer_state_is_logged(caplog: pytest.LogCaptureFixture):
         counted_of(kept, 2)
     assert not caplog.records
     assert "variates/weights" not in counted_of(kept, 5)
-    assert "site-a keeps control variates of round 3" in caplog.text
+    assert re.search("site-a .* of round 3", caplog.text)
 
 
 @pytest.mark.parametrize(

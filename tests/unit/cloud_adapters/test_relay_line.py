@@ -430,9 +430,9 @@ def test_a_wrong_clock_at_the_relay_ends_no_site(cloud: Cloud):
 
         node.listener = listen
         node.run()
-        with pytest.raises(SiteError, match="not valid yet by this machine"):
+        with pytest.raises(SiteError, match="not valid yet"):
             knock(node.address, node.authority, node.certificate)
-    assert "set whichever of the two clocks is wrong" in said[1]
+    assert "two clocks is wrong" in said[1]
 
 
 def test_certificate_of_another_authority_is_refused(cloud: Cloud):

@@ -420,7 +420,7 @@ def test_up_outlasts_throttling(
     kube_server.pool().launch(spec, "token")
     seen = throttled(kube_server, 10)
     job = deployment_file.load_job(plan)
-    with pytest.raises(ComputeError, match="brought up from another folder"):
+    with pytest.raises(ComputeError, match="from another folder"):
         up_verb._up_here(given, plan, job)
     assert len(seen) > 10
     assert capsys.readouterr().err.count("tried again until") == 1
