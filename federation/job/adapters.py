@@ -69,6 +69,7 @@ def check_exact(job: JobSpec) -> None:
     optimizer, links = job.aggregation.server_optimizer, job.communication.links
     step = ServerOptimizerSpec()
     faults = {
+        **{reason: True for _, reason in excluding(job, Thing.EXACT_ADAPTERS)},
         "the aggregator needs each site's factors, and secure aggregation shows it "
         "only their sum": job.privacy.secure_aggregation.enabled,
         "products of noised factors have more noise than was planned": (
@@ -96,7 +97,6 @@ def check_exact(job: JobSpec) -> None:
         'products: set selection.model to "best" or "last"': (
             job.selection is not None and job.selection.averages
         ),
-        **{reason: True for _, reason in excluding(job, Thing.EXACT_ADAPTERS)},
     }
     for reason, is_refused in faults.items():
         if is_refused:

@@ -6,8 +6,8 @@ from federation.errors import JobError
 from federation.job.metrics import TRAINER
 from federation.job.personal_checks import CLUSTERS
 from federation.job.spec import JobSpec
-from federation.methods.method import Thing
-from federation.methods.registry import METHODS, excluding
+from federation.methods.method import Method, Thing
+from federation.methods.registry import METHODS
 
 _COARSE_BITS = 16
 
@@ -17,9 +17,11 @@ def _has_other_optimizer(job: JobSpec) -> bool:
     return optimizer.name != "sgd" or bool(optimizer.momentum)
 
 
-def _has_server_step(job: JobSpec) -> bool:
+def _server_step(job: JobSpec) -> Thing:
     step = job.aggregation.server_optimizer
-    return (step.name, step.lr) != ("average", 1.0)
+    if (step.name, step.lr) == ("average", 1.0):
+        return Thing.PLAIN_MEAN
+    return Thing.RUNNING_SUM if step.name == "running_sum" else Thing.SERVER_STEP
 
 
 def _has_codec(job: JobSpec) -> bool:
@@ -46,7 +48,9 @@ IN_A_JOB: Mapping[str, Callable[[JobSpec], bool]] = {
     Thing.PARTIAL_ROUNDS: lambda job: job.minimum_sites < len(job.sites),
     Thing.OTHER_COMBINE: lambda job: job.aggregation.combine != "mean",
     Thing.DYNAMIC_WEIGHTS: lambda job: job.aggregation.weights == "dynamic",
-    Thing.SERVER_STEP: _has_server_step,
+    Thing.PLAIN_MEAN: lambda job: _server_step(job) is Thing.PLAIN_MEAN,
+    Thing.SERVER_STEP: lambda job: _server_step(job) is Thing.SERVER_STEP,
+    Thing.RUNNING_SUM: lambda job: _server_step(job) is Thing.RUNNING_SUM,
     Thing.CODECS: _has_codec,
     Thing.LEVELS: lambda job: job.privacy.secure_aggregation.levels is not None,
     Thing.RING_16: (
@@ -58,13 +62,25 @@ IN_A_JOB: Mapping[str, Callable[[JobSpec], bool]] = {
 }
 
 
-def check_methods(job: JobSpec) -> None:
-    """Refuse what an optional method of the job excludes.
+def check_methods(job: JobSpec) -> list[JobError]:
+    """Find what methods of the job exclude, and parts of methods that it does not use.
 
-    Raises:
-        JobError: The first such thing, with the method's key and what to write instead.
+    Returns:
+        At most one error for each method, with its key and what to write instead.
     """
-    for thing, is_in in IN_A_JOB.items():
-        for method, reason in excluding(job, thing):
-            if is_in(job):
-                raise JobError(f"{reason}, or remove this key", key=method.dotted_key)
+    return [fault for method in METHODS if (fault := _fault(method, job)) is not None]
+
+
+def _fault(method: Method, job: JobSpec) -> JobError | None:
+    if method.is_on(job):
+        for thing, reason in method.excludes.items():
+            if thing in IN_A_JOB and IN_A_JOB[thing](job):
+                return JobError(f"{reason}, or remove this key", key=method.dotted_key)
+        return None
+    for thing in method.only_with_it:
+        if IN_A_JOB[thing](job):
+            return JobError(
+                f"{thing} is a part of {method.name}: set this key, or leave it out",
+                key=method.dotted_key,
+            )
+    return None

@@ -299,7 +299,8 @@ class ServerOptimizerSpec:
     """What the aggregator does with the combined update.
 
     Attributes:
-        name: Algorithm; `average` with `lr = 1` is FedAvg.
+        name: Algorithm; `average` with `lr = 1` is FedAvg, and `running_sum` the
+            server step of FedDyn.
         lr: Server learning rate.
         momentum: Momentum of `momentum` and `nesterov`.
         beta1: Decay of the first moment: `adagrad`, `adam`, `yogi`.
@@ -309,7 +310,10 @@ class ServerOptimizerSpec:
 
     name: str = key(
         default="average",
-        choices=("average", "momentum", "nesterov", "adagrad", "adam", "yogi"),
+        choices=(
+            *("average", "momentum", "nesterov", "adagrad", "adam", "yogi"),
+            "running_sum",
+        ),
     )
     lr: float = key(default=1.0, above=0.0)
     momentum: float = key(default=0.9, low=0.0, below=1.0)

@@ -16,6 +16,10 @@ _SAME_WEIGHTS = (
     "variates cancel only in a mean with the same weights in every round: use combine "
     "= 'mean' with weights 'examples' or 'uniform'"
 )
+_HIDDEN_MEAN = (
+    "a server optimiser hides the mean of all updates from the sites: leave out "
+    "aggregation.server_optimizer"
+)
 _ROUNDED = (
     "what a codec rounds away would add up in the variates: leave out codec, "
     "down_codec and levels"
@@ -58,10 +62,8 @@ CONTROL_VARIATES = Method(
         ),
         Thing.OTHER_COMBINE: _SAME_WEIGHTS,
         Thing.DYNAMIC_WEIGHTS: _SAME_WEIGHTS,
-        Thing.SERVER_STEP: (
-            "a server optimiser hides the mean of all updates from the sites: leave "
-            "out aggregation.server_optimizer"
-        ),
+        Thing.SERVER_STEP: _HIDDEN_MEAN,
+        Thing.RUNNING_SUM: _HIDDEN_MEAN,
         Thing.CODECS: _ROUNDED,
         Thing.LEVELS: _ROUNDED,
         Thing.RING_16: _CUT,

@@ -32,7 +32,9 @@ class Thing(StrEnum):
     PARTIAL_ROUNDS = "rounds of fewer than all sites"
     OTHER_COMBINE = "combine rules other than the mean"
     DYNAMIC_WEIGHTS = "dynamic weights"
-    SERVER_STEP = "server optimisers other than FedAvg"
+    PLAIN_MEAN = "the plain mean as the next model"
+    SERVER_STEP = "other server optimisers"
+    RUNNING_SUM = "the server optimiser running_sum"
     CODECS = "codecs"
     LEVELS = "levels"
     RING_16 = "secure sums of 16 bits"
@@ -58,6 +60,7 @@ class Method:
             cannot be sparse.
         excludes: By ``Thing`` or another method's name: why a job cannot have both, and
             what to write instead.
+        only_with_it: Each ``Thing`` that is a part of the method, and of nothing else.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Method:
     follows_counted: bool = False
     adds_to_gradients: bool = False
     excludes: Mapping[str, str]
+    only_with_it: tuple[Thing, ...] = ()
 
     @property
     def dotted_key(self) -> str:

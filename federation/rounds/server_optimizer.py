@@ -1,4 +1,4 @@
-"""Apply a combined update: six optimisers as pairs of functions.
+"""Apply a combined update: seven optimisers as pairs of functions.
 
 They see the pseudo-gradient ``g = -update`` (update: local minus global weights) chunk
 by chunk, and write the step over it and their state over itself, as
@@ -38,6 +38,8 @@ def server_optimizer(spec: ServerOptimizerSpec) -> ServerOptimizer:
         "yogi": partial(
             yogi, lr=spec.lr, beta1=spec.beta1, beta2=spec.beta2, tau=spec.tau
         ),
+        # Of FedDyn; see ``clients.methods.feddyn``.
+        "running_sum": partial(nesterov, lr=spec.lr, decay=1.0),
     }
     return makers[spec.name]()
 

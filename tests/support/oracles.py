@@ -81,6 +81,17 @@ def nesterov(
     return theta
 
 
+def running_sum(
+    theta: float, updates: Iterable[float], spec: ServerOptimizerSpec
+) -> float:
+    """FedDyn's server step on one scalar weight."""
+    total = 0.0
+    for update in updates:
+        total += update
+        theta += spec.lr * (update + total)
+    return theta
+
+
 def adagrad(theta: float, updates: Iterable[float], spec: ServerOptimizerSpec) -> float:
     """FedAdagrad, arXiv:2003.00295 Algorithm 2, on one scalar weight."""
     return _adaptive(theta, updates, spec, lambda v, square: v + square)

@@ -12,7 +12,7 @@ from federation.protocols import OptimizerState, ServerOptimizer
 from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import CHUNK_VALUES, Vector, chunks
 
-NAMES = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]
+NAMES = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi", "running_sum"]
 SIZE = CHUNK_VALUES + 3
 ROUNDS = 7
 

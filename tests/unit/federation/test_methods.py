@@ -56,6 +56,8 @@ ASKS: dict[str, dict[str, Any]] = ON | {
     Thing.PARTIAL_ROUNDS: {"schedule": {"minimum_sites": 1}},
     Thing.OTHER_COMBINE: {"aggregation": {"combine": "median", "weights": "uniform"}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
+    Thing.PLAIN_MEAN: {"aggregation": {"server_optimizer": {"name": "average"}}},
+    Thing.RUNNING_SUM: {"aggregation": {"server_optimizer": {"name": "running_sum"}}},
     Thing.SERVER_STEP: {"aggregation": {"server_optimizer": {"name": "adam"}}},
     Thing.CODECS: {"communication": {"codec": {"name": "int8"}}},
     Thing.LEVELS: {
