@@ -53,6 +53,10 @@ JOBS: dict[str, dict[str, str]] = {
         "training": "control_variates = true",
         "tables": '[aggregation]\nweights = "uniform"',
     },
+    "feddyn": {
+        "training": "dynamic_alpha = 0.1",
+        "tables": '[aggregation]\nserver_optimizer = { name = "running_sum" }',
+    },
     "overlap": {"training": "overlap_steps = 2"},
     "accumulate": {"training": "accumulate = 2"},
     "personal": {"model": ', personal = ["*.bias"]'},

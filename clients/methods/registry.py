@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from clients.methods import control_variates, fixed_ranks, normalized_steps, proximal
+from clients.methods import (
+    control_variates,
+    feddyn,
+    fixed_ranks,
+    normalized_steps,
+    proximal,
+)
 from clients.methods.counted import CountedArrays
 from clients.methods.guest import Guest, LocalRound
 from federation.ids import SiteId
@@ -15,11 +21,12 @@ Begin = Callable[[LocalRound], Guest | None]
 LOCAL_METHODS: Sequence[Begin] = (
     fixed_ranks.begin,
     control_variates.begin,
+    feddyn.begin,
     proximal.begin,
     normalized_steps.begin,
 )
 # What methods keep that may only follow updates which counted.
-COUNTED: Sequence[CountedArrays] = (control_variates.KEPT,)
+COUNTED: Sequence[CountedArrays] = (control_variates.KEPT, feddyn.KEPT)
 
 
 def begin(start: LocalRound) -> Sequence[Guest]:

@@ -240,6 +240,11 @@ class TrainingSpec:
         control_variates: SCAFFOLD: each site corrects its gradients for the drift of
             its own records, without further bytes. With `local_steps`, plain `sgd`, and
             all sites in every round.
+        dynamic_alpha: FedDyn: strength alpha of the pull `alpha/2 |x - theta|^2` to the
+            global weights, beside a linear term that a site learns from its own
+            updates, so that local steps lead to the best model of all records. With
+            `aggregation.server_optimizer.name = "running_sum"` and all sites in every
+            round.
         precision: `fp32`; or `bf16` or `fp16`: autocast of the forward pass, with
             float32 weights. With `fp16`, each site scales its loss, and skips steps
             whose gradients overflow; not with clipped gradients of records.
@@ -268,6 +273,7 @@ class TrainingSpec:
     proximal_mu: float = key(default=0.0, low=0.0)
     normalized_steps: int | None = key(default=None, low=1)
     control_variates: bool = False
+    dynamic_alpha: float = key(default=0.0, low=0.0)
     precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
     device: str = "auto"
     threads: int = key(default=1, low=1)

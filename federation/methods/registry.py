@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from federation.methods.control_variates import CONTROL_VARIATES
+from federation.methods.feddyn import FEDDYN
 from federation.methods.method import Method
 
-METHODS: tuple[Method, ...] = (CONTROL_VARIATES,)
+METHODS: tuple[Method, ...] = (CONTROL_VARIATES, FEDDYN)
 
 
 def used_by(job: object) -> Iterator[Method]:

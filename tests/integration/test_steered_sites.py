@@ -289,6 +289,10 @@ CASES: Mapping[str, Callable[[int], JobSpec]] = {
     "state of the optimiser": case(SMALL | {"optimizer": MOMENTUM}),
     "control variates": case(FULL | {"control_variates": True}),
     "control variates, minibatches": case(SMALL | {"control_variates": True}),
+    "FedDyn": case(
+        FULL | {"dynamic_alpha": 0.1},
+        aggregation={"server_optimizer": {"name": "running_sum"}},
+    ),
     "own weights of overlap": case(SMALL | {"overlap_steps": 1}),
     "scale of float16's loss": case(SMALL | {"precision": "fp16"}),
     "residual of levels, drift of fragments": case(FULL, secure={"levels": 4}),

@@ -206,6 +206,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "proximal": {"proximal_mu": 0.1},
     "clipped": {"clip_grad_norm": 0.1},
     "control variates": {"control_variates": True},
+    "FedDyn": {"dynamic_alpha": 0.1},
     "fp16": {"precision": "fp16"},
     "momentum": {"optimizer": {"lr": 0.5, "momentum": 0.9, "state": "keep"}},
     "weight decay": {"optimizer": {"lr": 0.5, "weight_decay": 0.1}},
@@ -220,7 +221,9 @@ def test_sparse_gradients_are_steps_of_dense_ones(name: str):
     for sparse in (False, True):
         model = {"factory": f"{__name__}:Words", "options": {"sparse": sparse}}
         training = {"local_steps": 3, "optimizer": {"lr": 0.5}, **SPARSE[name]}
-        job = small_job(model=model, training=training)
+        step = {"name": "running_sum" if name == "FedDyn" else "average"}
+        aggregation = {"server_optimizer": step}
+        job = small_job(model=model, training=training, aggregation=aggregation)
         pool = ModelPool(job)
         trainer = TorchTrainer(
             job, SiteId("site-0"), pool=pool, train=data, held_out=data

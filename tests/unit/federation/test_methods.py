@@ -27,6 +27,10 @@ from federation.methods.registry import METHODS
 # What switches each method on.
 ON: dict[str, dict[str, Any]] = {
     "control variates": {"training": {"control_variates": True}},
+    "FedDyn": {
+        "training": {"dynamic_alpha": 0.1},
+        "aggregation": {"server_optimizer": {"name": "running_sum"}},
+    },
 }
 SECURE = {"enabled": True, "two_sites_waiver": True}
 PRIVATE = {"unit": "site", "clip_norm": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}
@@ -100,8 +104,9 @@ def test_excluded_things_are_refused_and_others_are_not(method: Method):
     assert not method.is_on(job_file.parse(document()))
     assert method.is_on(job_file.parse(document(ON[method.name])))
     for thing, is_in in IN_A_JOB.items():
-        if thing == method.name:
-            continue
+        other = {each.name: each.excludes for each in METHODS}.get(thing, {})
+        if thing == method.name or method.name in other:
+            continue  # The other one says why.
         both = document(ON[method.name], ASKS[thing])
         if thing not in method.excludes:
             job = job_file.parse(both)
@@ -137,6 +142,14 @@ def test_job_without_a_method_has_the_digest_of_before(method: Method):
     deciding = job_digest.deciding(job_file.parse(document()))
     table = functools.reduce(dict.get, method.key[:-1], deciding)
     assert method.key[-1] not in (table or {})
+
+
+def test_part_of_a_method_is_refused_without_it():
+    for method in METHODS:
+        for thing in method.only_with_it:
+            with pytest.raises(JobError, match=f"{thing} is a part of") as caught:
+                job_file.parse(document(ASKS[thing]))
+            assert caught.value.key == method.dotted_key
 
 
 def test_descriptions_agree_with_one_another():
