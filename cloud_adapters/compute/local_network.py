@@ -73,18 +73,6 @@ def address(folder: Path) -> str:
         return str(next(_bridge(folder).hosts()))
 
 
-def served(folder: Path) -> str:
-    """The address of the one node that the others of a folder reach.
-
-    Raises:
-        ComputeError: Their network cannot be made.
-        StoreUnavailable: The folder cannot be written.
-    """
-    with _locked(folder):
-        *_, last = _bridge(folder).hosts()
-        return str(last)
-
-
 def remove(folder: Path) -> None:
     """Remove the bridge of a folder, if there is one; no node may be at work.
 
@@ -101,14 +89,13 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def joined(folder: Path, node_id: str, line: Line, serves: str = "") -> Iterator[str]:
+def joined(folder: Path, node_id: str, line: Line) -> Iterator[str]:
     """Have a network for one node, until no process is left in it.
 
     Args:
         folder: Folder of all nodes.
         node_id: ID of this node.
         line: What connects it to the bridge.
-        serves: Its address, if the others are to reach it there; see ``served``.
 
     Yields:
         The file that stands for it. A process must enter it before the block ends.
@@ -122,20 +109,16 @@ def joined(folder: Path, node_id: str, line: Line, serves: str = "") -> Iterator
         if by.stdout is None or not by.stdout.readline():
             raise ComputeError(f"no network for {node_id}: unshare --net failed")
         with _locked(folder):
-            _plug(folder, device_name(folder / node_id), by.pid, line, serves)
+            _plug(folder, device_name(folder / node_id), by.pid, line)
         yield f"/proc/{by.pid}/ns/net"
 
 
-def _plug(folder: Path, link: str, pid: int, line: Line, serves: str) -> None:
+def _plug(folder: Path, link: str, pid: int, line: Line) -> None:
     """Connect the namespace of a process to the bridge."""
     network, bridge = _bridge(folder), device_name(folder)
-    _ours, *free, _served = map(str, network.hosts())
-    ports = _ports(bridge)
-    used = {port.get("ifalias") for port in ports}
-    place = serves or next((each for each in free if each not in used), None)
-    for port in ports:  # The kernel has yet to remove that of one that was killed.
-        if serves and port.get("ifalias") == serves:
-            _run("ip", "link", "delete", str(port["ifname"]))
+    _ours, *free = map(str, network.hosts())
+    used = {port.get("ifalias") for port in _ports(bridge)}
+    place = next((each for each in free if each not in used), None)
     if place is None:
         raise ComputeError(f"{folder} has more nodes than its network {network}")
     inside = ("nsenter", f"--net=/proc/{pid}/ns/net", "--")
@@ -145,8 +128,8 @@ def _plug(folder: Path, link: str, pid: int, line: Line, serves: str) -> None:
     _run("ip", "link", "add", *ends.split())
     # The alias tells the next one that the address is taken.
     _run("ip", "link", "set", link, "alias", place, "master", bridge, "up")
-    alone = "off" if serves else "on"  # Ports that are isolated reach only others.
-    _run("ip", "link", "set", link, "type", "bridge_slave", "isolated", alone)
+    # Ports that are isolated reach only others.
+    _run("ip", "link", "set", link, "type", "bridge_slave", "isolated", "on")
     _run(*inside, "ip", "address", "add", f"{place}/{_PREFIX}", "dev", "eth0")
     _run(*inside, "ip", "link", "set", "lo", "up")
     _run(*inside, "ip", "link", "set", "eth0", "up")

@@ -138,11 +138,6 @@ class NodeSpec:
         firewalls: What filters its traffic: ids of security groups, or network tags.
         line: Has a node of this host have a network of its own, so connected; None for
             this host's.
-        folder: The only folder of this host that a container has, in which it may
-            write; empty for none.
-        inside: Where that folder is in the container; empty for a site's.
-        served: The address on the network of nodes of this host at which it serves
-            the others; empty for a node that none of them reaches.
         limits: What a node of a cluster may use; None for all of its machine.
         head: Makes a node of a cluster its deployment's head, which may use the
             cluster's API; None for any other node.
@@ -166,9 +161,6 @@ class NodeSpec:
     subnets: Sequence[str] = ()
     firewalls: Sequence[str] = ()
     line: Line | None = None
-    folder: str = ""
-    inside: str = ""
-    served: str = ""
     limits: NodeLimits | None = None
     head: ClusterHead | None = None
 

@@ -2,7 +2,6 @@
 
 import argparse
 import tomllib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from federation.errors import JobError
@@ -40,21 +39,12 @@ def load_plan(options: argparse.Namespace) -> "DeploymentPlan":
     """Read the deployment file, or its rehearsal on this host if that is asked for.
 
     Raises:
-        JobError: It cannot be read, a key is wrong, or an option needs another one.
+        JobError: It cannot be read, or a key is wrong.
     """
     from deploy.fleet import deployment_file, rehearsal  # noqa: PLC0415 -- --help
 
-    for name, given, needs, is_there in (
-        ("--containers", options.containers, "--provider local", options.provider),
-        ("--images", options.images, "--containers", options.containers),
-    ):
-        if given and not is_there:
-            raise JobError(f"needs {needs}", key=name)
     plan = deployment_file.load(options.deployment)
-    if not options.provider:
-        return plan
-    images = options.images or f"localhost/crossfed:{version('crossfed')}-cpu"
-    return rehearsal.on_this_host(plan, images=images if options.containers else "")
+    return rehearsal.on_this_host(plan) if options.provider else plan
 
 
 def service(options: argparse.Namespace) -> "StoreOptions":

@@ -115,8 +115,7 @@ def _up_here(
         options.aggregator = deployment.aggregator / "aggregator.toml"
     if run is None:
         return DONE
-    if deployment.boxed is None:  # Else, its container alone writes there.
-        plan_verb.keep_plan(options, plan, job, run)
+    plan_verb.keep_plan(options, plan, job, run)
     if options.detach:
         return _say_started(options, run)
     if options.keep:

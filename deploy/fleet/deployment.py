@@ -3,7 +3,6 @@
 ``deployment.json``: the owner's name, which every node carries, and of the last launch
 of each role the number, and after how long its node ends. ``aggregator/``: the
 aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
-``tokens/``: of sites in containers that are about to enrol.
 ``operator.pem``, ``operator.json``: see ``deploy.fleet.bringing_up.operator``.
 ``nodes/``: processes of this host. ``lock``: held by the command that changes any of
 it. ``ended``: there after ``crossfed down``.
@@ -16,18 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloud_adapters.compute import local_network
-from cloud_adapters.compute.containers import ContainerPool
 from cloud_adapters.compute.local_files import check_own
 from cloud_adapters.compute.pool import ComputePool, Node
 from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import deployment_record, reconcile
-from deploy.fleet.container_site import ContainerAggregator, ContainerSite
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.deployment_record import DeploymentRecord, LastLaunch, PoolPlace
 from deploy.fleet.pools import named_places, nodes_folder, places, pools_of
-from deploy.fleet.tables.providers import CONTAINERS
-from deploy.fleet.tables.site_machine import SiteMachine
 from federation import durable_files, folder_lock
 from federation.errors import CorruptObject, JobError, StoreUnavailable
 from federation.os_errors import os_errors
@@ -73,26 +68,7 @@ class Deployment:
         """Folder of the aggregator."""
         return self.plan.folder / "aggregator"
 
-    @property
-    def boxed(self) -> ContainerAggregator | None:
-        """The aggregator in its container; None if it is in none."""
-        pool = self.pools[self.plan.file.aggregator.pool]
-        if not isinstance(pool, ContainerPool):
-            return None
-        image = self.plan.file.aggregator.image
-        labels = {reconcile.DEPLOYMENT: self.name, reconcile.OWNER: self.owner}
-        return ContainerAggregator(
-            image=image, folder=self.aggregator, pool=pool, labels=labels
-        )
-
-    def container(self, site: SiteMachine) -> ContainerSite | None:
-        """A site of the file in its container; None if it is in none."""
-        pool = self.pools[site.pool]
-        if not isinstance(pool, ContainerPool):
-            return None
-        return ContainerSite(site=site, folder=self.site(site.name), pool=pool)
-
-    def host(self) -> str:
+    def meeting(self) -> str:
         """Address of this host for all sites on it, which is there from now on.
 
         Raises:
@@ -101,16 +77,6 @@ class Deployment:
         if all(site.line is None for site in self.plan.file.sites):
             return LOOPBACK
         return local_network.address(nodes_folder(self.plan))
-
-    def meeting(self) -> str:
-        """Address of the aggregator for sites of this host, by default.
-
-        Raises:
-            ComputeError: It cannot be had.
-        """
-        if self.plan.file.aggregator.pool == CONTAINERS:
-            return local_network.served(nodes_folder(self.plan))
-        return self.host()
 
     def check_host(self, host: str) -> None:
         """Refuse an address of the aggregator that sites on this host cannot reach.
@@ -136,17 +102,6 @@ class Deployment:
     def site(self, name: str) -> Path:
         """Folder of a site on this host."""
         return self.plan.folder / "sites" / name
-
-    def token(self, site: SiteMachine) -> Path:
-        """File of the token that a site is about to enrol with.
-
-        The folder of a site in a container belongs to that container's user, and with
-        it all files: a command that was killed would leave a token that the next one
-        must not read.
-        """
-        if self.container(site) is None:
-            return self.site(site.name) / "token"
-        return self.plan.folder / "tokens" / site.name
 
     @property
     def is_ended(self) -> bool:

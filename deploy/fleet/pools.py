@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cloud_adapters.compute.containers import ContainerPool
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.extras import naming_extras
 from deploy.fleet import deployment_record
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.deployment_record import PoolPlace
-from deploy.fleet.tables.providers import AWS, CONTAINERS, KUBERNETES, LOCAL
+from deploy.fleet.tables.providers import AWS, KUBERNETES, LOCAL
 from federation.errors import CorruptObject
 from federation.protocols import Clock
 
@@ -24,9 +23,6 @@ def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
         MissingExtra: The library of one is not installed.
     """
     pools: dict[str, ComputePool] = {LOCAL: local_pool(plan, clock)}
-    named = {plan.file.aggregator.pool, *(site.pool for site in plan.file.sites)}
-    if CONTAINERS in named:
-        pools[CONTAINERS] = ContainerPool(folder=nodes_folder(plan))
     pools.update((name, _cloud(place, clock)) for name, place in places(plan).items())
     return pools
 
@@ -70,7 +66,7 @@ def named_places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:
             namespace=site.machine.cluster.namespace,
         )
         for site in plan.file.sites
-        if site.pool not in {LOCAL, CONTAINERS}
+        if site.pool != LOCAL
     }
     machine = plan.file.aggregator
     if plan.has_head:

@@ -22,7 +22,7 @@ from deploy.fleet.reconcile import (
     Decision,
     NodeRole,
 )
-from deploy.fleet.tables.providers import CONTAINERS, LOCAL
+from deploy.fleet.tables.providers import LOCAL
 from federation.errors import ComputeError
 from privacy.membership.certificates import EARLY_SECONDS
 
@@ -99,7 +99,7 @@ def fill(
         ComputeError: It could not be launched, or the one that it replaces not ended;
             or this host's clock is wrong.
     """
-    role_name, is_here = request.spec.name, request.pool in {LOCAL, CONTAINERS}
+    role_name, is_here = request.spec.name, request.pool == LOCAL
     decision = decide(deployment, request, listed)
     first, later = _to_end(deployment, decision)
     if decision.end:

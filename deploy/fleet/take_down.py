@@ -17,7 +17,7 @@ from deploy.fleet import reconcile
 from deploy.fleet.deployment import Deployment
 from deploy.fleet.patience import Patience
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
-from deploy.fleet.tables.providers import CONTAINERS, LOCAL
+from deploy.fleet.tables.providers import LOCAL
 from federation.errors import ComputeError, FederationError, StoreUnavailable
 
 _END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
@@ -141,12 +141,7 @@ def give_way(deployment: Deployment, tell: Tell) -> Mapping[str, Sequence[Node]]
     """
     # Another folder cannot see this host's nodes, which would make each the first.
     listed = deployment.listed()
-    found = [
-        node
-        for name, nodes in listed.items()
-        if name not in {LOCAL, CONTAINERS}
-        for node in nodes
-    ]
+    found = [node for name, nodes in listed.items() if name != LOCAL for node in nodes]
     try:
         reconcile.check_first(found, deployment.owner, deployment.name)
     except ComputeError as error:

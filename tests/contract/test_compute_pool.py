@@ -14,13 +14,8 @@ from typing import Any
 
 import pytest
 from google.api_core.retry import Retry
-from support import containers, programs
 
 from cloud_adapters.compute import local_network
-from cloud_adapters.compute.containers import (
-    ContainerPool,
-    refusal as container_refusal,
-)
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import (
     ComputePool,
@@ -47,7 +42,6 @@ WAITS = "import signal; print('it runs', flush=True); signal.pause()"
 MACHINES: Mapping[str, Mapping[str, object]] = {
     "local": {},
     "namespace": {"line": Line(rate_mbit=100.0)},
-    "containers": {"image": containers.BASE, "command": ["python3", "-c", WAITS]},
     "ec2": {
         "machine": "m5.large",
         "zones": ("us-east-1b", "us-east-1a"),
@@ -72,7 +66,6 @@ MACHINES: Mapping[str, Mapping[str, object]] = {
 REMEMBERED: Mapping[str, int] = {
     "local": 1,
     "namespace": 1,
-    "containers": 1,
     "ec2": 1,
     "gce": 0,
     "kube": 1,
@@ -101,7 +94,7 @@ class Spec:
         return NodeSpec(**given)  # type: ignore[arg-type]
 
 
-PROCESSES = {"local", "namespace", "containers"}
+PROCESSES = {"local", "namespace"}
 
 
 @pytest.fixture(
@@ -124,21 +117,11 @@ def spec(kind: str) -> Spec:
 
 @pytest.fixture
 def pool(
-    kind: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[ComputePool]:
     """The service; whatever it has launched is ended."""
     found: Any
-    if kind == "containers":
-        needed = ("root", "podman", "images")
-        if why := programs.missing(*needed) or container_refusal():
-            pytest.skip(why)
-        for name, value in containers.SETTINGS.items():
-            monkeypatch.setenv(name, value)
-        found = ContainerPool(folder=tmp_path / "nodes")
-    elif kind in PROCESSES:
+    if kind in PROCESSES:
         if kind == "namespace" and (why := local_network.refusal(Line())):
             pytest.skip(why)
         found = LocalPool(

@@ -54,7 +54,7 @@ def test_verbs_and_options_are_frozen() -> None:
     """Adding one is a decision, not an accident."""
     common = {"-h", "--help", "-v", "--verbose", "--json"}
     job = {"job", "--set", "--seed"}
-    here = {"deployment", "--provider", "--containers", "--images"}
+    here = {"deployment", "--provider"}
     passphrase = {"--passphrase-file"}
     run = {"--out", "--resume", "--extend", "--engine", "--transcript", "--no-report"}
     key = {"--encryption-key", "--encryption-endpoint"}

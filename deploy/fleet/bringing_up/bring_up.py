@@ -19,7 +19,6 @@ from deploy.fleet.tables.providers import LOCAL
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from privacy.keystream import RandomBytes
-from privacy.secagg.agreement import roster
 
 
 def bring_up(
@@ -73,9 +72,7 @@ def bring_up(
         tell=tell,
     )
     for site in sites:
-        local_sites.accept_roster(
-            deployment, site, roster.load(config.folder / "roster.toml"), signed
-        )
+        local_sites.accept_roster(deployment, site, signed)
     for site in sites:
         fill(deployment, local_sites.request(deployment, site), tell)
     return hand_over(deployment, config, job, random_bytes, tell, older=older)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import tomli_w
-
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.parties import Parties, check
@@ -76,10 +74,7 @@ def _settle(deployment: Deployment, job: JobSpec, older: str, tell: Tell) -> Non
     """Stop older runs if asked to, and name them."""
     found = older_runs(deployment, job)
     for one in found if older == STOP else ():
-        if deployment.boxed is not None:
-            deployment.boxed.stop(one.run.path.name)
-        else:
-            run_queue.ask_to_stop(one.run)
+        run_queue.ask_to_stop(one.run)
     if found:
         then = "is stopped after its current round" if older == STOP else "ends first"
         tell(f"{_named(found)} {then}")
@@ -144,9 +139,6 @@ def _resumed(
     deployment: Deployment, config: AggregatorConfig, job: JobSpec
 ) -> RunFolder:
     """Have the aggregator take up the job's newest run, which ended early."""
-    if deployment.boxed is not None:
-        name = deployment.boxed.hand_over(_text(job), resume=True)
-        return RunFolder(config.runs / job.name / name)
     run = run_queue.find_ended(job, config.runs)
     check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
     run_queue.take_up(run, at=deployment.clock.now())
@@ -160,9 +152,6 @@ def _submitted(
     random_bytes: RandomBytes,
 ) -> RunFolder:
     """Hand a new run of the job to the aggregator."""
-    if deployment.boxed is not None:
-        name = deployment.boxed.hand_over(_text(job), resume=False)
-        return RunFolder(config.runs / job.name / name)
     check(job, Parties.load(config.folder))
     if job.model.weights is not None:  # The coordinator looks for it there.
         from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
@@ -172,10 +161,6 @@ def _submitted(
     run = RunFolder(config.runs / job.name / new_run_id(now, random_bytes(3)))
     run_queue.submit(job, run, at=now)
     return run
-
-
-def _text(job: JobSpec) -> bytes:
-    return tomli_w.dumps(job_file.document(job)).encode()
 
 
 def _newest(runs: Sequence[QueuedRun], job: JobSpec) -> QueuedRun | None:

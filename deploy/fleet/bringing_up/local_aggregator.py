@@ -18,7 +18,7 @@ from federation.addresses import parse_address
 from privacy.keystream import RandomBytes
 
 _SETTINGS = "aggregator.toml"
-_PORT, _OK = 8443, 200
+_OK = 200
 
 
 def start(
@@ -39,13 +39,11 @@ def start(
     path = deployment.aggregator / _SETTINGS
     machine = deployment.plan.file.aggregator
     check_aggregator_kept(deployment)
-    meeting, boxed = deployment.meeting(), deployment.boxed
+    meeting = deployment.meeting()
     if path.exists():
         address = machine.address or aggregator_file.load(path).address
     else:
-        # Every port is free where it is alone.
-        port = free_port(meeting) if boxed is None else _PORT
-        address = machine.address or f"{meeting}:{port}"
+        address = machine.address or f"{meeting}:{free_port(meeting)}"
     host, _ = parse_address(address, key="aggregator.address")
     deployment.check_host(host)
     if not path.exists():
@@ -63,8 +61,6 @@ def start(
             random_bytes=random_bytes,
             clock=deployment.clock,
         )
-        if boxed is not None:
-            boxed.give_new(draft)
         with file_errors("make", deployment.aggregator):
             draft.rename(deployment.aggregator)
     write_settings(
@@ -79,13 +75,8 @@ def start(
     )
     config = aggregator_file.load(path)
     words = ("aggregator", "up", "--config", str(path))
-    read = path.read_bytes()
-    if boxed is None:
-        spec = program(deployment, AGGREGATOR, words)
-    else:
-        spec = boxed.spec(deployment.max_seconds, meeting)
-        read += spec.image.encode()
-    fill(deployment, NodeRequest(machine.pool, spec, read), tell)
+    spec = program(deployment, AGGREGATOR, words)
+    fill(deployment, NodeRequest(machine.pool, spec, path.read_bytes()), tell)
     _await_health(deployment, config, tell)
     return config
 

@@ -20,7 +20,7 @@ from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import read_private, replace_private
 
-_SETTINGS = "site.toml"
+_SETTINGS, _TOKEN = "site.toml", "token"
 
 
 def enroll(
@@ -34,27 +34,21 @@ def enroll(
 
     Raises:
         EnrolmentRefused: It could not be enrolled.
-        ComputeError: Its container fails.
     """
-    folder, pending = deployment.site(site.name), deployment.token(site)
+    folder = deployment.site(site.name)
+    pending = folder / _TOKEN
     address = address_of(deployment, config)
-    container = deployment.container(site)
-    if container is not None and pending.exists():
-        container.end_enrolment()
     # The certificate is written last. A token that is still there then was left by a
     # command that was killed.
     if not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
         made = _token(config, site.name, pending, random_bytes, deployment)
-        if container is not None:
-            container.enrol(made, organisation or site.name)
-        else:
-            enrol.enroll(
-                made,
-                folder,
-                organisation=organisation or site.name,
-                clock=deployment.clock,
-            )
+        enrol.enroll(
+            made,
+            folder,
+            organisation=organisation or site.name,
+            clock=deployment.clock,
+        )
         tell(f"{SITE_PREFIX}{site.name}: enrolled")
     with file_errors("remove", pending):
         pending.unlink(missing_ok=True)
@@ -84,26 +78,21 @@ def _token(
         book = BookFile(folder=config.folder).read().at(deployment.clock.now())
         if any(each.digest == kept.digest for each in book.invitations):
             return kept
-    address, boxed = address_of(deployment, config), deployment.boxed
-    if boxed is not None:
-        made = boxed.invite(site, address)
-    else:
-        made = enrolment_operator.invite(
-            config,
-            site,
-            random_bytes=random_bytes,
-            clock=deployment.clock,
-            address=address,
-        )
-    for folder in (deployment.site(site), pending.parent):
-        with file_errors("make", folder):
-            own_folder.make(folder)
+    made = enrolment_operator.invite(
+        config,
+        site,
+        random_bytes=random_bytes,
+        clock=deployment.clock,
+        address=address_of(deployment, config),
+    )
+    with file_errors("make", pending.parent):
+        own_folder.make(pending.parent)
     replace_private(pending, made.text.encode())
     return made
 
 
 def accept_roster(
-    deployment: Deployment, site: SiteMachine, current: Roster, signed: Roster | None
+    deployment: Deployment, site: SiteMachine, signed: Roster | None
 ) -> None:
     """Have a site trust the sites that have enrolled after it, or the signed roster.
 
@@ -112,11 +101,6 @@ def accept_roster(
     """
     config = enrol.config_of(deployment.site(site.name))
     kept = roster.load(config.roster).digest
-    container = deployment.container(site)
-    if container is not None:
-        if current.digest != kept:
-            container.accept(current if signed is None else signed)
-        return
     newest = enrol.newest_roster(config, clock=deployment.clock)
     if newest.digest != kept:
         digest = newest.digest if signed is None else signed.digest
@@ -126,10 +110,6 @@ def accept_roster(
 def request(deployment: Deployment, site: SiteMachine) -> NodeRequest:
     """The node of a site on this host."""
     path = deployment.site(site.name) / _SETTINGS
-    name, container = f"{SITE_PREFIX}{site.name}", deployment.container(site)
-    if container is not None:
-        spec = container.spec(name, deployment.max_seconds)
-        return NodeRequest(site.pool, spec, path.read_bytes() + spec.image.encode())
     words = ("site", "up", "--config", str(path))
-    spec = program(deployment, name, words, site.line)
+    spec = program(deployment, f"{SITE_PREFIX}{site.name}", words, site.line)
     return NodeRequest(site.pool, spec, path.read_bytes())

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from clients.privacy.site_policy import check_work
-from cloud_adapters.compute import containers, local_network
+from cloud_adapters.compute import local_network
 from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import spending
@@ -13,7 +13,7 @@ from deploy.fleet.deployment import Deployment
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.reconcile import ROLE, SITE_PREFIX
 from deploy.fleet.roles import NodesByPool
-from deploy.fleet.tables.providers import CLOUDS, CONTAINERS, LOCAL
+from deploy.fleet.tables.providers import CLOUDS, LOCAL
 from federation.errors import ComputeError, CorruptObject, JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -78,21 +78,11 @@ def check_work_allowed(plan: DeploymentPlan, job: JobSpec) -> None:
 
 
 def _check_here(plan: DeploymentPlan) -> None:
-    """Refuse networks and containers that this host cannot have."""
-    aggregator = plan.file.aggregator
-    asked = [("aggregator.image", aggregator.pool, aggregator.image)]
+    """Refuse networks that this host cannot have."""
     for index, site in enumerate(plan.file.sites):
-        key = f"sites[{index}].machine"
-        asked.append((key, site.pool, site.machine.image))
         why = "" if site.line is None else local_network.refusal(site.line)
         if why:
-            raise JobError(f"{plan.path}: {why}", key=key)
-    for key, pool, image in asked:
-        if pool != CONTAINERS:
-            continue
-        why = containers.refusal() or containers.lacks(image)
-        if why:
-            raise JobError(f"{plan.path}: {why}", key=key)
+            raise JobError(f"{plan.path}: {why}", key=f"sites[{index}].machine")
 
 
 def _check_home(plan: DeploymentPlan, index: int) -> None:
@@ -218,7 +208,7 @@ def check_moved(deployment: Deployment, listed: NodesByPool) -> None:
     plan = deployment.plan
     pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in plan.file.sites}
     for name, nodes in listed.items():
-        if name in {LOCAL, CONTAINERS}:
+        if name == LOCAL:
             continue
         for node in nodes:
             wanted = pools.get(node.labels.get(ROLE, ""), name)

@@ -8,12 +8,8 @@ from deploy.fleet.tables import cluster_spec
 from deploy.fleet.tables.cluster_spec import ClusterSpec
 from deploy.fleet.tables.providers import (
     CLOUDS,
-    CONTAINER,
-    CONTAINERS,
     KUBERNETES,
     LOCAL,
-    NAMESPACE,
-    PROCESS,
 )
 from deploy.fleet.tables.site_machine import SiteMachine
 from federation.addresses import parse_address
@@ -37,12 +33,8 @@ class AggregatorMachine:
             `kubernetes` a pod of a cluster, where they are on a volume of its own. All
             sites of the file are then pods of the same namespace. No other provider
             runs it.
-        isolation: What it is there: a `process`, or a `container` of podman, which has
-            the aggregator's folder alone and a network in which it reaches its sites
-            and this host, and nothing else. A container needs root, and sites that
-            are containers or namespaces of this host.
-        image: Image of such a container or of the pod: an image of an aggregator
-            (deploy/containers); of a pod with its digest, `NAME@sha256:...`.
+        image: Image of the pod: an image of an aggregator (deploy/containers) with its
+            digest, `NAME@sha256:...`.
         address: `HOST:PORT` where sites reach it; by default a free port of the
             loopback interface, chosen once, or of a pod that of its Service.
         listen: `ADDRESS:PORT` to listen on; by default, `address`, or port 8443 of a
@@ -61,7 +53,6 @@ class AggregatorMachine:
     """
 
     provider: str = LOCAL
-    isolation: str = key(default=PROCESS, choices=(PROCESS, CONTAINER))
     image: str = ""
     address: str = ""
     listen: str = ""
@@ -79,7 +70,7 @@ class AggregatorMachine:
         """Name of the compute service."""
         if self.provider == KUBERNETES:
             return f"{KUBERNETES} {self.cluster.place}"
-        return CONTAINERS if self.isolation == CONTAINER else self.provider
+        return self.provider
 
 
 def check_addresses(machine: AggregatorMachine) -> None:
@@ -118,10 +109,10 @@ def check(
             f"or in a cluster only: {what}",
             key="aggregator.provider",
         )
-    _check_local(machine, sites)
+    _check_local(machine)
 
 
-def _check_local(machine: AggregatorMachine, sites: Sequence[SiteMachine]) -> None:
+def _check_local(machine: AggregatorMachine) -> None:
     local = AggregatorMachine()
     for name in (
         "cluster",
@@ -129,38 +120,12 @@ def _check_local(machine: AggregatorMachine, sites: Sequence[SiteMachine]) -> No
         "disk_gb",
         "disk_dollars_per_month",
         "endpoint",
+        "image",
     ):
         if getattr(machine, name) != getattr(local, name):
             raise JobError(
                 f"is for provider {KUBERNETES!r}: remove it, or name that",
                 key=f"aggregator.{name}",
-            )
-    _check_container(machine, sites)
-
-
-def _check_container(machine: AggregatorMachine, sites: Sequence[SiteMachine]) -> None:
-    is_container = machine.isolation == CONTAINER
-    if is_container is not bool(machine.image):
-        raise JobError(
-            "is missing: name an image of an aggregator (deploy/containers)"
-            if is_container
-            else f"is for isolation {CONTAINER!r}: remove it, or name that",
-            key="aggregator.image",
-        )
-    if not is_container:
-        return
-    for name in ("address", "listen"):
-        if getattr(machine, name):
-            raise JobError(
-                f"is not for isolation {CONTAINER!r}, which has an address of its own",
-                key=f"aggregator.{name}",
-            )
-    for index, site in enumerate(sites):
-        if site.line is None:
-            raise JobError(
-                f"{site.name!r} cannot reach an aggregator in a container: name "
-                f"{CONTAINER!r} or {NAMESPACE!r}",
-                key=f"sites[{index}].machine.isolation",
             )
 
 
@@ -175,10 +140,6 @@ def _check_head(
         listen=machine.listen,
         gpus=machine.cluster.gpus,
     )
-    if machine.isolation != PROCESS:
-        raise JobError(
-            f"is for provider {LOCAL}: remove it", key="aggregator.isolation"
-        )
     if prices:
         raise JobError(
             "is not read in a cluster, where dollars_per_hour of every site is stated: "

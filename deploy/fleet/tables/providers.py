@@ -6,8 +6,6 @@ LOCAL, AWS, GCP, KUBERNETES = "local", "aws", "gcp", "kubernetes"
 PROVIDERS = (LOCAL, AWS, GCP, KUBERNETES)
 # Their machines have prices in the table, and a cloud to vouch for them.
 CLOUDS = (AWS, GCP)
-PROCESS, NAMESPACE, CONTAINER = "process", "namespace", "container"
-ISOLATIONS = (PROCESS, NAMESPACE, CONTAINER)
+PROCESS, NAMESPACE = "process", "namespace"
+ISOLATIONS = (PROCESS, NAMESPACE)
 MARKETS = tuple(market.value for market in Market)
-# The pool of containers of this host.
-CONTAINERS = f"{LOCAL} containers"

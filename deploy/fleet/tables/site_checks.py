@@ -9,7 +9,6 @@ from deploy.fleet.tables.cluster_spec import ClusterSpec
 from deploy.fleet.tables.providers import (
     AWS,
     CLOUDS,
-    CONTAINER,
     GCP,
     KUBERNETES,
     LOCAL,
@@ -69,18 +68,7 @@ def _check_machine(site: SiteMachine, table: str) -> None:
 
 
 def _check_local(machine: CloudMachine, table: str) -> None:
-    is_container = machine.isolation == CONTAINER
-    own = CloudMachine(
-        isolation=machine.isolation,
-        line=machine.line,
-        image=machine.image if is_container else "",
-    )
-    if is_container and not machine.image:
-        raise JobError(
-            "is missing: name an image of a site (deploy/containers)",
-            key=f"{table}.image",
-        )
-    if machine != own:
+    if machine != CloudMachine(isolation=machine.isolation, line=machine.line):
         raise JobError(
             f"has keys for the providers {AWS}, {GCP} and {KUBERNETES}: remove them, "
             "or name one of these as provider",
@@ -88,8 +76,7 @@ def _check_local(machine: CloudMachine, table: str) -> None:
         )
     if machine.isolation == PROCESS and machine.line != LineSpec():
         raise JobError(
-            f"is for isolation {NAMESPACE!r} or {CONTAINER!r}: a process has the "
-            "host's network",
+            f"is for isolation {NAMESPACE!r}: a process has the host's network",
             key=f"{table}.line",
         )
 

@@ -13,8 +13,6 @@ from deploy.fleet.tables.cluster_spec import ClusterSpec
 from deploy.fleet.tables.providers import (
     AWS,
     CLOUDS,
-    CONTAINER,
-    CONTAINERS,
     GCP,
     ISOLATIONS,
     KUBERNETES,
@@ -30,7 +28,7 @@ from federation.job.job_keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineSpec:
-    """What connects a site whose machine is a `namespace` or a `container`.
+    """What connects a site whose machine is a `namespace`.
 
     Attributes:
         rate_mbit: Width, in each direction; 0 for no limit.
@@ -49,11 +47,10 @@ class CloudMachine:
     `cluster`, `zones`, `type`, `market`, `disk_gb`, `identity` and `endpoint`.
 
     Attributes:
-        isolation: What a `local` machine is: a `process` in this host's network; a
+        isolation: What a `local` machine is: a `process` in this host's network, or a
             process in a `namespace`, a network of its own on which it reaches the
-            aggregator and nothing else; or a `container`, which has such a network
-            and the site's folder alone. The last two need root.
-        line: What connects a namespace or a container.
+            aggregator and nothing else. That needs root.
+        line: What connects a namespace.
         region: Where it runs, for example `us-east-1` or `europe-west4`.
         project: Id of the Google Cloud project.
         zones: Zones of the region to try, the best first. On AWS, by default all that
@@ -65,8 +62,7 @@ class CloudMachine:
         requires: What the machine needs at least, in place of its type: the cheapest
             that the region and its zones have is taken when the site is first started.
         market: `on-demand`, or `spot`, which is cheaper and may be preempted.
-        image: What it starts from: the name of a container's image, which has none by
-            default; the id of an AMI or `/aws/service/...` on AWS;
+        image: What it starts from: the id of an AMI or `/aws/service/...` on AWS;
             `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
             amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer; one
             with GPUs needs an image with NVIDIA's driver, so it has no default.
@@ -195,8 +191,6 @@ class SiteMachine:
             GCP: self.machine.project,
             KUBERNETES: self.machine.cluster.place,
         }
-        if self.machine.isolation == CONTAINER:
-            return CONTAINERS
         return " ".join(filter(None, (self.provider, where.get(self.provider))))
 
     def in_market(self, market: str) -> "SiteMachine":

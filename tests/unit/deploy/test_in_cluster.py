@@ -520,7 +520,6 @@ def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
         ({"cluster": gpus}, "aggregator.cluster.gpus", "uses no GPU"),
         ({"cluster": other}, "sites[0].provider", "its own namespace"),
         ({"identity": '"A b"'}, "aggregator.identity", "no service account"),
-        ({"isolation": '"container"'}, "aggregator.isolation", "remove it"),
         ({"listen": '"0.0.0.0:1"'}, "aggregator.listen", "listen there"),
         ({"provider": ""}, "aggregator.cluster", "is for provider 'kubernetes'"),
         ({"provider": '"aws"'}, "aggregator.provider", "on this host or"),

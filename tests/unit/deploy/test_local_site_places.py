@@ -1,10 +1,9 @@
-"""Where sites on this host meet their aggregator, and what they enrol with."""
+"""Where sites on this host meet their aggregator."""
 
 import os
 from pathlib import Path
 
 import pytest
-from support.programs import needs
 
 from deploy.fleet import deployment as fleet, deployment_file
 from deploy.fleet.deployment import is_out_of_reach
@@ -17,13 +16,6 @@ job = "job.toml"
 [[sites]]
 name = "plain"
 """
-FILE = f"""{PLAIN}
-[[sites]]
-name = "boxed"
-[sites.machine]
-isolation = "container"
-image = "localhost/x:1"
-"""
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
@@ -35,19 +27,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
         fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock()),
     ):
         pass
-
-
-@needs("podman")
-def test_a_token_is_never_in_a_folder_of_a_container(tmp_path: Path):
-    """Its user owns all files there, and no other process reads them as secrets."""
-    path = tmp_path / "fed.toml"
-    path.write_text(FILE)
-    plan = deployment_file.load(path)
-    clock = SystemClock()
-    with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
-        plain, boxed = plan.file.sites
-        assert deployment.token(plain) == plan.folder / "sites/plain/token"
-        assert deployment.token(boxed) == plan.folder / "tokens/boxed"
 
 
 @pytest.mark.parametrize(
