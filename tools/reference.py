@@ -25,6 +25,7 @@ from deploy.tuning import space as search_space
 from federation import errors, event_log, events, messages
 from federation.job import disclosure, spec as job
 from federation.job.job_keys import documented
+from federation.methods.registry import METHODS
 from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
 
@@ -108,6 +109,13 @@ _DEPLOYMENT_FILE = (
     "starts them and `crossfed down FILE` ends them "
     "([how-to](../howto/one-command.md)). What a run computes is in its job."
 )
+_COMBINATIONS = (
+    "Each optional method names what a job cannot combine it with. `crossfed check` "
+    "and every start of a run refuse such a job, with the same words. A method works "
+    "with everything that its table leaves out. Pairs of keys that are not listed "
+    "here, because no method of this page is in them, have their rule in the "
+    "[job reference](job-file.md) and in the errors of `crossfed check`."
+)
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
     "`--set sites.0.name=here` for an entry of a list, `--set schedule.minimum_sites=` "
@@ -139,6 +147,7 @@ def pages() -> dict[Path, str]:
         "speeds-file.md": _speeds_file,
         "cli.md": _cli,
         "errors.md": _errors,
+        "combinations.md": _combinations,
         "events.md": _events,
         "disclosure.md": _disclosure,
         "wire.md": _wire,
@@ -195,6 +204,24 @@ def _search_file() -> Iterator[str]:
 def _speeds_file() -> Iterator[str]:
     yield from ("# Speeds file", "", _SPEEDS_FILE, "")
     yield from _job_table(cost.Speeds, "")
+
+
+def _combinations() -> Iterator[str]:
+    yield from ("# What cannot be combined", "", _COMBINATIONS, "")
+    for method in METHODS:
+        yield from (f"## {_sentence(method.name)[:-1]}: `{method.dotted_key}`", "")
+        rows = (
+            (_sentence(thing)[:-1], _sentence(reason))
+            for thing, reason in method.excludes.items()
+        )
+        others = (
+            (_sentence(each.name)[:-1], _sentence(each.excludes[method.name]))
+            for each in METHODS
+            if method.name in each.excludes
+        )
+        yield from _table(("Not with", "Why, and what to do"), (*rows, *others))
+        for thing in method.only_with_it:
+            yield from (f"Nothing else can use {thing}.", "")
 
 
 def _disclosure() -> Iterator[str]:

@@ -120,7 +120,7 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "training.overlap_steps",
         ),
         *(
-            (True, f"{reason}: {one}, or remove this key", method.dotted_key)
+            (True, f"{reason}, or remove this key", method.dotted_key)
             for method, reason in excluding(job, Thing.RANKS)
         ),
     ):

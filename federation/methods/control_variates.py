@@ -4,7 +4,7 @@ A site's update must be its learning rates times a mean gradient, and the next m
 must show the mean of all updates, or sites could not follow it by themselves.
 """
 
-from federation.methods.method import Method, Thing
+from federation.methods.method import ONE_RANK, Method, Thing
 
 _SAME_STEPS = "all sites must take the same steps: use local_steps and 'fixed'"
 _GRADIENTS = (
@@ -85,6 +85,6 @@ CONTROL_VARIATES = Method(
         Thing.TRAINER: (
             "a Trainer's loop does not correct gradients: name another task"
         ),
-        Thing.RANKS: "ranks keep no control variates",
+        Thing.RANKS: f"ranks keep no control variates: {ONE_RANK}",
     },
 )

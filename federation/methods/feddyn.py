@@ -4,7 +4,7 @@ What sites keep and the server's sum must hold the same updates, or the sum of a
 gradients would not become 0.
 """
 
-from federation.methods.method import Method, Thing
+from federation.methods.method import ONE_RANK, Method, Thing
 
 _SAME_SUM = (
     "what is taken from updates would be missing in the server's sum and not at the "
@@ -69,6 +69,6 @@ FEDDYN = Method(
             "model on data of their own"
         ),
         Thing.TRAINER: "a Trainer's loop does not correct gradients: name another task",
-        Thing.RANKS: "ranks keep no corrections of FedDyn",
+        Thing.RANKS: f"ranks keep no corrections of FedDyn: {ONE_RANK}",
     },
 )

@@ -42,6 +42,9 @@ class Thing(StrEnum):
     PRIVACY = "differential privacy"
 
 
+ONE_RANK = "ask the site's operator for compute.ranks = 1 without compute.compile"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """An optional method of training.
