@@ -30,7 +30,7 @@ FAST := tests/contract tests/unit $(QUICK)
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo programs deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs dist clean
+.PHONY: help demo programs deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs docs-site dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -203,10 +203,21 @@ bench: $(READY) ## Run each benchmark that has no result in bench/ yet (40 minut
 docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
 
+# The search needs a server; everything else can be read from the folder.
+docs-site: $(VENV)-docs/.ready ## Build the documentation as a site with search, in site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+	@echo "make: python3 -m http.server --bind 127.0.0.1 --directory site  # http://127.0.0.1:8000"
+
+$(VENV)-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt pip
+	$(VENV)-docs/bin/python -m pip install --quiet --group docs
+	@touch $@
+
 dist: $(READY) ## Build the wheel and the source archive (URL=https://HOST/OWNER/NAME is where they say they are from)
 	$(BIN)/python tools/check_release.py "$(URL)"
 	CROSSFED_URL="$(URL)" $(BIN)/python -m build --outdir dist .
 	$(BIN)/python tools/pin_files.py "$$(ls -t dist/crossfed-*.whl | head -n 1)"
 
 clean: ## Remove what make made
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-docs dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -144,6 +144,16 @@ def test_tests_of_the_threat_model_exist():
         assert any(f"def {function}(" in home for home in homes), (file, function)
 
 
+def test_every_page_is_in_the_list_of_pages():
+    """From which the site takes its navigation; decisions have a list of their own."""
+    folder = ROOT / "docs"
+    listed = (folder / "README.md").read_text()
+    pages = [*folder.glob("*.md"), *folder.glob("*/*.md"), *folder.glob("*/*.ipynb")]
+    names = {page.relative_to(folder).as_posix() for page in pages}
+    names -= {"README.md", *(name for name in names if name.startswith("adr/"))}
+    assert {name for name in names if f"({name})" not in listed} == set()
+
+
 def test_every_decision_is_listed():
     """On the first page of the folder; the pages stay few enough to be read."""
     folder = ROOT / "docs/adr"
