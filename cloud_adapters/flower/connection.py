@@ -12,6 +12,7 @@ from cloud_adapters.flower import envelope as flower_envelope
 from cloud_adapters.flower.envelope import Envelope
 from cloud_adapters.flower.fleet import FleetCalls
 from cloud_adapters.flower.private.messages import (
+    KEEPS_CONTENT,
     Node,
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
@@ -53,7 +54,11 @@ class Connection:
         found = self.calls.call(lambda: self.client.PullMessages(request))
         if not found.messages_list:
             return None
-        return Envelope.of(found.messages_list[0], found.message_object_trees[0])
+        envelope = Envelope.of(found.messages_list[0], found.message_object_trees[0])
+        if not KEEPS_CONTENT:  # It would come again with each look until then.
+            self._fetch(envelope)
+            self._confirm(envelope)
+        return envelope
 
     def open(self, envelope: Envelope) -> Message:
         """Fetch the content; its pieces are not kept.
@@ -61,6 +66,10 @@ class Connection:
         Raises:
             Exception: Of many kinds if it is no message; and as above.
         """
+        self._fetch(envelope)
+        return envelope.message()
+
+    def _fetch(self, envelope: Envelope) -> None:
         pull = make_pull_object_fn_protobuf(
             self.client.PullObject, self.node, envelope.about.metadata.run_id
         )
@@ -78,10 +87,13 @@ class Connection:
             )
 
         self.calls.call(fetch_missing)
-        return envelope.message()
 
     def confirm(self, envelope: Envelope) -> None:
         """Let Flower forget the content: it has been received, or is not needed."""
+        if KEEPS_CONTENT:
+            self._confirm(envelope)
+
+    def _confirm(self, envelope: Envelope) -> None:
         confirm = make_confirm_message_received_fn_protobuf(
             self.client.ConfirmMessageReceived,
             self.node,
