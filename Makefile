@@ -203,9 +203,10 @@ bench: $(READY) ## Run each benchmark that has no result in bench/ yet (40 minut
 docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
 
-# The search needs a server; everything else can be read from the folder.
+# The search needs a server; everything else can be read from the folder. Not --quiet: it
+# would hide the warnings that --strict counts.
 docs-site: $(VENV)-docs/.ready ## Build the documentation as a site with search, in site/
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 	@echo "make: python3 -m http.server --bind 127.0.0.1 --directory site  # http://127.0.0.1:8000"
 
 $(VENV)-docs/.ready: pyproject.toml
