@@ -56,9 +56,11 @@ class CountedArrays:
 
         Returns:
             ``kept``, with the method's arrays of that round. If these are gone, those
-            that the last round began with.
+            that the last round began with; if that round is older, with ``lost``.
         """
-        if self._round not in kept or kept[self._round][0] == counted:
+        if self._round not in kept:
+            return {**kept, self.lost: np.array([counted])} if counted else kept
+        if kept[self._round][0] == counted:
             return kept
         others = {name: a for name, a in kept.items() if not self._is_own(name)}
         if counted == 0:
@@ -66,6 +68,7 @@ class CountedArrays:
         found = earlier()
         if self._round in found:
             return others | {n: array for n, array in found.items() if self._is_own(n)}
+        begun = {name: array for name, array in kept.items() if name != self.pending}
         if kept[self._round][0] < counted:
             _LOG.warning(
                 "site %s keeps %s of round %d, but its update of round %d is a part "
@@ -77,7 +80,8 @@ class CountedArrays:
                 kept[self._round][0],
                 counted,
             )
-        return {name: array for name, array in kept.items() if name != self.pending}
+            begun[self.lost] = np.array([counted])
+        return begun
 
     def check(self, kept: Arrays, names: tuple[str, ...], size: int) -> None:
         """Check that arrays that a site has kept are of a model of this size.
@@ -95,6 +99,14 @@ class CountedArrays:
                 )
             if not is_finite(array):
                 raise corrupt(f"{name} with NaN or infinite values")
+
+    @property
+    def lost(self) -> str:
+        """Name of an array with the round whose update counted, if the site lost it.
+
+        Also in jobs without the method, if their tasks name rounds that counted.
+        """
+        return self.prefix + "lost"
 
     @property
     def _round(self) -> str:

@@ -14,8 +14,9 @@ of all mean updates so far, in which alpha cancels: the server optimiser
 ``running_sum``. So nothing travels but updates, also in a secure sum.
 
 An update that did not count changes neither ``h`` nor ``g_k``; see
-``clients.methods.counted``. If secure aggregation clips an update, ``g_k`` follows the
-clipped one, as ``h`` does.
+``clients.methods.counted``. A site that has lost its ``g_k`` cannot go on: ``h`` would
+differ from the mean of all ``g_k`` for ever, and rounds would lead somewhere else. If
+secure aggregation clips an update, ``g_k`` follows the clipped one, as ``h`` does.
 
 Shape suffix: d float values of the model.
 """
@@ -25,6 +26,7 @@ import torch
 
 from clients.methods.counted import CountedArrays
 from clients.methods.guest import Guest, LocalRound
+from federation.errors import SiteError
 from federation.mapped import give_back, own
 from federation.methods.feddyn import FEDDYN
 from federation.vectors import Arrays, Role, Vector, chunks
@@ -80,9 +82,17 @@ def begin(start: LocalRound) -> FedDyn | None:
 
     Raises:
         CorruptObject: What the site has kept is not of this model.
+        SiteError: The site has lost what it kept.
     """
     if not FEDDYN.is_on(start.job):
         return None
+    if KEPT.lost in start.kept:
+        raise SiteError(
+            "the site has lost what it kept for FedDyn (training.dynamic_alpha) when "
+            f"its update of round {start.kept[KEPT.lost][0]} became a part of the "
+            "model: restore its state, or start a new run from this model "
+            "(model.weights)"
+        )
     size, alpha = start.weights_d.size, start.job.training.dynamic_alpha
     return FedDyn(start, gradient_now(start.kept, size, alpha))
 

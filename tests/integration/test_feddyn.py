@@ -12,6 +12,7 @@ from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 
 from deploy.wiring import parts
+from federation.errors import FederationError
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -156,6 +157,17 @@ def test_killed_secure_run_goes_on_from_rounds_that_counted(tmp_path: Path):
     found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
     assert found.rounds_completed == ROUNDS - 1
     np.testing.assert_allclose(feddyn(job, ROUNDS - 1), values(found), atol=2e-5)
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_run_fails_if_a_site_lost_its_state(tmp_path: Path, *, is_secure: bool):
+    """A model that nobody asked for would look like any other."""
+    secure = {"privacy": {"secure_aggregation": {"enabled": True}}} if is_secure else {}
+    simulate(small_job(**tables(rounds=2, **secure)), folder=tmp_path)
+    for path in (tmp_path / "sites" / "site-1").glob("state-*"):
+        path.unlink()
+    with pytest.raises(FederationError, match=r"lost what it kept for FedDyn"):
+        simulate(small_job(**tables(rounds=9, **secure)), folder=tmp_path, extend=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from clients.methods.feddyn import FedDyn, gradient_now
 from clients.methods.guest import LocalRound
 from clients.methods.registry import follow_clipped_, if_counted
 from clients.models import weights
-from federation.errors import CorruptObject
+from federation.errors import CorruptObject, SiteError
 from federation.ids import SiteId
 from federation.vectors import Arrays
 
@@ -64,6 +64,15 @@ def test_update_that_did_not_count_changes_nothing():
     for counted, factor in ((3, -ALPHA), (2, 0.0), (0, 0.0)):
         found = if_counted(kept, counted, earlier=dict, site=SITE)
         np.testing.assert_allclose(gradient_now(found, 15, ALPHA), factor * Y)
+
+
+def test_site_that_lost_its_state_does_not_train():
+    """Its correction is in the server's sum for ever; from round 1 on it had none."""
+    for kept in ({}, kept_of_round_3()):
+        found = if_counted(kept, 5, earlier=dict, site=SITE)
+        with pytest.raises(SiteError, match=r"round 5 .*restore its state"):
+            begun(found, X)
+    begun(if_counted({}, 0, earlier=dict, site=SITE), X)
 
 
 def test_clipped_update_counts_as_it_was_sent():
