@@ -50,7 +50,7 @@ def entry(title: str, path: Path) -> dict[str, Any]:
     found = _LINK.findall("\n".join(listed))
     pages = [entry(text, path.parent / target) for text, target in found]
     beside = pages and all("/" not in target for _, target in found)
-    return {title: [name, *pages]} if beside else {title: name}
+    return {title: [{"Overview": name}, *pages]} if beside else {title: name}
 
 
 def navigation(page: Path) -> Nav:
