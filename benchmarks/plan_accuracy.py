@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,11 @@ from typing import Any
 import machine
 import tomli_w
 
-from cloud_adapters.compute import local_network
-from cloud_adapters.compute.pool import Line
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import network
+from support.deployment import deployed
+
 from deploy.aggregator_host import run_queue
 from deploy.cli import job_check
 from deploy.fleet import deployment_file
@@ -46,7 +50,7 @@ from deploy.fleet.planning.plan import changed
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.events import Event
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.cost import Speeds
@@ -147,37 +151,28 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Local:
-    """A deployment that is up."""
+    """A deployment, which ``up`` brings up; its files are those of ``crossfed up``."""
 
     folder: Path
+    stack: ExitStack = field(default_factory=ExitStack)
     rate_mbit: float = 0.0
-    jobs: list[str] = field(default_factory=list)
+    hosts: network.Network | None = None
 
     @property
     def aggregator(self) -> Path:
         """Its folder."""
-        return self.folder / "deployments" / "bench" / "aggregator"
+        return self.folder / "aggregator"
 
     def file(self, job: JobSpec) -> Path:
         """Write the deployment file of a job with the sites that it has."""
-        machine_table: dict[str, Any] = {}
-        line = Line(rate_mbit=self.rate_mbit, delay_ms=0.0)
-        if not local_network.refusal(line):
-            machine_table = {
-                "machine": {
-                    "isolation": "namespace",
-                    "line": {"rate_mbit": self.rate_mbit},
-                }
-            }
         sites = [
             {
                 "name": site.name,
                 "dollars_per_hour": PER_HOUR,
                 "dollars_per_gigabyte": PER_GIGABYTE,
                 "policy": POLICY,
-                **machine_table,
             }
             for site in job.sites
         ]
@@ -185,7 +180,7 @@ class Local:
         job_path = self.folder / f"{job.name}.toml"
         job_path.write_text(tomli_w.dumps(job_file.document(job)))
         path = self.folder / f"{job.name}-{len(sites)}.fed.toml"
-        table = {"name": "bench", "job": job_path.name, "sites": sites}
+        table = {"name": "bench", "job": job_path.name, "folder": ".", "sites": sites}
         path.write_text(tomli_w.dumps(table))
         return path
 
@@ -203,12 +198,30 @@ class Local:
         return done.stdout
 
     def up(self) -> None:
-        """Start everything, with a job of all sites and one round."""
-        self.call("up", str(self.file(job_of("start", 2, len(SITES)))))
+        """Start aggregator and sites, each in a network of its own if it may."""
+        self.plan(job_of("start", 2, len(SITES)))  # It writes the model.
+        host, namespaces = "127.0.0.1", {}
+        if not network.refusal():
+            self.hosts = self.stack.enter_context(network.network(SITES))
+            host, namespaces = self.hosts.address, self.hosts.namespaces
+        self.stack.enter_context(
+            deployed(
+                self.folder,
+                tomli_w.dumps(POLICY),
+                host=host,
+                namespaces=namespaces,
+                environment={code_files.FOLDERS: str(self.folder)},
+                sites=SITES,
+                forked=False,
+            )
+        )
 
-    def down(self) -> None:
-        """End everything."""
-        self.call("down", str(self.file(job_of("start", 2, len(SITES)))))
+    def narrow(self, rate_mbit: float) -> None:
+        """Make the sites' lines narrow, where they have lines."""
+        if self.hosts is not None:
+            self.rate_mbit = rate_mbit
+            for site in SITES:
+                self.hosts.narrow(site, rate_mbit)
 
     def run(self, job: JobSpec, **settings: int) -> RunFolder:
         """Run a job to its end."""
@@ -223,14 +236,25 @@ class Local:
 
     def interface_bytes(self, job: JobSpec) -> int | None:
         """What interfaces of a job's sites have counted; None without networks."""
-        nodes = self.aggregator.parent / "nodes"
-        found = []
-        for place in (p for s in job.sites for p in nodes.glob(f"site-{s.name}-*")):
-            link = Path("/sys/class/net") / local_network.device_name(place)
-            if link.exists():
-                counters = [link / "statistics" / f"{w}_bytes" for w in ("rx", "tx")]
-                found.append(sum(int(path.read_text()) for path in counters))
-        return sum(found) if found else None
+        if self.hosts is None:
+            return None
+        return sum(self.hosts.num_bytes(site.name) for site in job.sites)
+
+    def speeds(
+        self, plan: DeploymentPlan, job: JobSpec, view: RunView, at: float | None = None
+    ) -> Speeds:
+        """Speeds as `plan --like` takes them, with lines as wide as they are."""
+        traffic = SIZES(forecast.federation_of(plan, job))
+        assert traffic is not None
+        found = measured.measured_speeds(view, traffic, submitted=at)
+        if not self.rate_mbit:
+            return found
+        rate = self.rate_mbit * 125_000
+        sites = [
+            replace(each, down_bytes_per_second=rate, up_bytes_per_second=rate)
+            for each in found.sites
+        ]
+        return measured.measured_speeds(view, traffic, submitted=at, sites=sites)
 
 
 def submitted(run: RunFolder) -> float:
@@ -240,17 +264,9 @@ def submitted(run: RunFolder) -> float:
     return handed.request.at
 
 
-def like(plan: DeploymentPlan, run: RunFolder) -> Speeds:
-    """Speeds as `plan --like` takes them."""
-    own = run.read_spec()
-    traffic = SIZES(forecast.federation_of(plan, own))
-    assert traffic is not None
-    return measured.measured_speeds(
-        run.view(),
-        traffic,
-        submitted=submitted(run),
-        lines=measured.stated_lines(plan.file),
-    )
+def like(local: Local, plan: DeploymentPlan, run: RunFolder) -> Speeds:
+    """Speeds that a run has shown."""
+    return local.speeds(plan, run.read_spec(), run.view(), submitted(run))
 
 
 def predicted(
@@ -291,7 +307,9 @@ def compare(plan: run_plan.RunPlan, view: RunView) -> Row:
     }
 
 
-def interleaved(plan: DeploymentPlan, job: JobSpec, view: RunView) -> list[float]:
+def interleaved(
+    local: Local, plan: DeploymentPlan, job: JobSpec, view: RunView
+) -> list[float]:
     """Seconds of a run's even rounds, predicted from its odd ones, and as they were.
 
     Both see the same load, which short runs before and after do not.
@@ -299,8 +317,7 @@ def interleaved(plan: DeploymentPlan, job: JobSpec, view: RunView) -> list[float
     traffic = SIZES(forecast.federation_of(plan, job))
     assert traffic is not None
     odd = replace(view, rounds=tuple(row for row in view.rounds if row.index % 2))
-    lines = measured.stated_lines(plan.file)
-    speeds = measured.measured_speeds(odd, traffic, lines=lines)
+    speeds = local.speeds(plan, job, odd)
     even = [row for row in view.rounds if row.index % 2 == 0]
     expected = sum(cost.round_seconds(traffic, row.index, speeds) for row in even)
     actual = sum(map(run_plan.round_length, even))
@@ -314,12 +331,12 @@ def measure(local: Local, job: JobSpec, calibration: int) -> Row:
     the mean of both counts.
     """
     plan = local.plan(job)
-    speeds = [like(plan, local.run(job, rounds=calibration))]
+    speeds = [like(local, plan, local.run(job, rounds=calibration))]
     probed = probe.probe(plan, job, SIZES).speeds
     before = local.interface_bytes(job)
     run = local.run(job)
     after = local.interface_bytes(job)
-    speeds.append(like(plan, local.run(job, rounds=calibration)))
+    speeds.append(like(local, plan, local.run(job, rounds=calibration)))
     view, at = run.view(), submitted(run)
     rows = [compare(predicted(plan, job, each, at), view) for each in (*speeds, probed)]
     actual = rows[0]["seconds"][1]
@@ -336,7 +353,7 @@ def measure(local: Local, job: JobSpec, calibration: int) -> Row:
             rows[0]["dollars"][1],
         ],
         "of_each_short_run": [row["seconds"][0] for row in rows[:2]],
-        "even_rounds_from_odd": interleaved(plan, job, view),
+        "even_rounds_from_odd": interleaved(local, plan, job, view),
         "probe_seconds": rows[2]["seconds"][0],
         "probe_error": rows[2]["seconds_error"],
     }
@@ -355,7 +372,7 @@ def rank(local: Local, rounds: int) -> Iterator[Row]:
         job_of("ways", 6, 2, model={"factory": "./model.py:wide"}), rounds=rounds
     )
     plan = local.plan(job)
-    speeds = like(plan, local.run(job, rounds=3))
+    speeds = like(local, plan, local.run(job, rounds=3))
     found: dict[str, Row] = {}
     for name, changes in WAYS.items():
         way = changed(job, changes)
@@ -387,7 +404,7 @@ def smoke() -> Iterator[Row]:
         simulate(replace(job, rounds=rounds), listeners=[seen.append])
         views.append((begin, fold(seen)))
     with tempfile.TemporaryDirectory() as folder:
-        plan = Local(Path(folder)).plan(job)
+        plan = Local(folder=Path(folder)).plan(job)
         traffic = SIZES(forecast.federation_of(plan, replace(job, rounds=2)))
         assert traffic is not None
         (began, short), (at, view) = views
@@ -400,22 +417,18 @@ def measures(args: argparse.Namespace) -> Iterator[Row]:
     if args.smoke:
         yield from smoke()
         return
-    with tempfile.TemporaryDirectory() as name:
-        local = Local(Path(name))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        local = Local(folder=Path(name), stack=stack)
+        stack.callback(os.chdir, "/")
         os.chdir(name)  # The model's file is found from there.
-        try:
-            local.up()
-            for _ in range(args.repeats):
-                for job in jobs(args.rounds):
-                    if job.name in args.only:
-                        yield measure(local, job, args.calibration)
-            if "ways" in args.only:
-                local.rate_mbit = args.rate_mbit
-                local.up()  # It replaces the sites.
-                yield from rank(local, 6)
-        finally:
-            local.down()
-            os.chdir("/")
+        local.up()
+        for _ in range(args.repeats):
+            for job in jobs(args.rounds):
+                if job.name in args.only:
+                    yield measure(local, job, args.calibration)
+        if "ways" in args.only:
+            local.narrow(args.rate_mbit)
+            yield from rank(local, 6)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import (
     LOCK,
     LOG,
@@ -37,10 +36,9 @@ from cloud_adapters.compute.pool import (
     NodesDamaged,
     NodeSpec,
     NodeState,
-    all_gone,
 )
 from federation import folder_lock
-from federation.errors import ComputeError, MachineRefused, StoreUnavailable
+from federation.errors import ComputeError, StoreUnavailable
 from federation.os_errors import os_errors
 
 if TYPE_CHECKING:
@@ -70,8 +68,6 @@ class LocalPool:
 
     def launch(self, spec: NodeSpec, token: str) -> Node:
         """See ``ComputePool``."""
-        if spec.line is not None and (why := local_network.refusal(spec.line)):
-            raise MachineRefused(f"cannot launch {spec.name}: {why}")
         digest = hashlib.sha256(token.encode()).hexdigest()[:_TOKEN_DIGITS]
         place = self.folder / f"{spec.name}-{digest}"
         advice = "name a folder that this user can write to"
@@ -117,13 +113,7 @@ class LocalPool:
         return ""
 
     def clean_up(self) -> None:
-        """See ``ComputePool``: the bridge of networks goes when the last node has."""
-        try:
-            nodes = self.nodes({})
-        except NodesDamaged:
-            return  # They work.
-        if all_gone(nodes):
-            local_network.remove(self.folder)
+        """See ``ComputePool``: a process leaves nothing."""
 
     def _places(self) -> Iterator[Path]:
         with os_errors(StoreUnavailable, f"read {self.folder}"):
@@ -145,7 +135,6 @@ class LocalPool:
                 max_seconds=spec.max_seconds,
                 market=spec.market.value,
                 launched=self.clock.now(),
-                line=spec.line,
             )
             write(made, node)
             # A folder that is there and not empty is not replaced.
@@ -171,8 +160,7 @@ class LocalPool:
                 start_new_session=True,
                 check=False,
             ).returncode
-        # Another launch with this token may be starting it, which takes long if it
-        # has a network of its own.
+        # Another launch with this token may be starting it.
         while code and _is_new(place) and folder_lock.is_held(place / LOCK):
             self.clock.sleep(_LOOK_SECONDS)
         if code and _is_new(place):

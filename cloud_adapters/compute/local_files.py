@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cloud_adapters.compute.pool import Line
 from federation import durable_json
 from federation.errors import ComputeError, StoreUnavailable
 from federation.os_errors import os_errors
@@ -32,7 +31,6 @@ class LocalNode:
         max_seconds: As there.
         market: As there.
         launched: When, in seconds since 1970.
-        line: As there.
     """
 
     name: str
@@ -42,7 +40,6 @@ class LocalNode:
     max_seconds: float
     market: str
     launched: float
-    line: Line | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import (
     LOCK,
     LOG,
@@ -88,7 +86,6 @@ def serve(
 
     with (
         folder_lock.hold(folder / LOCK, f"{folder} is at work"),
-        _network(folder, node) as inside,
         received(folder) as reports,
     ):
         # Only the first start counts: a node that has been killed stays gone.
@@ -97,7 +94,7 @@ def serve(
             return
         child = Child(
             name=PROGRAM,
-            command=(*inside, *node.command),
+            command=node.command,
             environment={
                 **os.environ,
                 **dict(node.environment),
@@ -159,16 +156,6 @@ def _log(text: str) -> None:
     # On a full disk, the line is kept and written before the next one.
     with contextlib.suppress(OSError):
         print(f"{_MARK}{text}", flush=True)  # noqa: T201
-
-
-@contextmanager
-def _network(folder: Path, node: LocalNode) -> Iterator[Sequence[str]]:
-    """What the program is preceded by to run in the network of its node."""
-    if node.line is None:
-        yield ()
-        return
-    with local_network.joined(folder.parent, folder.name, node.line) as network:
-        yield ("nsenter", f"--net={network}", "--")
 
 
 def _last_words(folder: Path) -> str:

@@ -44,19 +44,6 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """What connects a node of this host that has a network of its own.
-
-    Attributes:
-        rate_mbit: Width, in each direction; 0 for no limit.
-        delay_ms: Added to every packet, in each direction.
-    """
-
-    rate_mbit: float = 0.0
-    delay_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLimits:
     """What a node that shares a machine may use, and is sure to get.
 
@@ -136,8 +123,6 @@ class NodeSpec:
         subnets: Where it is connected: one in each zone on AWS, one of the region on
             Google Cloud. Empty for the account's default ones.
         firewalls: What filters its traffic: ids of security groups, or network tags.
-        line: Has a node of this host have a network of its own, so connected; None for
-            this host's.
         limits: What a node of a cluster may use; None for all of its machine.
         head: Makes a node of a cluster its deployment's head, which may use the
             cluster's API; None for any other node.
@@ -160,7 +145,6 @@ class NodeSpec:
     identity: str = ""
     subnets: Sequence[str] = ()
     firewalls: Sequence[str] = ()
-    line: Line | None = None
     limits: NodeLimits | None = None
     head: ClusterHead | None = None
 

@@ -253,12 +253,7 @@ def _speeds(
         return None
     handed = run_queue.read(run)
     submitted = None if handed is None else handed.request.at
-    return measured.measured_speeds(
-        run.view(),
-        traffic,
-        submitted=submitted,
-        lines=measured.stated_lines(wanted.file),
-    )
+    return measured.measured_speeds(run.view(), traffic, submitted=submitted)
 
 
 def _probed(

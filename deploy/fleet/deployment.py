@@ -8,23 +8,20 @@ aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
 it. ``ended``: there after ``crossfed down``.
 """
 
-import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local_files import check_own
 from cloud_adapters.compute.pool import ComputePool, Node
-from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import deployment_record, reconcile
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.deployment_record import DeploymentRecord, LastLaunch, PoolPlace
-from deploy.fleet.pools import named_places, nodes_folder, places, pools_of
+from deploy.fleet.pools import named_places, places, pools_of
 from federation import durable_files, folder_lock
-from federation.errors import CorruptObject, JobError, StoreUnavailable
+from federation.errors import CorruptObject, StoreUnavailable
 from federation.os_errors import os_errors
 from federation.protocols import Clock
 from privacy import own_folder
@@ -67,32 +64,6 @@ class Deployment:
     def aggregator(self) -> Path:
         """Folder of the aggregator."""
         return self.plan.folder / "aggregator"
-
-    def meeting(self) -> str:
-        """Address of this host for all sites on it, which is there from now on.
-
-        Raises:
-            ComputeError: It cannot be had.
-        """
-        if all(site.line is None for site in self.plan.file.sites):
-            return LOOPBACK
-        return local_network.address(nodes_folder(self.plan))
-
-    def check_host(self, host: str) -> None:
-        """Refuse an address of the aggregator that sites on this host cannot reach.
-
-        Raises:
-            JobError: Sites with networks of their own cannot.
-        """
-        meeting = self.meeting()
-        if is_out_of_reach(host, meeting):
-            raise JobError(
-                f"{self.plan.path}: sites with networks of their own reach an "
-                f"aggregator at {meeting} alone, and not at {host}: remove the "
-                "address, or name another folder if its aggregator has it already. "
-                "Sites on other machines cannot be in a file with such sites",
-                key="aggregator.address",
-            )
 
     @property
     def max_seconds(self) -> float:
@@ -180,25 +151,6 @@ class Deployment:
             places=tuple(found.values()),
         )
         deployment_record.write(self.plan.folder, record)
-
-
-def is_out_of_reach(host: str, meeting: str) -> bool:
-    """Whether sites on this host cannot reach an aggregator, for all that is known.
-
-    Sites with networks of their own have no route but to the place where they meet. A
-    name may lead there.
-
-    Args:
-        host: Address or name of the aggregator.
-        meeting: Where sites of this host meet it, as ``Deployment.meeting``.
-    """
-    if meeting in {LOOPBACK, host}:
-        return False
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager

@@ -67,8 +67,6 @@ def decide(
     """
     spec = request.spec
     settings = request.settings + str(spec.max_seconds).encode()
-    if spec.line is not None:
-        settings += repr(spec.line).encode()
     digest = hashlib.sha256(settings).hexdigest()[:_SETTINGS_DIGITS]
     # Another folder's node of this role is not ours to end.
     ours = {DEPLOYMENT: deployment.name, OWNER: deployment.owner}

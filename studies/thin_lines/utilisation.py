@@ -265,7 +265,7 @@ def _enlarged(job: JobSpec, layout: Layout) -> Traffic:
 
 def _measured(plan: Plan) -> None:
     """Run jobs between networks of this machine."""
-    why = measured_lines.refusal(min(plan.mbits))
+    why = measured_lines.refusal()
     if why:
         print(f"nothing is measured: {why}", file=sys.stderr)
         return

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 from google.api_core.retry import Retry
 
-from cloud_adapters.compute import local_network
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import (
     ComputePool,
-    Line,
     Market,
     Node,
     NodeLimits,
@@ -41,7 +39,6 @@ WAITS = "import signal; print('it runs', flush=True); signal.pause()"
 # Machines that the fakes know.
 MACHINES: Mapping[str, Mapping[str, object]] = {
     "local": {},
-    "namespace": {"line": Line(rate_mbit=100.0)},
     "ec2": {
         "machine": "m5.large",
         "zones": ("us-east-1b", "us-east-1a"),
@@ -65,7 +62,6 @@ MACHINES: Mapping[str, Mapping[str, object]] = {
 # Whether nodes that are gone are listed.
 REMEMBERED: Mapping[str, int] = {
     "local": 1,
-    "namespace": 1,
     "ec2": 1,
     "gce": 0,
     "kube": 1,
@@ -94,7 +90,7 @@ class Spec:
         return NodeSpec(**given)  # type: ignore[arg-type]
 
 
-PROCESSES = {"local", "namespace"}
+PROCESSES = {"local"}
 
 
 @pytest.fixture(
@@ -122,8 +118,6 @@ def pool(
     """The service; whatever it has launched is ended."""
     found: Any
     if kind in PROCESSES:
-        if kind == "namespace" and (why := local_network.refusal(Line())):
-            pytest.skip(why)
         found = LocalPool(
             folder=tmp_path / "nodes", working_folder=tmp_path, clock=CLOCK
         )
@@ -133,7 +127,6 @@ def pool(
     found.terminate([node.id for node in found.nodes({})])
     wait_for(found, {}, all_gone, what="all ended", seconds=60, clock=CLOCK)
     found.clean_up()
-    local_network.remove(tmp_path / "nodes")
 
 
 # Real processes take a second to start and to end; the fakes that are slow say so.

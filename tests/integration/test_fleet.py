@@ -15,8 +15,6 @@ from support.deployment import CLOCK, SITES, crossfed, crossfed_here, wait_for
 from support.forked import shared
 from support.programs import needs
 
-from cloud_adapters.compute import local_network
-from cloud_adapters.compute.pool import Line
 from deploy.cli.commands import main
 from federation.job import code_files
 
@@ -107,14 +105,6 @@ def change_job(file: Path, old: str, new: str) -> None:
     job.write_text(text.replace(old, new))
 
 
-def give_network(file: Path) -> None:
-    """Let one site have a network of its own, if this process may make one."""
-    if not local_network.refusal(Line()):
-        own = '[sites.machine]\nisolation = "namespace"\nline.rate_mbit = 50.0\n'
-        text = file.read_text().replace("[sites.policy]", f"{own}[sites.policy]", 1)
-        file.write_text(text)
-
-
 def table(site: str) -> str:
     return f'[[sites]]\nname = "{site}"\n[sites.policy]{POLICY}'
 
@@ -131,12 +121,8 @@ def alive(path: Path) -> list[str]:
 
 
 def test_a_federation_comes_up_runs_and_goes_down(shared_file: Path):
-    """And comes up again with the same keys, where one of its nodes has died.
-
-    One of its sites has a network of its own, where this process may make one.
-    """
+    """And comes up again with the same keys, where one of its nodes has died."""
     file = shared_file
-    give_network(file)
     change_job(file, "rounds = 1", "rounds = 2")  # One tells `plan` no speeds.
     up = crossfed("up", str(file), "--json")
     result = json.loads(up.stdout)
@@ -156,8 +142,6 @@ def test_a_federation_comes_up_runs_and_goes_down(shared_file: Path):
     down = json.loads(crossfed_here("down", str(file), "--json").stdout)
     assert down["ended"] == 3
     assert alive(file) == []
-    bridge = local_network.device_name(folder / "nodes")
-    assert not (Path("/sys/class/net") / bridge).exists()
     places = [Path(each["place"]) for each in down["left"]]
     assert folder / "aggregator" / "runs" in places
     assert folder / "sites" / SITES[0] in places
@@ -360,11 +344,6 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(
         ("[sites.policy]", "[sites.policy]\nring_bits = [17]", "policy.ring_bits"),
         ('job = "job.toml"', 'job = ""', "fed.toml: job: "),
         ('job = "job.toml"', 'job = "a\\u0000b"', "fed.toml: job: "),
-        (
-            "[sites.policy]",
-            "[sites.machine]\nline.rate_mbit = 1.0\n[sites.policy]",
-            "sites[0].machine.line: is for isolation 'namespace'",
-        ),
         (
             "[sites.policy]",
             '[sites.machine]\nregion = "us-east-1"\n[sites.policy]',

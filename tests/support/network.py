@@ -8,6 +8,7 @@ of some length, width and quality would (``line``).
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,22 @@ class Network:
         pipe.write(json.dumps(asdict(wanted)) + "\n")
         pipe.flush()
 
+    def narrow(self, host: str, mbit: float) -> None:
+        """Have the kernel limit the width of a near host's cable, in each direction."""
+        bits = round(mbit * 1_000_000)
+        burst = max(32_000, bits // 8 // 100)
+        shape = f"root tbf rate {bits}bit burst {burst}b latency 200ms".split()
+        device = self.namespaces[host]
+        for where in (["dev", device], ["dev", "eth0"]):
+            inside = self.inside(host) if where[1] == "eth0" else []
+            command = [*inside, "tc", "qdisc", "replace", *where, *shape]
+            subprocess.run(command, check=True)
+
+    def num_bytes(self, host: str) -> int:
+        """What its cable has carried in both directions, since it is there."""
+        place = Path("/sys/class/net") / self.namespaces[host] / "statistics"
+        return sum(int((place / f"{w}_bytes").read_text()) for w in ("rx", "tx"))
+
     def num_bytes_sent(self, host: str) -> int:
         """What has arrived here from a host, since it is there."""
         statistics = Path("/sys/class/net") / self.namespaces[host] / "statistics"
@@ -63,6 +80,18 @@ class Network:
     def inside(self, host: str) -> list[str]:
         """What a command is preceded by to run at a host."""
         return ["ip", "netns", "exec", self.namespaces[host]]
+
+
+def refusal() -> str:
+    """Why this machine has no networks with narrow cables; empty if it has."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "tc", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is missing: install iproute2 and util-linux"
+    probe = "unshare --net tc qdisc add dev lo root tbf rate 1mbit burst 32k latency 1s"
+    done = subprocess.run(probe.split(), capture_output=True, check=False)
+    return "this kernel has no tbf" if done.returncode else ""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import http.client
 import shutil
 
-from cloud_adapters.net.ports import free_port
+from cloud_adapters.net.ports import LOOPBACK, free_port
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host import config as aggregator_file, new_aggregator
@@ -32,20 +32,18 @@ def start(
         tell: Called with a word about every step.
 
     Raises:
-        JobError: Sites on this host cannot reach its address.
+        JobError: ``aggregator.address`` is not ``HOST:PORT``.
         CorruptObject: The aggregator is lost that sites have enrolled with.
         ComputeError: It could not be launched, or does not serve in time.
     """
     path = deployment.aggregator / _SETTINGS
     machine = deployment.plan.file.aggregator
     check_aggregator_kept(deployment)
-    meeting = deployment.meeting()
     if path.exists():
         address = machine.address or aggregator_file.load(path).address
     else:
-        address = machine.address or f"{meeting}:{free_port(meeting)}"
+        address = machine.address or f"{LOOPBACK}:{free_port(LOOPBACK)}"
     host, _ = parse_address(address, key="aggregator.address")
-    deployment.check_host(host)
     if not path.exists():
         # No one trusts the keys of an incomplete folder yet.
         draft = deployment.aggregator.with_name("aggregator.new")

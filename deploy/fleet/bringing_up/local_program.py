@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.compute.pool import Line, NodeSpec
+from cloud_adapters.compute.pool import NodeSpec
 from deploy.fleet.deployment import Deployment
 from federation import durable_files
 from federation.job import code_files
@@ -16,16 +16,13 @@ from federation.job import code_files
 _WRITTEN = "# Written by crossfed up from the deployment file: change that one."
 
 
-def program(
-    deployment: Deployment, role: str, words: Sequence[str], line: Line | None = None
-) -> NodeSpec:
+def program(deployment: Deployment, role: str, words: Sequence[str]) -> NodeSpec:
     """A node of this host that runs a command of crossfed.
 
     Args:
         deployment: The node belongs to it.
         role: Name of the node.
         words: The command, without ``crossfed``.
-        line: What connects it; None if it is in this host's network.
     """
     named_in = (deployment.plan.job, deployment.plan.path.resolve())
     folders = dict.fromkeys(str(file.parent) for file in named_in)
@@ -36,7 +33,6 @@ def program(
         environment={code_files.FOLDERS: os.pathsep.join(folders)},
         labels={},
         max_seconds=deployment.max_seconds,
-        line=line,
     )
 
 

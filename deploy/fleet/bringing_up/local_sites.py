@@ -111,5 +111,5 @@ def request(deployment: Deployment, site: SiteMachine) -> NodeRequest:
     """The node of a site on this host."""
     path = deployment.site(site.name) / _SETTINGS
     words = ("site", "up", "--config", str(path))
-    spec = program(deployment, f"{SITE_PREFIX}{site.name}", words, site.line)
+    spec = program(deployment, f"{SITE_PREFIX}{site.name}", words)
     return NodeRequest(site.pool, spec, path.read_bytes())

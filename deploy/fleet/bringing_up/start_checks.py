@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from clients.privacy.site_policy import check_work
-from cloud_adapters.compute import local_network
 from cloud_adapters.compute.pool import Market, NodeState
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import spending
@@ -37,7 +36,6 @@ def check_before(plan: DeploymentPlan, job: JobSpec) -> None:
         if site.provider != LOCAL:
             cloud_checks.check(plan, index)
             _check_home(plan, index)
-    _check_here(plan)
     if job.relays:
         raise JobError(
             f"{plan.job}: crossfed up starts no relays: start aggregator, relays and "
@@ -75,14 +73,6 @@ def check_work_allowed(plan: DeploymentPlan, job: JobSpec) -> None:
     """
     for site in plan.file.sites:
         check_work(job, site.policy, SiteId(site.name))
-
-
-def _check_here(plan: DeploymentPlan) -> None:
-    """Refuse networks that this host cannot have."""
-    for index, site in enumerate(plan.file.sites):
-        why = "" if site.line is None else local_network.refusal(site.line)
-        if why:
-            raise JobError(f"{plan.path}: {why}", key=f"sites[{index}].machine")
 
 
 def _check_home(plan: DeploymentPlan, index: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from deploy.fleet.deployment_file import DeploymentFile
 from federation.errors import JobError
 from federation.events import SiteAnswered
 from federation.ids import SiteId
@@ -16,13 +15,8 @@ from federation.rounds.traffic import Traffic, examples_trained
 from monitoring.views.run_plan import round_length
 from monitoring.views.run_view import RunView
 
-# Of a line without a stated speed: its time is part of the rest of a run.
+# Of a line, whose time is part of the rest of a run.
 _NO_LIMIT = 1e15
-_BYTES_PER_MBIT, _MS_PER_SECOND = 125_000, 1000
-
-# Of a site: bytes per second and one-way seconds.
-Lines = Mapping[str, tuple[float, float]]
-_NO_LINES: Lines = {}
 
 
 def measured_speeds(
@@ -31,7 +25,6 @@ def measured_speeds(
     *,
     submitted: float | None = None,
     sites: Sequence[SiteSpeed] | None = None,
-    lines: Lines = _NO_LINES,
 ) -> Speeds:
     """Take the speeds of sites from a run.
 
@@ -46,7 +39,6 @@ def measured_speeds(
         submitted: When it was submitted, in seconds since 1970; None if nobody knows,
             and then nothing is known of its set-up.
         sites: Their rates, if another run has shown them better.
-        lines: What is stated of lines; others count as ``combine_seconds``.
 
     Raises:
         JobError: The run has no round after the first, or has other sites.
@@ -67,10 +59,7 @@ def measured_speeds(
             key="--like",
         )
     if sites is None:
-        sites = [
-            _speed_of(name, answers[name], traffic, steps, lines.get(name))
-            for name in names
-        ]
+        sites = [_speed_of(name, answers[name], traffic, steps) for name in names]
     speeds = Speeds(sites=tuple(sites))
     explained = [
         cost.round_seconds(
@@ -89,29 +78,15 @@ def measured_speeds(
     return speeds
 
 
-def stated_lines(file: DeploymentFile) -> Lines:
-    """Bytes per second and one-way seconds of the lines of local sites."""
-    return {
-        site.name: (
-            line.rate_mbit * _BYTES_PER_MBIT or _NO_LIMIT,
-            line.delay_ms / _MS_PER_SECOND,
-        )
-        for site in file.sites
-        if (line := site.line) is not None
-    }
-
-
-def message_seconds(view: RunView, traffic: Traffic, speeds: Speeds) -> float:
-    """Mean seconds that an exchange took beside its work and its line; 0 if not known.
+def message_seconds(view: RunView) -> float:
+    """Mean seconds that an exchange took beside its work; 0 if not known.
 
     With secure aggregation, those of the exchanges that set it up, which do no work.
     """
-    stated = cost.by_site(speeds)
     found = [
         answer.answered_seconds
         - answer.asked_seconds
         - sum(phase.seconds for phase in answer.phases)
-        - _on_line(traffic, row.index, cost.speed_of(stated, answer.site))
         for row in view.rounds
         if row.index > 1
         for answer in row.reports
@@ -128,12 +103,6 @@ def message_seconds(view: RunView, traffic: Traffic, speeds: Speeds) -> float:
     return max(0.0, fmean(found)) if found else 0.0
 
 
-def _on_line(traffic: Traffic, round_index: int, speed: SiteSpeed) -> float:
-    """Seconds of a round's messages on the line of a site."""
-    took = cost.site_seconds(traffic, SiteId(speed.name), round_index, speed)
-    return took["send"] + took["return"]
-
-
 def _of_steps(traffic: Traffic, steps: int | None) -> Traffic:
     """The traffic of a run whose rounds take so many steps; None for the job's."""
     if steps is None:
@@ -147,22 +116,16 @@ def _speed_of(
     answers: Sequence[tuple[int, SiteAnswered]],
     traffic: Traffic,
     steps: Mapping[int, int],
-    line: tuple[float, float] | None,
 ) -> SiteSpeed:
     facts = traffic.facts[SiteId(name)]
-    rate, latency = line or (_NO_LIMIT, 0.0)
     bare = SiteSpeed(
         name=name,
         train_examples_per_second=_NO_LIMIT,
         evaluate_examples_per_second=_NO_LIMIT,
-        down_bytes_per_second=rate,
-        up_bytes_per_second=rate,
-        latency_seconds=latency,
+        down_bytes_per_second=_NO_LIMIT,
+        up_bytes_per_second=_NO_LIMIT,
     )
-    works = [
-        (index, _work(answer, _on_line(traffic, index, bare)))
-        for index, answer in answers
-    ]
+    works = [(index, _work(answer)) for index, answer in answers]
     train = fmean(work["train"] for _, work in works)
     evaluations = [
         work["evaluate"] / times
@@ -183,13 +146,12 @@ def _speed_of(
     )
 
 
-def _work(answer: SiteAnswered, on_line: float) -> Mapping[str, float]:
+def _work(answer: SiteAnswered) -> Mapping[str, float]:
     """Seconds of training and of evaluation."""
     found = {"train": 0.0, "evaluate": 0.0}
     for phase in answer.phases:
         if phase.name in found:
             found[phase.name] += phase.seconds
     if not answer.phases:
-        whole = answer.answered_seconds - answer.asked_seconds
-        found["train"] = max(0.0, whole - on_line)
+        found["train"] = answer.answered_seconds - answer.asked_seconds
     return found

@@ -17,10 +17,8 @@ from deploy.aggregator_host import run_queue
 from deploy.fleet.deployment_file import DeploymentPlan
 from deploy.fleet.planning.forecast import SPEEDS, federation_of
 from deploy.fleet.planning.measured import (
-    Lines,
     measured_speeds,
     message_seconds,
-    stated_lines,
 )
 from deploy.fleet.planning.plan import SizesOf, changed
 from deploy.fleet.tables.providers import LOCAL
@@ -123,9 +121,7 @@ def _plain_rates(
 def _with_run(
     plan: DeploymentPlan, speeds: Speeds, sizes_of: SizesOf
 ) -> MeasuredSpeeds:
-    """Add what is stated of lines, and what only a run of the deployment can show."""
-    lines = stated_lines(plan.file)
-    speeds = replace(speeds, sites=tuple(_at_line(s, lines) for s in speeds.sites))
+    """Add what only a run of the deployment can show."""
     found = [*find_runs(plan.folder / "aggregator" / "runs")]
     found.sort(key=lambda run: run.path.name, reverse=True)
     newest, latency = None, 0.0
@@ -135,14 +131,12 @@ def _with_run(
             traffic = sizes_of(federation_of(plan, run.read_spec()))
             if handed is None or traffic is None:
                 continue
-            shown = measured_speeds(
-                view, traffic, submitted=handed.request.at, lines=lines
-            )
+            shown = measured_speeds(view, traffic, submitted=handed.request.at)
         except FederationError:
             continue  # It has not got far enough to show anything.
         newest = newest or (run, shown)
         # A private run without secure sums does not show how long messages take.
-        latency = message_seconds(view, traffic, shown) / 2
+        latency = message_seconds(view) / 2
         if latency:
             break
     if newest is None:
@@ -158,18 +152,6 @@ def _with_run(
         ),
     )
     return MeasuredSpeeds(speeds=speeds, run=run)
-
-
-def _at_line(speed: SiteSpeed, lines: Lines) -> SiteSpeed:
-    if speed.name not in lines:
-        return speed
-    rate, latency = lines[speed.name]
-    return replace(
-        speed,
-        down_bytes_per_second=rate,
-        up_bytes_per_second=rate,
-        latency_seconds=latency,
-    )
 
 
 def write(found: MeasuredSpeeds, plan: DeploymentPlan) -> Path:

@@ -1,4 +1,4 @@
-"""Who runs a machine, and in what form: words of the deployment file."""
+"""Who runs a machine: words of the deployment file."""
 
 from cloud_adapters.compute.pool import Market
 
@@ -6,6 +6,4 @@ LOCAL, AWS, GCP, KUBERNETES = "local", "aws", "gcp", "kubernetes"
 PROVIDERS = (LOCAL, AWS, GCP, KUBERNETES)
 # Their machines have prices in the table, and a cloud to vouch for them.
 CLOUDS = (AWS, GCP)
-PROCESS, NAMESPACE = "process", "namespace"
-ISOLATIONS = (PROCESS, NAMESPACE)
 MARKETS = tuple(market.value for market in Market)

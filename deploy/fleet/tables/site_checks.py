@@ -12,18 +12,14 @@ from deploy.fleet.tables.providers import (
     GCP,
     KUBERNETES,
     LOCAL,
-    NAMESPACE,
-    PROCESS,
 )
-from deploy.fleet.tables.site_machine import CloudMachine, LineSpec, SiteMachine
+from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
 from deploy.site_host import config as site_file
 from deploy.site_host.config import ComputeSpec
 from federation.errors import JobError
 
 # Why a key is nothing for a pod, by its name.
 _NOT_IN_CLUSTERS = {
-    "isolation": "it is a container in any case",
-    "line": "it has the network of its cluster",
     "region": "the cluster is in cluster.context",
     "project": "the cluster is in cluster.context",
     "accelerator": "state GPUs in cluster.gpus",
@@ -68,25 +64,16 @@ def _check_machine(site: SiteMachine, table: str) -> None:
 
 
 def _check_local(machine: CloudMachine, table: str) -> None:
-    if machine != CloudMachine(isolation=machine.isolation, line=machine.line):
+    if machine != CloudMachine():
         raise JobError(
             f"has keys for the providers {AWS}, {GCP} and {KUBERNETES}: remove them, "
             "or name one of these as provider",
             key=table,
         )
-    if machine.isolation == PROCESS and machine.line != LineSpec():
-        raise JobError(
-            f"is for isolation {NAMESPACE!r}: a process has the host's network",
-            key=f"{table}.line",
-        )
 
 
 def _check_cloud(site: SiteMachine, table: str) -> None:
     machine = site.machine
-    if machine.isolation != PROCESS or machine.line != LineSpec():
-        raise JobError(
-            f"isolation and line are for provider {LOCAL}: remove them", key=table
-        )
     is_open = machine.requires != RequiresSpec()
     if is_open and machine.type:
         raise JobError("is stated twice: remove type or requires", key=f"{table}.type")

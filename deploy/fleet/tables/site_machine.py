@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 
 from clients.privacy.policy_spec import PolicySpec
 from cloud_adapters.compute.machine_types import RequiresSpec
-from cloud_adapters.compute.pool import Line, Market
+from cloud_adapters.compute.pool import Market
 from deploy.fleet.tables.cluster_spec import ClusterSpec
 from deploy.fleet.tables.providers import (
     AWS,
     CLOUDS,
     GCP,
-    ISOLATIONS,
     KUBERNETES,
     LOCAL,
     MARKETS,
-    PROCESS,
     PROVIDERS,
 )
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
@@ -27,30 +25,13 @@ from federation.job.job_keys import key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineSpec:
-    """What connects a site whose machine is a `namespace`.
-
-    Attributes:
-        rate_mbit: Width, in each direction; 0 for no limit.
-        delay_ms: Added to every packet, in each direction. The kernel needs netem.
-    """
-
-    rate_mbit: float = key(default=0.0, low=0.0, high=1e6)
-    delay_ms: float = key(default=0.0, low=0.0, high=10_000.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CloudMachine:
     """The machine of a site. Providers `aws` and `gcp` take most keys.
 
-    They take none of `isolation`, `line` and `cluster`. Provider `kubernetes` takes
-    `cluster`, `zones`, `type`, `market`, `disk_gb`, `identity` and `endpoint`.
+    They take no `cluster`. Provider `kubernetes` takes `cluster`, `zones`, `type`,
+    `market`, `disk_gb`, `identity` and `endpoint`.
 
     Attributes:
-        isolation: What a `local` machine is: a `process` in this host's network, or a
-            process in a `namespace`, a network of its own on which it reaches the
-            aggregator and nothing else. That needs root.
-        line: What connects a namespace.
         region: Where it runs, for example `us-east-1` or `europe-west4`.
         project: Id of the Google Cloud project.
         zones: Zones of the region to try, the best first. On AWS, by default all that
@@ -88,8 +69,6 @@ class CloudMachine:
             account of the namespace, both optional.
     """
 
-    isolation: str = key(default=PROCESS, choices=ISOLATIONS)
-    line: LineSpec = LineSpec()
     region: str = ""
     project: str = ""
     zones: tuple[str, ...] = ()
@@ -214,11 +193,3 @@ class SiteMachine:
         """
         is_spot = self.machine.market == Market.SPOT.value
         return self.provider in CLOUDS and is_spot and bool(self.home.url)
-
-    @property
-    def line(self) -> Line | None:
-        """What connects it to this host; None if it is in this host's network."""
-        if self.machine.isolation == PROCESS:
-            return None
-        line = self.machine.line
-        return Line(rate_mbit=line.rate_mbit, delay_ms=line.delay_ms)
