@@ -105,7 +105,7 @@ test-images: deploy-tools dist ## Build images on a base of this machine's Debia
 	tools/test_images
 
 test-deploy: $(READY) deploy-tools test-images ## Check and try the files of deploy/ (a quarter of an hour; as root)
-	$(PYTEST) tests/deploy_files tests/contract/test_compute_pool.py
+	$(PYTEST) tests/deploy_files
 
 test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup

@@ -85,7 +85,7 @@ def export(
         run: A run that has ended with a model.
         store: Where to; its root is the place of the export.
         overwrite: Replace another export that is there.
-        kind: The format, one of ``formats.FORMATS``.
+        kind: The format, ``safetensors`` or one of ``formats.TOLERANCES``.
         data: Records to compare the outputs of a converted model on.
         signer: Signs the export.
         model: The model's file, in place of the run's: a site's own model.

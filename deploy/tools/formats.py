@@ -34,7 +34,6 @@ TOLERANCES: Mapping[str, float] = {
     "gguf-q8": 3e-2,
     "gguf-q4": 0.35,
 }
-FORMATS = (SAFETENSORS, *TOLERANCES)
 # Weights in bfloat16 have 8 significant bits, and are rounded again when merged.
 _BFLOAT16_TOLERANCE = 3e-2
 _RECORDS, _TOKENS = 16, 12

@@ -54,7 +54,7 @@ methods use thin lines (slow network links): loss against bytes, bytes by formul
 compared with bytes that network interfaces counted, and the share of time in which
 sites train. `python studies/thin_lines/report.py` generates the page from the rows in
 `studies/thin_lines/measured`, and with `--measure` adds missing rows; each script in
-[the study](../../studies/thin_lines) documents what it measures.
+[the study](../../studies/thin_lines/README.md) documents what it measures.
 
 Four sites train a byte-level GPT on the sources of Python's standard library, each on
 different packages. All methods start from the same model. Unless a row says otherwise,
@@ -322,7 +322,7 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         yield _missing("utilisation") + "\n"
         return
     yield (
-        "`crossfed up` on this machine, with four sites in their own networks, and DDP "
+        "The product on this machine, with four sites in their own networks, and DDP "
         "on links of the same bandwidth. The time\nmodel has one constant for each "
         "kind of update, the fixed time of messages, which is calibrated by the rows\n"
         "marked *c*. DDP is predicted as a ring, without a constant. A step waits for "

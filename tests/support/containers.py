@@ -13,7 +13,6 @@ SETTINGS = {
     "CONTAINERS_CONF": str(PLACE / "containers.conf"),
     "CONTAINERS_STORAGE_CONF": str(PLACE / "storage.conf"),
 }
-BASE = "localhost/crossfed-test-base"
 USER = 10001
 STATE = "/var/lib/crossfed"
 CLOSED = (
