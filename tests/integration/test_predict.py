@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_refused_before_the_model_is_built(
 ) -> None:
     """With what to do."""
     with pytest.raises(JobError, match=r"must end in \.jsonl"):
-        predict(run, "job", {}, out=tmp_path / "a.csv")
+        predict(run, "job", {}, out=tmp_path / "a.txt")
     (tmp_path / "a.npz").touch()
     with pytest.raises(ObjectExists, match="choose another file"):
         predict(run, "job", {}, out=tmp_path / "a.npz")
