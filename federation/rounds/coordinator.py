@@ -128,12 +128,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     """
     start = parts.clock.monotonic()
     saved = parts.checkpoints.load_latest()
-    state = parts.initial_state() if saved is None else saved
-    state = replace(
-        state,
-        anchors=join_anchors(state.anchors, parts.anchors),
-        round_index=max(state.round_index, parts.first_round - 1),
-    )
+    state = _to_begin_with(job, parts, saved)
     _emit_started(job, parts, state)
     spare_d = parts.allocate(parts.layout.size)
     exhausted, complaints = "", list[str]()
@@ -170,6 +165,21 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     status = "completed" if is_complete else "exhausted" if exhausted else "stopped"
     _emit_finished(parts, state, status, exhausted, start)
     return state
+
+
+def _to_begin_with(
+    job: JobSpec, parts: ServerParts, saved: RunState | None
+) -> RunState:
+    state = parts.initial_state() if saved is None else saved
+    has_failed = state.lost_in_a_row >= job.schedule.max_lost_rounds
+    if has_failed and state.round_index < job.rounds:
+        # A person resumes it: what was wrong may show in the first round alone.
+        state = replace(state, lost_in_a_row=0)
+    return replace(
+        state,
+        anchors=join_anchors(state.anchors, parts.anchors),
+        round_index=max(state.round_index, parts.first_round - 1),
+    )
 
 
 def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:

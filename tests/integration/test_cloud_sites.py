@@ -27,6 +27,7 @@ from support.forked import Forked, shared
 from support.programs import needs
 
 from deploy.exit_codes import BAD_JOB, FAILED
+from federation.clock import SystemClock
 from privacy.secagg.agreement import roster
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -315,6 +316,7 @@ def test_of_two_commands_at_once_one_gives_way(clouds: Clouds, tmp_path: Path):
     late.send_signal(signal.SIGSTOP)  # It has looked, and found nobody.
     clouds.up()
     wait_for(lambda: f"site-{GCP_SITE}: launched" in clouds.told, "both run", 60)
+    SystemClock().sleep(1.1)  # EC2 tells launches to the second: neither is first.
     late.send_signal(signal.SIGCONT)
     assert late.wait(120) == FAILED
     assert "which was first: site-" in err.read_text()

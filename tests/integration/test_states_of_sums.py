@@ -8,6 +8,7 @@ import pytest
 from support.secure_runs import Run, run, secure_job, silence
 
 from cloud_adapters.storage.memory import MemoryStore
+from federation.errors import QuorumNotMet
 from federation.events import SiteFailed
 from federation.job.kept_state import KEPT_ROUNDS
 from federation.job.spec import JobSpec
@@ -188,6 +189,16 @@ def test_a_resumed_run_names_the_same_state():
     other = run(kept_job(4, training=training))
     assert np.abs(other.state.weights_d - whole.state.weights_d).max() > 1e-2
     assert other.state.states == {}
+
+
+def test_a_run_that_failed_gets_over_a_lost_state_when_it_is_resumed():
+    """Its first round shows who lacks the state, and the next one begins without."""
+    job, store = kept_job(7, schedule={"max_lost_rounds": 2}), MemoryStore()
+    with pytest.raises(QuorumNotMet, match="2 rounds in a row"):
+        run(job, store=store, fault=_missing(3, 4))
+    losing(store, at=0)(0)
+    found = run(job, store=store)
+    assert found.statuses() == ["lost", "completed", "completed"]
 
 
 def _missing(*rounds: int) -> Callable[..., list[SiteMessage]]:

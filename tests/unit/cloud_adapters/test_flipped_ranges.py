@@ -50,6 +50,7 @@ CALLERS = {
     "deploy/tools/rewrap.py": "the whole object, before it counts as in clear",
     "deploy/wiring/job_data.py": "nothing: an index taken for another kind is no index",
     "deploy/doctor/store.py": "the bytes that it has written itself",
+    "deploy/wiring/run_store.py": "nothing: a resume checks the run that it chooses",
 }
 PASSING_ON = {
     "cloud_adapters/storage/metered.py",
