@@ -35,6 +35,7 @@ class KeptStates:
             kind: bool(keepers(job, layout, trains=kind is TaskKind.TRAIN))
             for kind in TaskKind
         }
+        self._kept = ", ".join(keepers(job, layout))
         # What levels leave out follows from the sum just before, and from no other.
         self._only_newest = job.privacy.secure_aggregation.levels is not None
         self._named: dict[SiteId, StateName] = {}
@@ -69,7 +70,8 @@ class KeptStates:
             start = f"that of round {found.round_index}" if found else "none"
             record.events.warned(
                 f"round {record.round_index}: {', '.join(lacking)} did not keep the "
-                f"newest state of the others, so all sites begin with {start}"
+                f"newest state of the others ({self._kept}), so all sites begin with "
+                f"{start}"
             )
         named = dict.fromkeys(sites, found) if found else {}
         self._named.update(named)

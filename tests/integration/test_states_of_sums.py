@@ -92,22 +92,30 @@ def test_nothing_is_lost_and_every_round_begins_with_the_one_before():
     assert [each.named for each in sites.values()] == [[0, 1, 2, 3]] * 4
 
 
-@pytest.mark.parametrize("tables", [{}, {"levels": 4}, {"model": MLP}])
+@pytest.mark.parametrize(
+    ("tables", "more"),
+    [
+        ({}, ""),
+        ({"levels": 4}, ", residual of levels, drift of fragments"),
+        ({"model": MLP}, ", personal parts"),
+    ],
+)
 def test_where_all_must_answer_a_lost_file_costs_a_round_and_the_state(
-    tables: dict[str, Any],
+    tables: dict[str, Any], more: str
 ):
     """Nobody knows of the lost file before the site is asked."""
     found, sites = watched(kept_job(5, **tables), loses_at=3)
     assert found.statuses() == ["completed", "completed", "lost", *["completed"] * 2]
     assert kinds(found) == [(3, SITE, "no_state")]
     assert [each.named for each in sites.values()] == [[0, 1, 2, 0, 4]] * 4
+    kept = f"state of the optimiser{more}"
     said = [
         message for message in found.warnings() if "all sites begin with" in message
     ]
     assert said == [
         (
-            "round 4: site-1 did not keep the newest state of the others, so all sites "
-            "begin with none"
+            f"round 4: site-1 did not keep the newest state of the others ({kept}), so "
+            "all sites begin with none"
         )
     ]
 
