@@ -8,7 +8,6 @@ of some length, width and quality would (``line``).
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from support import line
+from support import line, programs
 from support.line import Line
 
 # At a time in one process.
@@ -84,11 +83,8 @@ class Network:
 
 def refusal() -> str:
     """Why this machine has no networks with narrow cables; empty if it has."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for program in ("ip", "tc", "unshare"):
-        if shutil.which(program) is None:
-            return f"{program} is missing: install iproute2 and util-linux"
+    if lacking := programs.missing("root", "ip"):
+        return lacking
     probe = "unshare --net tc qdisc add dev lo root tbf rate 1mbit burst 32k latency 1s"
     done = subprocess.run(probe.split(), capture_output=True, check=False)
     return "this kernel has no tbf" if done.returncode else ""
