@@ -363,7 +363,7 @@ HEAD += 'endpoint = "{url}"\ndisk_dollars_per_month = 4.0'
 
 
 def options(**given: object) -> argparse.Namespace:
-    clock = VirtualClock(START)
+    clock = VirtualClock(SystemClock().now())  # The fake cluster's time is real.
     base = {"clock": clock, "accept": "", "keep": False, "detach": True, "json": False}
     base["older"] = ""
     return argparse.Namespace(**base | given)
