@@ -28,11 +28,10 @@ import torch
 
 from clients.learning_rate import rate_of
 from clients.methods.counted import CountedArrays, corrupt
-from clients.methods.guest import Guest, LocalRound
-from clients.models import weights
+from clients.methods.guest import Guest, LocalRound, gradient_of
 from federation.mapped import give_back, own
 from federation.methods.control_variates import CONTROL_VARIATES
-from federation.vectors import Arrays, Role, Vector, chunks
+from federation.vectors import Arrays, Vector, chunks
 
 _PREFIX = "variates/"
 _VARIATE, _WEIGHTS = _PREFIX + "variate", _PREFIX + "weights"
@@ -52,22 +51,13 @@ class ControlVariates(Guest):
         """
         self._job, self._round, self._steps = start.job, start.round_index, start.steps
         self._variate_d = variate_d
-        places = {t.name: t for t in start.layout.tensors if t.role is Role.PARAMETER}
-        self._variates = []
-        for name, parameter in weights.parameters_by_name(start.model).items():
-            if name in places:
-                tensor = places[name]
-                part = variate_d[tensor.offset : tensor.offset + tensor.size]
-                values = torch.from_numpy(part.reshape(tensor.shape))
-                self._variates.append((parameter, values.to(parameter)))
+        self._variates = start.parts(variate_d)
 
     @torch.no_grad()
     def gradient_(self) -> None:
         """Add the control variate."""
         for parameter, variate in self._variates:
-            if parameter.grad is None:  # No batch of this step has used it.
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(variate)
+            gradient_of(parameter).add_(variate)
 
     def arrays(self, local_d: Vector) -> Arrays:
         """Return what the next round begins with to correct its gradients."""

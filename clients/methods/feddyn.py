@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from clients.methods.counted import CountedArrays
-from clients.methods.guest import Guest, LocalRound
+from clients.methods.guest import Guest, LocalRound, gradient_of
 from federation.errors import SiteError
 from federation.mapped import give_back, own
 from federation.methods.feddyn import FEDDYN
-from federation.vectors import Arrays, Role, Vector, chunks
+from federation.vectors import Arrays, Vector, chunks
 
 _PREFIX = "feddyn/"
 _GRADIENT, _UPDATE = _PREFIX + "gradient", _PREFIX + "update"
@@ -49,24 +49,18 @@ class FedDyn(Guest):
         self._alpha = start.job.training.dynamic_alpha
         self._round, self._weights_d = start.round_index, start.weights_d
         self._gradient_d = gradient_d
-        places = {t.name: t for t in start.layout.tensors if t.role is Role.PARAMETER}
-        self._terms = []
-        for (name, parameter), origin in zip(
-            start.trained.items(), start.anchor, strict=True
-        ):
-            if name in places:
-                tensor = places[name]
-                part = gradient_d[tensor.offset : tensor.offset + tensor.size]
-                linear = torch.from_numpy(part.reshape(tensor.shape)).to(parameter)
-                self._terms.append((parameter, origin, linear))
+        origins = dict(zip(start.trained.values(), start.anchor, strict=True))
+        self._terms = [
+            (parameter, origins[parameter], linear)
+            for parameter, linear in start.parts(gradient_d)
+        ]
 
     @torch.no_grad()
     def gradient_(self) -> None:
         """Add ``alpha (y - x) - g_k``."""
         for parameter, origin, linear in self._terms:
-            if parameter.grad is None:  # No batch of this step has used it.
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(parameter - origin, alpha=self._alpha).sub_(linear)
+            gradient = gradient_of(parameter)
+            gradient.add_(parameter - origin, alpha=self._alpha).sub_(linear)
 
     def arrays(self, local_d: Vector) -> Arrays:
         """Return what the next round begins with."""

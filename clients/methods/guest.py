@@ -13,7 +13,7 @@ import torch
 
 from clients.models import weights
 from federation.job.spec import JobSpec
-from federation.vectors import NO_ARRAYS, Arrays, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, Layout, Role, Vector
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,29 @@ class LocalRound:
     def anchor(self) -> list[torch.Tensor]:
         """Copies of the trained parameters as the round began, in their order."""
         return [p.detach().clone() for p in self.trained.values()]
+
+    def parts(self, vector_d: Vector) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return each trained parameter with its part of a vector, in its type.
+
+        Args:
+            vector_d: Values by the model's layout, shape ``(d,)``. Parts may be views.
+        """
+        places = {t.name: t for t in self.layout.tensors if t.role is Role.PARAMETER}
+        found = []
+        for name, parameter in self.trained.items():
+            if name in places:
+                tensor = places[name]
+                part = vector_d[tensor.offset : tensor.offset + tensor.size]
+                values = torch.from_numpy(part.reshape(tensor.shape))
+                found.append((parameter, values.to(parameter)))
+        return found
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient: zeros if no batch of the step has used it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class Guest:

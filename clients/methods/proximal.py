@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from clients.methods.guest import Guest, LocalRound
+from clients.methods.guest import Guest, LocalRound, gradient_of
 
 
 class Proximal(Guest):
@@ -29,9 +29,7 @@ class Proximal(Guest):
     def gradient_(self) -> None:
         """Add ``mu (x - theta)``."""
         for parameter, origin in zip(self._parameters, self._anchor, strict=True):
-            if parameter.grad is None:  # No batch of this step has used it.
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(parameter - origin, alpha=self._mu)
+            gradient_of(parameter).add_(parameter - origin, alpha=self._mu)
 
 
 def begin(start: LocalRound) -> Proximal | None:
