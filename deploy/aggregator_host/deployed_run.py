@@ -72,6 +72,7 @@ class DeployedRun:
         parties: Parties,
         *,
         clock: Clock,
+        holder: str = "",
         listeners: Sequence[Emit] = (),
         stop_requested: Callable[[], bool] = lambda: False,
         goes_on: Callable[[BaseException], bool] = lambda _error: False,
@@ -84,6 +85,7 @@ class DeployedRun:
             run: Holds ``job.toml``, and whatever an earlier coordinator has left.
             parties: The aggregator's key and roster.
             clock: Tells time.
+            holder: Who works on the run, for those who find it locked.
             listeners: Called with every event.
             stop_requested: Asked after every round.
             goes_on: Whether another coordinator continues the run after an error.
@@ -94,7 +96,7 @@ class DeployedRun:
             JobError: The job cannot be run.
             CheckpointMismatch: A simulation has worked on the run.
         """
-        self._run = run
+        self._run, self._holder = run, holder
         self._parties = parties
         self._clock = clock
         self._job = run.read_spec()
@@ -182,7 +184,7 @@ class DeployedRun:
         required = len(names) if private and not spares else job.minimum_sites
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
-            stack.enter_context(self._run.locked())
+            stack.enter_context(self._run.locked(self._holder))
             self._anchors = self._known_anchors()
             self._roll_call = SignedRollCall.of(
                 job,

@@ -363,7 +363,7 @@ class DeadCoordinators:
     """Finds coordinators that have died, from the locks on their runs' folders.
 
     One that has not been seen to hold the lock is not counted: it takes seconds to
-    start, and the one before it may have held the lock until just now.
+    start, and the one before it may still hold the lock.
     """
 
     def __init__(self) -> None:
@@ -379,8 +379,8 @@ class DeadCoordinators:
         for one in handed:
             if one.outcome is not None or one.coordinator is None:
                 continue
-            number = one.coordinator.flower_run
-            if one.run.is_locked():
+            number, holder = one.coordinator.flower_run, one.run.holder()
+            if holder in {"", number}:
                 missed[number] = 0
             elif number in self._missed:
                 missed[number] = self._missed[number] + 1

@@ -56,11 +56,20 @@ def main(api: FlowerApi, context: Context) -> None:
     """Coordinate the run that the context names."""
     settings = context.run_config
     config = aggregator_file.load(Path(str(settings["config"])))
-    coordinate(api, RunFolder(Path(str(settings["folder"]))), config)
+    run = RunFolder(Path(str(settings["folder"])))
+    coordinate(api, run, config, str(context.run_id))
 
 
-def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None:
+def coordinate(
+    api: FlowerApi, run: RunFolder, config: AggregatorConfig, flower_run: str
+) -> None:
     """Start or resume a run; write its outcome if nothing is left to do.
+
+    Args:
+        api: Flower's interface to the SuperLink.
+        run: The run.
+        config: The aggregator's.
+        flower_run: Number of this coordinator, as the service has noted it.
 
     Raises:
         RunConflict: Another coordinator works on it, and may not know yet that
@@ -74,6 +83,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             run,
             read_own(lambda: Parties.of_run(config.folder, run)),
             clock=clock,
+            holder=flower_run,
             stop_requested=(run.path / STOP).exists,
             goes_on=goes_on,
             allocate=allocator(config.file.disk_mib, run.path / "scratch"),

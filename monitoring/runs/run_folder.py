@@ -286,9 +286,23 @@ class RunFolder:
         """Whether a process works on the run."""
         return folder_lock.is_held(self.lock)
 
+    def holder(self) -> str | None:
+        """Who works on the run, as ``locked`` was given; None if nobody does.
+
+        Empty if that is not known, as on a full disk.
+        """
+        if not self.is_locked():
+            return None
+        with contextlib.suppress(OSError):
+            return self.lock.read_text("ascii", errors="replace")
+        return ""
+
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, holder: str = "") -> Iterator[None]:
         """Lock the folder for one coordinator of this machine.
+
+        Args:
+            holder: Who locks it, in ASCII; for ``holder``.
 
         Raises:
             RunConflict: Another process holds it.
@@ -301,6 +315,9 @@ class RunFolder:
             raise unavailable(self.path, error) from error
         try:
             self._take(handle)
+            with contextlib.suppress(OSError):  # A full disk keeps nobody from working.
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, holder.encode("ascii"), 0)
             yield
         finally:
             os.close(handle)

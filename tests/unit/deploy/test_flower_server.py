@@ -132,11 +132,11 @@ def test_outcome_is_left_when_no_other_coordinator_goes_on(
     """Or the service would start one after another, or none where one is needed."""
     federation, run = submitted
     with run.locked(), pytest.raises(RunConflict):
-        coordinate(None, run, federation.config)  # type: ignore[arg-type]
+        coordinate(None, run, federation.config, "7")  # type: ignore[arg-type]
     assert not (run.path / run_queue.OUTCOME).exists()
     federation.revoke("site-1")
     with pytest.raises(JobError):
-        coordinate(None, run, federation.config)  # type: ignore[arg-type]
+        coordinate(None, run, federation.config, "7")  # type: ignore[arg-type]
     found = run_queue.read(run)
     assert found is not None
     assert found.outcome is not None

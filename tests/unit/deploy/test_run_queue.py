@@ -137,6 +137,22 @@ def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
     assert not any(looks)
 
 
+def test_a_lock_is_that_of_its_holder(tmp_path: Path):
+    """One that was stopped for a while may hold it when the next one is started."""
+    run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
+    started(tmp_path, 8, fruitless=1)
+    with run.locked("7"):
+        assert run.holder() == "7"
+        assert not dead.look(run_queue.handed_over(tmp_path).runs)
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(10)]
+    assert not any(looks)
+    with run.locked("8"):
+        dead.look(run_queue.handed_over(tmp_path).runs)
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(4)]
+    assert looks == [[], [], [(run, 8)], []]
+    assert run.holder() is None
+
+
 @pytest.mark.parametrize("flower", [{7: OVER}, {}])
 def test_a_coordinator_that_died_is_replaced(
     tmp_path: Path, flower: dict[int, FlowerRun]
