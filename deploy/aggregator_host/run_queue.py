@@ -268,10 +268,11 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
             "with --extend"
         )
     kept = job_file.document(run.read_spec())
-    changes = job_file.differences(kept, job_file.document(job))
+    changes = job_file.differences(job_file.document(job), kept)
     if changes:
         raise CheckpointMismatch(
-            f"run {name} was started with another job: {changes[0]}"
+            f"run {name} was started with another job: {'; '.join(changes)} (there: "
+            "the run). Set these keys back to resume, or submit it without --resume"
         )
     return run
 

@@ -83,7 +83,7 @@ def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
         run_queue.find_ended(job, tmp_path)
     run_queue.leave_outcome(run, Outcome(code=130, message="stopped"))
     other = handed(tmp_path, "0", 2.0)
-    with pytest.raises(CheckpointMismatch, match="rounds"):
+    with pytest.raises(CheckpointMismatch, match=r"rounds: 9 here, \d there"):
         run_queue.find_ended(replace(job, rounds=9), tmp_path)
     assert run_queue.find_ended(job, tmp_path) == run
     run_queue.take_up(run, at=9.0)
