@@ -67,8 +67,8 @@ def coordinate(
 
     Args:
         api: Flower's interface to the SuperLink.
-        run: The run.
-        config: The aggregator's.
+        run: Folder of the run, with its job, checkpoints and events.
+        config: What ``aggregator.toml`` says.
         flower_run: Number of this coordinator, as the service has noted it.
 
     Raises:
