@@ -7,11 +7,13 @@ what the code says.
 import argparse
 import dataclasses
 import enum
+import functools
 import inspect
 import re
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ _TRAVELLERS = (
     messages.MaskedUpdate,
 )
 _REQUIRED = "**required**"
+# Arguments of so many verbs are described once.
+_COMMON = 3
 _WORDS: Mapping[Any, str] = {
     int: "whole number",
     float: "number",
@@ -108,6 +112,19 @@ _DEPLOYMENT_FILE = (
     "A deployment file says which machines a federation runs on. `crossfed up FILE` "
     "starts them and `crossfed down FILE` ends them "
     "([how-to](../howto/one-command.md)). What a run computes is in its job."
+)
+_EVERY_EVENT = (
+    "Every event has `at`, when it happened. Events of a round have `round_index`, the "
+    "number of the round, from 1. The tables list these only if they mean more."
+)
+_EXPLAINED = {
+    ("at", "When."),
+    ("round_index", "1 for the first."),
+    ("round_index", "Number of the round, from 1."),
+}
+_WIRE_PARTS = (
+    "[Events](events.md#parts-of-events) describe `MetricSums`, `Phase` and "
+    "`FailureKind`, which messages and events share."
 )
 _COMBINATIONS = (
     "Each optional method names what a job cannot combine it with. `crossfed check` "
@@ -178,32 +195,32 @@ def stale(root: Path) -> list[Path]:
 
 def _job_file() -> Iterator[str]:
     yield from ("# Job file", "", _JOB_FILE, "", _FIRST_JOB, "", _OVERRIDES, "")
-    yield from _job_table(job.JobSpec, "")
+    yield from _job_table(job.JobSpec, "", "job-file.md")
 
 
 def _site_file() -> Iterator[str]:
     yield from ("# Site file", "", _SITE_FILE, "")
-    yield from _job_table(site_file.SiteFile, "")
+    yield from _job_table(site_file.SiteFile, "", "site-file.md")
 
 
 def _aggregator_file() -> Iterator[str]:
     yield from ("# Aggregator file", "", _AGGREGATOR_FILE, "")
-    yield from _job_table(aggregator_file.AggregatorFile, "")
+    yield from _job_table(aggregator_file.AggregatorFile, "", "aggregator-file.md")
 
 
 def _deployment_file() -> Iterator[str]:
     yield from ("# Deployment file", "", _DEPLOYMENT_FILE, "")
-    yield from _job_table(deployment_file.DeploymentFile, "")
+    yield from _job_table(deployment_file.DeploymentFile, "", "deployment-file.md")
 
 
 def _search_file() -> Iterator[str]:
     yield from ("# Search file", "", _SEARCH_FILE, "")
-    yield from _job_table(search_space.TuneSpec, "")
+    yield from _job_table(search_space.TuneSpec, "", "search-file.md")
 
 
 def _speeds_file() -> Iterator[str]:
     yield from ("# Speeds file", "", _SPEEDS_FILE, "")
-    yield from _job_table(cost.Speeds, "")
+    yield from _job_table(cost.Speeds, "", "speeds-file.md")
 
 
 def _combinations() -> Iterator[str]:
@@ -240,25 +257,58 @@ def _disclosure() -> Iterator[str]:
             yield f"| {kind} | {listed} | {rule.why} | {' | '.join(forms)} |"
 
 
-def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:
-    """One table of the job file and, after it, those inside it."""
+@functools.cache
+def _homes() -> Mapping[type, tuple[str, str]]:
+    """Page and name of the place that lists the keys of each kind of table."""
+    found: dict[type, tuple[str, str]] = {}
+    roots = {
+        "site-file.md": site_file.SiteFile,
+        "job-file.md": job.JobSpec,
+        "aggregator-file.md": aggregator_file.AggregatorFile,
+        "deployment-file.md": deployment_file.DeploymentFile,
+    }
+    for page, root in roots.items():
+        waiting = [(root, "")]
+        while waiting:
+            spec, name = waiting.pop(0)
+            found.setdefault(spec, (page, name))
+            waiting += [(table, full) for table, full, _, _ in _inner(spec, name)]
+    return found
+
+
+def _inner(spec: type, name: str) -> Iterator[tuple[type, str, bool, bool]]:
+    """Each table inside a table, its name, and whether it is a list or required."""
+    hints = typing.get_type_hints(spec)
+    for field in dataclasses.fields(spec):
+        table = _table_in(hints[field.name])
+        if table is not None and len(field.metadata.get("choices", ())) != 1:
+            full = f"{name}.{field.name}" if name else field.name
+            listed = typing.get_origin(hints[field.name]) is tuple
+            yield table, full, listed, _default(field) == _REQUIRED
+
+
+def _job_table(
+    spec: type, name: str, page: str, *, is_list: bool = False
+) -> Iterator[str]:
+    """One table of a file and, after it, those inside it."""
     title = "Top level" if not name else f"`[[{name}]]`" if is_list else f"`[{name}]`"
     text, said = documented(spec)
     yield from (f"## {title}", "", text, "")
-    hints, inner = typing.get_type_hints(spec), []
-    rows = []
-    for field in dataclasses.fields(spec):
-        table = _table_in(hints[field.name])
-        full = f"{name}.{field.name}" if name else field.name
-        if len(field.metadata.get("choices", ())) == 1:
-            continue  # There is nothing to choose.
-        if table is not None:
-            listed = typing.get_origin(hints[field.name]) is tuple
-            inner.append((table, full, listed, _default(field) == _REQUIRED))
-        else:
-            rows.append(_job_row(field, hints[field.name], said[field.name]))
+    home, known = _homes().get(spec, (page, name))
+    if (home, known) != (page, name):
+        where = "" if home == page else home
+        yield from (f"Its keys are those of [`[{known}]`]({where}#{_slug(known)}).", "")
+        return
+    hints = typing.get_type_hints(spec)
+    rows = [
+        _job_row(field, hints[field.name], said[field.name])
+        for field in dataclasses.fields(spec)
+        if _table_in(hints[field.name]) is None
+        and len(field.metadata.get("choices", ())) != 1  # There is nothing to choose.
+    ]
     if rows:
         yield from _table(("Key", "Type", "Default", "Values", "Meaning"), rows)
+    inner = list(_inner(spec, name))
     if inner:
         links = (
             f"[`{full}`](#{_slug(full)})" + (" (required)" if required else "")
@@ -266,7 +316,7 @@ def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]
         )
         yield from (f"Tables inside: {', '.join(links)}.", "")
     for table, full, listed, _ in inner:
-        yield from _job_table(table, full, is_list=listed)
+        yield from _job_table(table, full, page, is_list=listed)
 
 
 def _table_in(hint: Any) -> type | None:
@@ -323,19 +373,34 @@ def _values(facts: Mapping[str, Any]) -> str:
 def _cli() -> Iterator[str]:
     yield from ("# Command line", "", *_prose(cli), "")
     yield from (*_prose(exit_codes), "")
-    yield from _verbs(cli._parser(), "crossfed")  # noqa: SLF001 -- flags are its
+    verbs = list(_verbs(cli._parser(), "crossfed"))  # noqa: SLF001 -- flags are its
+    counts = Counter(row for _, _, rows in verbs for row in rows)
+    flags = Counter(flag for flag, _ in counts)
+    common = [
+        row
+        for row, num in counts.items()
+        if num >= _COMMON and row[0].startswith("`-") and flags[row[0]] == 1
+    ]
+    yield from ("## Common arguments", "")
+    yield from _table(("Argument", "Meaning"), common)
+    for title, text, rows in verbs:
+        yield from (f"## `{title}`", "", text, "")
+        if own := [row for row in rows if row not in common]:
+            yield from _table(("Argument", "Meaning"), own)
+        if shared := [row[0] for row in rows if row in common]:
+            yield from (f"[Common](#common-arguments): {', '.join(shared)}.", "")
 
 
-def _verbs(parser: argparse.ArgumentParser, prefix: str) -> Iterator[str]:
-    """Every verb, and the verbs inside it."""
+def _verbs(
+    parser: argparse.ArgumentParser, prefix: str
+) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """Every verb with its arguments, and the verbs inside it."""
     for action in parser._actions:  # noqa: SLF001 -- argparse has no public list
         if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             continue
         for name, verb in action.choices.items():
             title = f"{prefix} {name}"
-            yield from (f"## `{title}`", "", _sentence(verb.description or ""), "")
-            if rows := list(_arguments(verb)):
-                yield from _table(("Argument", "Meaning"), rows)
+            yield title, _sentence(verb.description or ""), list(_arguments(verb))
             yield from _verbs(verb, title)
 
 
@@ -354,7 +419,8 @@ def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         flags = ", ".join(action.option_strings)
         text = " ".join(filter(None, (flags, str(metavar) if metavar else "")))
         default = action.default
-        note = f" Default: `{default}`." if isinstance(default, (str, Path)) else ""
+        is_said = isinstance(default, (str, Path)) and str(default)
+        note = f" Default: `{default}`." if is_said else ""
         yield f"`{text}`", _sentence(action.help or "") + note
 
 
@@ -388,6 +454,7 @@ def _errors() -> Iterator[str]:
 def _events() -> Iterator[str]:
     yield from ("# Events", "", *_prose(events), "")
     yield from ("## The file `events.jsonl`", "", *_prose(event_log), "")
+    yield from (_EVERY_EVENT, "")
     for kind in event_log.KINDS.values():
         yield from _described(kind, level=2)
     yield from ("## Parts of events", "")
@@ -409,20 +476,19 @@ def _wire() -> Iterator[str]:
     yield from ("## Messages", "")
     for kind in _TRAVELLERS:
         yield from _described(kind, level=3)
-    for part in (messages.MetricSums, messages.Phase):
-        yield from _described(part, level=3)
     yield from _words(messages.SecureStep, level=3)
-    yield from _words(messages.FailureKind, level=3)
+    yield from (_WIRE_PARTS, "")
 
 
 def _described(kind: type, *, level: int) -> Iterator[str]:
-    """A dataclass: heading, docstring, fields."""
+    """A dataclass: heading, docstring, fields that are not explained yet."""
     text, attributes = documented(kind)
     yield from (f"{'#' * level} `{kind.__name__}`", "", _markdown(text), "")
     hints = typing.get_type_hints(kind)
     rows = [
         (f"`{f.name}`", _type(hints[f.name]), _markdown(attributes.get(f.name, "")))
         for f in dataclasses.fields(kind)
+        if (f.name, attributes.get(f.name)) not in _EXPLAINED
     ]
     columns: tuple[str, ...] = ("Field", "Type", "Meaning")
     if not attributes:
