@@ -47,7 +47,7 @@ def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Ch
             _NAME,
             f"{spec.url}: {error}",
             "correct [exchange], or this machine's permissions there: see "
-            "docs/howto/two-machines.md",
+            "docs/howto/every-federation.md",
         )
 
 
