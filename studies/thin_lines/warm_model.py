@@ -1,7 +1,7 @@
 """Parts of the page about rows of longer runs, from models that are past their start.
 
-The later the start, the less local steps and few levels cost. One table of losses and
-one of minutes for each size that was measured.
+The later the start, the less local steps and few levels cost. There is one table of
+losses and minutes for each size that was measured.
 """
 
 import math
@@ -84,10 +84,11 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
         yield from _paired(own)
     yield "## Loss by wall-clock\n"
     yield (
-        f"Computed, not measured: from the rows above and their bytes, with steps of "
-        f"{STEP_SECONDS:g} s at every site. A synchronous\nrun exchanges in a ring at "
-        "each step; in a round a site receives, trains and sends, one after another. "
-        "Latency, encoding\nand masking are excluded, and nothing overlaps.\n"
+        "The minutes above are computed, not measured: from the bytes of the rows, "
+        f"with steps of {STEP_SECONDS:g} s at every site. A\nsynchronous run exchanges "
+        "in a ring at each step; in a round a site receives, trains and sends, one "
+        "after another. Latency,\nencoding and masking are excluded, and nothing "
+        "overlaps.\n"
     )
     if panels(rows):
         yield (
@@ -96,8 +97,6 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
             "number of synchronous steps.\nRows of the first measurement stored only "
             "their last loss, so they are not in the picture.\n"
         )
-    for own in by_size(rows).values():
-        yield from _minutes(own)
 
 
 def _heading(rows: Sequence[Result]) -> str:
@@ -134,6 +133,7 @@ def _losses(rows: Sequence[Result]) -> Iterator[str]:
         "fewer both",
         "rate",
         "rates tried",
+        *(f"min at {each:g} Mbit/s" for each in MBITS),
     )
     yield _heading(rows)
     yield table_line(*heads)
@@ -152,8 +152,14 @@ def _losses(rows: Sequence[Result]) -> Iterator[str]:
             f"{row['x_both']:.0f}",
             f"{row['learning_rate']:g}",
             str(tries.count(row["row"])),
+            *(f"{_minutes(row, mbit):.1f}" for mbit in MBITS),
         )
     yield ""
+
+
+def _minutes(row: Result, mbit: float) -> float:
+    seconds = wall_clock.seconds(row, mbit=mbit, step_seconds=STEP_SECONDS)
+    return seconds / _MINUTE
 
 
 def _paired(rows: Sequence[Result]) -> Iterator[str]:
@@ -222,18 +228,3 @@ def later_rounds(row: Result) -> str:
     steps = row["local_steps"] / _work(row)  # Of synchronous training.
     dense = 4 * row["parameters"] * wall_clock.NUM_SITES * steps
     return f"{dense / up[-1]:.0f}"
-
-
-def _minutes(rows: Sequence[Result]) -> Iterator[str]:
-    yield _heading(rows)
-    yield table_line("row", "loss", *(f"min at {each:g} Mbit/s" for each in MBITS))
-    yield table_line(*["---"] * (2 + len(MBITS)))
-    for row in sorted(best_rows(rows).values(), key=lambda each: each["loss"]):
-        minutes = (
-            wall_clock.seconds(row, mbit=mbit, step_seconds=STEP_SECONDS) / _MINUTE
-            for mbit in MBITS
-        )
-        yield table_line(
-            row["row"], f"{row['loss']:.3f}", *(f"{m:.1f}" for m in minutes)
-        )
-    yield ""
