@@ -4,7 +4,7 @@
 
 The claim to test: utilisation of GPUs from 75 to 90 %, and 25 % less cost. Virtual
 time. A federation has sites with unequal shares of the data, all on equal machines with
-4 GPUs. `deploy.fleet.choosing.elasticity` may give each site 1, 2, 4, 8 or 16 GPUs
+4 GPUs. `deploy.fleet.sizes` may give each site 1, 2, 4, 8 or 16 GPUs
 between rounds; a move lasts ten minutes, in which all wait. Twice the GPUs are 1.8
 times as fast. A GPU costs the same in every machine. A round is ten minutes of the
 largest site plus 30 s of exchange; seconds vary by 5 % from round to round. Utilisation
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import machine
 import numpy as np
 
-from deploy.fleet.choosing.elasticity import (
+from deploy.fleet.sizes import (
     SCALING,
     FederationLoad,
     MachineSize,

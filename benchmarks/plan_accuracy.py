@@ -43,10 +43,9 @@ from support.deployment import deployed
 
 from deploy.aggregator_host import run_queue
 from deploy.cli import job_check
-from deploy.fleet import deployment_file
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.planning import forecast, measured, probe
-from deploy.fleet.planning.plan import changed
+from deploy.fleet import forecast, measured, spec
+from deploy.fleet.plan import changed
+from deploy.fleet.spec import DeploymentPlan
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.events import Event
@@ -186,7 +185,7 @@ class Local:
 
     def plan(self, job: JobSpec) -> DeploymentPlan:
         """The same, read."""
-        return deployment_file.load(self.file(job))
+        return spec.load(self.file(job))
 
     def call(self, *words: str) -> str:
         """Run a command of crossfed."""
@@ -332,7 +331,7 @@ def measure(local: Local, job: JobSpec, calibration: int) -> Row:
     """
     plan = local.plan(job)
     speeds = [like(local, plan, local.run(job, rounds=calibration))]
-    probed = probe.probe(plan, job, SIZES).speeds
+    probed = measured.probe(plan, job, SIZES).speeds
     before = local.interface_bytes(job)
     run = local.run(job)
     after = local.interface_bytes(job)

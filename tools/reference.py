@@ -21,7 +21,7 @@ from typing import Any
 from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.cli import commands as cli
-from deploy.fleet import deployment_file
+from deploy.fleet.spec import DeploymentFile
 from deploy.site_host import config as site_file
 from deploy.tuning import space as search_space
 from federation import errors, event_log, events, messages
@@ -210,7 +210,7 @@ def _aggregator_file() -> Iterator[str]:
 
 def _deployment_file() -> Iterator[str]:
     yield from ("# Deployment file", "", _DEPLOYMENT_FILE, "")
-    yield from _job_table(deployment_file.DeploymentFile, "", "deployment-file.md")
+    yield from _job_table(DeploymentFile, "", "deployment-file.md")
 
 
 def _search_file() -> Iterator[str]:
@@ -265,7 +265,7 @@ def _homes() -> Mapping[type, tuple[str, str]]:
         "site-file.md": site_file.SiteFile,
         "job-file.md": job.JobSpec,
         "aggregator-file.md": aggregator_file.AggregatorFile,
-        "deployment-file.md": deployment_file.DeploymentFile,
+        "deployment-file.md": DeploymentFile,
     }
     for page, root in roots.items():
         waiting = [(root, "")]

@@ -21,8 +21,8 @@ import tomli_w
 from aws_prices import AwsPrices
 from gcp_prices import find_parts
 
-from deploy.fleet import deployment_file, prices as price_table
-from deploy.fleet.deployment_file import DeploymentFile
+from deploy.fleet import prices as price_table, spec
+from deploy.fleet.machine_spec import AWS, GCP
 from deploy.fleet.prices import (
     Egress,
     EgressTier,
@@ -32,7 +32,7 @@ from deploy.fleet.prices import (
     Storage,
     Transfer,
 )
-from deploy.fleet.tables.providers import AWS, GCP
+from deploy.fleet.spec import DeploymentFile
 from federation import durable_files
 from federation.clock import SystemClock
 from federation.errors import JobError
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--prices", type=Path)
     given = parser.parse_args()
     today = price_table.day_of(SystemClock().now())
-    plan = deployment_file.load(given.deployment)
+    plan = spec.load(given.deployment)
     old = price_table.load(
         given.prices or plan.prices, today=today, warn=lambda _: None
     )

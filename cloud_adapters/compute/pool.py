@@ -103,7 +103,7 @@ class NodeSpec:
         environment: Variables of the command, in addition to those of the machine. No
             secrets, either.
         user_data: What a machine of a cloud does when it starts, for cloud-init; see
-            ``deploy.fleet.starting.user_data``. In a cluster, the text of the file
+            ``deploy.fleet.bootstrap``. In a cluster, the text of the file
             ``kube_manifest.USER_DATA``. No secrets: anyone who may describe the
             machine can read it, and so can every program on it.
         labels: By what it is found again; a few, each short.

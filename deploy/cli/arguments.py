@@ -8,7 +8,7 @@ from federation.errors import JobError
 
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
-    from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.spec import DeploymentPlan
     from deploy.wiring.encryption import KeyName
     from federation.job.spec import JobSpec
 
@@ -41,10 +41,10 @@ def load_plan(options: argparse.Namespace) -> "DeploymentPlan":
     Raises:
         JobError: It cannot be read, or a key is wrong.
     """
-    from deploy.fleet import deployment_file, rehearsal  # noqa: PLC0415 -- --help
+    from deploy.fleet import spec  # noqa: PLC0415 -- --help
 
-    plan = deployment_file.load(options.deployment)
-    return rehearsal.on_this_host(plan) if options.provider else plan
+    plan = spec.load(options.deployment)
+    return spec.on_this_host(plan) if options.provider else plan
 
 
 def service(options: argparse.Namespace) -> "StoreOptions":

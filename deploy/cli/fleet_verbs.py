@@ -13,9 +13,9 @@ from deploy.exit_codes import DONE, FAILED
 from federation.errors import ComputeError
 
 if TYPE_CHECKING:
-    from deploy.fleet.deployment_file import DeploymentPlan
+    from deploy.fleet.leftovers import Leftover
     from deploy.fleet.prices import Prices
-    from deploy.fleet.remains import Remains
+    from deploy.fleet.spec import DeploymentPlan
     from federation.job.spec import JobSpec
     from federation.protocols import Clock
 
@@ -24,11 +24,11 @@ _MIB = 1 << 20
 
 
 def _down(options: argparse.Namespace) -> int:
-    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
-        deployment as fleet,
-        remains,
-        start_record,
-        take_down,
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        down,
+        leftovers,
+        start_wait,
+        state,
     )
 
     plan = load_plan(options)
@@ -36,8 +36,8 @@ def _down(options: argparse.Namespace) -> int:
     job = _job_if_any(plan)
     table = _prices_to_show(plan, options.clock)
     deleted = 0
-    start_record.forget(plan)
-    with fleet.opened(
+    start_wait.forget_wait(plan)
+    with state.opened(
         plan,
         random_bytes=os.urandom,
         clock=options.clock,
@@ -45,12 +45,12 @@ def _down(options: argparse.Namespace) -> int:
         make=False,
     ) as deployment:
         deployment.note_ended()
-        ended = take_down.take_down(deployment, any_owner=options.any_owner, tell=tell)
+        ended = down.take_down(deployment, any_owner=options.any_owner, tell=tell)
         if is_purged:
-            deleted, kept = remains.purge(deployment, job)
+            deleted, kept = leftovers.purge(deployment, job)
             for place in kept:
                 tell(f"{place}: kept, because privacy ledgers need it")
-        left = remains.remains(deployment, job, table)
+        left = leftovers.leftovers(deployment, job, table)
     if options.json:
         found: dict[str, Any] = {"ended": ended, "left": [*map(_left, left)]}
         say_json(found | ({"deleted_bytes": deleted} if is_purged else {}))
@@ -112,17 +112,17 @@ def _confirmed(options: argparse.Namespace, plan: "DeploymentPlan") -> bool:
 
 def _job_if_any(plan: "DeploymentPlan") -> "JobSpec | None":
     """The job, which may name buckets; what runs is ended without it, too."""
-    from deploy.fleet import deployment_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import spec  # noqa: PLC0415 -- keeps `--help` fast
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
-        return deployment_file.load_job(plan)
+        return spec.load_job(plan)
     except JobError as error:
         tell(f"{error}: buckets and keys that the job names are not looked at")
         return None
 
 
-def _left(each: "Remains") -> dict[str, Any]:
+def _left(each: "Leftover") -> dict[str, Any]:
     return {
         "what": each.what,
         "place": each.place,
@@ -132,7 +132,7 @@ def _left(each: "Remains") -> dict[str, Any]:
     }
 
 
-def _left_cells(each: "Remains") -> "Iterator[str]":
+def _left_cells(each: "Leftover") -> "Iterator[str]":
     yield each.what
     if each.trouble:
         yield from ("unknown", "unknown", f"{each.place}: {each.trouble}")
@@ -148,13 +148,13 @@ def _nodes(options: argparse.Namespace) -> int:
     A service that fails is reported, and hides no node of the others; nor does a node
     whose files are damaged.
     """
-    from deploy.fleet import pools  # noqa: PLC0415 -- --help
+    from deploy.fleet import state  # noqa: PLC0415 -- --help
     from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
 
     plan = load_plan(options)
     now, code = options.clock.now(), DONE
     rows: list[dict[str, Any]] = []
-    for provider, pool in pools.pools_of(plan, options.clock).items():
+    for provider, pool in state.pools_of(plan, options.clock).items():
         try:
             found = pool.nodes({DEPLOYMENT: plan.file.name})
         except ComputeError as error:

@@ -11,11 +11,10 @@ from deploy.exit_codes import DONE, FAILED
 from federation.errors import FederationError, JobError
 
 if TYPE_CHECKING:
-    from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
-    from deploy.fleet.planning.forecast import RunForecast
-    from deploy.fleet.planning.plan import Alternative, SizesOf
-    from deploy.fleet.planning.recommendation import Recommendation
-    from deploy.fleet.planning.run_prices import PriceTerms
+    from deploy.fleet.forecast import RunForecast
+    from deploy.fleet.plan import Alternative, Recommendation, SizesOf
+    from deploy.fleet.plan_prices import PriceTerms
+    from deploy.fleet.spec import DeploymentFile, DeploymentPlan
     from federation.job.spec import JobSpec
     from federation.rounds.cost import Speeds
     from monitoring.runs.run_folder import RunFolder
@@ -37,20 +36,24 @@ class _Notices:
 
 def _plan(options: argparse.Namespace) -> int:
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet import deployment_file, offers  # noqa: PLC0415
-    from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415
-    from deploy.fleet.planning import forecast, run_prices  # noqa: PLC0415
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        forecast,
+        placement,
+        plan_prices,
+        preflight,
+        spec,
+    )
 
-    wanted = deployment_file.load(options.deployment)
-    job = deployment_file.load_job(wanted)
-    start_checks.check_sites(wanted, job)  # Or their prices would be ignored.
+    wanted = spec.load(options.deployment)
+    job = spec.load_job(wanted)
+    preflight.check_sites(wanted, job)  # Or their prices would be ignored.
     notices = _Notices()
-    wanted = offers.with_types(
+    wanted = placement.with_types(
         wanted, clock=options.clock, tell=notices, prices=options.prices
     )
     sizes_of = partial(job_check.sizes_of, clock=options.clock)
     known = _speeds(options, wanted, job, sizes_of, notices)
-    terms = run_prices.PriceTerms(gigabytes_before=options.month_gb)
+    terms = plan_prices.PriceTerms(gigabytes_before=options.month_gb)
     found = forecast.forecast(
         wanted,
         job,
@@ -89,10 +92,9 @@ def _ways(
     terms: "PriceTerms",
 ) -> "Sequence[Alternative]":
     """The job as it is, and all that is compared with it."""
-    from deploy.fleet.planning import (  # noqa: PLC0415
-        bucket_cost,
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
         plan as planning,
-        run_prices,
+        plan_prices,
     )
 
     ways = [*planning.alternatives(found.federation, found.speeds, sizes_of)]
@@ -100,8 +102,8 @@ def _ways(
     if found.prices is None:
         return ways
     if known is not None:
-        ways += run_prices.ways_to_rent(ways[0], known, file, found.prices, terms)
-    return [bucket_cost.with_bucket(way, found.prices) for way in ways]
+        ways += plan_prices.ways_to_rent(ways[0], known, file, found.prices, terms)
+    return [plan_prices.with_bucket(way, found.prices) for way in ways]
 
 
 def _tell_notices(
@@ -111,13 +113,15 @@ def _tell_notices(
     notices: _Notices,
 ) -> None:
     """Report what a person should know before the deployment is brought up."""
-    from deploy.fleet.bringing_up import start_checks  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        preflight,
+        sizes,
+    )
 
-    for notice in start_checks.notices(job):
+    for notice in preflight.notices(job):
         notices(notice)
     try:
-        start_checks.check_work_allowed(wanted, job)
+        preflight.check_work_allowed(wanted, job)
     except JobError as error:
         notices(f"crossfed up would be refused: {error}")
     try:
@@ -134,7 +138,7 @@ def _document(
     best: "Recommendation | None",
 ) -> dict[str, Any]:
     """All that a plan tells a person, as data."""
-    from deploy.fleet.planning import plan as planning  # noqa: PLC0415
+    from deploy.fleet import plan as planning  # noqa: PLC0415
 
     return {
         "alternatives": [planning.document(way) for way in ways],
@@ -146,7 +150,7 @@ def _document(
 
 def _day_of_prices(wanted: "DeploymentPlan", found: "RunForecast") -> str | None:
     """Day of the price table; None if no price of it counts."""
-    from deploy.fleet.planning import forecast  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
 
     if found.prices is None or not forecast.has_clouds(wanted.file):
         return None
@@ -157,13 +161,16 @@ def _show(
     wanted: "DeploymentPlan", ways: "Sequence[Alternative]", found: "RunForecast"
 ) -> None:
     """Print the job's own prediction, and all ways side by side."""
-    from deploy.fleet.planning import plan as planning, run_prices  # noqa: PLC0415
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        plan as planning,
+        plan_prices,
+    )
 
     for line in planning.lines(wanted.file.name, ways, found.speeds):
         say(line)
     day = _day_of_prices(wanted, found)
     if found.prices is not None and day is not None:
-        hours = run_prices.gpu_hours(ways[0], wanted.file, found.prices)
+        hours = plan_prices.gpu_hours(ways[0], wanted.file, found.prices)
         say(f"GPU-hours: {hours:,.2f}; prices of {day}")
     for line in _kept(ways[0], found):
         say(line)
@@ -173,11 +180,11 @@ def _show(
 
 def _kept(own: "Alternative", found: "RunForecast") -> "Iterator[str]":
     """Say what the run leaves in a bucket."""
-    from deploy.fleet.planning import bucket_cost  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import plan_prices  # noqa: PLC0415 -- imports torch
     from monitoring.units import format_bytes  # noqa: PLC0415
 
     prices = found.prices
-    kept = None if prices is None else bucket_cost.storage(own, prices, found.speeds)
+    kept = None if prices is None else plan_prices.storage(own, prices, found.speeds)
     if kept is not None:
         month = kept.get("dollars_per_month")
         price = "an unknown price" if month is None else f"{month:,.4f} dollars"
@@ -214,7 +221,7 @@ def _recommended(
     options: argparse.Namespace, ways: "Sequence[Alternative]"
 ) -> "Recommendation | None":
     """The best way in a budget or before a deadline; None if neither is asked for."""
-    from deploy.fleet.planning import recommendation  # noqa: PLC0415
+    from deploy.fleet import plan as planning  # noqa: PLC0415
 
     if options.budget is None and options.deadline is None:
         return None
@@ -222,7 +229,7 @@ def _recommended(
         key = "--budget" if options.deadline is None else "--deadline"
         raise JobError("time and cost need speeds: see --probe", key=key)
     deadline = None if options.deadline is None else options.deadline * _HOUR
-    return recommendation.recommend(ways, budget=options.budget, deadline=deadline)
+    return planning.recommend(ways, budget=options.budget, deadline=deadline)
 
 
 def _speeds(
@@ -234,7 +241,10 @@ def _speeds(
 ) -> "Speeds | None":
     """Speeds that are stated, measured now or by an earlier run; None if none are."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
-    from deploy.fleet.planning import forecast, measured  # noqa: PLC0415
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        forecast,
+        measured,
+    )
     from monitoring.runs.find import find_run  # noqa: PLC0415
 
     if sum(map(bool, (options.speeds, options.like, options.probe))) > 1:
@@ -260,10 +270,10 @@ def _probed(
     wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf", notices: _Notices
 ) -> "Speeds":
     """Measure speeds here, and leave them in the deployment's folder."""
-    from deploy.fleet.planning import probe  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import measured  # noqa: PLC0415 -- imports torch
 
-    found = probe.probe(wanted, job, sizes_of)
-    path = probe.write(found, wanted)
+    found = measured.probe(wanted, job, sizes_of)
+    path = measured.write_speeds(found, wanted)
     if found.run is None:
         notices(
             "no run of this deployment has shown how long its programs take to start "
@@ -282,7 +292,7 @@ def keep_plan(
     """Keep the prediction of a run beside it, for its report."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.fleet.planning import forecast  # noqa: PLC0415 -- imports torch
+    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
     from monitoring.views import run_plan  # noqa: PLC0415
 
     handed = run_queue.read(run)

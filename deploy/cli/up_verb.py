@@ -14,11 +14,11 @@ from deploy.cli.terminal import interrupts, say, say_json, show, tell
 from deploy.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
-    from deploy.fleet.deployment import Deployment
-    from deploy.fleet.deployment_file import DeploymentPlan
-    from deploy.fleet.keeping.run_watch import RunWatch
-    from deploy.fleet.keeping.sizes import Sizer
     from deploy.fleet.placement import Placement
+    from deploy.fleet.sizes import Sizer
+    from deploy.fleet.spec import DeploymentPlan
+    from deploy.fleet.state import Deployment
+    from deploy.fleet.supervisor import RunWatch
     from federation.job.spec import JobSpec
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
@@ -44,20 +44,22 @@ def as_head(plan: "DeploymentPlan", clock: "Clock", work: Callable[[], int]) -> 
     Returns:
         The exit code, which is not 0 if its pod has to end.
     """
-    from deploy.fleet import pools  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.in_cluster import head_end  # noqa: PLC0415 -- --help
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        kubernetes_head,
+        state,
+    )
 
     def end(_number: int) -> None:
-        raise head_end.HeadTerminated
+        raise kubernetes_head.HeadTerminated
 
     try:
         # Ctrl-C in a shell of the pod ends what is shown there, not the aggregator.
         with interrupts(end, (signal.SIGTERM,)):
             return work()
-    except head_end.HeadTerminated:
-        pool = pools.local_pool(plan, clock)
-        head_end.stop_aggregator(pool, plan.file.name, clock, tell)
-        return head_end.TERMINATED
+    except kubernetes_head.HeadTerminated:
+        pool = state.local_pool(plan, clock)
+        kubernetes_head.stop_aggregator(pool, plan.file.name, clock, tell)
+        return kubernetes_head.TERMINATED
 
 
 def _up_here(
@@ -65,22 +67,22 @@ def _up_here(
 ) -> int:
     """Bring a deployment up from this process, and follow its run."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
-    from deploy.fleet import (  # noqa: PLC0415 -- keeps `--help` fast
-        deployment as fleet,
-        pools,
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        down,
         spending,
         start_wait,
-        take_down,
+        state,
     )
-    from deploy.fleet.bringing_up.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.bringing_up.hand_over import check_older  # noqa: PLC0415 -- --help
-    from deploy.fleet.bringing_up.start_checks import (  # noqa: PLC0415 -- --help
-        check_budget,
-        check_start_budget,
+    from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
+    from deploy.fleet.preflight import check_budget, check_start_budget  # noqa: PLC0415 -- --help
+    from deploy.fleet.provision import (  # noqa: PLC0415 -- --help
+        bring_up,
+        check_older,
     )
-    from deploy.fleet.keeping.keep import Keeper  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keeping.run_watch import RunWatch  # noqa: PLC0415 -- --help
-    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
+    from deploy.fleet.supervisor import (  # noqa: PLC0415 -- --help
+        Keeper,
+        RunWatch,
+    )
 
     patience = Patience(plan, clock=options.clock, tell=tell)
     hourly = spending.budget_prices(plan, now=options.clock.now())
@@ -89,15 +91,15 @@ def _up_here(
     start_allowed = partial(
         start_wait.allowed_start,
         plan,
-        partial(pools.pools_of, plan, options.clock),
+        partial(state.pools_of, plan, options.clock),
         clock=options.clock,
         tell=tell,
     )
-    opened = partial(fleet.opened, plan, random_bytes=os.urandom, clock=options.clock)
+    opened = partial(state.opened, plan, random_bytes=os.urandom, clock=options.clock)
     with (
         patience.entered(start_allowed),
         patience.entered(opened) as deployment,
-        take_down.naming_what_runs(deployment, tell),
+        down.naming_what_runs(deployment, tell),
     ):
         watch = RunWatch(deployment, tell)
         patience.repeated(partial(check_budget, deployment))
@@ -141,20 +143,23 @@ def _up_here(
 
 def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
     """Have a pod do what this command does on a host, and show what it writes."""
-    from deploy.fleet import deployment as fleet, take_down  # noqa: PLC0415 -- --help
-    from deploy.fleet.in_cluster import start  # noqa: PLC0415 -- --help
-    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        down,
+        kubernetes_head,
+        state,
+    )
+    from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
 
     patience = Patience(plan, clock=options.clock, tell=tell)
-    opened = partial(fleet.opened, plan, random_bytes=os.urandom, clock=options.clock)
+    opened = partial(state.opened, plan, random_bytes=os.urandom, clock=options.clock)
     with (
         patience.entered(opened) as deployment,
-        take_down.naming_what_runs(deployment, tell),
+        down.naming_what_runs(deployment, tell),
     ):
         deployment.note_wanted()
         head = patience.repeated(
             partial(
-                start.up,
+                kubernetes_head.up,
                 deployment,
                 accept=options.accept,
                 older=options.older,
@@ -168,7 +173,7 @@ def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
             say(head.id)
         return DONE
     tell(f"what {head.id} writes follows; it continues if this command ends")
-    code = start.follow(deployment, head, tell, show)
+    code = kubernetes_head.follow(deployment, head, tell, show)
     if options.json:
         say_json({"node": head.id, "exit_code": code})
     return code
@@ -207,23 +212,26 @@ def _watched(options: argparse.Namespace, run: "RunFolder", watch: "RunWatch") -
 
 def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     """Deployment and job, if nothing is wrong that can be known before the start."""
-    from deploy.fleet import deployment_file, offers  # noqa: PLC0415 -- --help
-    from deploy.fleet.bringing_up.start_checks import check_before  # noqa: PLC0415 -- --help
-    from deploy.fleet.keeping.sizes import check_sizes  # noqa: PLC0415 -- --help
-    from deploy.fleet.patience import Patience  # noqa: PLC0415 -- --help
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        placement,
+        spec,
+    )
+    from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
     from deploy.fleet.placement import check_deadline  # noqa: PLC0415 -- --help
+    from deploy.fleet.preflight import check_before  # noqa: PLC0415 -- --help
+    from deploy.fleet.sizes import check_sizes  # noqa: PLC0415 -- --help
     from federation.errors import JobError  # noqa: PLC0415 -- keeps `--help` fast
 
     if options.keep and options.detach:
         raise JobError("keeps nothing without watching: remove one", key="--keep")
     plan = load_plan(options)
-    job = deployment_file.load_job(plan)
+    job = spec.load_job(plan)
     check_before(plan, job)
     if options.keep:
         check_sizes(plan, options.clock)
     patience = Patience(plan, clock=options.clock, tell=tell)
     plan = patience.repeated(
-        partial(offers.with_types, plan, clock=options.clock, tell=tell)
+        partial(placement.with_types, plan, clock=options.clock, tell=tell)
     )
     if options.keep:
         check_deadline(plan, now=options.clock.now(), tell=tell)
@@ -234,18 +242,20 @@ def _placement(
     deployment: "Deployment", run: "RunFolder", rounds: int
 ) -> "Placement | None":
     """Who chooses between spot and on demand; None without a deadline."""
-    from deploy.fleet import placement, run_progress  # noqa: PLC0415 -- --help
+    from deploy.fleet import placement  # noqa: PLC0415 -- --help
 
     if deployment.plan.file.deadline_hours is None:
         return None
-    progress = run_progress.ReadProgress(run, rounds)
+    progress = placement.ReadProgress(run, rounds)
     return placement.Placement(deployment.plan, progress, tell)
 
 
 def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
     """Who changes sizes of machines; None if no site states any."""
-    from deploy.fleet import prices  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.fleet.keeping import sizes  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.fleet import (  # noqa: PLC0415 -- --help
+        prices,
+        sizes,
+    )
 
     plan = deployment.plan
     if not sizes.is_elastic(plan):

@@ -1,30 +1,139 @@
-"""Where a site's machine runs: a spot machine until the deadline needs one on demand.
+"""Where a site's machine runs: its market, and its type if the file leaves that open.
 
 One rule for spot: the cheapest zone that has a spot machine, until the latest time from
 which a machine on demand can still finish the job after a loss; on demand from then on.
 So the deadline is kept whatever the market does. ``benchmarks/spot_policy.py`` compares
-its cost with that of hindsight.
+its cost with that of hindsight. A round is the unit of work that is kept: a machine
+that is lost costs a start and the round that it was in.
 
-A round is the unit of work that is kept: a machine that is lost costs a start and the
-round that it was in.
+A site states its region and its zones, and no other is looked at: its data does not
+leave them. Only types with a price in the table are candidates for an open type.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 
-from cloud_adapters.compute.pool import Market, Node
-from deploy.fleet import spending
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.reconcile import ROLE, SITE_PREFIX
-from deploy.fleet.run_progress import MissedDeadline, WorkLeft
-from deploy.fleet.tables.site_machine import SiteMachine
+from cloud_adapters.compute.machine_types import (
+    MachineCatalogue,
+    MachineType,
+    RequiresSpec,
+)
+from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
+from deploy.fleet import prices as price_table, spending
+from deploy.fleet.machine_spec import SiteMachine
+from deploy.fleet.prices import MachinePrice, Prices
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.spec import DeploymentPlan, Tell
+from deploy.fleet.state import pools_of
+from federation.errors import JobError
+from federation.protocols import Clock
+from monitoring.runs.run_folder import RunFolder
 
 _HOUR = 3600.0
+
 # A round may take longer than the median one, of which this is a share.
 _MARGIN = 0.25
 
-Tell = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkLeft:
+    """How far a run is.
+
+    Attributes:
+        started: When it began, in seconds since 1970.
+        rounds_left: Rounds to come.
+        round_seconds: Median time of a round so far.
+        round_began: When the round in progress began; None between two rounds.
+    """
+
+    started: float
+    rounds_left: int
+    round_seconds: float
+    round_began: float | None = None
+
+    def work_hours(self, now: float) -> float:
+        """How much work is left, at the median pace."""
+        return self.rounds_left * self.round_seconds / _HOUR - self.done_hours(now)
+
+    def done_hours(self, now: float) -> float:
+        """How much of the round in progress is done, at the median pace."""
+        if self.round_began is None:
+            return 0.0
+        return min(max(0.0, now - self.round_began), self.round_seconds) / _HOUR
+
+
+class ReadProgress:
+    """Reads a run's progress from its events, when there are new ones."""
+
+    def __init__(self, run: RunFolder, rounds: int) -> None:
+        """Of a run with a number of rounds."""
+        self._run, self._rounds = run, rounds
+        self._size = -1
+        self._found: WorkLeft | None = None
+
+    def __call__(self) -> WorkLeft | None:
+        """How far it is; None before the end of its first round."""
+        if not self._run.exists():
+            return None
+        size = self._run.events.stat().st_size
+        if size != self._size:
+            self._size, self._found = size, self._read()
+        return self._found
+
+    def _read(self) -> WorkLeft | None:
+        view = self._run.view()
+        took = [each.finished.seconds for each in view.rounds if each.finished]
+        if not took:
+            return None
+        return WorkLeft(
+            started=view.first_started_at,
+            rounds_left=max(0, self._rounds - len(took)),
+            round_seconds=median(took),
+            round_began=None if view.current is None else view.current.started_at,
+        )
+
+
+class MissedDeadline:
+    """Reports each of the two once."""
+
+    def __init__(self, hours: float, tell: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            hours: ``deadline_hours``, after the run has begun.
+            tell: Called with a word about the deadline.
+        """
+        self._hours, self._tell = hours, tell
+        self._is_expected = self._is_past = False
+
+    def look(self, progress: WorkLeft, now: float) -> None:
+        """Report what the progress of a run calls for.
+
+        Args:
+            progress: How far the run is.
+            now: Seconds since 1970.
+        """
+        count = progress.rounds_left
+        if not count or self._is_past:
+            return
+        work = progress.work_hours(now)
+        left = self._hours - (now - progress.started) / _HOUR
+        rest = f"{count} round{'s' * (count > 1)} left, {work:.1f} h at the pace so far"
+        if left <= 0:
+            self._is_past = True
+            self._tell(
+                f"deadline_hours = {self._hours:g} are over, with {rest}: the run "
+                "continues until max_hours or max_dollars"
+            )
+        elif work > left and not self._is_expected:
+            self._is_expected = True
+            self._tell(
+                f"deadline_hours = {self._hours:g} will probably be missed: {rest}, in "
+                f"{left:.1f} h"
+            )
 
 
 def role_of(site: SiteMachine) -> str:
@@ -200,3 +309,144 @@ class Placement:
 
     def _left_hours(self, progress: WorkLeft, now: float) -> float:
         return self._hours - (now - progress.started) / _HOUR
+
+
+def with_types(
+    plan: DeploymentPlan, *, clock: Clock, tell: Tell, prices: Path | None = None
+) -> DeploymentPlan:
+    """Name the type of every machine that the file leaves open; see ``resolved``.
+
+    Clouds are asked, and prices read, only if there is one.
+    """
+    if not any(_is_kept(plan, site) for site in plan.file.sites):
+        return plan
+    today = price_table.day_of(clock.now())
+    table = price_table.load(prices or plan.prices, today=today, warn=tell)
+    return resolved(plan, pools_of(plan, clock), table, tell)
+
+
+def resolved(
+    plan: DeploymentPlan, pools: Mapping[str, ComputePool], prices: Prices, tell: Tell
+) -> DeploymentPlan:
+    """Name the type of every machine that the file leaves open.
+
+    A machine that runs keeps its type, whatever costs less now: it has the site's keys.
+    One that a deadline has moved keeps its market, and one with sizes its size.
+
+    Args:
+        plan: The deployment.
+        pools: Compute services by their names.
+        prices: The table.
+        tell: Called with a word about every choice.
+
+    Raises:
+        JobError: No machine meets what a site requires; the message names what does.
+        ComputeError: A service failed.
+    """
+    sites = []
+    for index, site in enumerate(plan.file.sites):
+        own, market = site.machine, site.machine.market
+        if _is_kept(plan, site):
+            node = _running(plan, site, pools[site.pool])
+            if node is not None and node.machine in {each.type for each in site.sizes}:
+                # A change of size before has chosen it.
+                own = replace(own, type=node.machine)
+            elif node is not None:
+                kind = node.machine if _is_open(site) else own.type
+                market = node.market.value if _may_move(plan, site) else own.market
+                own = replace(own, type=kind)
+            elif _is_open(site):
+                hourly, kind = _chosen(plan, index, pools[site.pool], prices)
+                own = replace(own, type=kind)
+                tell(
+                    f"{SITE_PREFIX}{site.name}: {site.provider} {own.region} {kind} "
+                    f"{market} at ${hourly:.3f} an hour is the cheapest that meets "
+                    "machine.requires"
+                )
+        found = replace(site, machine=own).in_market(market)
+        sites.append(found.sized(own.type) if site.sizes else found)
+    return replace(plan, file=replace(plan.file, sites=tuple(sites)))
+
+
+def offers(
+    site: SiteMachine, types: Sequence[MachineType], prices: Prices
+) -> Sequence[tuple[float, str]]:
+    """Machines that meet what a site requires: dollars per hour and type, sorted.
+
+    Args:
+        site: The site: its region, zones, market and requirements.
+        types: Types that its zones have.
+        prices: The table.
+    """
+    machine = site.machine
+    found = []
+    for each in types:
+        hourly = _table_hourly(site, each.name, prices)
+        if hourly is not None and not machine.requires.lacking(each):
+            found.append((hourly, each.name))
+    return sorted(found)
+
+
+def _chosen(
+    plan: DeploymentPlan, index: int, pool: ComputePool, prices: Prices
+) -> tuple[float, str]:
+    site = plan.file.sites[index]
+    if not isinstance(pool, MachineCatalogue):
+        raise TypeError(f"{site.pool} describes no types of machines")
+    names = {each.machine for each in _priced(site, prices)}
+    types = pool.machine_types(names, site.machine.zones) if names else ()
+    found = offers(site, types, prices)
+    if found:
+        return found[0]
+    others = [
+        f"{each.name} has {_why_not(site, each, prices)}"
+        for each in sorted(types, key=lambda each: each.name)
+    ]
+    where = ", ".join(site.machine.zones) or site.machine.region
+    raise JobError(
+        f"{plan.path}: no {site.machine.market} machine of {site.provider} in {where} "
+        f"with a price in the table meets this: {'; '.join(others) or 'there is none'}"
+        ". Require less, name another region that the data may be in, or add prices",
+        key=f"sites[{index}].machine.requires",
+    )
+
+
+def _why_not(site: SiteMachine, machine: MachineType, prices: Prices) -> str:
+    lacking = list(site.machine.requires.lacking(machine))
+    if _table_hourly(site, machine.name, prices) is None:
+        lacking.append(f"no {site.machine.market} price")
+    return " and ".join(lacking)
+
+
+def _priced(site: SiteMachine, prices: Prices) -> Sequence[MachinePrice]:
+    where = (site.provider, site.machine.region)
+    return [each for each in prices.machines if (each.provider, each.region) == where]
+
+
+def _table_hourly(site: SiteMachine, machine: str, prices: Prices) -> float | None:
+    is_spot = site.machine.market == Market.SPOT.value
+    found = [each for each in _priced(site, prices) if each.machine == machine]
+    if not found:
+        return None
+    return found[0].spot if is_spot else found[0].on_demand
+
+
+def _running(plan: DeploymentPlan, site: SiteMachine, pool: ComputePool) -> Node | None:
+    """The machine that a site has now."""
+    role = f"{SITE_PREFIX}{site.name}"
+    nodes = pool.nodes({DEPLOYMENT: plan.file.name, ROLE: role})
+    alive = [node for node in nodes if node.state is not NodeState.GONE]
+    return alive[-1] if alive else None
+
+
+def _may_move(plan: DeploymentPlan, site: SiteMachine) -> bool:
+    return plan.file.deadline_hours is not None and site.is_movable
+
+
+def _is_kept(plan: DeploymentPlan, site: SiteMachine) -> bool:
+    """Whether a running machine may differ from what the file says."""
+    return _is_open(site) or _may_move(plan, site) or bool(site.sizes)
+
+
+def _is_open(site: SiteMachine) -> bool:
+    return site.machine.requires != RequiresSpec()

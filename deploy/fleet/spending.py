@@ -10,10 +10,10 @@ from pathlib import Path
 
 from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet import prices
-from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
+from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
-from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet.spec import DeploymentFile, DeploymentPlan
 from federation import durable_json
 from federation.errors import JobError
 

@@ -1,29 +1,110 @@
-"""Waits until machines of a deployment may be started, as ``[start]`` says."""
+"""Wait until machines of a deployment may be started, as ``[start]`` says.
 
+``start.at_latest_hours`` counts from the first ``crossfed up`` that waits. Its machine
+may restart, or a person may run the command again: that must not restart the wait. So
+the time of the first one is recorded, until the machines of the deployment have been
+started, or ``crossfed down``: a command that is killed before that has started nothing
+for good.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import ComputePool, Market
-from deploy.fleet import prices as price_table, start_record
-from deploy.fleet.choosing import start_window
-from deploy.fleet.deployment_file import DeploymentPlan
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.fleet import prices as price_table, spec
+from deploy.fleet.machine_spec import CLOUDS, SiteMachine
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
-from deploy.fleet.tables.providers import CLOUDS
-from deploy.fleet.tables.site_machine import SiteMachine
-from deploy.fleet.tables.start_spec import StartSpec
+from deploy.fleet.spec import DeploymentPlan, StartSpec, Tell
+from federation import durable_json
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
+
+_NAME = "start.json"
+_DAMAGED = "delete it: the wait then begins now"
+
 
 # A clock that is set must not make a start late.
 _LOOK_SECONDS = 30.0
 # Clouds publish a new price every few minutes at most.
 _READ_SECONDS = 300.0
 _HOUR = 3600.0
-
-Tell = Callable[[str], None]
 # Called when a cloud has to be asked, which takes credentials.
 PoolsOf = Callable[[], Mapping[str, ComputePool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAsk:
+    """When a start was first asked for.
+
+    Attributes:
+        at: Seconds since 1970.
+        conditions: Digest of the table ``start``: a changed one begins a new wait.
+    """
+
+    at: float
+    conditions: str
+
+
+def first_asked(plan: DeploymentPlan, now: float, tell: Tell) -> float:
+    """When a deployment's start was first asked for, by this command or an earlier one.
+
+    Args:
+        plan: The deployment.
+        now: Seconds since 1970; written down if there is no earlier time.
+        tell: Called with a word about an earlier command.
+
+    Raises:
+        CorruptObject: The record is damaged.
+        StoreUnavailable: It cannot be written.
+    """
+    table = repr(sorted(asdict(plan.file.start).items()))
+    conditions = hashlib.sha256(table.encode()).hexdigest()
+    # A command that was killed may have made the folder after it had begun to wait.
+    for path in (_inside(plan), _beside(plan)):
+        found = durable_json.read(path, FirstAsk, advice=_DAMAGED)
+        # A clock that was set back must not make the wait longer.
+        if found is not None and found.conditions == conditions and found.at <= now:
+            hours = (now - found.at) / 3600.0
+            tell(
+                f"an earlier command began to wait {hours:.1f} h ago, and "
+                "start.at_latest_hours counts from then; crossfed down restarts the "
+                "wait"
+            )
+            return found.at
+    # The folder is made when the first machine starts; until then no cloud is asked.
+    path, other = _inside(plan), _beside(plan)
+    if not plan.folder.exists():
+        path, other = other, path
+    with file_errors("make", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    durable_json.write(path, FirstAsk(at=now, conditions=conditions))
+    with file_errors("remove", other):
+        other.unlink(missing_ok=True)
+    return now
+
+
+def forget_wait(plan: DeploymentPlan) -> None:
+    """Have the next start begin a new wait.
+
+    Raises:
+        StoreUnavailable: The record cannot be removed.
+    """
+    for path in (_inside(plan), _beside(plan)):
+        with file_errors("remove", path):
+            path.unlink(missing_ok=True)
+
+
+def _inside(plan: DeploymentPlan) -> Path:
+    return plan.folder / _NAME
+
+
+def _beside(plan: DeploymentPlan) -> Path:
+    return plan.folder.with_name(f".{plan.folder.name}.{_NAME}")
 
 
 @contextmanager
@@ -40,7 +121,7 @@ def allowed_start(
     """
     await_start(plan, pools_of, clock=clock, tell=tell)
     yield
-    start_record.forget(plan)
+    forget_wait(plan)
 
 
 def await_start(
@@ -68,7 +149,7 @@ def await_start(
     prices = _SpotPrices(plan, pools_of, clock)
     since = clock.now()
     if start.at_latest_hours is not None:
-        since = start_record.since(plan, since, tell)
+        since = first_asked(plan, since, tell)
     told: list[str] = []
     while held := list(_held_back(start, since, clock.now(), prices)):
         keys = [name for name, _ in held]
@@ -86,7 +167,7 @@ def _held_back(
 
     A price that is not known holds a start back: no machine is started on a guess.
     """
-    window = start_window.parse(start.window, key="start.window")
+    window = spec.parse_window(start.window, key="start.window")
     if window is not None and (opens := window.opens(now)) > now:
         yield "start.window", f"it opens at {window.text(opens)}"
     ceiling, latest = start.max_spot_dollars_per_hour, start.at_latest_hours

@@ -31,9 +31,8 @@ from support.network import Network, network
 from support.programs import ROOT, needs, program
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.bringing_up import machine_request
-from deploy.fleet.starting import console
-from deploy.fleet.starting.user_data import MachineInvitation, Release, render
+from deploy.fleet import bootstrap, wanted
+from deploy.fleet.bootstrap import MachineInvitation, Release, render
 from federation.clock import SystemClock
 from privacy.membership import certificates
 
@@ -221,10 +220,7 @@ def test_a_machine_installs_a_site_behind_our_rules(
             extras=("aws",),
         ),
         'name = "a"\n',
-        {
-            name: (machine_request._UNITS / name).read_text()
-            for name in machine_request._UNIT_NAMES
-        },
+        {name: (wanted._UNITS / name).read_text() for name in wanted._UNIT_NAMES},
         MachineInvitation(token="t", organisation="o", platform="aws"),  # noqa: S106
     )
     says = dict.fromkeys((80, *(ports - {443})), "it is open")
@@ -246,7 +242,7 @@ def test_a_machine_installs_a_site_behind_our_rules(
         is_open = any(line == f"{port} it is ope" for line in probed)
         assert is_open == (port != 80), probed
     console_text = (distribution / "dev/console").read_text()
-    assert console_text.splitlines()[-1:] == [f"crossfed: {console.READY}"], said
+    assert console_text.splitlines()[-1:] == [f"crossfed: {bootstrap.READY}"], said
     noted = (distribution / "noted").read_text().splitlines()
     assert noted[-1] == "systemctl enable --now crossfed-site.service"
     assert "systemctl start crossfed-enrol.service" in noted

@@ -19,18 +19,16 @@ from deploy.aggregator_host import run_queue
 from deploy.cli import run_verbs, up_verb
 from deploy.cli.terminal import tell
 from deploy.exit_codes import DONE, STOPPED
-from deploy.fleet import deployment as fleet, deployment_file, spending
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.keep import Keeper
-from deploy.fleet.keeping.run_watch import RunWatch
-from deploy.fleet.keeping.sizes import Sizer
-from deploy.fleet.placement import Placement
+from deploy.fleet import spec as fleet_spec, spending, state
+from deploy.fleet.loop import NodeRequest, fill
+from deploy.fleet.placement import Placement, WorkLeft
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
-from deploy.fleet.roles import NodeRequest, fill
-from deploy.fleet.run_progress import WorkLeft
+from deploy.fleet.sizes import Sizer
+from deploy.fleet.spec import DeploymentPlan
 from deploy.fleet.spending import MachineCost, Spending
+from deploy.fleet.state import Deployment
+from deploy.fleet.supervisor import Keeper, RunWatch
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeUnavailable
 from monitoring.runs.run_folder import RunFolder
@@ -72,8 +70,8 @@ class Kept:
         self.aws, self.gcp = aws, gcp
         self.clock = Waiting(SystemClock().now())
         self.told: list[str] = []
-        self.plan = deployment_file.load(path)
-        with fleet.opened(
+        self.plan = fleet_spec.load(path)
+        with state.opened(
             self.plan, random_bytes=os.urandom, clock=self.clock
         ) as deployment:
             self.pools = deployment.pools
@@ -241,7 +239,7 @@ def refill(kept: Kept, settings: bytes = b"1") -> Node:
     request = NodeRequest(
         pool, spec, settings, lambda seconds: f"ends after {seconds:.0f} s"
     )
-    with fleet.opened(
+    with state.opened(
         kept.plan, random_bytes=os.urandom, clock=kept.clock
     ) as deployment:
         return fill(deployment, request, kept.told.append)
@@ -254,7 +252,7 @@ def budgeted(kept: Kept) -> Kept:
         'provider = "', 'dollars_per_hour = 1.0\nprovider = "'
     )
     kept.plan.path.write_text(f"max_dollars = 20.0\n{text}")
-    kept.plan = deployment_file.load(kept.plan.path)
+    kept.plan = fleet_spec.load(kept.plan.path)
     kept.aws.loses = lambda form: form["Action"] == "RunInstances"
     with pytest.raises(ComputeUnavailable):
         refill(kept)
@@ -327,7 +325,7 @@ def test_a_deadline_moves_a_site_from_a_spot_machine_to_one_on_demand(kept: Kept
     kept.plan.path.write_text(
         text.replace("[[sites]]", "deadline_hours = 12\n[[sites]]", 1)
     )
-    kept.plan = deployment_file.load(kept.plan.path)
+    kept.plan = fleet_spec.load(kept.plan.path)
     kept.keeper._plan = kept.plan
     kept.look()
     kept.keeper._placement = Placement(
@@ -374,7 +372,7 @@ home = { url = "file:///mnt/home" }
 """
     text = text.replace('provider = "aws"\n', f'provider = "aws"\n{more}', 1)
     kept.plan.path.write_text(text)
-    kept.plan = deployment_file.load(kept.plan.path)
+    kept.plan = fleet_spec.load(kept.plan.path)
     kept.keeper._plan = kept.plan
     kept.look()
     run = RunFolder(tmp_path / "run")
@@ -430,7 +428,7 @@ def test_a_change_that_was_killed_after_the_launch_is_completed(
     both = [("m5.large", NodeState.RUNNING), ("m5.xlarge", NodeState.RUNNING)]
     assert sizes(growing) == both
     assert new is not None
-    with fleet.opened(new, random_bytes=os.urandom, clock=growing.clock) as again:
+    with state.opened(new, random_bytes=os.urandom, clock=growing.clock) as again:
         growing.restore(again)
     grown = [("m5.large", NodeState.GONE), ("m5.xlarge", NodeState.RUNNING)]
     assert sizes(growing) == grown
@@ -477,7 +475,7 @@ class Paused:
             self.starts += 1
 
     def watched(self) -> int:
-        with fleet.opened(
+        with state.opened(
             self.kept.plan, random_bytes=os.urandom, clock=self.kept.clock
         ) as deployment:
             watch = RunWatch(deployment, tell)

@@ -24,11 +24,10 @@ from support.enrolments import Federation
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
 
 from cloud_adapters.compute.pool import NodeSpec, NodeState, all_gone, wait_for
-from deploy.fleet import deployment as fleet, deployment_file, reconcile, take_down
-from deploy.fleet.bringing_up import cloud_sites
-from deploy.fleet.deployment import Deployment
+from deploy.fleet import cloud_sites, down, reconcile, spec as fleet_spec, state
+from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE, NodeRole
-from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet.state import Deployment
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError
 
@@ -77,10 +76,10 @@ class Person:
         path.write_text(text)
         self.clock, self.told = Pausing(), list[str]()
         self.config = Federation(folder=folder).config
-        plan = deployment_file.load(path)
+        plan = fleet_spec.load(path)
         # EC2 tells times to the second, so that names may decide.
         self.deployment: Deployment = stack.enter_context(
-            fleet.opened(plan, random_bytes=lambda n: owner * n, clock=self.clock)
+            state.opened(plan, random_bytes=lambda n: owner * n, clock=self.clock)
         )
 
     def up(self) -> str:
@@ -177,9 +176,9 @@ def test_an_aggregator_makes_nobody_first(
         person.start_aggregator()
         clouds.launch(person.deployment.owner)
     with pytest.raises(ComputeError, match="which was first: site-"):
-        take_down.give_way(second.deployment, second.told.append)
+        down.give_way(second.deployment, second.told.append)
     assert any("ended aggregator-" in line for line in second.told)
-    take_down.give_way(first.deployment, first.told.append)
+    down.give_way(first.deployment, first.told.append)
     assert (first.told, first.alive()) == ([], ROLES)
 
 
@@ -274,7 +273,7 @@ def test_machines_of_a_lost_laptop_are_found_and_ended(
 
     def other(**options: bool) -> AbstractContextManager[Deployment]:
         moved = replace(plan, folder=tmp_path / "other")
-        return fleet.opened(
+        return state.opened(
             moved, random_bytes=os.urandom, clock=SystemClock(), **options
         )
 
@@ -282,7 +281,7 @@ def test_machines_of_a_lost_laptop_are_found_and_ended(
         other().__enter__()
     assert "--any-owner" in str(refused.value)
     with other(any_owner=True, make=False) as found:
-        ended = take_down.take_down(found, any_owner=True, tell=first.told.append)
+        ended = down.take_down(found, any_owner=True, tell=first.told.append)
     assert ended == len(ROLES)
     assert first.alive() == []
     with other():  # Now the name is free.

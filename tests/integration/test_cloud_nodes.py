@@ -19,13 +19,20 @@ from cloud_adapters.compute.pool import ComputePool, NodeSpec
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.cli.terminal import tell
 from deploy.exit_codes import BAD_JOB, FAILED
-from deploy.fleet import deployment as fleet, deployment_file, reconcile, roles
-from deploy.fleet.bringing_up import cloud_checks, cloud_sites, machine_request
-from deploy.fleet.bringing_up.operator import open_operator
-from deploy.fleet.bringing_up.start_checks import check_moved
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.keeping.run_watch import RunWatch
+from deploy.fleet import (
+    cloud_sites,
+    loop,
+    preflight,
+    reconcile,
+    spec as fleet_spec,
+    state,
+    wanted,
+)
+from deploy.fleet.preflight import check_moved
 from deploy.fleet.reconcile import NodeRole
+from deploy.fleet.roster_operator import open_operator
+from deploy.fleet.state import Deployment
+from deploy.fleet.supervisor import RunWatch
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError, JobError
 
@@ -67,8 +74,8 @@ class Clouds:
 
     def opened(self) -> AbstractContextManager[Deployment]:
         """Hold the folder, as a command does."""
-        plan = deployment_file.load(self.path)
-        return fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock())
+        plan = fleet_spec.load(self.path)
+        return state.opened(plan, random_bytes=os.urandom, clock=SystemClock())
 
     def nodes(self) -> list[dict[str, Any]]:
         """What ``nodes`` shows."""
@@ -214,16 +221,16 @@ def test_a_gpu_is_not_rented_for_an_image_without_its_driver(clouds: Clouds, kin
     clouds.path.write_text(text.replace(kind, GPU[kind]))
     with clouds.opened() as deployment:
         with pytest.raises(JobError, match="has 1 GPUs, and the default im") as caught:
-            cloud_checks.check_gpus(deployment)
+            preflight.check_gpus(deployment)
         assert caught.value.key.endswith("].machine.image")
     clouds.path.write_text(
         clouds.path.read_text().replace(f'"{GPU[kind]}"', f'"{GPU[kind]}"\nimage = "x"')
     )
     with clouds.opened() as deployment:
-        cloud_checks.check_gpus(deployment)
+        preflight.check_gpus(deployment)
     clouds.path.write_text(text)
     with clouds.opened() as deployment:
-        cloud_checks.check_gpus(deployment)
+        preflight.check_gpus(deployment)
 
 
 def test_a_network_without_a_way_out_is_refused(clouds: Clouds):
@@ -235,7 +242,7 @@ def test_a_network_without_a_way_out_is_refused(clouds: Clouds):
     )
     with clouds.opened() as deployment:
         with pytest.raises(JobError, match=r"fed\.toml: .* no Cloud NAT") as caught:
-            cloud_checks.check_routes(deployment, told.append)
+            preflight.check_routes(deployment, told.append)
         assert caught.value.key == "sites[1].machine.subnets"
         # Who may not look at networks may still use them, and is told.
         (line,) = told
@@ -262,7 +269,7 @@ def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
             verifier=PlatformVerifier(clock=SystemClock()),
         )
         asked = [
-            machine_request.request(deployment, operator, site, "192.0.2.1:8443").spec
+            wanted.machine_request(deployment, operator, site, "192.0.2.1:8443").spec
             for site in deployment.plan.file.sites
         ]
     assert [spec.gpus for spec in asked] == [0, 2]
@@ -298,10 +305,10 @@ def test_tags_and_a_key_of_ones_own(clouds: Clouds):
             verifier=PlatformVerifier(clock=SystemClock()),
         )
         for site in deployment.plan.file.sites:
-            asked = machine_request.request(deployment, operator, site, "192.0.2.1:1")
-            node = roles.fill(deployment, asked, print)
+            asked = wanted.machine_request(deployment, operator, site, "192.0.2.1:1")
+            node = loop.fill(deployment, asked, print)
             assert node.labels["crossfed-role"] == f"site-{site.name}"
-            assert roles.fill(deployment, asked, print).id == node.id
+            assert loop.fill(deployment, asked, print).id == node.id
     (form,) = clouds.aws.launches()
     assert form["BlockDeviceMapping.1.Ebs.KmsKeyId"] == "alias/own"
     tagged = [n for n, value in form.items() if value == "cost-center"]
@@ -316,7 +323,7 @@ def test_tags_and_a_key_of_ones_own(clouds: Clouds):
     for wrong in ("crossfed-role", "aws:x", "Name"):
         clouds.path.write_text(text.replace("cost-center", wrong))
         with pytest.raises(JobError, match=f"'{wrong}' is reserved"):
-            deployment_file.load(clouds.path)
+            fleet_spec.load(clouds.path)
 
 
 def test_the_agent_of_a_machine_without_its_gpus_ends(tmp_path: Path):
@@ -416,9 +423,9 @@ def test_a_machine_of_a_cloud_ends_when_the_budget_is_spent(clouds: Clouds):
             verifier=PlatformVerifier(clock=SystemClock()),
         )
         site = deployment.plan.file.sites[1]
-        request = machine_request.request(deployment, operator, site, "192.0.2.1:8443")
-        node = roles.fill(deployment, request, print)
-        assert roles.fill(deployment, request, print).id == node.id
+        request = wanted.machine_request(deployment, operator, site, "192.0.2.1:8443")
+        node = loop.fill(deployment, request, print)
+        assert loop.fill(deployment, request, print).id == node.id
     (body,) = clouds.gcp.inserted
     assert body["scheduling"]["maxRunDuration"] == {"seconds": str(2 * 3600)}
     (user_data,) = (

@@ -15,7 +15,7 @@ import pin_files
 import pytest
 
 from deploy.cli.new_verb import example_names
-from deploy.fleet.bringing_up import machine_request
+from deploy.fleet import wanted
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = "https://example.org/an-owner/crossfed"
@@ -84,7 +84,7 @@ def test_its_links_and_addresses_lead_to_where_it_is_published(wheel: Path):
 def test_it_has_the_units_that_machines_of_clouds_are_given(wheel: Path):
     with ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if n.startswith("deploy/systemd/")}
-    assert {f"deploy/systemd/{name}" for name in machine_request._UNIT_NAMES} <= names
+    assert {f"deploy/systemd/{name}" for name in wanted._UNIT_NAMES} <= names
 
 
 def test_it_has_the_examples(wheel: Path):

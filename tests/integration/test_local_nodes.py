@@ -15,10 +15,10 @@ from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.local_files import LOCK, NodeStarted, read, write
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, all_gone
 from deploy.cli.terminal import tell
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentFile, DeploymentPlan
-from deploy.fleet.keeping.run_watch import RunWatch
-from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet.machine_spec import LOCAL
+from deploy.fleet.spec import DeploymentFile, DeploymentPlan
+from deploy.fleet.state import Deployment
+from deploy.fleet.supervisor import RunWatch
 from deploy.site_host.data import CANNOT_LOAD
 from federation.clock import SystemClock
 from federation.errors import ComputeError

@@ -11,9 +11,8 @@ from support.small_jobs import small_job
 
 from deploy.cli import job_check
 from deploy.exit_codes import BAD_JOB
-from deploy.fleet import deployment_file
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.planning import forecast, probe
+from deploy.fleet import forecast, measured, spec
+from deploy.fleet.spec import DeploymentPlan
 from federation.clock import VirtualClock
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -31,7 +30,7 @@ def plan_of(job: JobSpec, folder: Path) -> DeploymentPlan:
     sites = [{"name": site.name, "dollars_per_hour": 36.0} for site in job.sites]
     table = {"name": "fed", "job": "job.toml", "sites": sites}
     (folder / "fed.toml").write_text(tomli_w.dumps(table))
-    return deployment_file.load(folder / "fed.toml")
+    return spec.load(folder / "fed.toml")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def plan_of(job: JobSpec, folder: Path) -> DeploymentPlan:
 def test_a_rehearsal_shows_training_and_evaluation(tmp_path: Path, tables: dict):  # type: ignore[type-arg]
     """Apart, also of a job whose sites would not report them."""
     job = small_job(num_sites=3, rounds=9, **tables)
-    found = probe.probe(plan_of(job, tmp_path), job, SIZES)
+    found = measured.probe(plan_of(job, tmp_path), job, SIZES)
     assert found.run is None
     assert (found.speeds.setup_seconds, found.speeds.first_round_seconds) == (0, 0)
     assert [speed.name for speed in found.speeds.sites] == [s.name for s in job.sites]

@@ -20,8 +20,8 @@ from gcp_prices import (
 from support.google_server import Answer, GoogleServer, Request, json_answer
 
 from deploy.fleet import prices
-from deploy.fleet.deployment_file import DeploymentFile
-from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
+from deploy.fleet.machine_spec import CloudMachine, SiteMachine
+from deploy.fleet.spec import DeploymentFile
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
 API_KEY = "AIza-not-a-key-of-anyone-0123456789"

@@ -15,8 +15,8 @@ from aws_prices import AwsPrices
 from botocore.stub import ANY, Stubber
 
 from deploy.fleet import prices
-from deploy.fleet.deployment_file import DeploymentFile
-from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
+from deploy.fleet.machine_spec import CloudMachine, SiteMachine
+from deploy.fleet.spec import DeploymentFile
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
 TODAY = date(2026, 11, 23)

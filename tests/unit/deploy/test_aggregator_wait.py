@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet import deployment_file
-from deploy.fleet.bringing_up.aggregator_wait import await_service
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.starting import console
+from deploy.fleet import bootstrap, spec
+from deploy.fleet.local_parties import await_service
+from deploy.fleet.state import Deployment
 from federation.clock import VirtualClock
 from federation.errors import ComputeError
 
@@ -52,7 +51,7 @@ def awaited(tmp_path: Path, serves_after: float, **changes: Any) -> Host:
     path.write_text(FILE)
     host = Host(clock, {float(at[1:]): change for at, change in changes.items()})
     deployment = Deployment(
-        plan=deployment_file.load(path), pools={"local": host}, clock=clock, owner=""
+        plan=spec.load(path), pools={"local": host}, clock=clock, owner=""
     )
 
     def trouble_of() -> str | None:
@@ -93,7 +92,7 @@ def test_an_aggregator_that_does_not_serve_is_given_up(tmp_path: Path):
 
 def test_the_end_of_a_log_begins_with_a_whole_line():
     log = "".join(f"line {number:04d}\n" for number in range(1000))
-    shown = console.end_of(log).splitlines()
+    shown = bootstrap.end_of(log).splitlines()
     assert (shown[0], shown[-1]) == ("line 0801", "line 0999")
-    assert console.end_of("a\nb\n") == "a\nb"
-    assert len(console.end_of("x" * 5000)) == 2000
+    assert bootstrap.end_of("a\nb\n") == "a\nb"
+    assert len(bootstrap.end_of("x" * 5000)) == 2000

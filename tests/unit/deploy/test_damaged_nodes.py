@@ -20,9 +20,9 @@ from cloud_adapters.compute.local_files import (
 from cloud_adapters.compute.pool import NodesDamaged, NodeState
 from deploy.cli import commands
 from deploy.exit_codes import FAILED
-from deploy.fleet import deployment as fleet, deployment_file, take_down
-from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet import down, spec, state
 from deploy.fleet.reconcile import NodeRole, labels
+from deploy.fleet.spec import DeploymentPlan
 from federation import folder_lock
 from federation.clock import SystemClock
 from federation.errors import ComputeError
@@ -36,7 +36,7 @@ def plan(tmp_path: Path) -> DeploymentPlan:
     path = tmp_path / "fed.toml"
     names = "".join(f'[[sites]]\nname = "{role[5:]}"\n' for role in ROLES[1:])
     path.write_text(f'name = "fed"\njob = "{JOBS / "quickstart.toml"}"\n{names}')
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 class Nodes:
@@ -131,18 +131,16 @@ def test_a_damaged_node_ends_with_its_deployment(plan: DeploymentPlan, stuck: st
     with working(plan) as nodes:
         nodes.damage(ROLES[1])
         clock = Ending(nodes, but=stuck)
-        with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+        with state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
             deployment.owner = "me"
-            assert take_down.still_running(deployment).startswith(
+            assert down.still_running(deployment).startswith(
                 f"still running: {ROLES[1]}-0, {ROLES[0]} ({ROLES[0]}-0), "
             )
             if stuck:
                 with pytest.raises(ComputeError, match=r"\(process 7000001\).*2 other"):
-                    take_down.take_down(deployment, any_owner=False, tell=told.append)
+                    down.take_down(deployment, any_owner=False, tell=told.append)
             else:
-                ended = take_down.take_down(
-                    deployment, any_owner=False, tell=told.append
-                )
+                ended = down.take_down(deployment, any_owner=False, tell=told.append)
                 assert (ended, told[-1]) == (3, f"ended {ROLES[1]}-0")
         assert clock.order == [ROLES[2], ROLES[0]] + [ROLES[1]] * (not stuck)
 

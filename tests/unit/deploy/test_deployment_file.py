@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.fleet import deployment_file, spending
-from deploy.fleet.planning import run_prices
+from deploy.fleet import plan_prices, spec, spending
 from federation.errors import JobError
 
 TEXT = """
@@ -47,7 +46,7 @@ def test_tables_of_a_site_have_one_order(tmp_path: Path):
     """Or a node would be replaced because a file was written in another."""
     path = tmp_path / "fed.toml"
     path.write_text(TEXT)
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     assert list(plan.settings["site-a"]) == ["data", "compute", "policy"]
     assert plan.settings["site-a"]["policy"] == {"privacy": "none"}
 
@@ -59,7 +58,7 @@ def test_a_link_means_the_same_deployment(tmp_path: Path):
     path.write_text(TEXT)
     link = tmp_path / "link.toml"
     link.symlink_to(path)
-    plan = deployment_file.load(link)
+    plan = spec.load(link)
     assert plan.folder == tmp_path / "here" / "deployments" / "fed"
     assert plan.job == tmp_path / "here" / "job.toml"
 
@@ -72,7 +71,7 @@ def test_paths_are_shown_without_detours(tmp_path: Path):
     path = tmp_path / "here" / "fed.toml"
     words = 'job = "../job.toml"\nfolder = "../runs"'
     path.write_text(TEXT.replace('job = "job.toml"', words))
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     assert plan.folder == tmp_path / "runs"
     assert plan.job == tmp_path / "job.toml"
 
@@ -81,22 +80,22 @@ def test_a_wrong_job_is_named_by_its_file(tmp_path: Path):
     """The deployment's own keys are of another file."""
     path = tmp_path / "fed.toml"
     path.write_text(TEXT)
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     with pytest.raises(JobError, match=r"cannot read .*/job\.toml"):
-        deployment_file.load_job(plan)
+        spec.load_job(plan)
     plan.job.write_text(TEXT)
     with pytest.raises(JobError, match=r"/job\.toml: job: unknown key"):
-        deployment_file.load_job(plan)
+        spec.load_job(plan)
 
 
 def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     """No price table is read for it, not even for a budget; and nothing moves it."""
     path = tmp_path / "fed.toml"
     path.write_text(CLUSTER)
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     (site,) = plan.file.sites
     assert site.pool == "kubernetes c/n"
-    assert run_prices.place_of(site) == ("", "")
+    assert plan_prices.place_of(site) == ("", "")
     a_century_later = 4e9
     prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5
@@ -107,9 +106,9 @@ def test_another_namespace_is_another_service(tmp_path: Path):
     """So what runs in the one before is found, and no second site is started."""
     path = tmp_path / "fed.toml"
     path.write_text(CLUSTER)
-    before = deployment_file.load(path).file.sites[0].pool
+    before = spec.load(path).file.sites[0].pool
     path.write_text(CLUSTER.replace('namespace = "n"', 'namespace = "m"'))
-    assert deployment_file.load(path).file.sites[0].pool != before
+    assert spec.load(path).file.sites[0].pool != before
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_an_aggregator_that_up_does_not_start_is_refused(
     path = tmp_path / "fed.toml"
     path.write_text(f'{TEXT}\n[aggregator]\nprovider = "{provider}"\n')
     with pytest.raises(JobError, match=r"aggregator\.provider: ") as caught:
-        deployment_file.load(path)
+        spec.load(path)
     assert what in caught.value.reason
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deploy.fleet.choosing.elasticity import (
+from deploy.fleet.sizes import (
     FederationLoad,
     MachineSize,
     MeasuredSite,

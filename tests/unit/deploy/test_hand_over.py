@@ -12,9 +12,9 @@ from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.run_queue import Outcome
-from deploy.fleet import deployment_file
-from deploy.fleet.bringing_up.hand_over import check_older, hand_over
-from deploy.fleet.deployment import Deployment
+from deploy.fleet import spec
+from deploy.fleet.provision import check_older, hand_over
+from deploy.fleet.state import Deployment
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.job import job_file
@@ -44,7 +44,7 @@ class Fleet:
         no_container: Any = object()
         self.told: list[str] = []
         self.deployment = Deployment(
-            plan=deployment_file.load(path),
+            plan=spec.load(path),
             pools={"local": no_container},
             clock=VirtualClock(1.8e9),
             owner="",

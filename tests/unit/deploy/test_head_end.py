@@ -13,10 +13,9 @@ from cloud_adapters.compute import kube_manifest
 from cloud_adapters.compute.local import LocalPool
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
 from deploy.cli.up_verb import as_head
-from deploy.fleet import deployment_file, pools
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.in_cluster import head_end, start
+from deploy.fleet import kubernetes_head, spec as fleet_spec, state
 from deploy.fleet.reconcile import AGGREGATOR, NodeRole, labels
+from deploy.fleet.spec import DeploymentPlan
 from federation.clock import SystemClock, VirtualClock
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -34,12 +33,12 @@ def plan(tmp_path: Path) -> DeploymentPlan:
     path = tmp_path / "fed.toml"
     job = JOBS / "quickstart.toml"
     path.write_text(f'name = "fed"\njob = "{job}"\n[[sites]]\nname = "aws-us-east-1"\n')
-    return deployment_file.load(path)
+    return fleet_spec.load(path)
 
 
 def aggregator(plan: DeploymentPlan) -> tuple[LocalPool, Node]:
     """The node of an aggregator that does nothing."""
-    pool = pools.local_pool(plan, SystemClock())
+    pool = state.local_pool(plan, SystemClock())
     spec = NodeSpec(
         name=AGGREGATOR,
         command=["sleep", "60"],
@@ -80,19 +79,19 @@ def test_an_aggregator_that_does_not_stop_in_time_is_named(
     process = json.loads(started.read_text())["pid"]
     os.kill(process, signal.SIGSTOP)
     try:
-        head_end.stop_aggregator(pool, "fed", VirtualClock(0.0), told.append)
+        kubernetes_head.stop_aggregator(pool, "fed", VirtualClock(0.0), told.append)
     finally:
         os.kill(process, signal.SIGCONT)
     assert f"aggregator ended not within 25 s: aggregator ({node.id})" in told[1]
     assert "killed with the pod" in told[1]
-    assert head_end.STOP_SECONDS < kube_manifest.GRACE_SECONDS
+    assert kubernetes_head.STOP_SECONDS < kube_manifest.GRACE_SECONDS
     wait_for(lambda: pool.nodes({})[0].state is NodeState.GONE, "its node has ended")
 
 
 def test_a_head_without_an_aggregator_ends(plan: DeploymentPlan):
     told: list[str] = []
-    pool = pools.local_pool(plan, SystemClock())
-    head_end.stop_aggregator(pool, "fed", SystemClock(), told.append)
+    pool = state.local_pool(plan, SystemClock())
+    kubernetes_head.stop_aggregator(pool, "fed", SystemClock(), told.append)
     assert "stopped after 0.0 s" in told[1]
 
 
@@ -105,8 +104,8 @@ def test_a_pod_waits_for_its_programs_when_it_has_to_end(tmp_path: Path):
     for name, text in (("python", FILES), ("crossfed", UP)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    shell, option, script = start.command("")
-    script = script.replace(start.FOLDER, str(tmp_path / "fed"))
+    shell, option, script = kubernetes_head.head_command("")
+    script = script.replace(kubernetes_head.HEAD_FOLDER, str(tmp_path / "fed"))
     log = tmp_path / "log"
     with log.open("wb") as out:
         pod = subprocess.Popen(

@@ -12,19 +12,13 @@ from support.fake_kube import NAMESPACE, FakeKube, KubeError, Resource
 from cloud_adapters.compute import kube_manifest
 from cloud_adapters.compute.pool import NodeSpec, NodeState
 from deploy.cli.terminal import show
-from deploy.fleet import (
-    deployment as fleet,
-    deployment_file,
-    deployment_record,
-    reconcile,
-)
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.in_cluster import bundle, head_files, start
-from deploy.fleet.in_cluster.bundle import MAX_BYTES, HeadBundle
+from deploy.fleet import kubernetes_head, reconcile, spec as fleet_spec, state
+from deploy.fleet.down import take_down
+from deploy.fleet.kubernetes_head import MAX_BUNDLE_BYTES, HeadBundle
+from deploy.fleet.leftovers import leftovers
 from deploy.fleet.prices import Prices
-from deploy.fleet.remains import remains
-from deploy.fleet.take_down import take_down
+from deploy.fleet.spec import DeploymentPlan
+from deploy.fleet.state import Deployment
 from federation import durable_json
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError, CorruptObject, JobError
@@ -75,14 +69,14 @@ def write(tmp_path: Path, kube_server: FakeKube) -> Write:
     def written(**aggregator: str) -> DeploymentPlan:
         path = tmp_path / "fed.toml"
         path.write_text(text(kube_server.url, **aggregator))
-        return deployment_file.load(path)
+        return fleet_spec.load(path)
 
     return written
 
 
 def opened(plan: DeploymentPlan) -> Any:
     clock = VirtualClock(SystemClock().now())
-    return fleet.opened(plan, random_bytes=lambda n: b"\x01" * n, clock=clock)
+    return state.opened(plan, random_bytes=lambda n: b"\x01" * n, clock=clock)
 
 
 def launched(job: Resource) -> Mapping[str, Any]:
@@ -117,7 +111,7 @@ def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
     assert plan.file.aggregator.address == f"crossfed-fed.{NAMESPACE}.svc:8443"
     assert (plan.has_head, plan.is_head) == (True, False)
     with opened(plan) as deployment:
-        start.up(deployment, accept="12ab $(x)", older="stop", tell=print)
+        kubernetes_head.up(deployment, accept="12ab $(x)", older="stop", tell=print)
     (job,) = kube_server.created
     assert job["metadata"]["labels"]["crossfed-role"] == "head"
     script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
@@ -126,8 +120,8 @@ def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
     given.write_text(json.dumps(launched(job)))
     pod = tmp_path / "pod"
     pod.mkdir()
-    head_files.write(given, pod)
-    found = deployment_file.load(pod / "fed.toml")
+    kubernetes_head.write_files(given, pod)
+    found = fleet_spec.load(pod / "fed.toml")
     assert (found.has_head, found.is_head) == (False, True)
     assert found.folder == pod / "deployment"
     assert found.job.read_text() == plan.job.read_text()
@@ -148,41 +142,43 @@ def test_the_pod_reads_a_file_of_its_own_whose_aggregator_is_there(
 def test_a_volume_keeps_its_numbers_under_a_new_owner(tmp_path: Path):
     """The folder that launches may be lost; another deployment's is refused."""
     folder = tmp_path / "deployment"
-    deployment_record.adopt(folder, "fed", "one")
+    state.adopt(folder, "fed", "one")
     path = folder / "deployment.json"
     record = json.loads(path.read_text())
     record["launches"] = [{"role": "aggregator", "number": 7, "max_seconds": 60.0}]
     path.write_text(json.dumps(record))
-    deployment_record.adopt(folder, "fed", "two")
+    state.adopt(folder, "fed", "two")
     found = json.loads(path.read_text())
     assert found["owner"] == "two"
     assert found["launches"][0]["number"] == 7
     with pytest.raises(CorruptObject, match="belongs to deployment 'fed'"):
-        deployment_record.adopt(folder, "other", "two")
+        state.adopt(folder, "other", "two")
 
 
 def test_a_bundle_that_is_damaged_or_missing_is_refused(tmp_path: Path):
     for content in ("{", '{"name": "fed"}'):
         (tmp_path / "given").write_text(content)
         with pytest.raises(CorruptObject, match="run crossfed up again"):
-            head_files.write(tmp_path / "given", tmp_path)
+            kubernetes_head.write_files(tmp_path / "given", tmp_path)
     with pytest.raises(SystemExit, match="is missing"):
-        head_files.main([str(tmp_path / "none"), str(tmp_path)])
-    whole = HeadBundle(name="fed", owner="o", deployment="d", job="j" * MAX_BYTES)
+        kubernetes_head.main([str(tmp_path / "none"), str(tmp_path)])
+    whole = HeadBundle(
+        name="fed", owner="o", deployment="d", job="j" * MAX_BUNDLE_BYTES
+    )
     with pytest.raises(JobError, match="shorten one of them"):
         whole.text()
     durable_json.write(tmp_path / "given", replace(whole, job="j"))
-    head_files.main([str(tmp_path / "given"), str(tmp_path)])
+    kubernetes_head.main([str(tmp_path / "given"), str(tmp_path)])
 
 
 def test_a_head_is_replaced_only_when_something_has_changed(
     write: Write, kube_server: FakeKube
 ):
     with opened(write()) as deployment:
-        first = start.up(deployment, accept="", tell=print)
-        assert start.up(deployment, accept="", tell=print).id == first.id
+        first = kubernetes_head.up(deployment, accept="", tell=print)
+        assert kubernetes_head.up(deployment, accept="", tell=print).id == first.id
     with opened(write(connect_seconds="91.0")) as deployment:
-        second = start.up(deployment, accept="", tell=print)
+        second = kubernetes_head.up(deployment, accept="", tell=print)
     assert second.id != first.id
     assert len(kube_server.claims) == 1
 
@@ -193,16 +189,18 @@ def test_a_running_head_is_not_replaced_for_a_digest(
     """Neither one that is left out, nor another, which is refused with a way out."""
     digest = "AB12" * 16
     with opened(write()) as deployment:
-        first = start.up(deployment, accept=digest, tell=print)
+        first = kubernetes_head.up(deployment, accept=digest, tell=print)
         for same in ("", digest, "ab12 " * 8):
-            assert start.up(deployment, accept=same, tell=print).id == first.id, same
+            assert (
+                kubernetes_head.up(deployment, accept=same, tell=print).id == first.id
+            ), same
         with pytest.raises(JobError, match="without --accept") as caught:
-            start.up(deployment, accept="cd34" * 8, tell=print)
+            kubernetes_head.up(deployment, accept="cd34" * 8, tell=print)
         assert f"kubectl -n {NAMESPACE} delete job {first.id}" in str(caught.value)
         assert f"was started with {digest.lower()}" in str(caught.value)
         assert len(kube_server.created) == 1
         del kube_server.jobs[first.id], kube_server.pods[first.id]
-        start.up(deployment, accept="cd34" * 8, tell=print)
+        kubernetes_head.up(deployment, accept="cd34" * 8, tell=print)
     assert "--accept " + "cd34" * 8 in json.dumps(kube_server.created[-1])
 
 
@@ -210,9 +208,9 @@ def test_a_head_that_was_started_without_a_digest_takes_none(
     write: Write, kube_server: FakeKube
 ):
     with opened(write()) as deployment:
-        start.up(deployment, accept="", tell=print)
+        kubernetes_head.up(deployment, accept="", tell=print)
         with pytest.raises(JobError, match="started with no digest"):
-            start.up(deployment, accept="cd34" * 8, tell=print)
+            kubernetes_head.up(deployment, accept="cd34" * 8, tell=print)
     assert len(kube_server.created) == 1
 
 
@@ -222,19 +220,19 @@ def test_another_deployment_of_the_namespace_is_named(
     """Its jobs could mount the volume, which has keys; one that is gone could not."""
     told: list[str] = []
     with opened(write()) as deployment:
-        start.up(deployment, accept="", tell=told.append)
+        kubernetes_head.up(deployment, accept="", tell=told.append)
         assert not any("namespace" in line for line in told)
         labels = {reconcile.DEPLOYMENT: "theirs"}
         spec = NodeSpec(
             name="x", labels=labels, max_seconds=60.0, image=IMAGE, command=["sh"]
         )
         made = kube_server._create(kube_manifest.job(spec, "cd" * 20))
-        start.up(deployment, accept="", tell=told.append)
+        kubernetes_head.up(deployment, accept="", tell=told.append)
         (warning,) = (line for line in told if "namespace" in line)
         assert f"namespace {NAMESPACE} also has jobs" in warning
         assert "mount the volume of" in warning
         kube_server.finish(made["metadata"]["name"], 0)
-        start.up(deployment, accept="", tell=told.append)
+        kubernetes_head.up(deployment, accept="", tell=told.append)
     assert told.count(warning) == 1
 
 
@@ -245,8 +243,8 @@ def test_a_head_has_time_to_end_its_sites(
     """When the hours are over or the budget is spent, which it counts itself."""
     path = write().path
     path.write_text(f"{budget}max_hours = 2.0\n{path.read_text()}")
-    with opened(deployment_file.load(path)) as deployment:
-        start.up(deployment, accept="", tell=print)
+    with opened(fleet_spec.load(path)) as deployment:
+        kubernetes_head.up(deployment, accept="", tell=print)
         assert deployment.max_seconds == 7200.0
     (job,) = kube_server.created
     assert job["spec"]["activeDeadlineSeconds"] == 7200 + 900
@@ -257,7 +255,7 @@ def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: Fa
     """And its exit code is that of the command."""
     shown: list[str] = []
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         lines = ["one\n", "two\n", "crossfed head: up ended with 3\n"]
 
         def log(_: str) -> str:
@@ -267,7 +265,7 @@ def test_what_a_head_writes_is_shown_until_it_ends(write: Write, kube_server: Fa
             return "".join(lines[: len(shown) + 1])
 
         kube_server.log_of = log
-        code = start.follow(deployment, head, print, shown.append)
+        code = kubernetes_head.follow(deployment, head, print, shown.append)
     assert code == 3
     assert [f"{line}\n" for line in shown] == lines
 
@@ -278,7 +276,7 @@ def test_a_head_whose_log_may_not_be_read_is_followed(
     """Who may list jobs need not have the right to read logs: that is said once."""
     told: list[str] = []
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         reads: list[str] = []
 
         def refusal(request: Any) -> KubeError | None:
@@ -290,7 +288,7 @@ def test_a_head_whose_log_may_not_be_read_is_followed(
             return KubeError(403, "Forbidden", "pods/log is forbidden")
 
         kube_server.refusal = refusal
-        assert start.follow(deployment, head, told.append, print) == 1
+        assert kubernetes_head.follow(deployment, head, told.append, print) == 1
     assert ["read again until" in line for line in told] == [True, False]
     assert "pods/log: get" in told[0]
 
@@ -298,13 +296,13 @@ def test_a_head_whose_log_may_not_be_read_is_followed(
 def test_a_head_that_is_taken_away_says_what_to_do(write: Write, kube_server: FakeKube):
     told: list[str] = []
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         deployment.pools[deployment.plan.file.aggregator.pool].terminate([head.id])
-        assert start.follow(deployment, head, told.append, print) == 1
+        assert kubernetes_head.follow(deployment, head, told.append, print) == 1
         assert "up again, which continues" in told[-1]
         del kube_server.jobs[head.id]
         with pytest.raises(ComputeError, match="not listed any more"):
-            start.follow(deployment, head, told.append, print)
+            kubernetes_head.follow(deployment, head, told.append, print)
 
 
 def test_a_head_is_followed_through_a_fault_of_its_service(
@@ -313,7 +311,7 @@ def test_a_head_is_followed_through_a_fault_of_its_service(
     """It goes on meanwhile; what is wrong is told once."""
     told: list[str] = []
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         away = KubeError(503, "ServiceUnavailable", "It is upgraded.")
         requests: list[str] = []
 
@@ -325,7 +323,7 @@ def test_a_head_is_followed_through_a_fault_of_its_service(
             return away if len(requests) < 10 else None
 
         kube_server.refusal = refusal
-        assert start.follow(deployment, head, told.append, print) == 0
+        assert kubernetes_head.follow(deployment, head, told.append, print) == 0
     (once,) = told
     assert "It is upgraded.); looked" in once
 
@@ -333,11 +331,11 @@ def test_a_head_is_followed_through_a_fault_of_its_service(
 def test_a_head_that_was_killed_has_no_success(write: Write, kube_server: FakeKube):
     """Although the last line of its log says so, which others may have sent."""
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         for code in (0, 256):
             kube_server.logs[head.id] = f"crossfed head: up ended with {code}\n"
             kube_server.finish(head.id, 137)
-            assert start.follow(deployment, head, print, print) == 1
+            assert kubernetes_head.follow(deployment, head, print, print) == 1
 
 
 def test_only_new_lines_of_a_log_are_shown():
@@ -353,7 +351,7 @@ def test_only_new_lines_of_a_log_are_shown():
         ([a, b], [c, d], [c, d]),
         ([a, b], [], []),
     ):
-        assert [*start.new_lines(before, after)] == expected, (before, after)
+        assert [*kubernetes_head.new_lines(before, after)] == expected, (before, after)
 
 
 def test_a_log_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
@@ -366,7 +364,7 @@ def test_down_ends_the_head_first_and_keeps_the_volume(
 ):
     """It would launch the sites again. The volume is listed with its price."""
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         site = site_job(deployment, kube_server)
         ends: list[str] = []
         kube_server.ends = ends.append
@@ -375,7 +373,7 @@ def test_down_ends_the_head_first_and_keeps_the_volume(
         assert not kube_server.services
         found = [
             each
-            for each in remains(deployment, None, NO_PRICES)
+            for each in leftovers(deployment, None, NO_PRICES)
             if "cluster" in each.what
         ]
     (volume,) = found
@@ -389,7 +387,7 @@ def test_sites_end_although_the_machine_of_their_head_is_lost(
 ):
     """Nobody can say when its pod has ended, and sites cost meanwhile."""
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         site = site_job(deployment, kube_server)
         kube_server.ends = lambda name: setattr(
             kube_server, "slow_end", name == head.id
@@ -408,9 +406,9 @@ def test_down_from_another_pod_ends_the_head(write: Write, kube_server: FakeKube
     plan = write()
     inside = plan.path.read_text().replace('"test"', '"in-cluster"')
     plan.path.write_text(inside)
-    with opened(deployment_file.load(plan.path)) as deployment:
+    with opened(fleet_spec.load(plan.path)) as deployment:
         assert not deployment.plan.is_head
-        start.up(deployment, accept="", tell=print)
+        kubernetes_head.up(deployment, accept="", tell=print)
         assert take_down(deployment, any_owner=False, tell=print) == 1
         assert not kube_server.pods
 
@@ -420,7 +418,7 @@ def test_a_pod_does_not_use_the_way_in_from_outside(write: Write):
     plan = write()
     document = job_file.read_toml(plan.path)
     document["sites"][0]["machine"]["endpoint"] = "https://127.0.0.1:16443"
-    assert "16443" not in bundle.for_pod(document, plan.file)
+    assert "16443" not in kubernetes_head.for_pod(document, plan.file)
 
 
 def test_a_volume_that_cannot_be_looked_at_is_named(
@@ -431,7 +429,7 @@ def test_a_volume_that_cannot_be_looked_at_is_named(
         kube_server.refusal = lambda request: (
             KubeError(403, "Forbidden", "no") if "claims" in request.path else None
         )
-        (volume,) = remains(deployment, None, NO_PRICES)
+        (volume,) = leftovers(deployment, None, NO_PRICES)
     assert (volume.num_bytes, volume.dollars) == (None, None)
     assert "persistentvolumeclaims: create, list" in volume.trouble
 
@@ -440,7 +438,7 @@ def test_a_site_that_a_head_launches_while_it_ends_is_ended_too(
     write: Write, kube_server: FakeKube
 ):
     with opened(write()) as deployment:
-        start.up(deployment, accept="", tell=print)
+        kubernetes_head.up(deployment, accept="", tell=print)
 
         def launch(name: str) -> None:
             if "head" in name:
@@ -456,13 +454,13 @@ def test_a_head_ends_its_sites_and_not_itself(
 ):
     """Neither as a node that the file does not name."""
     with opened(write()) as deployment:
-        head = start.up(deployment, accept="", tell=print)
+        head = kubernetes_head.up(deployment, accept="", tell=print)
         site = site_job(deployment, kube_server)
     (given := tmp_path / "bundle").write_text(
         json.dumps(launched(kube_server.created[0]))
     )
-    head_files.write(given, tmp_path)
-    with opened(deployment_file.load(tmp_path / "fed.toml")) as inside:
+    kubernetes_head.write_files(given, tmp_path)
+    with opened(fleet_spec.load(tmp_path / "fed.toml")) as inside:
         assert inside.owner == deployment.owner
         found = kube_server.pool().nodes({})
         assert not reconcile.unwanted(found, ["here"], is_head=True)
@@ -478,7 +476,7 @@ def test_a_second_aggregator_is_refused(write: Write, kube_server: FakeKube):
     with opened(write()) as deployment:
         deployment.aggregator.mkdir()
         with pytest.raises(JobError, match="its sites trust no"):
-            start.up(deployment, accept="", tell=print)
+            kubernetes_head.up(deployment, accept="", tell=print)
     assert not kube_server.created
 
 
@@ -487,7 +485,7 @@ def test_a_head_that_the_file_no_longer_names_leaves_what_is_known(
 ):
     """Until the deployment is taken down."""
     with opened(write()) as deployment:
-        start.up(deployment, accept="", tell=print)
+        kubernetes_head.up(deployment, accept="", tell=print)
     local = write(
         provider='"local"',
         image="",
@@ -500,7 +498,7 @@ def test_a_head_that_the_file_no_longer_names_leaves_what_is_known(
         assert take_down(deployment, any_owner=False, tell=print) == 1
         (volume,) = (
             each
-            for each in remains(deployment, None, NO_PRICES)
+            for each in leftovers(deployment, None, NO_PRICES)
             if "cluster" in each.what
         )
     assert volume.place.endswith("crossfed-fed")
@@ -533,8 +531,8 @@ def test_mistakes_in_the_table_of_a_head_are_named(write: Write):
         write(**local)
     assert "aggregator.endpoint: " in str(caught.value)
     plan = write(listen='"0.0.0.0:1"', address='"fed.example.org:1"')
-    assert start._head(plan).host == ""
+    assert kubernetes_head._head(plan).host == ""
     path = plan.path
     path.write_text(f'prices = "mine.toml"\n{path.read_text()}')
     with pytest.raises(JobError, match="read in a cluster"):
-        deployment_file.load(path)
+        fleet_spec.load(path)

@@ -15,20 +15,19 @@ from cloud_adapters.compute.pool import (
     wait_for,
 )
 from deploy.fleet import (
-    deployment as fleet,
-    deployment_file,
+    down,
+    loop,
     prices,
-    roles,
+    spec as fleet_spec,
     spending,
-    take_down,
+    state as fleet_state,
 )
-from deploy.fleet.bringing_up.start_checks import check_budget, check_start_budget
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_record import PoolPlace
-from deploy.fleet.keeping.keep import Keeper, Restore
+from deploy.fleet.loop import NodeRequest
+from deploy.fleet.preflight import check_budget, check_start_budget
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
-from deploy.fleet.roles import NodeRequest
 from deploy.fleet.spending import MachineCost, Spending, observed
+from deploy.fleet.state import Deployment, PoolPlace
+from deploy.fleet.supervisor import Keeper, Restore
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (
@@ -55,18 +54,18 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> deployment_file.DeploymentPlan:
+def plan(tmp_path: Path) -> fleet_spec.DeploymentPlan:
     return written(tmp_path, "max_dollars = 5.0")
 
 
-def written(folder: Path, more: str = "") -> deployment_file.DeploymentPlan:
+def written(folder: Path, more: str = "") -> fleet_spec.DeploymentPlan:
     path = folder / "kept.toml"
     path.write_text(FILE.format(job=JOBS / "quickstart.toml", more=more))
-    return deployment_file.load(path)
+    return fleet_spec.load(path)
 
 
-def opened(plan: deployment_file.DeploymentPlan) -> AbstractContextManager[Deployment]:
-    return fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock())
+def opened(plan: fleet_spec.DeploymentPlan) -> AbstractContextManager[Deployment]:
+    return fleet_state.opened(plan, random_bytes=os.urandom, clock=SystemClock())
 
 
 def launched(deployment: Deployment) -> Node:
@@ -107,7 +106,7 @@ def states(deployment: Deployment) -> set[NodeState]:
 
 @pytest.mark.slow  # It starts a node.
 def test_budget_that_is_spent_ends_all_machines(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """And none is started again until it is raised."""
     with opened(plan) as deployment:
@@ -123,11 +122,11 @@ def test_budget_that_is_spent_ends_all_machines(
 
 
 def test_costs_are_written_down_while_machines_run(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """When a machine is new, each minute, and before all of them are ended."""
     clock, path = VirtualClock(1e9), plan.folder / "spending.json"
-    with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+    with fleet_state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
         kept = keeper(deployment, told, hourly=1.0)
     nodes = [node(launched=clock.now())]
 
@@ -152,7 +151,7 @@ def test_costs_are_written_down_while_machines_run(
 
 @pytest.mark.timeout(30)
 def test_a_run_that_is_taken_down_while_it_pauses_is_not_resumed(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """No machine is launched again, and nobody tries it for ever."""
 
@@ -160,7 +159,7 @@ def test_a_run_that_is_taken_down_while_it_pauses_is_not_resumed(
         raise AssertionError("launched again")
 
     clock = VirtualClock(1e9)
-    with fleet.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+    with fleet_state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
         deployment.note_ended()
         kept = keeper(deployment, told, restore=restore)
     with pytest.raises(ComputeError, match="has ended kept"):
@@ -200,7 +199,7 @@ def test_hours_that_are_over_end_all_machines(tmp_path: Path, told: list[str]):
 
 
 def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     with opened(plan) as deployment:
         deployment.note_ended()
@@ -211,7 +210,7 @@ def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
 
 @pytest.mark.slow  # It starts a node.
 def test_nothing_is_done_while_another_command_works(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """Neither against `up` nor against `down`, which may be half done."""
     with opened(plan) as deployment:
@@ -224,7 +223,7 @@ def test_nothing_is_done_while_another_command_works(
 
 
 def test_a_service_that_refuses_is_reported_once_and_tried_again(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     with opened(plan) as deployment:
         kept = keeper(deployment, told)
@@ -241,7 +240,7 @@ def test_a_service_that_refuses_is_reported_once_and_tried_again(
 
 
 def test_a_node_that_is_gone_is_replaced_once(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """At the next look both roles are filled, and nothing is done."""
     calls: list[Deployment] = []
@@ -334,8 +333,8 @@ class OnDemand:
         self.waits = False
 
     def placed(
-        self, plan: deployment_file.DeploymentPlan, *_: object
-    ) -> deployment_file.DeploymentPlan:
+        self, plan: fleet_spec.DeploymentPlan, *_: object
+    ) -> fleet_spec.DeploymentPlan:
         sites = tuple(
             replace(site, machine=replace(site.machine, market="on-demand"))
             for site in plan.file.sites
@@ -392,19 +391,19 @@ def test_a_node_ends_by_itself_when_the_budget_is_spent(tmp_path: Path):
     )
     request = NodeRequest("local", spec, b"", lambda seconds: f"ends {seconds:.0f}")
     with opened(plan) as deployment:
-        whole = roles._within_budget(deployment, request)
+        whole = loop._within_budget(deployment, request)
         assert whole.max_seconds == pytest.approx(3600.0)
         assert whole.user_data == "ends 3600"
         # What has been spent before shortens the next one.
         spent = MachineCost(id="x", role="b", dollars_per_hour=4.0, seconds=2700.0)
         spending.write(plan.folder, Spending(machines=(spent,)))
-        assert roles._within_budget(deployment, request).max_seconds == pytest.approx(
+        assert loop._within_budget(deployment, request).max_seconds == pytest.approx(
             1800.0
         )
         used = replace(spent, seconds=5380.0)
         spending.write(plan.folder, Spending(machines=(used,)))
         with pytest.raises(ComputeError, match=r"spent the rest in 13 s\. Raise it"):
-            roles._within_budget(deployment, request)
+            loop._within_budget(deployment, request)
 
 
 def test_what_is_left_of_a_budget_lasts_at_the_price_of_the_machine_that_runs(
@@ -430,10 +429,10 @@ def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
     request = NodeRequest("local", spec, b"")
     told: list[str] = []
     with opened(plan) as deployment:
-        node = roles.fill(deployment, request, told.append)
+        node = loop.fill(deployment, request, told.append)
         spent = MachineCost(id="x", role="b", dollars_per_hour=4.0, seconds=2700.0)
         spending.write(plan.folder, Spending(machines=(spent,)))
-        assert roles.fill(deployment, request, told.append).id == node.id
+        assert loop.fill(deployment, request, told.append).id == node.id
         deployment.pools["local"].terminate({node.id})
     ids = [each.id for each in spending.read(plan.folder).machines]
     assert ids == ["x"]
@@ -441,15 +440,15 @@ def test_a_budget_replaces_no_node_that_runs(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_node_that_is_replaced_later_ends_and_its_launch_is_noted(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """Two would cost; and another command gives the next launch another number."""
     spec = NodeSpec(name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=60)
     with opened(plan) as deployment:
         pool = deployment.pools["local"]
-        roles.fill(deployment, NodeRequest("local", spec, b"1"), told.append)
+        loop.fill(deployment, NodeRequest("local", spec, b"1"), told.append)
         deployment.launch_first = frozenset({AGGREGATOR})
-        node = roles.fill(deployment, NodeRequest("local", spec, b"2"), told.append)
+        node = loop.fill(deployment, NodeRequest("local", spec, b"2"), told.append)
         alive = [n.id for n in pool.nodes({}) if n.state is not NodeState.GONE]
         assert alive == [node.id]
         pool.terminate({node.id})
@@ -459,21 +458,21 @@ def test_a_node_that_is_replaced_later_ends_and_its_launch_is_noted(
 
 @pytest.mark.slow
 def test_a_node_that_a_killed_launch_has_made_is_started(
-    plan: deployment_file.DeploymentPlan, told: list[str]
+    plan: fleet_spec.DeploymentPlan, told: list[str]
 ):
     """Nobody else would: it is listed as one that starts."""
     spec = NodeSpec(name=AGGREGATOR, command=["sleep", "60"], labels={}, max_seconds=60)
     request = NodeRequest("local", spec, b"")
     with opened(plan) as deployment:
         pool = deployment.pools["local"]
-        node = roles.fill(deployment, request, told.append)
+        node = loop.fill(deployment, request, told.append)
         pool.terminate({node.id})
         wait_for(pool, {}, all_gone, what="it ends", seconds=30, clock=deployment.clock)
         # What there is between making its folder and starting its process.
         for path in (plan.folder / "nodes" / node.id).iterdir():
             if path.name != "node.json":
                 path.unlink()
-        again = roles.fill(deployment, request, told.append)
+        again = loop.fill(deployment, request, told.append)
         assert (again.id, again.state) == (node.id, NodeState.RUNNING)
         pool.terminate({node.id})
 
@@ -545,7 +544,7 @@ def test_limits_are_kept_while_a_run_cannot_be_resumed(
 class Moving:
     """A keeper of a site that is to move, and what it brings up."""
 
-    def __init__(self, plan: deployment_file.DeploymentPlan, told: list[str]) -> None:
+    def __init__(self, plan: fleet_spec.DeploymentPlan, told: list[str]) -> None:
         self.placement, self.told = OnDemand(), told
         self.placement.waits = True
         self.markets: list[str] = []
@@ -579,7 +578,7 @@ class Moving:
 
 
 @pytest.fixture
-def moving(plan: deployment_file.DeploymentPlan, told: list[str]) -> Moving:
+def moving(plan: fleet_spec.DeploymentPlan, told: list[str]) -> Moving:
     spot = replace(plan.file.sites[0].machine, market="spot")
     sites = (replace(plan.file.sites[0], machine=spot),)
     return Moving(replace(plan, file=replace(plan.file, sites=sites)), told)
@@ -629,7 +628,7 @@ def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
     deployment = Deployment(
         plan=plan, pools=pools, clock=VirtualClock(1.7e9), owner="me"
     )
-    found = take_down.still_running(deployment)
+    found = down.still_running(deployment)
     assert found.startswith(
         "still running: aggregator (i-1); not known, because the service fails: gcp. "
     )
@@ -637,13 +636,13 @@ def test_what_a_failed_command_leaves_running_is_named(tmp_path: Path):
     told: list[str] = []
     with (
         pytest.raises(NoCapacity),
-        take_down.naming_what_runs(deployment, told.append),
+        down.naming_what_runs(deployment, told.append),
     ):
         raise NoCapacity("us-east-1b has none")
     assert told == [found]
     gone = node(state=NodeState.GONE, labels=mine)
     deployment.pools = {"aws": Listing(gone, 9)}
-    assert not take_down.still_running(deployment)
+    assert not down.still_running(deployment)
 
 
 def test_a_budget_that_ends_before_machines_work_is_refused(tmp_path: Path):
@@ -699,7 +698,7 @@ def test_a_full_disk_keeps_no_machine_of_a_cloud(tmp_path: Path, told: list[str]
         owner="me",
     )
     with pytest.raises(StoreUnavailable, match="No space left"):
-        take_down.take_down(deployment, any_owner=False, tell=told.append)
+        down.take_down(deployment, any_owner=False, tell=told.append)
     assert asked.answers < 9
 
 
@@ -708,10 +707,10 @@ def test_what_has_not_changed_is_not_noted_again(tmp_path: Path, told: list[str]
     with opened(written(tmp_path)) as deployment:
         record = deployment.plan.folder / "deployment.json"
         before = record.stat().st_ino
-        assert take_down.take_down(deployment, any_owner=False, tell=told.append) == 0
+        assert down.take_down(deployment, any_owner=False, tell=told.append) == 0
         assert record.stat().st_ino == before
         place = PoolPlace(pool="x", provider="aws", region="", project="", endpoint="")
         deployment._write({"x": place})
         record.with_name(f".{record.name}.tmp").mkdir()  # Nothing can be written.
         with pytest.raises(StoreUnavailable, match="could not be noted"):
-            take_down.take_down(deployment, any_owner=False, tell=told.append)
+            down.take_down(deployment, any_owner=False, tell=told.append)

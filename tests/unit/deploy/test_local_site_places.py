@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.fleet import deployment as fleet, deployment_file
+from deploy.fleet import spec, state
 from federation.clock import SystemClock
 from federation.errors import StoreUnavailable
 
@@ -20,9 +20,9 @@ name = "plain"
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     path = tmp_path / "fed.toml"
     path.write_text(PLAIN.replace("\n[[sites]]", '\nfolder = "/proc/x"\n[[sites]]'))
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     with (
         pytest.raises(StoreUnavailable, match=r"make /proc/x: No such file.*; name a"),
-        fleet.opened(plan, random_bytes=os.urandom, clock=SystemClock()),
+        state.opened(plan, random_bytes=os.urandom, clock=SystemClock()),
     ):
         pass

@@ -10,7 +10,7 @@ from support.fake_gce import FakeGce
 
 from cloud_adapters.compute.machine_types import MachineType, RequiresSpec
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
-from deploy.fleet import deployment_file, offers
+from deploy.fleet import placement, spec
 from deploy.fleet.prices import MachinePrice, Prices
 from federation.errors import JobError
 
@@ -45,18 +45,18 @@ project = "{fake_gce.PROJECT}"
 """
 
 
-def plan(folder: Path, machine: str) -> deployment_file.DeploymentPlan:
+def plan(folder: Path, machine: str) -> spec.DeploymentPlan:
     path = folder / "fed.toml"
     path.write_text(
         f'name = "fed"\njob = "job.toml"\n[[sites]]\nname = "site"\n{machine}'
     )
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 def chosen(
     folder: Path, machine: str, pools: Mapping[str, ComputePool], told: list[str]
 ) -> str:
-    found = offers.resolved(plan(folder, machine), pools, PRICES, told.append)
+    found = placement.resolved(plan(folder, machine), pools, PRICES, told.append)
     return found.file.sites[0].machine.type
 
 

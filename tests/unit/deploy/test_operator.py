@@ -16,9 +16,8 @@ from support.small_jobs import small_job
 
 from cloud_adapters.identity import google_token
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
-from deploy.fleet import deployment_file
-from deploy.fleet.bringing_up import operator, start_checks
-from deploy.fleet.bringing_up.operator import Operator
+from deploy.fleet import preflight, roster_operator, spec
+from deploy.fleet.roster_operator import Operator
 from deploy.site_host import enrol
 from deploy.site_host.enrol import MachineProof
 from federation.clock import VirtualClock
@@ -44,7 +43,7 @@ class Deployed:
     google: GoogleMachine
 
     def operator(self) -> Operator:
-        return operator.open_operator(
+        return roster_operator.open_operator(
             self.federation.folder,
             self.federation.aggregator,
             random_bytes=os.urandom,
@@ -329,13 +328,13 @@ def test_what_a_machine_lacks_is_named(tmp_path: Path, old: str, new: str, key: 
     path = tmp_path / "fed.toml"
     assert old in FILE
     path.write_text(FILE.replace(old, new, 1))
-    plan = deployment_file.load(path)
-    job = deployment_file.load_job(plan)
+    plan = spec.load(path)
+    job = spec.load_job(plan)
     if not key:
-        start_checks.check_before(plan, job)
+        preflight.check_before(plan, job)
         return
     with pytest.raises(JobError) as caught:
-        start_checks.check_before(plan, job)
+        preflight.check_before(plan, job)
     assert key in str(caught.value)
 
 
@@ -351,12 +350,12 @@ def test_more_work_than_a_site_allows_is_refused_before_its_machine_starts(
     for limit, is_allowed in (({}, False), ({"max_accumulate": 2**62}, True)):
         table = {"name": "fed", "job": "job.toml", "sites": [site | {"policy": limit}]}
         path.write_text(tomli_w.dumps(table))
-        plan = deployment_file.load(path)
+        plan = spec.load(path)
         if is_allowed:
-            start_checks.check_before(plan, deployment_file.load_job(plan))
+            preflight.check_before(plan, spec.load_job(plan))
             continue
         with pytest.raises(JobError, match=r"policy\.max_accumulate"):
-            start_checks.check_before(plan, deployment_file.load_job(plan))
+            preflight.check_before(plan, spec.load_job(plan))
 
 
 def test_relays_are_not_started(tmp_path: Path):
@@ -370,7 +369,7 @@ def test_relays_are_not_started(tmp_path: Path):
     site = {"name": "site-0", "provider": "local"}
     path = tmp_path / "fed.toml"
     path.write_text(tomli_w.dumps({"name": "fed", "job": "job.toml", "sites": [site]}))
-    plan = deployment_file.load(path)
+    plan = spec.load(path)
     with pytest.raises(JobError, match="starts no relays") as caught:
-        start_checks.check_before(plan, deployment_file.load_job(plan))
+        preflight.check_before(plan, spec.load_job(plan))
     assert caught.value.key == "relays"

@@ -21,15 +21,18 @@ from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
 from cloud_adapters.compute.refusals import PASSING
 from deploy.cli import up_verb
 from deploy.exit_codes import DONE
-from deploy.fleet import deployment as fleet, deployment_file, roles, take_down
-from deploy.fleet.bringing_up import cloud_sites
-from deploy.fleet.deployment import Deployment
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.keep import Keeper
-from deploy.fleet.keeping.run_watch import LOOK_SECONDS, RunWatch
-from deploy.fleet.patience import Patience
+from deploy.fleet import (
+    cloud_sites,
+    down as fleet_down,
+    loop,
+    spec as fleet_spec,
+    state,
+)
+from deploy.fleet.loop import NodeRequest, Patience
 from deploy.fleet.reconcile import AGGREGATOR, ROLE
-from deploy.fleet.roles import NodeRequest
+from deploy.fleet.spec import DeploymentPlan
+from deploy.fleet.state import Deployment
+from deploy.fleet.supervisor import LOOK_SECONDS, Keeper, RunWatch
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (
     ComputeError,
@@ -108,7 +111,7 @@ class Fleet:
             for name in SITES
         )
         path.write_text(f'name = "fed"\njob = "{JOB}"\nmax_hours = 6.0\n{tables}')
-        self.plan = deployment_file.load(path)
+        self.plan = fleet_spec.load(path)
         self.clock, self.told, self.cloud = VirtualClock(START), list[str](), Cloud()
         self.deployment = Deployment(
             plan=self.plan,
@@ -123,7 +126,7 @@ class Fleet:
         return {name: request(POOL, f"site-{name}") for name in SITES}
 
     def fill(self, pool: str, role: str) -> Node:
-        return roles.fill(self.deployment, request(pool, role), self.told.append)
+        return loop.fill(self.deployment, request(pool, role), self.told.append)
 
     def start(self) -> None:
         """As ``up`` does until a machine of each site is there."""
@@ -155,7 +158,7 @@ class Fleet:
         keeper.resume()
 
     def down(self) -> None:
-        take_down.take_down(self.deployment, any_owner=False, tell=self.told.append)
+        fleet_down.take_down(self.deployment, any_owner=False, tell=self.told.append)
 
     def alive(self) -> list[str]:
         found = self.cloud.launched.values()
@@ -230,7 +233,7 @@ def test_a_fault_while_machines_end_keeps_none_alive(site_fleet: Fleet):
         site_fleet.fill("local", AGGREGATOR)
         site_fleet.start()
         site_fleet.cloud.passes, site_fleet.cloud.faults = number, [FAULT]
-        ended = take_down.take_down(
+        ended = fleet_down.take_down(
             site_fleet.deployment, any_owner=False, tell=site_fleet.told.append
         )
         assert site_fleet.alive() == []
@@ -296,7 +299,7 @@ def test_a_start_asks_for_one_list_at_a_look(site_fleet: Fleet):
         operator=None,  # type: ignore[arg-type]  # Nobody enrols here.
         tell=site_fleet.told.append,
     )
-    listed = take_down.give_way(site_fleet.deployment, site_fleet.told.append)
+    listed = fleet_down.give_way(site_fleet.deployment, site_fleet.told.append)
     site_fleet.cloud.lists = 0
     nodes = starts.launch(site_fleet.requests(), listed)
     assert site_fleet.cloud.lists == len(SITES)
@@ -355,7 +358,7 @@ cluster = {{ context = "test", namespace = "{NAMESPACE}", cpus = 4 }}
 [sites.policy]
 privacy = "none"
 """)
-    return deployment_file.load(path)
+    return fleet_spec.load(path)
 
 
 HEAD = 'provider = "kubernetes"\nimage = "{image}"\ncluster = {cluster}\n'
@@ -408,7 +411,7 @@ def test_up_outlasts_throttling(
     plan = in_cluster(tmp_path, kube_server, "")
     given = options()
     if folder == "there":
-        with fleet.opened(plan, random_bytes=os.urandom, clock=given.clock):
+        with state.opened(plan, random_bytes=os.urandom, clock=given.clock):
             pass
     # Another folder's machine, which no fault hides in the end.
     spec = NodeSpec(
@@ -420,7 +423,7 @@ def test_up_outlasts_throttling(
     )
     kube_server.pool().launch(spec, "token")
     seen = throttled(kube_server, 10)
-    job = deployment_file.load_job(plan)
+    job = fleet_spec.load_job(plan)
     with pytest.raises(ComputeError, match="from another folder"):
         up_verb._up_here(given, plan, job)
     assert len(seen) > 10

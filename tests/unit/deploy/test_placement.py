@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.compute.pool import Market, Node, NodeState
-from deploy.fleet import deployment_file, spending
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.placement import Placement, check_deadline, market_now
+from deploy.fleet import spec, spending
+from deploy.fleet.placement import Placement, WorkLeft, check_deadline, market_now
 from deploy.fleet.prices import MachinePrice, Prices
-from deploy.fleet.run_progress import WorkLeft
+from deploy.fleet.spec import DeploymentPlan
 from federation.errors import JobError
 
 HOUR = 3600.0
@@ -51,7 +50,7 @@ url = "file:///mnt/home"
 [[sites]]
 name = "here"
 """)
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 def progress(rounds_left: int) -> Callable[[], WorkLeft]:
@@ -158,14 +157,14 @@ def test_a_site_without_a_home_is_never_moved(plan: DeploymentPlan):
     """Its keys and its ledger would be lost; `up` refuses such a file, too."""
     text = plan.path.read_text().replace('url = "file:///mnt/home"', "")
     plan.path.write_text(text)
-    bare = deployment_file.load(plan.path)
+    bare = spec.load(plan.path)
     ours = Placement(bare, progress(8), lambda _: None)
     assert ours.placed(bare, [], 11.9 * HOUR) == bare
 
 
 def without(plan: DeploymentPlan, old: str, new: str) -> DeploymentPlan:
     plan.path.write_text(plan.path.read_text().replace(old, new))
-    return deployment_file.load(plan.path)
+    return spec.load(plan.path)
 
 
 def test_a_budget_needs_the_price_of_the_machine_on_demand(plan: DeploymentPlan):

@@ -14,19 +14,10 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check, terminal
-from deploy.fleet import deployment_file, prices
-from deploy.fleet.bringing_up import start_checks
-from deploy.fleet.deployment_file import DeploymentFile
-from deploy.fleet.planning import (
-    bucket_cost,
-    forecast,
-    measured,
-    plan,
-    run_prices,
-)
-from deploy.fleet.planning.recommendation import recommend
-from deploy.fleet.tables.site_machine import CloudMachine, SiteMachine
-from deploy.fleet.tables.start_spec import StartSpec
+from deploy.fleet import forecast, measured, plan, plan_prices, preflight, prices, spec
+from deploy.fleet.machine_spec import CloudMachine, SiteMachine
+from deploy.fleet.plan import recommend
+from deploy.fleet.spec import DeploymentFile, StartSpec
 from deploy.wiring import parts
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
@@ -159,7 +150,7 @@ def test_prices_are_those_of_the_deployment():
     site = SiteMachine(name=name, dollars_per_hour=3600.0, dollars_per_gigabyte=1e9)
     file = DeploymentFile(name="x", job="j", sites=(site,))
     speeds = cost.machine_speeds(job.simulation.machines)
-    speeds = run_prices.with_prices(speeds, file, TABLE, traffic=traffic)
+    speeds = plan_prices.with_prices(speeds, file, TABLE, traffic=traffic)
     found = cost.of_run(traffic, speeds)
     _, up = traffic.of_run()
     assert found.dollars["machines"] == pytest.approx(found.seconds)
@@ -180,18 +171,18 @@ def test_machines_of_clouds_cost_what_the_table_says():
     known = cost.machine_speeds(job.simulation.machines)
     site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
     file = DeploymentFile(name="x", job="j", sites=(site,))
-    priced = run_prices.with_prices(known, file, TABLE, traffic=traffic)
+    priced = plan_prices.with_prices(known, file, TABLE, traffic=traffic)
     disk = 50 * 0.04 / 730
     assert priced.sites[0].dollars_per_hour == pytest.approx(1.804 + disk)
     assert priced.sites[0].dollars_per_gigabyte == pytest.approx(0.12 + 0.045)
     assert priced.sites[1].dollars_per_hour == 0
     own = plan._predict("as it is", {}, traffic, priced)
-    ways = run_prices.ways_to_rent(own, known, file, TABLE, run_prices.PriceTerms())
+    ways = plan_prices.ways_to_rent(own, known, file, TABLE, plan_prices.PriceTerms())
     found = {way.name: way for way in ways}
     assert set(found) == {"all on demand", "aggregator in gcp us-central1"}
     other = found["all on demand"]
-    terms = run_prices.PriceTerms(spot=False)
-    demand = run_prices.with_prices(known, file, TABLE, traffic=traffic, terms=terms)
+    terms = plan_prices.PriceTerms(spot=False)
+    demand = plan_prices.with_prices(known, file, TABLE, traffic=traffic, terms=terms)
     assert other.cost == cost.of_run(traffic, demand)
     # Beside the aggregator, what leaves the site only changes its zone.
     near = found["aggregator in gcp us-central1"].cost
@@ -208,7 +199,7 @@ def test_machines_of_clouds_cost_what_the_table_says():
     with pytest.raises(
         JobError, match=r"g5.xlarge of aws in 'mars-1' \(it has us-east"
     ):
-        run_prices.with_prices(known, file, TABLE, traffic=traffic)
+        plan_prices.with_prices(known, file, TABLE, traffic=traffic)
 
 
 def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
@@ -224,7 +215,7 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
         name="x", job="j", sites=tuple(clouds), start=StartSpec(machine_minutes=30.0)
     )
     known = cost.machine_speeds(job.simulation.machines)
-    priced = run_prices.with_prices(known, file, TABLE, traffic=traffic)
+    priced = plan_prices.with_prices(known, file, TABLE, traffic=traffic)
     terabytes = dict.fromkeys(("site-0", "site-1"), (10**12, 10**12))
     found = cost.dollars(1800.0, terabytes, priced)
     assert found["traffic up"] == pytest.approx(90 + 120 + 90)
@@ -233,12 +224,12 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
     assert found["machines"] == pytest.approx(hourly)  # Half an hour of each hour.
     # What is stated is the whole price, and inside of a cloud there is no gateway.
     stated = replace(clouds[0], dollars_per_hour=1.0, dollars_per_gigabyte=0.5)
-    near = run_prices.with_prices(
+    near = plan_prices.with_prices(
         known,
         replace(file, sites=(stated, clouds[1])),
         TABLE,
         traffic=traffic,
-        terms=run_prices.PriceTerms(aggregator=("gcp", "us-central1")),
+        terms=plan_prices.PriceTerms(aggregator=("gcp", "us-central1")),
     )
     assert [
         (site.dollars_per_gigabyte, site.dollars_per_gigabyte_received)
@@ -246,7 +237,7 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
     ] == [(0.5, 0.0), (0.01, 0.0)]
     missing: list[str] = []
     old = replace(TABLE, transfer=(), storage=())
-    priced = run_prices.with_prices(known, file, old, traffic=traffic, missing=missing)
+    priced = plan_prices.with_prices(known, file, old, traffic=traffic, missing=missing)
     assert not cost.of_run(traffic, priced).is_known
     assert len(missing) == 4
     assert "no through_nat of 'aws'" in missing[1]
@@ -396,8 +387,8 @@ def test_few_secret_sites_are_told_what_a_leave_costs():
     """More can spare one."""
     for num_sites, is_told in ((3, True), (4, False)):
         job = small_job(num_sites=num_sites, **SECURE)
-        assert bool([*start_checks.notices(job)]) == is_told
-    assert not [*start_checks.notices(small_job(num_sites=2))]
+        assert bool([*preflight.notices(job)]) == is_told
+    assert not [*preflight.notices(small_job(num_sites=2))]
 
 
 def test_what_stays_in_a_bucket_costs_by_the_month():
@@ -405,14 +396,14 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
     job = small_job(num_sites=2, storage={"url": "s3://bucket/runs"})
     federation = parts.build_federation(job)
     own = plan._predict("as it is", {}, SIZES(federation), None)
-    found = bucket_cost.storage(own, TABLE)
+    found = plan_prices.storage(own, TABLE)
     model = 4 * federation.pool.layout.size
     assert found == {
         "bytes": 4 * model,
         "dollars_per_month": pytest.approx(4 * model / 1e9 * 0.023),
     }
     here = plan._predict("here", {}, SIZES(parts.build_federation(small_job())), None)
-    assert bucket_cost.storage(here, TABLE) is None
+    assert plan_prices.storage(here, TABLE) is None
 
 
 @pytest.mark.slow
@@ -493,7 +484,7 @@ def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
     file = DeploymentFile(name="x", job="j", sites=(site,))
     traffic, missing = SIZES(federation), list[str]()
     assert traffic is not None
-    priced = run_prices.with_prices(
+    priced = plan_prices.with_prices(
         speeds, file, TABLE, traffic=traffic, missing=missing
     )
     (line,) = missing
@@ -520,12 +511,12 @@ def test_machines_of_the_examples_have_prices():
     root = Path(__file__).parents[3]
     files = [root / "deploy" / "examples" / "two-clouds.toml"]
     for path in files:
-        file = deployment_file.load(path).file
+        file = spec.load(path).file
         assert forecast.has_clouds(file)
         for site in file.sites:
-            assert run_prices._hourly(site, TABLE, run_prices.PriceTerms()) > 0
-            both = [run_prices.PriceTerms(spot=spot) for spot in (True, False)]
-            spot, demand = (run_prices._hourly(site, TABLE, term) for term in both)
+            assert plan_prices._hourly(site, TABLE, plan_prices.PriceTerms()) > 0
+            both = [plan_prices.PriceTerms(spot=spot) for spot in (True, False)]
+            spot, demand = (plan_prices._hourly(site, TABLE, term) for term in both)
             assert spot < demand
     text = "".join(
         (root / "docs" / "howto" / name).read_text()
@@ -547,7 +538,7 @@ def test_a_bucket_is_part_of_what_a_run_costs():
     job = virtual_job(**tables)
     speeds = cost.machine_speeds(job.simulation.machines)
     own, *others = plan.alternatives(parts.build_federation(job), speeds, SIZES)
-    found = bucket_cost.with_bucket(own, TABLE)
+    found = plan_prices.with_bucket(own, TABLE)
     assert own.cost is not None
     assert found.cost is not None
     # 5 checkpoints of model, optimiser, manifest and events; 4 + 3 x 4 lists; 2 of the
@@ -555,7 +546,7 @@ def test_a_bucket_is_part_of_what_a_run_costs():
     assert found.cost.dollars["requests"] == pytest.approx(
         (5 * 4 + 16) * 0.005 / 1000 + 2 * 2 * 0.0004 / 1000
     )
-    kept = bucket_cost.storage(own, TABLE, speeds)
+    kept = plan_prices.storage(own, TABLE, speeds)
     assert kept is not None
     month = kept["dollars_per_month"]
     assert found.cost.dollars["storage"] == pytest.approx(
@@ -568,11 +559,11 @@ def test_a_bucket_is_part_of_what_a_run_costs():
         month / kept["access_seconds"]
     )
     half = next(x for x in others if x.name.startswith("twice the local"))
-    less = bucket_cost.with_bucket(half, TABLE).cost
+    less = plan_prices.with_bucket(half, TABLE).cost
     assert less is not None
     assert less.dollars["requests"] < found.cost.dollars["requests"]
     here = plan.alternatives(parts.build_federation(virtual_job()), speeds, SIZES)[0]
-    assert bucket_cost.with_bucket(here, TABLE) == here
-    unknown = bucket_cost.with_bucket(own, replace(TABLE, storage=())).cost
+    assert plan_prices.with_bucket(here, TABLE) == here
+    unknown = plan_prices.with_bucket(own, replace(TABLE, storage=())).cost
     assert unknown is not None
     assert not unknown.is_known

@@ -11,10 +11,9 @@ from support.enrolments import Federation
 from cloud_adapters.identity import platforms
 from deploy.aggregator_host import enrolment_machines, enrolment_operator
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.fleet.bringing_up import operator
-from deploy.fleet.bringing_up.operator import Operator
-from deploy.fleet.starting import pod_command
-from deploy.fleet.starting.user_data import MachineInvitation
+from deploy.fleet import roster_operator, wanted
+from deploy.fleet.bootstrap import MachineInvitation
+from deploy.fleet.roster_operator import Operator
 from deploy.site_host import enrol, enrolment_machine
 from deploy.site_host.enrol import MachineProof
 from federation import platform_identity
@@ -83,7 +82,7 @@ class Pods:
         return self.shown
 
     def operator(self) -> Operator:
-        return operator.open_operator(
+        return roster_operator.open_operator(
             self.federation.folder,
             self.federation.aggregator,
             random_bytes=os.urandom,
@@ -251,6 +250,6 @@ def test_words_of_people_are_words_for_the_shell():
     invitation = MachineInvitation(
         token="", organisation="a'; rm -rf $(HOME) {x}", platform=KUBERNETES
     )
-    shell, option, script = pod_command.command(invitation)
+    shell, option, script = wanted.pod_command(invitation)
     assert (shell, option) == ("/bin/sh", "-c")
     assert "'a'\"'\"'; rm -rf $(HOME) {x}'" in script

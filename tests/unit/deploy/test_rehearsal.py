@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from deploy.fleet import deployment_file, offers, rehearsal
-from deploy.fleet.tables.providers import LOCAL
+from deploy.fleet import placement, spec
+from deploy.fleet.machine_spec import LOCAL
 from federation.clock import VirtualClock
 
 TEXT = """
@@ -48,27 +48,27 @@ source = "x:y"
 """
 
 
-def load(tmp_path: Path) -> deployment_file.DeploymentPlan:
+def load(tmp_path: Path) -> spec.DeploymentPlan:
     path = tmp_path / "fed.toml"
     path.write_text(TEXT)
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 def test_no_cloud_bucket_or_home_is_touched(tmp_path: Path):
     """Above all no home: the real keys and ledgers of the site are there."""
-    plan = rehearsal.on_this_host(load(tmp_path))
+    plan = spec.on_this_host(load(tmp_path))
     assert {site.provider for site in plan.file.sites} == {LOCAL}
     assert "s3://" not in repr(plan.file)
     assert "s3://" not in repr((plan.settings, plan.exchange))
     assert plan.file.aggregator.address == ""
     assert (plan.file.max_dollars, plan.file.deadline_hours) == (None, None)
     assert plan.file.start.window == ""
-    assert offers.with_types(plan, clock=VirtualClock(0.0), tell=print) == plan
+    assert placement.with_types(plan, clock=VirtualClock(0.0), tell=print) == plan
 
 
 def test_sites_keep_what_they_decide(tmp_path: Path):
     """Policy, ranks and the name of the records; a site of this host, its data."""
-    plan = rehearsal.on_this_host(load(tmp_path))
+    plan = spec.on_this_host(load(tmp_path))
     assert plan.settings == {
         "site-a": {
             "compute": {"ranks": 2},
@@ -82,7 +82,7 @@ def test_sites_keep_what_they_decide(tmp_path: Path):
 def test_its_folder_is_that_of_no_other_deployment(tmp_path: Path):
     """What it spends is in no other ledger, and `down --purge` deletes no other run."""
     plan = load(tmp_path)
-    found = rehearsal.on_this_host(plan).folder
+    found = spec.on_this_host(plan).folder
     assert found != plan.folder
     plan.path.write_text(TEXT.replace('name = "fed"', 'name = "fed-local"'))
-    assert deployment_file.load(plan.path).folder != found
+    assert spec.load(plan.path).folder != found

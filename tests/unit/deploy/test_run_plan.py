@@ -9,8 +9,8 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check
-from deploy.fleet.planning import forecast, measured
-from deploy.fleet.planning.forecast import RunForecast
+from deploy.fleet import forecast, measured
+from deploy.fleet.forecast import RunForecast
 from deploy.wiring import parts
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject

@@ -10,11 +10,11 @@ from support.event_samples import TWO_SITES, Script, run as played
 
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.cli import up_verb
-from deploy.fleet import deployment_file
-from deploy.fleet.deployment_file import DeploymentPlan
-from deploy.fleet.keeping.sizes import Sizer, check_sizes
-from deploy.fleet.offers import resolved
+from deploy.fleet import spec
+from deploy.fleet.placement import resolved
 from deploy.fleet.prices import Prices
+from deploy.fleet.sizes import Sizer, check_sizes
+from deploy.fleet.spec import DeploymentPlan
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.event_log import to_line
@@ -45,7 +45,7 @@ def written(folder: Path, more: str = "") -> DeploymentPlan:
     path = folder / "fed.toml"
     sites = "".join(SITE.format(name=name) for name in TWO_SITES)
     path.write_text(f'name = "fed"\njob = "job.toml"\nfolder = "."\n{more}\n{sites}')
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 @pytest.fixture
@@ -156,14 +156,14 @@ def test_sizes_that_a_site_could_not_move_between_are_refused(
     assert old in text
     plan.path.write_text(text.replace(old, new, 1))
     with pytest.raises(JobError, match=rf"sites\[0\]\.{key}"):
-        deployment_file.load(plan.path)
+        spec.load(plan.path)
 
 
 def test_a_size_without_a_price_is_refused_before_the_run(plan: DeploymentPlan):
     text = plan.path.read_text()
     plan.path.write_text(text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0"))
     with pytest.raises(JobError, match=r"no price of g5\.xlarge"):
-        sizer(deployment_file.load(plan.path))
+        sizer(spec.load(plan.path))
 
 
 def test_a_price_that_is_missing_is_found_before_anything_starts(tmp_path: Path):
@@ -174,12 +174,12 @@ def test_a_price_that_is_missing_is_found_before_anything_starts(tmp_path: Path)
     text = plan.path.read_text()
     in_table = text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0")
     plan.path.write_text(in_table)
-    check_sizes(deployment_file.load(plan.path), clock)
+    check_sizes(spec.load(plan.path), clock)
     with pytest.raises(JobError, match="budget needs new prices"):
-        check_sizes(deployment_file.load(plan.path), VirtualClock(4e9))
+        check_sizes(spec.load(plan.path), VirtualClock(4e9))
     plan.path.write_text(in_table.replace('"g5.xlarge"', '"g9.large"'))
     with pytest.raises(JobError, match=r"price of an on-demand g9\.large") as caught:
-        check_sizes(deployment_file.load(plan.path), clock)
+        check_sizes(spec.load(plan.path), clock)
     assert caught.value.key == "sites[0].sizes"
     assert str(plan.path) in str(caught.value)
 

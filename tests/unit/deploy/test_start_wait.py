@@ -9,9 +9,9 @@ import pytest
 
 from cloud_adapters.compute.machine_types import SpotPrice
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet import deployment_file, spending, start_record
-from deploy.fleet.deployment_file import DeploymentPlan
+from deploy.fleet import spec, spending, start_wait
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE
+from deploy.fleet.spec import DeploymentPlan
 from deploy.fleet.start_wait import allowed_start, await_start
 from federation.clock import VirtualClock
 from federation.errors import ComputeUnavailable, JobError
@@ -39,7 +39,7 @@ name = "here"
 def written(folder: Path, start: str, market: str = "spot") -> DeploymentPlan:
     path = folder / "fed.toml"
     path.write_text(FILE.format(start=start, market=market))
-    return deployment_file.load(path)
+    return spec.load(path)
 
 
 class Market:
@@ -200,13 +200,13 @@ def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):
     """It counts from the first command, until machines may start or crossfed down."""
     start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6"
     plan, told = written(tmp_path, start), list[str]()
-    assert start_record.since(plan, NOON - 4 * HOUR, told.append) == NOON - 4 * HOUR
+    assert start_wait.first_asked(plan, NOON - 4 * HOUR, told.append) == NOON - 4 * HOUR
     plan.folder.mkdir(parents=True, exist_ok=True)
     plan.folder.rmdir()
     waited = Waited(plan)
     assert waited.hours == pytest.approx(2.0, abs=0.1)
     assert "began to wait 4.0 h ago" in waited.told[0]
-    start_record.forget(plan)
+    start_wait.forget_wait(plan)
     assert Waited(plan).hours == pytest.approx(6.0, abs=0.1)
 
 
@@ -255,12 +255,12 @@ def test_a_wait_begins_anew_under_other_conditions_or_after_down(tmp_path: Path)
     for folder in (False, True):
         if folder:
             plan.folder.mkdir(parents=True)
-        assert start_record.since(plan, 100.0, told.append) == 100.0
-        assert start_record.since(plan, 90.0, told.append) == 90.0
-        assert start_record.since(plan, 110.0, told.append) == 90.0
+        assert start_wait.first_asked(plan, 100.0, told.append) == 100.0
+        assert start_wait.first_asked(plan, 90.0, told.append) == 90.0
+        assert start_wait.first_asked(plan, 110.0, told.append) == 90.0
         other = written(tmp_path, start.format(7))
-        assert start_record.since(other, 120.0, told.append) == 120.0
-        start_record.forget(plan)
-        assert start_record.since(plan, 130.0, told.append) == 130.0
-        start_record.forget(plan)
+        assert start_wait.first_asked(other, 120.0, told.append) == 120.0
+        start_wait.forget_wait(plan)
+        assert start_wait.first_asked(plan, 130.0, told.append) == 130.0
+        start_wait.forget_wait(plan)
     assert not [*plan.folder.parent.glob("*start*")]

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from deploy.fleet.choosing import start_window
+from deploy.fleet import spec
 from federation.errors import JobError
 
 
@@ -13,7 +13,7 @@ def seconds(text: str) -> float:
 
 
 def opens(window: str, now: str) -> str:
-    found = start_window.parse(window, key="start.window")
+    found = spec.parse_window(window, key="start.window")
     assert found is not None
     at = datetime.fromtimestamp(found.opens(seconds(now)), UTC)
     return f"{at:%m-%d %H:%M}"
@@ -60,14 +60,14 @@ def test_a_window_in_the_hour_that_comes_twice_opens_twice():
 
 
 def test_times_are_shown_as_people_of_the_place_write_them():
-    window = start_window.parse("22:00-06:00 Europe/Berlin", key="start.window")
+    window = spec.parse_window("22:00-06:00 Europe/Berlin", key="start.window")
     assert window is not None
     text = window.text(seconds("2026-11-23 21:00"))
     assert text == "2026-11-23 22:00 Europe/Berlin"
 
 
 def test_no_window_is_none():
-    assert start_window.parse("", key="start.window") is None
+    assert spec.parse_window("", key="start.window") is None
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_no_window_is_none():
 )
 def test_what_is_no_window_is_refused(text: str, message: str):
     with pytest.raises(JobError, match=message):
-        start_window.parse(text, key="start.window")
+        spec.parse_window(text, key="start.window")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet.starting.starts import Starts
+from deploy.fleet.boot_status import Starts
 from federation.clock import VirtualClock
 from federation.errors import ComputeUnavailable
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet import deployment_file
-from deploy.fleet.bringing_up import cloud_sites
-from deploy.fleet.deployment import Deployment
+from deploy.fleet import cloud_sites, spec
+from deploy.fleet.state import Deployment
 from federation.clock import VirtualClock
 from federation.errors import ComputeError, ComputeForbidden, ComputeUnavailable
 
@@ -47,7 +46,7 @@ def test_a_machine_is_awaited_though_its_console_cannot_be_read(
     """It works; and if it ends, its end is named, not the console."""
     path, clock = tmp_path / "fed.toml", VirtualClock(1.7e9)
     path.write_text(FILE)
-    plan, cloud = deployment_file.load(path), Cloud(kind("pods/log is forbidden"))
+    plan, cloud = spec.load(path), Cloud(kind("pods/log is forbidden"))
     (site,) = plan.file.sites
     deployment = Deployment(plan=plan, pools={site.pool: cloud}, clock=clock, owner="")
     wait = cloud_sites._EnrolmentWait(deployment, site, NODE)

@@ -16,12 +16,7 @@ from support import programs
 from support.module_networks import ports_out
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.starting.user_data import (
-    MAX_BYTES,
-    MachineInvitation,
-    Release,
-    render,
-)
+from deploy.fleet.bootstrap import MAX_BYTES, MachineInvitation, Release, render
 from privacy.membership.token import Token
 
 UNITS = {

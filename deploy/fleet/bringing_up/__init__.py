@@ -1,1 +1,0 @@
-"""From the checks before a start until every site works and the job is submitted."""

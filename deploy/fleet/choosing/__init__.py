@@ -1,1 +1,0 @@
-"""Which machines to have, and when: pure rules, without a cloud."""

@@ -1,1 +1,0 @@
-"""While a run goes on: keep its machines, and change their sizes."""

@@ -1,0 +1,449 @@
+"""Tables of machines in the deployment file: of sites, and of the aggregator.
+
+An aggregator in a cluster is a pod, the head of the deployment: besides the aggregator
+it runs ``crossfed up``, which launches the sites in the same namespace. So nothing
+outside of it has to read its keys, its book of members or its runs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from clients.privacy.policy_spec import PolicySpec
+from cloud_adapters.compute.machine_types import RequiresSpec
+from cloud_adapters.compute.pool import Market, NodeLimits
+from deploy.fleet.bootstrap import is_pinned
+from deploy.site_host.config import ComputeSpec, LocalDataSpec
+from deploy.site_host.home_spec import HomeSpec
+from federation.addresses import parse_address
+from federation.errors import JobError
+from federation.job.job_keys import key
+
+LOCAL, AWS, GCP, KUBERNETES = "local", "aws", "gcp", "kubernetes"
+PROVIDERS = (LOCAL, AWS, GCP, KUBERNETES)
+# Their machines have prices in the table, and a cloud to vouch for them.
+CLOUDS = (AWS, GCP)
+MARKETS = tuple(market.value for market in Market)
+
+
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_ACCOUNT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_MOST_CHARS = 200
+
+HEAD_PORT = 8443
+# What to do about an aggregator that `crossfed up` does not start, by its provider.
+_ELSEWHERE = dict.fromkeys(
+    CLOUDS,
+    "install crossfed on a machine of that cloud and run crossfed up there, with its "
+    "address as aggregator.address",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """The Kubernetes cluster that runs a site, and what its pod gets of a node.
+
+    Attributes:
+        context: Of your kubeconfig: the cluster and your credentials for it. There is
+            no default, so that `crossfed down` looks where `crossfed up` was.
+        namespace: Where the site's job is.
+        cpus: Number of CPUs.
+        memory_gb: Memory, in GiB.
+        gpus: Number of NVIDIA GPUs.
+    """
+
+    context: str = ""
+    namespace: str = ""
+    cpus: int = key(default=2, low=1, high=1024)
+    memory_gb: float = key(default=8.0, above=0.0, high=65536.0)
+    gpus: int = key(default=0, low=0, high=64)
+
+    @property
+    def place(self) -> str:
+        """Cluster and namespace, in one name."""
+        return f"{self.context}/{self.namespace}"
+
+    @property
+    def limits(self) -> NodeLimits:
+        """What the pod gets."""
+        return NodeLimits(cpus=self.cpus, memory_gb=self.memory_gb, gpus=self.gpus)
+
+
+def check_cluster(cluster: ClusterSpec, *, identity: str, table: str) -> None:
+    """Refuse a cluster that cannot be found, or an account that none can have.
+
+    Args:
+        cluster: The table.
+        identity: Name of the pod's service account; empty for the default one.
+        table: Where the machine is in the file.
+
+    Raises:
+        JobError: A key is missing or wrong.
+    """
+    for name in ("context", "namespace"):
+        if not getattr(cluster, name):
+            raise JobError(
+                "is missing for provider kubernetes", key=f"{table}.cluster.{name}"
+            )
+    if len(cluster.context) > _MOST_CHARS or not cluster.context.isprintable():
+        raise JobError(
+            f"must be at most {_MOST_CHARS} printable characters",
+            key=f"{table}.cluster.context",
+        )
+    if not _NAMESPACE.fullmatch(cluster.namespace):
+        raise JobError(
+            f"{cluster.namespace!r:.80} is no namespace: 1 to 63 lower-case letters, "
+            "digits and hyphens",
+            key=f"{table}.cluster.namespace",
+        )
+    if identity and not _ACCOUNT.fullmatch(identity):
+        raise JobError(
+            f"{identity!r:.80} is no service account of Kubernetes",
+            key=f"{table}.identity",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudMachine:
+    """The machine of a site. Providers `aws` and `gcp` take most keys.
+
+    They take no `cluster`. Provider `kubernetes` takes `cluster`, `zones`, `type`,
+    `market`, `disk_gb`, `identity` and `endpoint`.
+
+    Attributes:
+        region: Where it runs, for example `us-east-1` or `europe-west4`.
+        project: Id of the Google Cloud project.
+        zones: Zones of the region to try, the best first. On AWS, by default all that
+            have a subnet of the account.
+        type: Type of machine, for example `g5.xlarge` or `g2-standard-4`.
+        accelerator: Type of the GPUs to attach to a machine of Google Cloud whose type
+            has none, for example `nvidia-tesla-t4` to `n1-standard-4`; for gcp only.
+        accelerators: How many of them.
+        requires: What the machine needs at least, in place of its type: the cheapest
+            that the region and its zones have is taken when the site is first started.
+        market: `on-demand`, or `spot`, which is cheaper and may be preempted.
+        image: What it starts from: the id of an AMI or `/aws/service/...` on AWS;
+            `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
+            amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer; one
+            with GPUs needs an image with NVIDIA's driver, so it has no default.
+        disk_gb: Size of its encrypted disk.
+        disk_key: Your own key for it: the id or ARN of a key of AWS KMS, or
+            `projects/P/locations/L/keyRings/R/cryptoKeys/K` on Google Cloud. By
+            default, the cloud's own key.
+        tags: Names and values that your organisation wants on all that costs: tags of
+            machine, disk and network interface on AWS, labels of machine and disk on
+            Google Cloud.
+        identity: Who its programs are to the cloud: the name of an instance profile on
+            AWS, the address of a service account on Google Cloud. The machine proves
+            by it who it is.
+        role: ARN of the role in that instance profile; for AWS only.
+        subnets: Where it is connected: ids of subnets on AWS, one in each zone; the
+            name of one subnet on Google Cloud. By default, those of the account.
+        firewalls: What filters its traffic: ids of security groups on AWS, network
+            tags on Google Cloud. It has no public address in any case.
+        endpoint: URL of the compute service or API server, if it is not the cloud's or
+            the context's own.
+        cluster: The cluster, and what the site gets of it; for provider `kubernetes`
+            alone. There, `type` is a label of the nodes to use and `identity` a service
+            account of the namespace, both optional.
+    """
+
+    region: str = ""
+    project: str = ""
+    zones: tuple[str, ...] = ()
+    type: str = ""
+    accelerator: str = ""
+    accelerators: int = key(default=1, low=1, high=16)
+    requires: RequiresSpec = RequiresSpec()
+    market: str = key(default=Market.ON_DEMAND.value, choices=MARKETS)
+    image: str = ""
+    disk_gb: int = key(default=50, low=10, high=16384)
+    disk_key: str = ""
+    tags: Mapping[str, str] = key(default={})
+    identity: str = ""
+    role: str = ""
+    subnets: tuple[str, ...] = ()
+    firewalls: tuple[str, ...] = ()
+    endpoint: str = ""
+    cluster: ClusterSpec = ClusterSpec()
+
+    @property
+    def priced_as(self) -> str:
+        """Its name in a price table: GPUs that are attached cost besides its type."""
+        if not self.accelerator:
+            return self.type
+        return f"{self.type} + {self.accelerators} x {self.accelerator}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSpec:
+    """A machine that a site may have instead, between rounds.
+
+    Attributes:
+        type: The cloud's name of the machine type, such as `g5.xlarge`.
+        speed: Work per second, in any unit that is the same for all sizes of the site.
+        dollars_per_hour: Its price in the site's market; by default that of the table.
+    """
+
+    type: str
+    speed: float = key(above=0.0)
+    dollars_per_hour: float | None = key(default=None, low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteMachine:
+    """A site that this deployment starts, and what its operator decides.
+
+    Attributes:
+        name: Name of the site, as in the job.
+        provider: Who runs the machine: `local` is a process on this host, `aws` an
+            instance of EC2, `gcp` one of Compute Engine, `kubernetes` a job of a
+            cluster.
+        organisation: Who answers for the site; by default the deployment's.
+        dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
+            in its price table, and nothing on this host. In a cluster it must be
+            stated.
+        on_demand_dollars_per_hour: What a machine on demand would cost, if this one is
+            a spot machine that a deadline may move.
+        dollars_per_gigabyte: What traffic costs that leaves its machine, with all that
+            NAT adds to it and to what arrives.
+        machine: What machine the site runs on.
+        data: As `[data]` in `site.toml`.
+        compute: As `[compute]` in `site.toml`.
+        policy: As `[policy]` in `site.toml`.
+        home: As `[home]` in `site.toml`. With it, another machine takes over the site's
+            keys and ledgers.
+        sizes: Machines that it may have, that of `machine.type` among them: `crossfed
+            up --keep` then gives it a larger one between rounds while all others wait
+            for it, and a smaller one while it waits. By default, it keeps its machine.
+    """
+
+    name: str
+    provider: str = key(default=LOCAL, choices=PROVIDERS)
+    organisation: str = ""
+    dollars_per_hour: float | None = key(default=None, low=0.0)
+    on_demand_dollars_per_hour: float | None = key(default=None, low=0.0)
+    dollars_per_gigabyte: float | None = key(default=None, low=0.0)
+    machine: CloudMachine = CloudMachine()
+    data: LocalDataSpec = LocalDataSpec()
+    compute: ComputeSpec = ComputeSpec()
+    policy: PolicySpec = PolicySpec()
+    home: HomeSpec = HomeSpec()
+    sizes: tuple[SizeSpec, ...] = ()
+
+    def sized(self, kind: str) -> "SiteMachine":
+        """The site with one of its sizes, and what that states of its price.
+
+        Args:
+            kind: Type of one of ``sizes``.
+        """
+        (size,) = (each for each in self.sizes if each.type == kind)
+        machine = replace(self.machine, type=kind)
+        return replace(self, machine=machine, dollars_per_hour=size.dollars_per_hour)
+
+    @property
+    def pool(self) -> str:
+        """Name of the compute service: one account and region, project or namespace."""
+        where = {
+            AWS: self.machine.region,
+            GCP: self.machine.project,
+            KUBERNETES: self.machine.cluster.place,
+        }
+        return " ".join(filter(None, (self.provider, where.get(self.provider))))
+
+    def in_market(self, market: str) -> "SiteMachine":
+        """The site with a machine of another market, and what it states of its price.
+
+        Args:
+            market: One of ``MARKETS``.
+        """
+        if market == self.machine.market:
+            return self
+        is_spot = market == Market.SPOT.value
+        hourly = None if is_spot else self.on_demand_dollars_per_hour
+        machine = replace(self.machine, market=market)
+        return replace(self, machine=machine, dollars_per_hour=hourly)
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether a deadline may move it: its file says spot, and it has a home.
+
+        What a cluster's machines cost is not known well enough to choose between them.
+        """
+        is_spot = self.machine.market == Market.SPOT.value
+        return self.provider in CLOUDS and is_spot and bool(self.home.url)
+
+
+def head_service(deployment: str) -> str:
+    """Name of the Service and of the volume of a deployment's head."""
+    return f"crossfed-{deployment}"
+
+
+def head_address(deployment: str, namespace: str) -> str:
+    """Where the other pods of a namespace reach the head of a deployment."""
+    return f"{head_service(deployment)}.{namespace}.svc:{HEAD_PORT}"
+
+
+def check_head(image: str, *, address: str, listen: str, gpus: int) -> None:
+    """Refuse the table of an aggregator whose pod could not work.
+
+    Args:
+        image: Image of its container.
+        address: Where sites reach it; empty for its Service.
+        listen: Where it listens; empty for ``PORT``.
+        gpus: How many its pod would get.
+
+    Raises:
+        JobError: A key is missing or wrong.
+    """
+    if not is_pinned(image):
+        what = f"{image!r:.200} names no digest" if image else "is missing"
+        raise JobError(
+            f"{what}: name an image of an aggregator (deploy/containers) as "
+            "NAME@sha256:...",
+            key="aggregator.image",
+        )
+    if gpus:
+        raise JobError(
+            "an aggregator uses no GPU: remove it", key="aggregator.cluster.gpus"
+        )
+    if listen and not address:
+        _, port = parse_address(listen, key="aggregator.listen")
+        if port != HEAD_PORT:
+            raise JobError(
+                f"its Service leads to port {HEAD_PORT}: listen there, or state where "
+                "sites reach it as aggregator.address",
+                key="aggregator.listen",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorMachine:
+    """The machine of the aggregator.
+
+    Attributes:
+        provider: Who runs the machine: `local` is this host, where its keys stay, and
+            `kubernetes` a pod of a cluster, where they are on a volume of its own. All
+            sites of the file are then pods of the same namespace. No other provider
+            runs it.
+        image: Image of the pod: an image of an aggregator (deploy/containers) with its
+            digest, `NAME@sha256:...`.
+        address: `HOST:PORT` where sites reach it; by default a free port of the
+            loopback interface, chosen once, or of a pod that of its Service.
+        listen: `ADDRESS:PORT` to listen on; by default, `address`, or port 8443 of a
+            pod.
+        connect_seconds: How long a run waits for its sites to connect.
+        dollars_per_hour: What its machine costs.
+        dollars_per_gigabyte: What traffic costs that leaves it.
+        cluster: The cluster of the pod, and what the pod gets; for provider
+            `kubernetes` alone, as are all further keys.
+        identity: The pod's service account, which may launch jobs in the namespace
+            (deploy/kubernetes/overlays/head).
+        disk_gb: Size of its volume, which stays after `crossfed down`. One that is
+            there keeps its size.
+        disk_dollars_per_month: What the volume costs. None if you do not know.
+        endpoint: URL of the API server, if it is not the context's own.
+    """
+
+    provider: str = LOCAL
+    image: str = ""
+    address: str = ""
+    listen: str = ""
+    connect_seconds: float = key(default=600.0, above=0.0)
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    cluster: ClusterSpec = ClusterSpec()
+    identity: str = "crossfed-head"
+    disk_gb: int = key(default=50, low=1, high=16384)
+    disk_dollars_per_month: float | None = key(default=None, low=0.0)
+    endpoint: str = ""
+
+    @property
+    def pool(self) -> str:
+        """Name of the compute service."""
+        if self.provider == KUBERNETES:
+            return f"{KUBERNETES} {self.cluster.place}"
+        return self.provider
+
+
+def check_addresses(machine: AggregatorMachine) -> None:
+    """Refuse an address that is not ``HOST:PORT``.
+
+    Raises:
+        JobError: One of them is not.
+    """
+    for name, address in (("address", machine.address), ("listen", machine.listen)):
+        if address:
+            parse_address(address, key=f"aggregator.{name}")
+
+
+def check_aggregator(
+    machine: AggregatorMachine, sites: Sequence[SiteMachine], *, prices: str
+) -> None:
+    """Refuse an aggregator that cannot be started, or that the sites cannot reach.
+
+    Args:
+        machine: The table.
+        sites: Sites of the file.
+        prices: Price table that the file names; empty for none.
+
+    Raises:
+        JobError: A key is missing or wrong.
+    """
+    if machine.provider == KUBERNETES:
+        _check_pod(machine, sites, prices)
+        return
+    if machine.provider != LOCAL:
+        what = _ELSEWHERE.get(
+            machine.provider, f"name {LOCAL!r} or {KUBERNETES!r}, or remove the key"
+        )
+        raise JobError(
+            f"{machine.provider!r:.80}: crossfed up starts the aggregator on this host "
+            f"or in a cluster only: {what}",
+            key="aggregator.provider",
+        )
+    _check_local(machine)
+
+
+def _check_local(machine: AggregatorMachine) -> None:
+    local = AggregatorMachine()
+    for name in (
+        "cluster",
+        "identity",
+        "disk_gb",
+        "disk_dollars_per_month",
+        "endpoint",
+        "image",
+    ):
+        if getattr(machine, name) != getattr(local, name):
+            raise JobError(
+                f"is for provider {KUBERNETES!r}: remove it, or name that",
+                key=f"aggregator.{name}",
+            )
+
+
+def _check_pod(
+    machine: AggregatorMachine, sites: Sequence[SiteMachine], prices: str
+) -> None:
+    """Refuse an aggregator in a pod that could not start the sites of the file."""
+    check_cluster(machine.cluster, identity=machine.identity, table="aggregator")
+    check_head(
+        machine.image,
+        address=machine.address,
+        listen=machine.listen,
+        gpus=machine.cluster.gpus,
+    )
+    if prices:
+        raise JobError(
+            "is not read in a cluster, where dollars_per_hour of every site is stated: "
+            "remove it",
+            key="prices",
+        )
+    for index, site in enumerate(sites):
+        if site.pool != machine.pool:
+            raise JobError(
+                f"{site.name!r} is in {site.pool!r}: an aggregator in "
+                f"{machine.pool!r} starts sites of its own namespace only; have the "
+                "operator of any other site enrol it with a token",
+                key=f"sites[{index}].provider",
+            )

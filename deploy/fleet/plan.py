@@ -1,0 +1,352 @@
+"""``crossfed plan``: what a run will send, take and cost, and what else one could do.
+
+On the one model of bytes, seconds and dollars, ``federation.rounds.cost``. Bytes are
+computed. Seconds come from stated speeds, or from an earlier run's measurements.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clients.training.local_federation import Federation
+from deploy.fleet.spec import DeploymentFile
+from federation.errors import FederationError, JobError
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.rounds import cost
+from federation.rounds.cost import Cost, Speeds
+from federation.rounds.traffic import Traffic
+from monitoring import units
+
+# Sizes the messages of a job; None if they cannot be predicted.
+SizesOf = Callable[[Federation], Traffic | None]
+
+# What could be done instead, by the keys of the job that it changes.
+_ALTERNATIVES: Mapping[str, Mapping[str, Any]] = {
+    "updates in bf16": {"communication.codec.name": "bf16"},
+    "both directions in 16 bits": {
+        "communication.codec.name": "bf16",
+        "communication.down_codec.name": "bf16",
+    },
+    "secure sums in 16 bits": {"privacy.secure_aggregation.ring_bits": 16},
+    "twice the local steps, half the rounds": {},
+    "no evaluation until the end": {"evaluation.every": 0},
+}
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A way to run a job.
+
+    Attributes:
+        name: In words.
+        changes: Keys of the job with other values; empty for the job itself.
+        traffic: What it sends.
+        cost: Seconds and dollars; None without speeds.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    traffic: Traffic
+    cost: Cost | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in both directions, at most."""
+        down, up = self.traffic.of_run()
+        return down.high + up.high
+
+
+def alternatives(
+    federation: Federation, speeds: Speeds | None, sizes_of: SizesOf
+) -> Sequence[Alternative]:
+    """Predict a job as it is, and the ways of running it that it allows.
+
+    Args:
+        federation: The job, its model and its data.
+        speeds: Speeds of sites and lines, with prices; None if they are not known.
+        sizes_of: Sizes the messages of a job, as ``check-job`` does.
+
+    Returns:
+        The job itself first.
+
+    Raises:
+        JobError: The job itself cannot be predicted.
+    """
+    as_it_is = _predict("as it is", {}, sizes_of(federation), speeds)
+    found = [as_it_is]
+    for name, changes in _ALTERNATIVES.items():
+        given = changes or _half_the_rounds(federation.job)
+        if not given:
+            continue
+        # Not every job allows each, and then it is no alternative.
+        try:
+            job = changed(federation.job, given)
+            traffic = sizes_of(replace(federation, job=job))
+            one = _predict(name, given, traffic, speeds)
+        except FederationError:
+            continue
+        if (one.num_bytes, one.cost) != (as_it_is.num_bytes, as_it_is.cost):
+            found.append(one)
+    return found
+
+
+def _predict(
+    name: str,
+    changes: Mapping[str, Any],
+    traffic: Traffic | None,
+    speeds: Speeds | None,
+) -> Alternative:
+    if traffic is None:
+        raise JobError("bytes are predicted neither for groups nor for apps of Flower")
+    found = None if speeds is None else cost.of_run(traffic, speeds)
+    return Alternative(name=name, changes=changes, traffic=traffic, cost=found)
+
+
+def _half_the_rounds(job: JobSpec) -> Mapping[str, Any]:
+    steps = job.training.local_steps
+    if steps is None or job.rounds % 2:
+        return {}
+    changes: dict[str, Any] = {
+        "rounds": job.rounds // 2,
+        "training.local_steps": 2 * steps,
+    }
+    larger = job.training.accumulate_from
+    if any(not first_round % 2 for first_round, _ in larger):
+        return {}  # Steps would grow within a round.
+    if larger:
+        halved = [[(first_round + 1) // 2, value] for first_round, value in larger]
+        changes["training.accumulate_from"] = halved
+    return changes
+
+
+def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
+    """Change keys of a job.
+
+    Raises:
+        JobError: The job does not allow it.
+    """
+    document = job_file.document(job)
+    for name, value in changes.items():
+        job_file.override(document, name, value)
+    return job_file.parse(document)
+
+
+def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each site: its name, and seconds by phase of a later round."""
+    index, stated = min(2, traffic.job.rounds), cost.by_site(speeds)
+    for site in traffic.job.sites:
+        name = SiteId(site.name)
+        took = cost.site_seconds(traffic, name, index, cost.speed_of(stated, name))
+        yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
+
+
+def one_cloud_only(
+    federation: Federation,
+    speeds: Speeds | None,
+    file: DeploymentFile,
+    sizes_of: SizesOf,
+) -> Iterator[Alternative]:
+    """Yield the job with the sites of one cloud, for each of several clouds."""
+    clouds = {site.name: site.provider for site in file.sites}
+    for cloud in sorted(set(clouds.values())) if len(set(clouds.values())) > 1 else ():
+        sites = tuple(s for s in federation.job.sites if clouds.get(s.name) == cloud)
+        try:
+            # Faults and machines of a simulation may be of the others.
+            alone = replace(federation.job.simulation, machines=(), faults=())
+            job = replace(federation.job, sites=sites, simulation=alone)
+            job = job_file.parse(job_file.document(job))  # Checked as any.
+            data = {SiteId(s.name): federation.site_data[SiteId(s.name)] for s in sites}
+            less = replace(federation, job=job, site_data=data)
+            yield _predict(f"sites of {cloud} only", {}, sizes_of(less), speeds)
+        except FederationError:
+            continue  # This job needs more sites.
+
+
+def lines(
+    name: str, found: Sequence[Alternative], speeds: Speeds | None
+) -> Iterator[str]:
+    """Say what the job itself sends, takes and costs."""
+    own = found[0]
+    job = own.traffic.job
+    yield f"deployment {name}: {job.name}, {job.rounds} rounds, {len(job.sites)} sites"
+    down, up = own.traffic.of_run()
+    spans = (units.format_span((span.low, span.high)) for span in (down, up))
+    yield "the whole run sends {} bytes to the sites and {} back".format(*spans)
+    if speeds is None or own.cost is None:
+        yield (
+            "for time and cost: --probe measures speeds, --speeds reads them from a "
+            "file, --like from a run"
+        )
+        return
+    for site, *seconds in round_lines(own.traffic, speeds):
+        send, evaluate, train, back = seconds
+        yield (
+            f"a round of {site}: {train} s training, {evaluate} s evaluating, "
+            f"{send} s receiving, {back} s returning"
+        )
+    parts = ", ".join(
+        f"{what} {in_dollars(price)}" for what, price in own.cost.dollars.items()
+    )
+    yield f"dollars: {parts}"
+    if speeds.start_seconds:
+        minutes = speeds.start_seconds / 60.0
+        yield (
+            f"machines are also paid for {minutes:g} minutes in which they start: "
+            "start.machine_minutes"
+        )
+
+
+def in_dollars(price: float) -> str:
+    """A number of dollars, or a word for one that nobody knows."""
+    return "unknown" if math.isnan(price) else f"{price:,.4f}"
+
+
+def table(
+    found: Sequence[Alternative],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Alternatives side by side: names of columns, and rows."""
+    has_cost = found[0].cost is not None
+    names = ["", "bytes", *(["time", "dollars"] * has_cost), "keys of the job"]
+    rows = []
+    for one in found:
+        cells = [one.name, units.format_bytes(one.num_bytes)]
+        if one.cost is not None:
+            took = units.format_duration(one.cost.seconds)
+            cells += [took, in_dollars(one.cost.total)]
+        keys = " ".join(f"{key}={value}" for key, value in one.changes.items())
+        rows.append([*cells, keys])
+    return names, rows
+
+
+def document(one: Alternative) -> dict[str, Any]:
+    """An alternative as data."""
+    spans = one.traffic.of_run()
+    found: dict[str, Any] = {"name": one.name, "changes": dict(one.changes)}
+    for key, span in zip(("bytes_down", "bytes_up"), spans, strict=True):
+        found[key] = [span.low, span.high]
+    if one.cost is not None:
+        found |= {
+            "seconds": one.cost.seconds,
+            "phases": dict(one.cost.phases),
+            "dollars": {
+                what: None if math.isnan(price) else price
+                for what, price in one.cost.dollars.items()
+            },
+        }
+    return found
+
+
+_Costed = tuple[Alternative, Cost]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The best way to run a job, or what would be enough for one.
+
+    Attributes:
+        best: None if no way fits.
+        smallest_budget: Dollars of the cheapest way before the deadline, or of all ways
+            if none is; None if nobody knows the dollars of any of them.
+        shortest_seconds: Of the fastest way, whatever it costs.
+        message: The same in words.
+    """
+
+    best: str | None
+    smallest_budget: float | None
+    shortest_seconds: float
+    message: str
+
+
+def recommend(
+    found: Sequence[Alternative], *, budget: float | None, deadline: float | None
+) -> Recommendation:
+    """Choose the fastest way in a budget, or the cheapest before a deadline.
+
+    Args:
+        found: Ways to run a job, with their cost.
+        budget: Dollars; None for any.
+        deadline: Seconds; None for any. With both, the cheapest in both.
+    """
+    ways = [(way, way.cost) for way in found if way.cost is not None]
+    timely = [each for each in ways if deadline is None or each[1].seconds <= deadline]
+    priced = [each for each in timely or ways if each[1].is_known]
+    cheapest = min(priced, key=lambda each: each[1].total, default=None)
+    fastest = min(ways, key=lambda each: each[1].seconds)
+    best = _best(timely, budget=budget, is_fastest=deadline is None)
+    if best is not None:
+        message = _praise(best, timely)
+    elif timely:
+        message = _too_little(cheapest)
+    else:
+        message = _too_late(fastest, cheapest, budget)
+    return Recommendation(
+        best=None if best is None else best[0].name,
+        smallest_budget=None if cheapest is None else cheapest[1].total,
+        shortest_seconds=fastest[1].seconds,
+        message=message,
+    )
+
+
+def _best(
+    timely: Sequence[_Costed], *, budget: float | None, is_fastest: bool
+) -> _Costed | None:
+    priced = [
+        each
+        for each in timely
+        if each[1].is_known and (budget is None or each[1].total <= budget)
+    ]
+    if priced and not is_fastest:
+        return min(priced, key=lambda each: (each[1].total, each[1].seconds))
+    # Without dollars, nothing can be said to be the cheapest but what takes least time.
+    fits = priced or (timely if budget is None else ())
+    return min(fits, key=lambda each: each[1].seconds, default=None)
+
+
+def _praise(best: _Costed, timely: Sequence[_Costed]) -> str:
+    way, cost = best
+    took, dollars = units.format_duration(cost.seconds), in_dollars(cost.total)
+    text = f"best: {way.name}: {took}, {dollars} dollars"
+    if not cost.is_known:
+        return f"{text}: the fastest way; without dollars, nobody knows the cheapest"
+    unknown = sum(not each.is_known for _, each in timely)
+    if not unknown:
+        return text
+    return (
+        f"{text}; not compared: {units.format_count(unknown, 'way')} of unknown dollars"
+    )
+
+
+def _too_little(cheapest: _Costed | None) -> str:
+    if cheapest is None:
+        return "nothing is known to fit the budget: dollars are unknown"
+    return f"nothing fits: {_smallest_budget(cheapest)}"
+
+
+def _too_late(fastest: _Costed, cheapest: _Costed | None, budget: float | None) -> str:
+    seconds = fastest[1].seconds
+    text = (
+        f"nothing fits: the shortest time is {units.format_duration(seconds)} "
+        f"({_rounded_up(seconds / _HOUR)} hours), whatever it costs"
+    )
+    if budget is None or cheapest is None or cheapest[1].total <= budget:
+        return text
+    return f"{text}; {_smallest_budget(cheapest)}, however long it takes"
+
+
+def _smallest_budget(cheapest: _Costed) -> str:
+    way, cost = cheapest
+    return (
+        "the smallest budget that can be met is "
+        f"{_rounded_up(cost.total)} dollars ({way.name})"
+    )
+
+
+def _rounded_up(value: float) -> str:
+    """Four decimals, rounded up: what is shown is enough."""
+    near = round(value, 4)
+    return f"{near if near >= value else near + 1e-4:,.4f}"

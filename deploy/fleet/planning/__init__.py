@@ -1,1 +1,0 @@
-"""Before a run begins: what it will send, take and cost."""

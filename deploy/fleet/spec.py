@@ -1,0 +1,448 @@
+"""The deployment file: which machines a federation runs on, for how long, and when.
+
+What a run computes is in its job, which the deployment file names. Nothing here is
+part of what sites agree on. Tables of machines are in ``machine_spec``.
+
+``on_this_host`` turns a plan into a rehearsal of it: the same file, without machines
+that cost. Keys, runs and ledgers of a rehearsal are in a folder of its own, so nothing
+of it is mistaken for that of the sites themselves; and it neither reads what only a
+site's own machine may, nor writes where that does.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, time, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from cloud_adapters.compute.kube_head import IN_CLUSTER
+from cloud_adapters.compute.pool import Market
+from deploy.aggregator_host.config import PlatformsSpec
+from deploy.fleet import machine_checks, machine_spec
+from deploy.fleet.machine_spec import (
+    CLOUDS,
+    KUBERNETES,
+    LOCAL,
+    AggregatorMachine,
+    CloudMachine,
+    SiteMachine,
+)
+from deploy.site_host.config import LocalDataSpec
+from deploy.site_host.home_spec import HomeSpec
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job import job_file
+from federation.job.job_keys import key
+from federation.job.spec import JobSpec
+
+_WINDOW = re.compile(r"(\d\d:\d\d)-(\d\d:\d\d) ([A-Za-z0-9_+/-]+)")
+
+# Called with a word for the person who runs the command.
+Tell = Callable[[str], None]
+# Those of site.toml that a site here may have.
+_TABLES = ("data", "compute", "policy", "home")
+# What clouds take in a label's value.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+# What of a cloud's machine is not on this host.
+_OF_MACHINES = ("notices", "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWindow:
+    """Hours of every day.
+
+    Attributes:
+        begin: When it opens.
+        end: When it closes; before ``begin`` for a window over midnight.
+        zone: Whose time.
+    """
+
+    begin: time
+    end: time
+    zone: ZoneInfo
+
+    def opens(self, now: float) -> float:
+        """When machines may be started: ``now`` if it is open, in seconds since 1970.
+
+        Days on which the clocks change count as the zone's rules say.
+        """
+        here = datetime.fromtimestamp(now, UTC).astimezone(self.zone)
+        at = here.time().replace(tzinfo=None)
+        if self.begin <= self.end:
+            is_open = self.begin <= at < self.end
+        else:
+            is_open = at >= self.begin or at < self.end
+        if is_open:
+            return now
+        day = here.date() if at < self.begin else here.date() + timedelta(days=1)
+        begin = datetime.combine(day, self.begin, tzinfo=self.zone)
+        if begin.timestamp() <= now:  # In the hour that comes twice.
+            begin = begin.replace(fold=1)
+        return begin.timestamp()
+
+    def text(self, seconds: float) -> str:
+        """Write a time as people of the place do."""
+        here = datetime.fromtimestamp(seconds, UTC).astimezone(self.zone)
+        return f"{here:%Y-%m-%d %H:%M} {self.zone.key}"
+
+
+def parse_window(text: str, *, key: str) -> StartWindow | None:
+    """Read a window; None for an empty text.
+
+    Raises:
+        JobError: It is no window, or its zone is not known here.
+    """
+    if not text:
+        return None
+    found = _WINDOW.fullmatch(text)
+    refusal = JobError(
+        f"{text!r:.100} is no window: write it as '22:00-06:00 Europe/Berlin'", key=key
+    )
+    if found is None:
+        raise refusal
+    try:
+        begin, end = (time.fromisoformat(found[group]) for group in (1, 2))
+    except ValueError as error:
+        raise refusal from error
+    if begin == end:
+        raise JobError(f"{text!r} is empty: its hours must differ", key=key)
+    try:
+        zone = ZoneInfo(found[3])
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise JobError(
+            f"{found[3]!r} is no time zone that this machine knows: name one such as "
+            "Europe/Berlin or UTC",
+            key=key,
+        ) from error
+    return StartWindow(begin=begin, end=end, zone=zone)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSpec:
+    """When machines may be started. Those that run, and replacements, do not wait.
+
+    Attributes:
+        window: Hours of every day in the time of a place, for example `22:00-06:00
+            Europe/Berlin`; by default, at any time.
+        max_spot_dollars_per_hour: What an hour of each spot machine of a cloud may cost
+            when machines are started: the highest of its zones now on AWS; on Google
+            Cloud, which publishes no such prices, that of the price table. None for
+            any price.
+        at_latest_hours: After so many hours of waiting, prices no longer count, and the
+            window alone does. The hours count from the first `crossfed up` that waits
+            to the first that starts machines, or to `crossfed down`. None to wait for
+            as long as it takes.
+        machine_minutes: How long a machine takes from its request until its site
+            works: installation and takeover. `crossfed up --keep` counts it for each
+            move before a deadline and for each change of size.
+    """
+
+    window: str = ""
+    max_spot_dollars_per_hour: float | None = key(default=None, above=0.0)
+    at_latest_hours: float | None = key(default=None, above=0.0)
+    machine_minutes: float = key(default=15.0, above=0.0, high=600.0)
+
+
+def check_start(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
+    """Refuse conditions of a start that could hold back nothing.
+
+    Args:
+        start: The table.
+        sites: Sites of the file.
+
+    Raises:
+        JobError: A key is missing, wrong or without effect.
+    """
+    parse_window(start.window, key="start.window")
+    clouds = [site for site in sites if site.provider in CLOUDS]
+    spots = [site for site in clouds if site.machine.market == Market.SPOT.value]
+    has_price = start.max_spot_dollars_per_hour is not None
+    for name, is_wrong, why in (
+        (
+            "max_spot_dollars_per_hour",
+            has_price and not spots,
+            "is for spot machines of clouds, and no site has one",
+        ),
+        (
+            "at_latest_hours",
+            start.at_latest_hours is not None and not has_price,
+            "has no effect without a ceiling: the window always counts",
+        ),
+    ):
+        if is_wrong:
+            raise JobError(why, key=f"start.{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSpec:
+    """What machines of clouds install: a wheel or a container image, and not both.
+
+    Attributes:
+        wheel: URL of a wheel of crossfed: `https://`, `s3://BUCKET/KEY` or
+            `gs://BUCKET/KEY`, which the machines' own identities may read.
+        sha256: Digest of the wheel, 64 hexadecimal digits.
+        extras: Extras of crossfed to install with it; that of the machine's cloud is
+            added.
+        image: Container image of a site with its digest, `NAME@sha256:...`.
+    """
+
+    wheel: str = ""
+    sha256: str = ""
+    extras: tuple[str, ...] = ("flower",)
+    image: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFile:
+    """A deployment.
+
+    Attributes:
+        name: Name of the deployment. All machines carry it as a label, by which
+            `crossfed down` finds them; lower-case letters, digits and hyphens, at most
+            40.
+        job: The job file, relative to this file.
+        organisation: Who operates the aggregator and the sites.
+        max_hours: Every machine ends by itself after so many hours, even if no one is
+            left to end it.
+        max_dollars: What all its machines may cost together, in all its runs. Each ends
+            by itself when all of them would have spent it, and `crossfed up --keep`
+            ends them when it is spent. Needs prices that are younger than 90 days. None
+            for no budget.
+        deadline_hours: The run should be done so many hours after it has begun:
+            `crossfed up --keep` then moves spot machines of sites with a home to
+            machines on demand while there is time to, and before that to cheaper
+            zones. None for no deadline.
+        prices: Price table, relative to this file, in place of that of the release; for
+            example one that `tools/refresh_prices.py` has written.
+        start: When `crossfed up` may start machines.
+        folder: Folder for keys, runs and the state of local sites, relative to this
+            file; by default `deployments/NAME`.
+        aggregator: Where the aggregator runs.
+        sites: Sites to start, one `[[sites]]` table each. Other sites of the job
+            join with their own operators.
+        exchange: As `[exchange]` in `aggregator.toml` and every `site.toml`.
+        release: What machines of clouds install.
+        platforms: As `[platforms]` in `aggregator.toml`.
+    """
+
+    name: str
+    job: str
+    organisation: str = ""
+    max_hours: float = key(default=12.0, above=0.0, high=24.0 * 30)
+    max_dollars: float | None = key(default=None, above=0.0)
+    deadline_hours: float | None = key(default=None, above=0.0)
+    prices: str = ""
+    start: StartSpec = StartSpec()
+    folder: str = ""
+    aggregator: AggregatorMachine = AggregatorMachine()
+    sites: tuple[SiteMachine, ...]
+    exchange: ExchangeSpec = ExchangeSpec()
+    release: ReleaseSpec = ReleaseSpec()
+    platforms: PlatformsSpec = PlatformsSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentPlan:
+    """A deployment file, with its paths made whole.
+
+    Attributes:
+        file: What was read.
+        path: Where from.
+        folder: Keys, runs and the state of local sites.
+        job: The job file.
+        settings: For each site, the tables of its ``site.toml`` as they were written:
+            ``data``, ``compute``, ``policy`` and ``exchange``.
+        exchange: The table ``exchange`` of every party, in one of that name; empty if
+            there is none.
+        platforms: The same of the table ``platforms``, for the aggregator alone.
+        prices: The price table; None for that of this release.
+    """
+
+    file: DeploymentFile
+    path: Path
+    folder: Path
+    job: Path
+    settings: Mapping[str, Mapping[str, Any]]
+    exchange: Mapping[str, Any]
+    platforms: Mapping[str, Any] = field(default_factory=dict)
+    prices: Path | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its aggregator is a pod, which starts its sites."""
+        return self.file.aggregator.provider == KUBERNETES
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is what that pod reads, in the cluster of its sites."""
+        return not self.has_head and any(
+            site.machine.cluster.context == IN_CLUSTER for site in self.file.sites
+        )
+
+
+def load(path: Path) -> DeploymentPlan:
+    """Read a deployment file.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    file = _addressed(job_file.load_table(path, DeploymentFile, _check))
+    document = job_file.read_toml(path)
+    shared = {name: document[name] for name in ("exchange",) if name in document}
+    # In one order: a node whose settings read differently is replaced.
+    settings = {
+        table["name"]: {**shared, **{n: table[n] for n in _TABLES if n in table}}
+        for table in document["sites"]
+    }
+    # A link to the file means the same deployment.
+    here = path.resolve().parent
+    folder = here / (file.folder or f"deployments/{file.name}")
+    return DeploymentPlan(
+        file=file,
+        path=path,
+        # Without "..", since both are shown. The folder itself may be a link, which
+        # is for others to refuse.
+        folder=folder.parent.resolve() / folder.name,
+        job=(here / file.job).resolve(),
+        settings=settings,
+        exchange=shared,
+        platforms={n: document[n] for n in ("platforms",) if n in document},
+        prices=here / file.prices if file.prices else None,
+    )
+
+
+def _addressed(file: DeploymentFile) -> DeploymentFile:
+    """The file with the address of an aggregator in a pod, if it states none."""
+    machine = file.aggregator
+    if machine.provider != KUBERNETES or machine.address:
+        return file
+    address = machine_spec.head_address(file.name, machine.cluster.namespace)
+    return replace(file, aggregator=replace(machine, address=address))
+
+
+def load_job(plan: DeploymentPlan) -> JobSpec:
+    """Read the job of a deployment.
+
+    Raises:
+        JobError: It cannot be read, or is not one that can be run; the message names
+            the job file.
+    """
+    try:
+        return job_file.load(plan.job)
+    except JobError as error:
+        if str(plan.job) in error.reason:
+            raise
+        raise JobError(f"{plan.job}: {error}") from error
+
+
+def _check(file: DeploymentFile) -> None:
+    if not _NAME.fullmatch(file.name):
+        raise JobError(
+            "must be 1 to 40 lower-case letters, digits and hyphens, and begin with a "
+            "letter: clouds take nothing else as a label",
+            key="name",
+        )
+    machine_spec.check_addresses(file.aggregator)
+    _check_paths(file)
+    _check_names(file)
+    machine_spec.check_aggregator(file.aggregator, file.sites, prices=file.prices)
+    check_start(file.start, file.sites)
+    has_deadline = file.deadline_hours is not None
+    for index, site in enumerate(file.sites):
+        machine_checks.check_site(site, f"sites[{index}]", has_deadline=has_deadline)
+    exchange.check(file.exchange)
+
+
+def _check_paths(file: DeploymentFile) -> None:
+    paths = (
+        ("job", file.job),
+        ("folder", file.folder),
+        ("prices", file.prices),
+    )
+    for name, text in paths:
+        if "\0" in text or (name == "job" and not text):
+            raise JobError(f"{text!r:.200} is no path", key=name)
+
+
+def _check_names(file: DeploymentFile) -> None:
+    names = [site.name for site in file.sites]
+    if not names:
+        raise JobError("name at least one site to start", key="sites")
+    for index, name in enumerate(names):
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise JobError(str(error), key=f"sites[{index}].name") from None
+        if name in names[:index]:
+            raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
+
+
+def on_this_host(plan: DeploymentPlan) -> DeploymentPlan:
+    """Have a deployment run on this host, whatever its sites' providers are.
+
+    Sites that the file has on this host keep their form and their data. Others have the
+    part of the job's dataset that a simulation gives them.
+    """
+    file = plan.file
+    settings = {
+        site.name: _local_settings(site, plan.settings[site.name])
+        for site in file.sites
+    }
+    return replace(
+        plan,
+        file=replace(
+            file,
+            sites=tuple(map(_local_site, file.sites)),
+            aggregator=AggregatorMachine(
+                connect_seconds=file.aggregator.connect_seconds
+            ),
+            max_dollars=None,
+            deadline_hours=None,
+            start=StartSpec(),
+            exchange=ExchangeSpec(),
+            platforms=type(file.platforms)(),
+        ),
+        # No deployment's name has a dot: it is the folder of no other one.
+        folder=Path(f"{plan.folder}.local"),
+        settings=settings,
+        exchange={},
+        platforms={},
+    )
+
+
+def _local_site(site: SiteMachine) -> SiteMachine:
+    if site.provider == LOCAL:
+        return replace(site, home=HomeSpec())
+    return replace(
+        site,
+        provider=LOCAL,
+        machine=CloudMachine(),
+        data=LocalDataSpec(name=site.data.name),
+        compute=replace(site.compute, notices="none", gpus=0),
+        home=HomeSpec(),
+        sizes=(),
+        dollars_per_hour=None,
+        on_demand_dollars_per_hour=None,
+        dollars_per_gigabyte=None,
+    )
+
+
+def _local_settings(site: SiteMachine, tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tables of ``site.toml`` that a rehearsal takes over."""
+    kept = {name: tables[name] for name in ("compute", "policy") if name in tables}
+    if site.provider == LOCAL:
+        return {**kept, **({"data": tables["data"]} if "data" in tables else {})}
+    if "compute" in kept:
+        kept["compute"] = {
+            name: value
+            for name, value in kept["compute"].items()
+            if name not in _OF_MACHINES
+        }
+    if "name" in tables.get("data", {}):
+        kept["data"] = {"name": tables["data"]["name"]}
+    return kept

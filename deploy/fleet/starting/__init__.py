@@ -1,1 +1,0 @@
-"""From the launch of a machine until its site is ready."""

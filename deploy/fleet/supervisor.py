@@ -1,0 +1,457 @@
+"""``crossfed up --keep``: replace nodes that have gone, until the run has ended.
+
+The same reconciliation as ``crossfed up``, repeated. It never works against another
+command: it does nothing while one holds the deployment's folder, and ends when
+``crossfed down`` was given. What bills is ended when the budget is spent or the hours
+are over, and when the run has ended.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+
+from cloud_adapters.compute.pool import Node, NodeState, all_gone, log_of
+from cloud_adapters.compute.refusals import PASSING
+from deploy.fleet import down, spending, state
+from deploy.fleet.boot_status import Starts, starts_of
+from deploy.fleet.loop import MOST_RETRY_SECONDS, RETRY_SECONDS
+from deploy.fleet.machine_spec import LOCAL
+from deploy.fleet.placement import Placement
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE, SITE_PREFIX
+from deploy.fleet.sizes import Sizer
+from deploy.fleet.spec import DeploymentPlan, Tell
+from deploy.fleet.state import Deployment
+from federation import folder_lock
+from federation.errors import ComputeError, JobError
+from privacy.keystream import RandomBytes
+
+_HOUR = 3600.0
+_WRITE_SECONDS = 60.0
+# Between two looks at the limits while a service refuses.
+_LIMITS_SECONDS = 10.0
+
+# Starts what a deployment lacks, as ``bring_up`` does.
+Restore = Callable[[Deployment], object]
+
+LOOK_SECONDS = 2.0
+"""Between two looks at the nodes."""
+
+
+class Keeper:
+    """Keeps the nodes of one deployment."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        restore: Restore,
+        *,
+        hourly: Mapping[str, float],
+        random_bytes: RandomBytes,
+        tell: Tell,
+        placement: Placement | None = None,
+        sizer: Sizer | None = None,
+        pause: Callable[[], None] = lambda: None,
+        starts: Starts | None = None,
+    ) -> None:
+        """Begin with a deployment that has just been brought up.
+
+        Args:
+            deployment: What is wanted.
+            restore: Brings it up again.
+            hourly: Dollars of an hour of each role's machine; empty without a budget.
+            random_bytes: ``os.urandom``.
+            tell: Called with a word about every step.
+            placement: Chooses between spot and on demand, if there is a deadline.
+            sizer: Decides on sizes of machines, if any site states several.
+            pause: Asks the run to pause after its round, so that machines can change.
+            starts: What is known of starts of machines; None for nothing yet.
+        """
+        self._starts = starts or starts_of(deployment, tell)
+        self._placement = placement
+        self._sizer, self._ask_to_pause = sizer, pause
+        # Machines that are wanted when the run has paused.
+        self._resized: DeploymentPlan | None = None
+        self._plan, self._clock = deployment.plan, deployment.clock
+        self._pools = deployment.pools
+        self._seen: Sequence[Node] = ()
+        self._restore, self._hourly = restore, hourly
+        # A table that becomes too old in the middle of a run must not end it.
+        self._priced_at = deployment.clock.now()
+        self._random_bytes, self._tell = random_bytes, tell
+        self._spending = spending.read(self._plan.folder)
+        self._since: float | None = None
+        self._written = -_WRITE_SECONDS
+        self._told, self._is_moving = "", False
+        # Names of roles whose loss was reported, until they are filled again.
+        self._gone = ""
+        self._next_try, self._pause = 0.0, RETRY_SECONDS
+
+    def look(self, nodes: Sequence[Node]) -> None:
+        """Do what has to be done about the nodes that there are.
+
+        Raises:
+            ComputeError: The budget is spent, the hours are over, or another command
+                has ended the deployment.
+        """
+        self._starts.look(nodes)
+        if self._is_within_limits(nodes):
+            self._replace(nodes)
+            self._decide_sizes(self._clock.now())
+
+    def _is_within_limits(self, nodes: Sequence[Node]) -> bool:
+        """Count what machines cost; end them if a limit is reached.
+
+        Returns:
+            False if they are to be ended, but another command works on them.
+        """
+        now, self._seen = self._clock.now(), nodes
+        alive = [node for node in nodes if node.state is not NodeState.GONE]
+        if self._since is None and alive:
+            self._since = min(node.launched for node in alive)
+        self._count(nodes, now)
+        limit, spent = self._plan.file.max_dollars, self._spending.dollars
+        if limit is not None and (spent >= limit or self._is_used_up(limit, alive)):
+            self._end(
+                f"the budget is spent: ${spent:,.2f} of max_dollars = {limit:g}. Raise "
+                "it and run crossfed up again, which resumes the run"
+            )
+        elif self._is_over(now):
+            self._end(
+                f"max_hours = {self._plan.file.max_hours:g} are over: run crossfed up "
+                "again, which resumes the run"
+            )
+        else:
+            return True
+        return False
+
+    def _is_used_up(self, limit: float, alive: Sequence[Node]) -> bool:
+        """Whether nothing works, and the rest of the budget launches nothing.
+
+        Machines end by themselves when it is spent, which may be a little before: then
+        it is never reached. A head does not end itself.
+        """
+        if any(node.labels.get(ROLE) != HEAD for node in alive):
+            return False
+        left = spending.rest_seconds(limit, self._spending, alive, self._hourly)
+        return left is not None and left < spending.LEAST_SECONDS
+
+    def resume(self) -> None:
+        """Change machines as decided, while no round runs; resume the run.
+
+        A machine that cannot be had is not asked for again: the old one stays, which
+        ends only when the new one is launched. If a service fails then, too, the run
+        waits for it, within the budget and the hours.
+
+        Raises:
+            ComputeError: Another command has ended the deployment, or a limit is
+                reached and all machines were ended.
+        """
+        old, new = self._plan, self._resized
+        if new is None:
+            self._try_to_resume()  # A command that is gone asked for the pause.
+            return
+        self._resized = None
+        changed = {
+            f"{SITE_PREFIX}{after.name}"
+            for before, after in zip(old.file.sites, new.file.sites, strict=True)
+            if before != after
+        }
+        self._plan = new
+        self._hourly = spending.budget_prices(new, now=self._priced_at)
+        try:
+            self._bring_up(changed)
+        except _TakenDown:
+            raise
+        except (ComputeError, JobError) as error:
+            self._plan = old
+            self._hourly = spending.budget_prices(old, now=self._priced_at)
+            if self._sizer is not None:
+                self._sizer.refused(old, new, str(error))
+            self._tell(f"{old.file.name}: the machines stay for now: {error}")
+            self._try_to_resume()
+        if self._sizer is not None:
+            self._sizer.changed()
+
+    def _try_to_resume(self) -> None:
+        """Bring up the machines of the present plan, until that succeeds."""
+        while True:
+            try:
+                self._bring_up(set())
+            except _TakenDown:
+                raise
+            except (ComputeError, JobError) as error:
+                self._retry(f"{self._plan.file.name}: not resumed: {error}")
+                self._await_next_try()
+                # A spot machine that is not available may no longer come in time.
+                self._place(self._listed())
+            else:
+                self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
+                return
+
+    def _place(self, nodes: Sequence[Node]) -> None:
+        """Take over what the deadline calls for; a change from before is void then."""
+        if self._placement is None:
+            return
+        plan = self._placement.placed(self._plan, nodes, self._clock.now())
+        if plan != self._plan:
+            self._plan, self._resized = plan, None
+            # What comes costs something else.
+            self._hourly = spending.budget_prices(plan, now=self._priced_at)
+
+    def _await_next_try(self) -> None:
+        """Wait, but not beyond a limit: the machines cost meanwhile."""
+        while (left := self._next_try - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, _LIMITS_SECONDS))
+            self._is_within_limits(self._listed())
+
+    def _listed(self) -> Sequence[Node]:
+        """All nodes; those last seen, which may still cost, if a service fails."""
+        labels = {DEPLOYMENT: self._plan.file.name}
+        try:
+            return [n for pool in self._pools.values() for n in pool.nodes(labels)]
+        except ComputeError:
+            # The next try reports it, if it lasts.
+            return self._seen
+
+    def _bring_up(self, first: set[str]) -> None:
+        with self._opened() as deployment:
+            _check_wanted(deployment)
+            deployment.launch_first = frozenset(first)
+            deployment.held_back = frozenset(self._starts.failed)
+            self._restore(deployment)
+
+    def _decide_sizes(self, now: float) -> None:
+        if self._sizer is None or self._resized is not None:
+            return
+        plan = self._sizer.wanted(self._plan, now)
+        if plan != self._plan:
+            self._resized = plan
+            self._ask_to_pause()
+
+    def end(self) -> None:
+        """End every machine, because the run has ended.
+
+        Raises:
+            ComputeError: A service failed.
+        """
+        with self._opened() as deployment:
+            deployment.note_ended()
+            down.take_down(deployment, any_owner=False, tell=self._tell)
+
+    def _opened(self) -> AbstractContextManager[Deployment]:
+        return state.opened(
+            self._plan, random_bytes=self._random_bytes, clock=self._clock
+        )
+
+    def _count(self, nodes: Sequence[Node], now: float) -> None:
+        before = len(self._spending.machines)
+        self._spending = spending.observed(self._spending, nodes, self._hourly, now)
+        is_due = self._clock.monotonic() - self._written >= _WRITE_SECONDS
+        if is_due or len(self._spending.machines) != before:
+            spending.write(self._plan.folder, self._spending)
+            self._written = self._clock.monotonic()
+
+    def _is_over(self, now: float) -> bool:
+        hours = self._plan.file.max_hours
+        return self._since is not None and now - self._since >= hours * _HOUR
+
+    def _end(self, why: str) -> None:
+        if folder_lock.is_held(self._plan.folder / "lock"):
+            return
+        spending.write(self._plan.folder, self._spending)
+        self.end()
+        raise ComputeError(f"all machines of {self._plan.file.name} were ended: {why}")
+
+    def _replace(self, nodes: Sequence[Node]) -> None:
+        """Bring the deployment up again if a node of it is gone."""
+        if self._placement is not None:
+            self._move(self._placement, nodes)
+        missing = self._missing(nodes)
+        is_early = self._clock.monotonic() < self._next_try
+        if (
+            not (missing or self._is_moving)
+            or is_early
+            or folder_lock.is_held(self._plan.folder / "lock")
+        ):
+            return
+        names = ", ".join(sorted(missing))
+        try:
+            with self._opened() as deployment:
+                _check_wanted(deployment)
+                deployment.held_back = frozenset(
+                    role for role in self._starts.failed if role not in missing
+                )
+                if missing and names != self._gone:
+                    self._tell(f"{names}: gone; to be replaced")
+                self._gone = names
+                self._restore(deployment)
+        except _TakenDown:
+            raise
+        except (ComputeError, JobError) as error:
+            self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
+        else:
+            self._replaced()
+
+    def _move(self, placement: Placement, nodes: Sequence[Node]) -> None:
+        """Take over what the deadline calls for, after the round if it may wait."""
+        now = self._clock.now()
+        plan = placement.placed(self._plan, nodes, now)
+        if plan == self._plan:
+            return
+        if placement.may_wait(self._plan, plan, nodes, now):
+            if self._resized != plan:
+                self._resized = plan
+                self._tell("the run pauses after its round, and machines move then")
+                self._ask_to_pause()
+            return
+        self._resized, self._is_moving, self._plan = None, True, plan
+        # What comes costs something else.
+        self._hourly = spending.budget_prices(plan, now=self._priced_at)
+
+    def _replaced(self) -> None:
+        self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
+        self._gone, self._is_moving = "", False
+        if self._resized is not None:  # It may have resumed a run that had paused.
+            self._ask_to_pause()
+
+    def _missing(self, nodes: Sequence[Node]) -> set[str]:
+        """Roles that a machine may be started for now."""
+        sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
+        missing = {AGGREGATOR, *sites} - {
+            n.labels.get(ROLE, "") for n in nodes if n.state.works
+        }
+        if missing >= sites and all(map(self._starts.is_given_up, sites)):
+            self._end("none of its sites could be started; see above")
+        return {role for role in missing if self._starts.may_replace(role)}
+
+    def _retry(self, message: str) -> None:
+        """Report a refusal once, and try again later."""
+        if message != self._told:
+            self._tell(f"{message}; tried again until it succeeds")
+        self._told = message
+        self._next_try = self._clock.monotonic() + self._pause
+        self._pause = min(2 * self._pause, MOST_RETRY_SECONDS)
+
+
+def _check_wanted(deployment: Deployment) -> None:
+    if deployment.is_ended:
+        raise _TakenDown(
+            f"crossfed down has ended {deployment.name}: it is no longer kept"
+        )
+
+
+class _TakenDown(ComputeError):
+    """Another command has ended the deployment."""
+
+
+class RunWatch:
+    """Reports what keeps nodes from working, each once, while a run is shown."""
+
+    def __init__(self, deployment: Deployment, tell: Tell) -> None:
+        """Begin with what the logs say now, which is not reported.
+
+        Args:
+            deployment: Whose nodes are watched.
+            tell: Called with a word about what keeps one from working.
+        """
+        self.keeper: Keeper | None = None
+        self.starts: Starts = starts_of(deployment, tell)
+        self._deployment, self._tell = deployment, tell
+        self._worked: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
+        self._awaited: set[str] = set()
+        self._next_look = 0.0
+        self._lines: Counter[tuple[str, str]] = Counter()
+        self.read_logs(is_new=False)
+
+    def look(self) -> None:
+        """Report what is new, if the last look is some time ago.
+
+        Raises:
+            ComputeError: The machine of the aggregator, or those of all sites, have
+                ended, and nothing more will happen; one could not start its site; or
+                the keeper ends.
+        """
+        now = self._deployment.clock.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        nodes = self._nodes()
+        if nodes is None:
+            return
+        self._report(nodes)
+        self.read_logs()
+        if self.keeper is None:
+            self.starts.look(nodes)
+            self._check_ended(nodes)
+        else:
+            self.keeper.look(nodes)
+
+    def _nodes(self) -> Sequence[Node] | None:
+        """All nodes; None if a service fails now, which will pass or is kept."""
+        try:
+            return [*chain.from_iterable(self._deployment.listed().values())]
+        except ComputeError as error:
+            if self.keeper is None and not isinstance(error, PASSING):
+                raise
+            self._tell_once("", f"{error}; looked at again until it succeeds")
+            return None
+
+    def _report(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node.trouble and node.state is not NodeState.GONE:
+                self._tell_once(node.id, f"{node.name}: {node.trouble}")
+            if node.ready and node.id in self._awaited:
+                self._awaited.remove(node.id)
+                self._tell(f"{node.name}: ready")
+            elif node.ready is False:
+                self._awaited.add(node.id)
+
+    def _check_ended(self, nodes: Sequence[Node]) -> None:
+        """Refuse to watch what has ended, for example because its time was over."""
+        if failed := self.starts.not_started:
+            raise ComputeError(
+                f"{', '.join(failed)}: not started; the console of its machine is "
+                "above. Fix what it says, and run crossfed up again, which resumes "
+                "the run"
+            )
+        for who, aggregators in (
+            ("the aggregator's machine has", True),
+            ("the machines of all sites have", False),
+        ):
+            ours = [
+                n for n in nodes if (n.labels.get(ROLE) == AGGREGATOR) == aggregators
+            ]
+            if not all_gone(ours):
+                self._worked.add(who)
+            # Services list a new machine late, and some none that is gone.
+            elif aggregators or who in self._worked:
+                why = f" ({ours[-1].trouble})" if ours and ours[-1].trouble else ""
+                raise ComputeError(
+                    f"{who} ended{why}: run crossfed up again, which resumes the run"
+                )
+
+    def _tell_once(self, node_id: str, message: str) -> None:
+        if (node_id, message) not in self._reported:
+            self._tell(message)
+        self._reported.add((node_id, message))
+
+    def read_logs(self, *, is_new: bool = True) -> None:
+        """Report why sites on this host cannot load their data.
+
+        This is for no one else: the operator of these sites runs the command.
+
+        Args:
+            is_new: Whether lines that were not there before are reported.
+        """
+        from deploy.site_host.data import CANNOT_LOAD  # noqa: PLC0415 -- imports torch
+
+        pool = self._deployment.pools[LOCAL]
+        for node in pool.nodes({DEPLOYMENT: self._deployment.name}):
+            lines = log_of(pool, node.id).splitlines()
+            found = Counter(line for line in lines if line.startswith(CANNOT_LOAD))
+            for line, times in found.items():
+                if is_new and times > self._lines[node.id, line]:
+                    self._tell(f"{node.name}: {line}")
+                self._lines[node.id, line] = times

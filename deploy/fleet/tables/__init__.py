@@ -1,1 +1,0 @@
-"""Tables of the deployment file, each with what would be wrong in it."""
