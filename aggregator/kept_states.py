@@ -2,13 +2,15 @@
 
 The aggregator knows what a site has kept by the sums that it was in. A site that lacks
 the state of a task says so, and does not take part in that round; the next round
-then begins with an older state that it has too, or with none.
+then begins with an older state that it has too, or with none. Where that would take
+the personal parts of all sites back to the start, it is left out instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from aggregator.secure_exchange import SecureExchange
+from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.kept_state import KEPT_ROUNDS, keepers
 from federation.job.spec import JobSpec
@@ -36,11 +38,16 @@ class KeptStates:
             for kind in TaskKind
         }
         self._kept = ", ".join(keepers(job, layout))
+        self._has_personal = layout.num_personal > 0
+        secure = job.privacy.secure_aggregation
+        # Groups that are too small lose their part of a round, and others go on.
+        self._needed = job.minimum_sites if secure.groups is None else 0
         # What levels leave out follows from the sum just before, and from no other.
-        self._only_newest = job.privacy.secure_aggregation.levels is not None
+        self._only_newest = secure.levels is not None
         self._named: dict[SiteId, StateName] = {}
         self._behind: set[SiteId] = set()
         self._waited_for: set[SiteId] = set()
+        self._left_out: set[SiteId] = set()
 
     def name(
         self, record: RoundRecord, sites: Sequence[SiteId], kind: TaskKind
@@ -54,6 +61,10 @@ class KeptStates:
 
         Returns:
             The name for each site; empty if they begin with none.
+
+        Raises:
+            SiteError: Sites lack what the others have, which is not given up for
+                them, and too few are left.
         """
         for site in sites:
             self._named.pop(site, None)
@@ -65,7 +76,9 @@ class KeptStates:
         found = _common(known, sites, behind, newest)
         if self._only_newest and found != newest:
             found = None
-        if found != newest:
+        if found is None and newest is not None and self._is_worth(newest):
+            found = self._leave_out(record, sites, behind, newest)
+        elif found != newest:
             lacking = [site for site in behind if newest not in known.get(site, ())]
             start = f"that of round {found.round_index}" if found else "none"
             record.events.warned(
@@ -76,6 +89,51 @@ class KeptStates:
         named = dict.fromkeys(sites, found) if found else {}
         self._named.update(named)
         return named
+
+    def _is_worth(self, newest: StateName) -> bool:
+        """Whether a state holds what sites cannot train again in a few rounds."""
+        return self._has_personal and newest.round_index > KEPT_ROUNDS
+
+    def _leave_out(
+        self,
+        record: RoundRecord,
+        sites: Sequence[SiteId],
+        behind: Sequence[SiteId],
+        newest: StateName,
+    ) -> StateName:
+        """Name a state of the other sites; those that lack it will say so.
+
+        Raises:
+            SiteError: Too few others are left.
+        """
+        known = record.states
+        lost = [site for site in behind if self._only_newest or not known.get(site)]
+        others = [site for site in behind if site not in lost]
+        found = _common(known, sites, others, newest)
+        if found is None:
+            lost, found = list(behind), newest
+        names = ", ".join(lost)
+        reason = (
+            f"round {record.round_index}: {names} lost the state of this run, or never "
+            "had it. All sites of a secure sum begin with the state of one round, and "
+            "without any the personal parts of all sites would begin again"
+        )
+        advice = (
+            "start a new run from this model (model.weights), in which all personal "
+            "parts begin again"
+        )
+        if len(sites) - len(lost) < self._needed:
+            raise SiteError(
+                f"{reason}. Restore the folder of {names} and resume this run, or "
+                f"{advice}"
+            )
+        if not self._left_out.issuperset(lost):
+            record.events.warned(
+                f"{reason}, so the run goes on without {names}. If it must take part, "
+                f"stop the run, restore its folder and resume, or {advice}"
+            )
+            self._left_out.update(lost)
+        return found
 
     def settle(self, record: RoundRecord, exchange: SecureExchange) -> None:
         """Note who has not kept this round's state, once its answers are in.

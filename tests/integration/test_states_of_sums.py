@@ -8,7 +8,7 @@ import pytest
 from support.secure_runs import Run, run, secure_job, silence
 
 from cloud_adapters.storage.memory import MemoryStore
-from federation.errors import QuorumNotMet
+from federation.errors import QuorumNotMet, SiteError
 from federation.events import SiteFailed
 from federation.job.kept_state import KEPT_ROUNDS
 from federation.job.spec import JobSpec
@@ -137,6 +137,38 @@ def test_levels_begin_with_the_newest_state_or_with_none():
     found, sites = watched(kept_job(4, threshold=3, levels=4), fault=_missing(2))
     assert next(each.named for each in sites.values()) == [0, 1, 2, 0]
     assert found.statuses() == ["completed"] * 4
+
+
+def test_personal_parts_are_not_given_up_for_a_site_that_lost_its_own():
+    """The others go on without it; it is named once, and refuses until the end."""
+    lost = KEPT_ROUNDS + 2
+    job = kept_job(lost + 3, threshold=3, model=MLP)
+    found, sites = watched(job, loses_at=lost)
+    assert found.statuses() == ["completed"] * (lost + 3)
+    assert next(each.named for each in sites.values()) == [*range(lost + 3)]
+    assert kinds(found) == [(i, SITE, "no_state") for i in range(lost, lost + 5)]
+    (said,) = [text for text in found.warnings() if "personal parts" in text]
+    assert "goes on without site-1" in said
+    assert "model.weights" in said
+
+
+def test_a_run_that_needs_the_site_stops_until_its_state_is_restored():
+    lost, store = KEPT_ROUNDS + 2, MemoryStore()
+    job, kept = kept_job(lost + 2, model=MLP), dict[str, bytes]()
+
+    def wrap(site: Any) -> Begins:
+        def lose(index: int) -> None:
+            for info in [*store.list(f"sites/{SITE}/state-")] * (index == lost):
+                kept[info.key] = store.read(info.key)
+                store.delete(info.key)
+
+        return Begins(site, lose)
+
+    with pytest.raises(SiteError, match=f"round {lost + 1}: {SITE} lost.*Restore"):
+        run(job, wraps={SITE: wrap}, store=store)
+    for key, content in kept.items():
+        store.put(key, [content])
+    assert run(job, store=store).statuses() == ["completed"] * 2
 
 
 def test_a_site_that_stays_away_takes_no_state_from_the_others():
