@@ -213,6 +213,17 @@ class CoordinatorStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderInUse:
+    """Wait for a process that works in a run's folder.
+
+    Flower takes a coordinator for dead whose host stood still for a minute. It still
+    holds the lock until it notices, and the next one could only make way.
+    """
+
+    handed: QueuedRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
     """Write an outcome for a run that no coordinator will finish."""
 
@@ -436,7 +447,7 @@ def handed_over(root: Path) -> Queue:
 
 def decide(
     handed: Sequence[QueuedRun], flower: Mapping[int, FlowerRun]
-) -> Iterable[CoordinatorStart | GiveUp]:
+) -> Iterable[CoordinatorStart | FolderInUse | GiveUp]:
     """Decide what to do next: sites work on one run at a time, the oldest first.
 
     Args:
@@ -451,11 +462,14 @@ def decide(
             yield _withdraw(one, flower)
             continue
         before = one.coordinator
+        now = None if before is None else flower.get(int(before.flower_run))
+        if now is not None and not now.is_over:
+            return
+        if one.run.is_locked():
+            yield FolderInUse(handed=one)
+            return
         if before is None:
             yield CoordinatorStart(handed=one, fruitless=1)
-            return
-        now = flower.get(int(before.flower_run))
-        if now is not None and not now.is_over:
             return
         fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
         if fruitless <= MAX_FRUITLESS_STARTS:

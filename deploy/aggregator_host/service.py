@@ -36,6 +36,7 @@ from deploy.aggregator_host.enrolment_service import EnrolmentService
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
     DeadCoordinators,
+    FolderInUse,
     GiveUp,
     Outcome,
     QueuedRun,
@@ -288,6 +289,12 @@ class AggregatorService:
         for action in run_queue.decide(queue.runs, control.runs()):
             if isinstance(action, GiveUp):
                 self._give_up(control, action)
+            elif isinstance(action, FolderInUse):
+                run = action.handed.run
+                self._tell_once(
+                    f"run {run.path.name} waits for a process that holds {run.lock}, "
+                    "probably its last coordinator: if it does not end, end it"
+                )
             else:
                 self._start(control, action, action.handed.run)
 

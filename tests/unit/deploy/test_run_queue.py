@@ -12,6 +12,7 @@ from cloud_adapters.flower.facts import FlowerRun
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
+    FolderInUse,
     GiveUp,
     Outcome,
     QueuedRun,
@@ -163,6 +164,23 @@ def test_a_coordinator_that_died_is_replaced(
     (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, flower)
     assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 2
+
+
+@pytest.mark.parametrize("fruitless", [0, 1, run_queue.MAX_FRUITLESS_STARTS])
+def test_no_coordinator_is_started_that_could_only_make_way(
+    tmp_path: Path, fruitless: int
+):
+    """Flower says that the last one is over, but it still holds the folder's lock."""
+    run = handed(tmp_path, "a", 1.0)
+    if fruitless:
+        started(tmp_path, 7, fruitless=fruitless)
+    with run.locked("7"):
+        queue = run_queue.handed_over(tmp_path).runs
+        for flower in ({7: OVER}, {}):
+            (action,) = run_queue.decide(queue, flower)
+            assert isinstance(action, FolderInUse), flower
+    (action,) = run_queue.decide(queue, {7: OVER})
+    assert not isinstance(action, FolderInUse)
 
 
 def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
