@@ -40,7 +40,7 @@ from federation.errors import (
 )
 from federation.events import CheckpointSkipped, Emit
 from federation.ids import SiteId
-from federation.job.job_file import differences
+from federation.job.job_extension import check_same
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import (
     Buffer,
@@ -254,16 +254,9 @@ class RunCheckpoints:
                 f"{manifest.key} belongs to the run {manifest.run_id!r}, not to "
                 f"{self.run_id!r}; resume that run, or start in an empty folder"
             )
-        theirs = dict(manifest.job)
-        if theirs.get("rounds") in self.rounds_before:
-            theirs["rounds"] = self.job.get("rounds")
-        found = differences(self.job, theirs)
-        if found:
-            raise CheckpointMismatch(
-                f"the run was started with a different job: {'; '.join(found)} "
-                f"(there: {manifest.key}). Set these keys back to resume, extend the "
-                "run (--extend ROUNDS) if it is to have more rounds, or start a new run"
-            )
+        check_same(
+            self.job, manifest.job, where=manifest.key, rounds_before=self.rounds_before
+        )
         self.layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 
     def _read_state(self, manifest: Manifest) -> RunState:

@@ -16,6 +16,7 @@ from clients.privacy.ledger_memory import (
     LifetimeBudget,
     LifetimeSpent,
     dataset_of,
+    known_anchor,
     one_budget,
 )
 from clients.privacy.site_memory import FileMemory
@@ -26,11 +27,14 @@ from deploy.site_host import (
 )
 from deploy.site_host.run import LedgerKey
 from federation.errors import FederationError, RunNotFound
+from federation.ids import RunId, SiteId
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.events import PrivacyEvent
+from privacy.dp.ledger.ledger import check_number
 from privacy.dp.ledger.ledger_files import (
     HEAD_NAME,
     LEDGER_NAME,
@@ -43,6 +47,17 @@ from privacy.secagg.agreement import identity
 # Ledgers of a run, from its folder.
 _SITES = "sites"
 PLACES = f"{_SITES}/*/{LEDGER_NAME}"
+
+# Who knows how many charges a ledger held.
+_BY_RECORD = "the run's record knows of no charge that is missing here"
+_BY_MEMORY = (
+    "the site's memory knows of no charge that is missing here; only the run's "
+    "aggregator knows whether both were restored from a backup"
+)
+_BY_NOBODY = (
+    "nothing here knows how many charges it held: a copy that was restored from a "
+    "backup looks the same; the run's aggregator knows"
+)
 
 # Another version's accountant may differ by a little.
 _AGREEMENT = 0.005
@@ -57,12 +72,14 @@ class Finding:
         contents: What it says; None if it is damaged.
         error: What is wrong; empty if it is sound.
         lifetime: What all runs on the data have spent; None if no memory is left.
+        checked: What is known of the number of its charges, beside its own files.
     """
 
     path: Path
     contents: Contents | None
     error: str
     lifetime: LifetimeSpent | None = None
+    checked: str = ""
 
 
 def find(name: str, root: Path) -> list[Path]:
@@ -97,12 +114,14 @@ def find(name: str, root: Path) -> list[Path]:
 
 
 def below(folder: Path) -> list[Path]:
-    """Find the ledgers of a run's folder, also if one of two files is missing."""
+    """Find the ledgers of a run's folder, also those of which files are missing."""
     folders = {
         path.parent
         for left in (LEDGER_NAME, HEAD_NAME)
         for path in folder.glob(f"{_SITES}/*/{left}")
     }
+    if folders:  # Otherwise the sites are machines of their own.
+        folders |= {folder / _SITES / site for site in RunFolder(folder).anchors()}
     return sorted(folder / LEDGER_NAME for folder in folders)
 
 
@@ -131,41 +150,70 @@ def examine(path: Path, key: HeadKey | None = None) -> Finding:
         key: Key of the site, which must have signed its head; None to believe the head.
     """
     try:
+        # Before the ledger, to which a run that goes on adds charges first.
+        known, checked = _known_number(path)
         contents = read_file(path, key)
         _check_place(contents, path)
         _check_sums(contents, path)
+        check_number(contents.charges, contents.terms, known, str(path))
         lifetime = _lifetime(path, contents.terms.run_id)
     except FederationError as error:
         return Finding(path, None, str(error))
-    return Finding(path, contents, "", lifetime)
+    return Finding(path, contents, "", lifetime, checked)
+
+
+def _run_of(path: Path) -> RunFolder | None:
+    """The run that a ledger's place is in; None for a ledger that is elsewhere."""
+    site = path.absolute().parent
+    return RunFolder(site.parents[1]) if site.parent.name == _SITES else None
+
+
+def _site_memory(run: RunFolder) -> FileMemory:
+    """The memory of a deployed site, by the folder of one of its runs."""
+    return FileMemory(run.path.parents[1] / "memory")
 
 
 def _lifetime(path: Path, run_id: str) -> LifetimeSpent | None:
     """Read the memory of the site, or that of a simulated run."""
-    site = path.absolute().parent
-    if site.parent.name != _SITES:
+    run = _run_of(path)
+    if run is None:
         return None
-    run = RunFolder(site.parents[1])
-    for folder in (run.memory / site.name, run.path.parents[1] / "memory"):
-        memory = FileMemory(folder)
+    simulated = FileMemory(run.memory / path.absolute().parent.name)
+    for memory in (simulated, _site_memory(run)):
         dataset = dataset_of(memory, run_id)
         if dataset is not None:
             return ledger_memory.lifetime(memory, LifetimeBudget(dataset=dataset))
     return None
 
 
+def _known_number(path: Path) -> tuple[LedgerAnchor, str]:
+    """How many charges a ledger is known to have held, and who knows it.
+
+    A ledger that was restored from a backup, with its head, looks whole.
+    """
+    run = _run_of(path)
+    if run is not None and run.exists():
+        site = SiteId(path.absolute().parent.name)
+        return run.anchors().get(site, NO_ANCHOR), _BY_RECORD
+    if run is not None:
+        anchor = known_anchor(_site_memory(run), RunId(run.path.name))
+        if anchor != NO_ANCHOR:
+            return anchor, _BY_MEMORY
+    return NO_ANCHOR, _BY_NOBODY
+
+
 def _check_place(contents: Contents, path: Path) -> None:
     """Check that a ledger in a run's folder is of that run, and of that site."""
-    folder = path.absolute().parent
-    if folder.parent.name != _SITES:
+    run, site = _run_of(path), path.absolute().parent.name
+    if run is None:
         return  # It is elsewhere, a copy or a site's own: any run's will do.
     terms = contents.terms
-    if terms.site != folder.name:
+    if terms.site != site:
         raise LedgerDamaged(
             f"{path} is the ledger of site {terms.site!r}: restore that of site "
-            f"{folder.name!r}, whose spending is unknown"
+            f"{site!r}, whose spending is unknown"
         )
-    run_id = RunFolder(folder.parents[1]).run_id()
+    run_id = run.run_id()
     if run_id is not None and terms.run_id != run_id:
         raise LedgerDamaged(
             f"{path} is the ledger of run {terms.run_id}, but this is run {run_id}: "
@@ -206,6 +254,7 @@ def facts(finding: Finding) -> dict[str, Any]:
         "num_recoveries": contents.num_recoveries,
         "torn_bytes": contents.torn_bytes,
         "head": contents.hashes[-1],
+        "checked": finding.checked,
         "spent": {
             purpose: _spent(contents, purpose)
             for purpose in PURPOSES
@@ -261,6 +310,7 @@ def lines(finding: Finding) -> Iterator[str]:
     known = facts(finding)
     yield f"site        {known['site']}"
     yield f"ledger      {known['file']}: sound, {finding.contents.seq} entries"
+    yield f"charges     {finding.checked}"
     yield f"run         {known['run_id']}"
     yield f"unit        {known['unit']}; neighbours: {known['relation']}"
     yield f"sampling    {known['sampling']}"

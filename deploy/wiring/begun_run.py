@@ -1,11 +1,15 @@
 """Which run a folder belongs to, and who may continue it."""
 
 import contextlib
+import tomllib
 
 from aggregator.checkpoint_objects import BadCheckpoint, CheckpointObjects
 from cloud_adapters.storage.disk.store import LocalStore
 from federation.errors import CheckpointMismatch
 from federation.ids import RunId
+from federation.job import job_digest
+from federation.job.job_extension import check_same
+from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import DEPLOYED
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, is_begun, read_file
@@ -46,6 +50,29 @@ def check_engine(run: RunFolder, engine: str) -> None:
             f"{run.path} was started with --engine {min(odd)}, and not {engine}: "
             f"resume it with --engine {min(odd)}, or choose another folder with --out"
         )
+
+
+def check_job(run: RunFolder, job: JobSpec) -> None:
+    """Refuse to continue a run with another job than its own.
+
+    A job file that is missing or damaged is written again when the run starts; what
+    the run's checkpoints and ledgers say of its job is still checked then.
+
+    Raises:
+        CheckpointMismatch: The jobs differ; the message names every key that does.
+        CorruptObject: The run's record is damaged.
+        StoreUnavailable: The record cannot be read.
+    """
+    try:
+        kept = tomllib.loads(run.job.read_text("utf-8"))
+    except (OSError, ValueError):
+        return
+    check_same(
+        job_digest.deciding(job),
+        job_digest.what_decides(kept),
+        where=str(run.job),
+        rounds_before=[one.rounds_before for one in run.extensions()],
+    )
 
 
 def begun_id(run: RunFolder) -> RunId | None:

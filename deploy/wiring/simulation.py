@@ -19,8 +19,13 @@ from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
-from deploy.wiring import extension, parts as wiring, run_store, virtual_engine
-from deploy.wiring.begun_run import begun_id, check_engine
+from deploy.wiring import (
+    begun_run,
+    extension,
+    parts as wiring,
+    run_store,
+    virtual_engine,
+)
 from deploy.wiring.rehearsal import (
     Rehearsal,
     dropout_notice,
@@ -213,6 +218,9 @@ def _run_folder(
     _check_folder(run, engine=engine, resume=resume)
     if run is not None and extend:
         extension.check(job, run)
+    elif run is not None and resume:
+        # Before ledgers and checkpoints, which name fewer of the keys that differ.
+        begun_run.check_job(run, job)
     return run
 
 
@@ -233,7 +241,7 @@ def _check_folder(run: RunFolder | None, *, engine: str, resume: bool) -> None:
             f"{run.path} already holds run {run.run_id() or '(not started)'}; add "
             "--resume to continue it, or choose another folder with --out"
         )
-    check_engine(run, engine)
+    begun_run.check_engine(run, engine)
 
 
 def _log_failure(place: str, error: Exception) -> None:
@@ -316,7 +324,9 @@ class _Simulation:
         if run is None:
             self._run_id = new_run_id(now, os.urandom(3))
         else:
-            self._run_id = run.run_id() or begun_id(run) or run.new_run_id(now)
+            self._run_id = (
+                run.run_id() or begun_run.begun_id(run) or run.new_run_id(now)
+            )
         self._private: PrivateSites | None = None
         if self._job.privacy.differential_privacy.enabled:
             self._private = PrivateSites(

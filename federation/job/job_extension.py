@@ -1,9 +1,41 @@
-"""More rounds for a started run: the only change of a job that a run allows."""
+"""Which changes of its job a started run allows: more rounds, and no others."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from federation.errors import CheckpointMismatch
 from federation.job import job_digest
 from federation.job.job_file import differences
 from federation.job.spec import JobSpec
+
+
+def check_same(
+    mine: Mapping[str, Any],
+    kept: Mapping[str, Any],
+    *,
+    where: str,
+    rounds_before: Collection[int] = (),
+) -> None:
+    """Check that a run is resumed with the job that it was started with.
+
+    Args:
+        mine: The job that resumes it, as ``job_digest.deciding`` returns it.
+        kept: The job that is kept with the run, without irrelevant keys too.
+        where: The file that keeps it.
+        rounds_before: Numbers of rounds that the job had before it was extended.
+
+    Raises:
+        CheckpointMismatch: They differ; the message names every key that does.
+    """
+    if kept.get("rounds") in rounds_before:
+        kept = {**kept, "rounds": mine.get("rounds")}
+    found = differences(mine, kept)
+    if found:
+        raise CheckpointMismatch(
+            f"the run was started with a different job: {'; '.join(found)} (there: "
+            f"{where}). Set these keys back to resume, extend the run (--extend "
+            "ROUNDS) if it is to have more rounds, or start a new run"
+        )
 
 
 def check_extension(before: JobSpec, after: JobSpec) -> None:

@@ -21,6 +21,7 @@ from support.without_report import simulate
 from clients.models.model_pool import ModelPool
 from deploy.cli import commands as cli
 from deploy.site_host.agent import SiteAgent
+from federation.errors import CheckpointMismatch
 from federation.events import SiteAnswered
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -32,7 +33,7 @@ from federation.messages import (
     TaskKind,
 )
 from monitoring.runs.run_result import RunResult
-from privacy.dp.errors import LedgerBehind
+from privacy.dp.errors import LedgerBehind, LedgerMismatch
 from privacy.dp.ledger.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
 from privacy.membership.introduction import SiteAnchor
 from privacy.secagg.agreement.identity import Label
@@ -135,6 +136,56 @@ def test_ledger_that_is_put_back_is_refused(tmp_path: Path):
     recovered = read_file(run / "sites" / NAME / LEDGER_NAME).charges
     assert [c.round_index for c in recovered if c.purpose == "train"] == [1, 0]
     assert simulate(job, folder=run, resume=True).rounds_completed == 4
+
+
+@pytest.mark.parametrize("loss", ["put back", "deleted"])
+def test_reader_names_a_ledger_that_resume_would_refuse(
+    tmp_path: Path, loss: str, capsys: pytest.CaptureFixture[str]
+):
+    """The run's record knows how many charges the site has made."""
+    run = tmp_path / "run"
+    begun(run, private_job(), rounds=1)
+    backup = shutil.copytree(run / "sites" / NAME, tmp_path / "backup")
+    simulate(private_job(), folder=run, resume=True, stop_requested=ends_after(1))
+    assert cli.main(["ledger", str(run)]) == 0
+    assert capsys.readouterr().out.count("charges     the run's record") == 2
+    shutil.rmtree(run / "sites" / NAME)
+    if loss == "put back":
+        shutil.copytree(backup, run / "sites" / NAME)
+    assert cli.main(["ledger", str(run)]) == 1
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("DAMAGED")
+    assert ("holds 1 charges" if loss == "put back" else "No such file") in first
+    assert "sites/site-1/ledger.jsonl: sound" in second
+    # Elsewhere nothing tells a copy from the newest one, and the output admits it.
+    assert cli.main(["ledger", str(backup)]) == 0
+    assert "nothing here knows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [private_job, secret_job])
+def test_an_edited_job_is_refused_by_its_keys(
+    tmp_path: Path, make: Callable[[], JobSpec]
+):
+    """The ledger only knows that another job opens it."""
+    run, job = tmp_path / "run", make()
+    begun(run, job, rounds=1)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    dp = replace(job.privacy.differential_privacy, target_epsilon=7.5)
+    optimizer = replace(job.training.optimizer, lr=0.25)
+    edited = replace(
+        job,
+        training=replace(job.training, optimizer=optimizer),
+        privacy=replace(job.privacy, differential_privacy=dp),
+    )
+    keys = r"target_epsilon: 7\.5 here, 8\.0 there.*lr: 0\.25 here, 0\.5 there"
+    with pytest.raises(CheckpointMismatch, match=keys):
+        simulate(edited, folder=run, resume=True)
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert after == before
+    (run / "job.toml").unlink()
+    with pytest.raises(LedgerMismatch, match="job_digest"):
+        simulate(edited, folder=run, resume=True)
+    assert simulate(job, folder=run, resume=True).status == "completed"
 
 
 def test_whole_run_is_charged_once(tmp_path: Path):
@@ -248,6 +299,24 @@ def test_deployed_site_remembers_a_deleted_ledger(site: Deployed):
     assert isinstance(answer, SiteUpdate)
     assert answer.spent is not None
     assert answer.spent.anchor == LedgerAnchor(train=3, evaluate=3)
+
+
+def test_reader_asks_the_memory_of_a_deployed_site(
+    site: Deployed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Which is in another folder; what was restored with it, it cannot know."""
+    site.agent.close()
+    backup = shutil.copytree(site.ledger, tmp_path / "backup")
+    site.restart()
+    assert isinstance(site.ask(), SiteUpdate)
+    site.agent.close()
+    arguments = ["ledger", RUN_ID, "--config", str(site.folder / "site.toml")]
+    assert cli.main(arguments) == 0
+    assert "charges     the site's memory" in capsys.readouterr().out
+    shutil.rmtree(site.ledger)
+    shutil.copytree(backup, site.ledger)
+    assert cli.main(arguments) == 1
+    assert "holds 2 charges of training" in capsys.readouterr().out
 
 
 def test_deleted_folder_of_a_run_is_recovered(site: Deployed):

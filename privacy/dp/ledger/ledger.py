@@ -30,7 +30,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -192,26 +192,47 @@ class _Account:
         )
 
     def anchor(self) -> LedgerAnchor:
-        counts = Counter(charge.purpose for charge in self.charges)
-        return LedgerAnchor(train=counts["train"], evaluate=counts["evaluate"])
+        return _anchor(self.charges)
 
     def check_anchor(self, anchor: LedgerAnchor, name: str) -> None:
-        here = self.anchor()
-        if anchor.is_within(here):
-            return
-        raise LedgerBehind(
-            f"{name} holds {here.train} charges of training and {here.evaluate} of "
-            f"evaluation, but site {self.terms.site!r} is known to have made "
-            f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: charges "
-            "are missing, as after a file was deleted or restored from a backup, so "
-            f"nothing is released. Restore the newest ledger. {ledger_files.RECOVER}"
-        )
+        check_number(self.charges, self.terms, anchor, name)
 
     def add(self, charge: Charge) -> None:
         """Count a charge that was made."""
         self.charges.append(charge)
         self._curves[charge.purpose].add(charge.event)
         self.seq, self.time = charge.seq, charge.time
+
+
+def _anchor(charges: Iterable[Charge]) -> LedgerAnchor:
+    counts = Counter(charge.purpose for charge in charges)
+    return LedgerAnchor(train=counts["train"], evaluate=counts["evaluate"])
+
+
+def check_number(
+    charges: Iterable[Charge], terms: Terms, anchor: LedgerAnchor, name: str
+) -> None:
+    """Check that a ledger holds every charge that its site is known to have made.
+
+    Args:
+        charges: The charges that it holds.
+        terms: Name the site and the run in the error.
+        anchor: How many the site is known to have made.
+        name: What the error calls the ledger.
+
+    Raises:
+        LedgerBehind: It holds fewer.
+    """
+    here = _anchor(charges)
+    if anchor.is_within(here):
+        return
+    raise LedgerBehind(
+        f"{name} holds {here.train} charges of training and {here.evaluate} of "
+        f"evaluation, but site {terms.site!r} is known to have made "
+        f"{anchor.train} and {anchor.evaluate} in run {terms.run_id}: charges are "
+        "missing, as after a file was deleted or restored from a backup, so nothing is "
+        f"released. Restore the newest ledger. {ledger_files.RECOVER}"
+    )
 
 
 _WHAT = {"train": "training records", "evaluate": "held-out records"}
