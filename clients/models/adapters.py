@@ -12,6 +12,7 @@ from federation.job.adapters import Factors
 
 _KEY = "model.options"
 _AXES = 2  # Of the factors of a linear layer.
+_ALL = "all-linear"  # What peft calls all linear layers but the head.
 _METHODS = ("ffa", "plain", "fedex", "svd")
 # Classes of transformers by the end of their names, and what peft calls their task.
 _TASKS = {
@@ -26,7 +27,7 @@ def with_lora(
     *,
     rank: int = 8,
     alpha: float | None = None,
-    targets: list[str] | str = "all-linear",
+    targets: list[str] | str = _ALL,
     train: list[str] | None = None,
     dropout: float = 0.0,
     dora: bool = False,
@@ -47,7 +48,7 @@ def with_lora(
         model: A model of transformers, or any that peft takes.
         rank: Rank of the adapters.
         alpha: Numerator of their scale ``alpha / rank``; twice the rank by default.
-        targets: Names of layers; ``all-linear`` for all but the head.
+        targets: Names of layers, or one of them; ``all-linear`` for all but the head.
         train: Names of layers that are trained as they are.
         dropout: Share of the adapters' inputs that is set to zero in training.
         dora: Train the magnitude of the weights as well (arXiv:2402.09353); ``plain``
@@ -61,7 +62,10 @@ def with_lora(
     key = f"{_KEY}.lora"
     _check_method(method, dora=dora)
     _check_layers(model, train or (), key=f"{key}.train")
-    if not isinstance(targets, str):
+    if targets != _ALL:
+        # As a list: peft searches every layer's name for the regular expression that
+        # it takes a string for, and one that a job names may never end.
+        targets = [targets] if isinstance(targets, str) else targets
         _check_layers(model, targets, key=f"{key}.targets")
     peft = _peft()
     settings = peft.LoraConfig(

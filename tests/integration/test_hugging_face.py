@@ -338,6 +338,17 @@ def test_adapters_of_a_billion_values_are_a_few_megabytes():
     assert up + down + 2 * HEADER_BYTES < 5e6
 
 
+def test_a_single_target_is_the_name_of_a_layer():
+    one, listed = (
+        hugging_face(config=GPT2, lora={"rank": 2, "targets": targets})
+        for targets in ("c_attn", ["c_attn"])
+    )
+    trained = [name for name, p in one.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".c_attn." in name for name in trained)
+    assert one.state_dict().keys() == listed.state_dict().keys()
+
+
 WORDS = ("the", "a", "cat", "dog", "sat", "ran")
 
 
@@ -563,6 +574,11 @@ def test_digest_of_a_model_covers_the_settings_of_its_adapter(tmp_path: Path):
             {"config": GPT2, "lora": {"targets": ["q_proj"]}},
             "model.options.lora.targets",
             "no layer 'q_proj'; layers with weights are .*c_attn, c_proj",
+        ),
+        (  # As a regular expression, it takes twice as long for each letter of a name.
+            {"config": GPT2, "lora": {"targets": "(\\w+[.]?)+!"}},
+            "model.options.lora.targets",
+            "no layer '.*layers with weights are .*c_attn",
         ),
         (
             {"config": GPT2, "lora": {"train": ["ln_f", "scores"]}},
