@@ -53,7 +53,7 @@ IMAGES = {
     GCP: "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
 }
 """Images that machines of a cloud start from by default; they have no GPU driver."""
-_UNITS = Path(__file__).parents[2] / "systemd"
+_UNITS = Path(__file__).parents[1] / "systemd"
 _UNIT_NAMES = (
     "crossfed-site.service",
     "crossfed-enrol.service",
