@@ -137,13 +137,10 @@ def _is_fast(item: pytest.Item) -> bool:
 # place here, as pytest-xdist begins with those of the most tests.
 _BEGUN_FIRST = (
     "test_killed_three_times_and_moved_twice",
-    "test_every_row_runs_in_a_form_too_short_to_count",
     "test_it_runs",
     "test_trials_in_processes",
     "test_no_kill_hides_a_release",
     "test_a_group_has_one_worker",
-    "test_every_method_runs_in_a_form_too_short_to_count",
-    "test_interfaces_count_what_formulas_say",
     "test_page_is_whole_and_self_contained",
     "test_few_sites",
 )

@@ -77,14 +77,7 @@ def running(
 
 def test_messages_of_any_size_come_through(running: Running):
     """Both kinds, whole, in both directions."""
-    for what, size in [
-        ("query", 0),
-        ("query", 1),
-        ("query", MB),
-        ("query", LARGE),
-        ("train", 4),
-        ("train", LARGE),
-    ]:
+    for what, size in [("query", 0), ("query", 1), ("query", LARGE), ("train", LARGE)]:
         assert running.ask(what, size) == {"error": None, "right": True}, (what, size)
 
 

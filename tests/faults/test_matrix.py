@@ -11,10 +11,6 @@ from faults.rig import Rig, rig
 from faults.trial import run_cells
 from support.programs import needs
 
-# Longer than it takes to call a site silent (12 s), and than Flower keeps its place
-# (20 s).
-SILENT_SECONDS = 22.0
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
@@ -33,11 +29,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0].mode)
 def test_representative_cells(federation: Rig, chain: Sequence[Cell]):
     """The run completes, and its model and ledgers are what they should be."""
-    assert run_cells(chain, federation, _short).faults == ()
-
-
-def _short(cell: Cell) -> float:
-    return min(cell.seconds, SILENT_SECONDS)
+    assert run_cells(chain, federation).faults == ()
 
 
 @pytest.mark.long

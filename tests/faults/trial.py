@@ -2,7 +2,7 @@
 
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,17 +41,12 @@ class Result:
     seconds: float = 0.0
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    rig: Rig,
-    seconds: Callable[[Cell], float] = lambda cell: cell.seconds,
-) -> Result:
+def run_cells(cells: Sequence[Cell], rig: Rig) -> Result:
     """Run a job, and do the deeds of some cells one after another.
 
     Args:
         cells: Of one mode; a run may end early only of the last.
         rig: Where.
-        seconds: How long a deed lasts, if not as the matrix has it.
     """
     rig.revive()
     rig.forget_runs()
@@ -62,7 +57,7 @@ def run_cells(
     ended: set[str] = set()
     for cell in cells:
         _wait_for_rounds(cell, rig, follower)
-        strike(cell, rig, seconds(cell))
+        strike(cell, rig, cell.seconds)
         ended |= {f"after {cell.name} {name} has ended" for name in rig.ended()}
     _, words = follower.communicate(timeout=PATIENCE_SECONDS)
     took = CLOCK.monotonic() - begin

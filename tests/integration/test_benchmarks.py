@@ -64,11 +64,9 @@ SHORT = {
     "tune_samplers": "--smoke",
     "turns": "--pairs 1 --cases encrypted-read-small",
 }
-LONG = {"adapter_privacy", "agents_memory"}
-DEPLOYED = [
-    pytest.mark.long,
-    needs("nginx"),
-]
+# `make lint` checks the types of all of them; these three also run in `make test`.
+NORMAL = {"overhead", "precision", "secure_aggregation"}
+NGINX = {"adapter_privacy", "agents_memory"}
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # `test_audit.py` runs the first; the cases of the second are tried below.
 ELSEWHERE = {"audit", "turn_cases"}
@@ -126,11 +124,8 @@ def test_no_script_is_left_out():
             name,
             marks=[pytest.mark.flower] * (name in FLOWER)
             + [needs("git")] * (name == "turns")
-            + [
-                pytest.mark.long,
-                needs("nginx"),
-            ]
-            * (name in LONG),
+            + [needs("nginx")] * (name in NGINX)
+            + [pytest.mark.long] * (name not in NORMAL),
         )
         for name in SHORT
     ],
@@ -150,7 +145,7 @@ def test_script_prints_the_machine_and_figures(
     assert figures
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_case_of_turns_does_a_unit(server: ForkServer):
     """But for those that take long, whose functions others share."""
     names = run("turn_cases", "--list", server=server)[0]["cases"]

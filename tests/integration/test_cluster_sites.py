@@ -128,6 +128,7 @@ def cluster(kube_server: FakeKube, tmp_path: Path) -> Iterator[Cluster]:
         made.close()
 
 
+@pytest.mark.long
 @pytest.mark.deploy
 @pytest.mark.xdist_group("fleet")
 @needs("nginx")

@@ -248,6 +248,7 @@ def test_changed_keys_of_the_aggregator_replace_it(running: Path):
 _NET = 'factory = "./model.py:net"'
 
 
+@pytest.mark.long
 def test_changed_hours_hold_for_nodes_that_run(running: Path):
     """They are what a forgotten federation may cost. A watcher is told when it ends."""
     whole = running.read_text()

@@ -40,30 +40,10 @@ def thin_lines(server: ForkServer, *arguments: str | Path) -> list[dict[str, Any
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# One row of each kind of algorithm and message: parts of their names.
-KINDS = (
-    "synchronous AdamW",
-    "FedAvg, AdamW",
-    "fresh state",
-    "H = 30, secure, 3 levels",
-    "H = 30, outer 1.0 / 0.6, secure",
-    "top-k",
-    "lost",
-)
-
-
-@pytest.mark.parametrize(
-    "only",
-    [
-        pytest.param(("--only", *KINDS), id="kinds"),
-        pytest.param((), id="all", marks=pytest.mark.long),
-    ],
-)
-def test_every_row_runs_in_a_form_too_short_to_count(
-    only: Sequence[str], server: ForkServer
-):
+@pytest.mark.long
+def test_every_row_runs_in_a_form_too_short_to_count(server: ForkServer):
     """The machine first; a baseline's bytes are a formula's, others are counted."""
-    machine, *rows = thin_lines(server, "--smoke", *only)
+    machine, *rows = thin_lines(server, "--smoke")
     assert machine["benchmark"] == "thin_lines"
     for row in rows:
         sites = 8 if "eight sites" in row["row"] else 4
@@ -107,7 +87,7 @@ def _packed_bytes(row: dict[str, Any]) -> int:
 
 
 def test_every_row_is_a_sound_job():
-    """In every size; others than the kinds above are not run."""
+    """In every size."""
     document = tomllib.loads((THIN_LINES / "rows.toml").read_text())
     for size in document["sizes"].values():
         for row in document["rows"]:
@@ -159,6 +139,7 @@ def test_one_plain_step_a_round_is_synchronous_training(same: SameRows):
     assert losses["FedSGD", 0.5] != pytest.approx(losses["FedSGD", 0.1], abs=1e-3)
 
 
+@pytest.mark.long
 def test_a_finished_row_is_not_run_again(
     same: SameRows, server: ForkServer, tmp_path: Path
 ):

@@ -42,6 +42,7 @@ def rows_of(
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_every_method_runs_in_a_form_too_short_to_count(server: ForkServer):
     """On loopback, where no interface is read."""
     machine, *rows = rows_of(server, "baselines.py", "--smoke")
@@ -71,6 +72,7 @@ def test_methods_without_loss_train_alike(server: ForkServer, tmp_path: Path):
         assert abs(losses[method] - same) > 1e-3, method
 
 
+@pytest.mark.long
 def test_interfaces_count_what_formulas_say(server: ForkServer, tmp_path: Path):
     """Between namespaces; headers and connections come on top."""
     import lines  # noqa: PLC0415 -- beside the study

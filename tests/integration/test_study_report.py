@@ -25,6 +25,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_model_of_time_is_that_of_the_virtual_engine(rows: list[dict[str, Any]]):
     """To a thousandth: a header's text may differ by 64 bytes from the longest one."""
     engine = [row for row in rows if row["part"] == "virtual" and "predicted" in row]
@@ -33,6 +34,7 @@ def test_model_of_time_is_that_of_the_virtual_engine(rows: list[dict[str, Any]])
         assert row["round_seconds"] == pytest.approx(row["predicted"], rel=1e-3), row
 
 
+@pytest.mark.long
 def test_narrow_lines_leave_less_time_to_train(rows: list[dict[str, Any]]):
     """Overlap and few levels leave more; a large model's sizes follow its values."""
     share = {
