@@ -44,11 +44,14 @@ a caller passed a bad argument; it is not listed here.
 
 import errno
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from federation import OURS
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_REMEDY: Mapping[str, Any] = MappingProxyType({})
 
 
 def clash(name: str) -> str:
@@ -124,34 +127,46 @@ class JobError(FederationError):
     Args:
         message: What is wrong and what to write instead.
         key: Dotted key in the job file, for example ``training.batch_size``.
+        remedy: Values that would accept the job, by dotted key of ``site.toml``.
     """
 
     def __init__(
-        self, message: str, *, key: str | None = None, outside: str = ""
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        outside: str = "",
+        remedy: Mapping[str, Any] = NO_REMEDY,
     ) -> None:
         """Keep message and key apart, so that callers can add to one of them."""
         where = "" if key is None else f"{key}: "
         super().__init__(where + message, outside=outside and where + outside)
         self.key = key
         self.reason = message
+        self.remedy = remedy
 
 
 def joined(faults: Sequence[JobError]) -> JobError:
     """One error for all faults of a job, so that they are mended at once.
 
     Args:
-        faults: At least one; of several with one key, the first counts, since the
-            others often follow from it.
+        faults: At least one; of several with one key, the first is named, since the
+            others often follow from it. Remedies are those of all.
     """
     first = {fault.key: fault for fault in reversed(faults)}
     kept = [fault for fault in faults if first[fault.key] is fault]
     one, *others = kept
-    if not others:
+    if len(faults) == 1:
         return one
     also = "".join(f";\nalso {fault}" for fault in others)
     outside = "; also ".join(fault.outside for fault in kept)
     where = "" if one.key is None else f"{one.key}: "
-    return JobError(one.reason + also, key=one.key, outside=outside.removeprefix(where))
+    return JobError(
+        one.reason + also,
+        key=one.key,
+        outside=outside.removeprefix(where),
+        remedy={key: value for each in faults for key, value in each.remedy.items()},
+    )
 
 
 class ProtocolError(FederationError):

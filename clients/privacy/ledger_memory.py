@@ -14,6 +14,7 @@ a run, training and held-out records are different ones; which are which may cha
 from run to run.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,6 +232,7 @@ def check_plan(
             f"{epsilon:.4g}, and {budget.epsilon:g} is allowed ({budget.key}). Lower "
             "target_epsilon, or run fewer rounds",
             key=_TARGET,
+            remedy={budget.key: math.ceil(100 * epsilon) / 100},
         )
 
 

@@ -231,9 +231,10 @@ class PrivateSites:
             self.in_sum = sum_privacy.plan(self.federation, stated)
             self.plans = _plans_in_sum(self.federation, self.in_sum)
         else:
+            size = self.federation.pool.num_trained
             self.plans = {
-                name: _named(name, self.federation)
-                for name in self.federation.site_data
+                name: plan_of(self.federation.job, name, data, num_trained=size)
+                for name, data in self.federation.site_data.items()
             }
 
     def __enter__(self) -> Self:
@@ -332,34 +333,14 @@ class PrivateSites:
         train, _ = self.federation.site_data[name]
         make = partial(standardise.release, self.federation.job, train)
         if name not in self._statistics:
-            remembered = self._remembered_statistics(name)
+            job, keeping = self.federation.job, self.keeping(name)
+            remembered = _remembered_statistics(job, self.run_id, keeping)
             if remembered is None or not isinstance(ledger, RememberedLedger):
                 ledger.charge(event, round_index=standardise.ROUND)
                 self._statistics[name] = make()
             else:
                 self._statistics[name] = remembered.take(ledger, event, make)
         return self._statistics[name]
-
-    def _remembered_statistics(self, name: SiteId) -> StatisticsMemory | None:
-        """Where a site remembers its statistics; None if it does not, or has none."""
-        spec = self.federation.job.privacy.differential_privacy.standardise
-        keeping = self.keeping(name)
-        if spec is None or keeping.memory is None:
-            return None
-        return StatisticsMemory(
-            memory=keeping.memory,
-            lineage=keeping.lineage,
-            spec=spec,
-            run_id=self.run_id,
-            of_persons=self.federation.job.privacy.differential_privacy.of_persons,
-        )
-
-    def _planned(self, name: SiteId, plan: SitePlan) -> tuple[PrivacyEvent, ...]:
-        """What a run adds to the spending of all runs on its data."""
-        remembered = self._remembered_statistics(name)
-        if remembered is not None and remembered.of_another_run():
-            plan = replace(plan, once=())
-        return plan.planned
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """The promise of every site."""
@@ -386,17 +367,7 @@ class PrivateSites:
         return None if self.folder is None else self.folder / "sites" / name
 
     def _terms(self, name: SiteId, plan: SitePlan) -> Terms:
-        unit = self.federation.job.privacy.differential_privacy.unit
-        return Terms(
-            run_id=self.run_id,
-            site=name,
-            job_digest=job_digest.digest(self.federation.job).hex(),
-            delta=plan.delta,
-            epsilon_cap=plan.epsilon_cap,
-            unit=unit,
-            relation=_RELATIONS[unit],
-            sampling="none" if unit == "site" else "poisson",
-        )
+        return _terms(self.federation.job, self.run_id, name, plan)
 
     def _ledger(self, name: SiteId, plan: SitePlan) -> ClosableLedger:
         """Open a site's ledger; a site that restarts opens its own again."""
@@ -425,13 +396,11 @@ class PrivateSites:
             keep_anchor(keeping.memory, self.run_id, anchor)
         anchor = anchor.joined(self._remembered(keeping))
         _check_rounds(folder, self.run_id)
-        terms = self._terms(name, plan)
-        if keeping.memory is not None:  # Before anything is written of the run.
-            planned = self._planned(name, plan)
-            check_plan(keeping.memory, keeping.budget, terms, planned)
+        # Before anything is written of the run.
+        check_budget(self.federation.job, self.run_id, name, plan, keeping)
         ledger = FileLedger(
             folder,
-            terms,
+            self._terms(name, plan),
             clock=self.clock,
             anchor=anchor,
             key=keeping.key,
@@ -449,8 +418,71 @@ class PrivateSites:
         keeping = self.keeping(name)
         if keeping.memory is None:
             return ledger
-        planned = self._planned(name, plan)
+        planned = _planned(self.federation.job, self.run_id, plan, keeping)
         return RememberedLedger(ledger, keeping.memory, keeping.budget, planned)
+
+
+def check_budget(
+    job: JobSpec, run_id: RunId, name: SiteId, plan: SitePlan, keeping: LedgerContext
+) -> None:
+    """Refuse a run that the budget of all runs on a site's data cannot cover.
+
+    Args:
+        job: The run's.
+        run_id: Its ID: what it has spent already does not count twice.
+        name: The site.
+        plan: What the site is about to promise.
+        keeping: The site's memory, and its budget; without a memory nothing is checked.
+
+    Raises:
+        JobError: The budget does not cover it, or earlier runs were about other
+            neighbours.
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    if keeping.memory is not None:
+        planned = _planned(job, run_id, plan, keeping)
+        terms = _terms(job, run_id, name, plan)
+        check_plan(keeping.memory, keeping.budget, terms, planned)
+
+
+def _terms(job: JobSpec, run_id: RunId, name: SiteId, plan: SitePlan) -> Terms:
+    unit = job.privacy.differential_privacy.unit
+    return Terms(
+        run_id=run_id,
+        site=name,
+        job_digest=job_digest.digest(job).hex(),
+        delta=plan.delta,
+        epsilon_cap=plan.epsilon_cap,
+        unit=unit,
+        relation=_RELATIONS[unit],
+        sampling="none" if unit == "site" else "poisson",
+    )
+
+
+def _planned(
+    job: JobSpec, run_id: RunId, plan: SitePlan, keeping: LedgerContext
+) -> tuple[PrivacyEvent, ...]:
+    """What a run adds to the spending of all runs on its data."""
+    remembered = _remembered_statistics(job, run_id, keeping)
+    if remembered is not None and remembered.of_another_run():
+        plan = replace(plan, once=())
+    return plan.planned
+
+
+def _remembered_statistics(
+    job: JobSpec, run_id: RunId, keeping: LedgerContext
+) -> StatisticsMemory | None:
+    """Where a site remembers its statistics; None if it does not, or has none."""
+    spec = job.privacy.differential_privacy.standardise
+    if spec is None or keeping.memory is None:
+        return None
+    return StatisticsMemory(
+        memory=keeping.memory,
+        lineage=keeping.lineage,
+        spec=spec,
+        run_id=run_id,
+        of_persons=job.privacy.differential_privacy.of_persons,
+    )
 
 
 def _check_rounds(folder: Path, run_id: RunId) -> None:
@@ -504,18 +536,30 @@ def planned(
     )
 
 
-def _named(name: SiteId, federation: Federation) -> SitePlan:
-    """Plan a site; an error names the site."""
+def plan_of(
+    job: JobSpec, name: SiteId, data: tuple[Dataset, Dataset], *, num_trained: int
+) -> SitePlan:
+    """Plan what a site promises of records that it gives noise itself.
+
+    Args:
+        job: With such a unit.
+        name: The site.
+        data: Its training and held-out data.
+        num_trained: See ``ModelPool.num_trained``.
+
+    Raises:
+        JobError: The promise cannot be kept; the message names the site.
+        SiteError: The site holds too few records for the largest step.
+    """
     try:
-        return _plan(name, federation)
+        return _plan(job, data, num_trained)
     except JobError as error:
         raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
 
 
-def _plan(name: SiteId, federation: Federation) -> SitePlan:
-    job = federation.job
+def _plan(job: JobSpec, data: tuple[Dataset, Dataset], num_trained: int) -> SitePlan:
     private = job.privacy.differential_privacy
-    train, held_out = federation.site_data[name]
+    train, held_out = data
     num_records, cap = num_units(job, train), private.target_epsilon
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
@@ -530,7 +574,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         clipping=private.clipping,
     )
     try:
-        mechanism = training.mechanism(federation.pool.num_trained)
+        mechanism = training.mechanism(num_trained)
     except ValueError as error:  # Beyond what the grid of the noise represents.
         raise JobError(str(error), key="privacy.differential_privacy") from None
     (_, first), *later = events_by_round(job, num_records, mechanism)

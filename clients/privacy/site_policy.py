@@ -4,12 +4,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clients.factories import import_factory
 from clients.privacy.policy_spec import UNITS, PolicySpec
-from federation.errors import JobError, joined
+from federation.errors import FederationError, JobError, SiteError, joined
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
@@ -40,7 +41,13 @@ _LEVELS = "privacy.secure_aggregation.levels"
 _WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
-_Faults = Iterator[tuple[str, str]]
+# The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
+_CAUTIONS = {
+    "policy.functions": "read what they do first",
+    "data.preprocessing": "if each record is prepared separately",
+}
+
+_Faults = Iterator[tuple[str, str, Mapping[str, Any]]]
 
 
 def check_job(
@@ -59,31 +66,142 @@ def check_job(
             job, and these need not be accepted.
 
     Raises:
-        JobError: The site does not take part; ``key`` is the first key of the job. The
-            line that would accept the job's functions stays at the site.
+        JobError: The site does not take part; ``key`` is the first key of the job. With
+            its remedy the policy accepts the job, if a policy can.
     """
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
     rules = (_privacy_faults, _secrecy_faults, _work_faults, _sum_faults)
-    faults = [fault for rule in rules for fault in rule(job, policy)]
-    unlisted: list[str] = []
-    faults += _function_faults(job, policy, unlisted, has_data=has_data)
-    if not faults:
-        return
-    error = joined(_errors(faults, site))
-    if not unlisted:
+    faults = _errors((fault for rule in rules for fault in rule(job, policy)), site)
+    faults += function_faults(job, policy, site, has_data=has_data)
+    if faults:
+        raise joined(faults)
+
+
+def function_faults(
+    job: JobSpec, policy: PolicySpec, site: SiteId, *, has_data: bool
+) -> list[JobError]:
+    """Return why the site may not call what a job names: one fault for each key.
+
+    Arguments as for ``check_job``.
+    """
+    return _errors(_function_faults(job, policy, has_data=has_data), site)
+
+
+def _errors(
+    faults: Iterable[tuple[str, str, Mapping[str, Any]]], site: SiteId
+) -> list[JobError]:
+    return [
+        JobError(
+            f"site {site!r} {fault}",
+            key=key,
+            remedy={f"policy.{name}": value for name, value in remedy.items()},
+        )
+        for key, fault, remedy in faults
+    ]
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """Everything that keeps a site from a run, so that it is mended at once.
+
+    Attributes:
+        job: As it was proposed.
+        site: The site's name.
+        has_data: Whether the site has data of its own.
+        errors: What was found.
+        cautions: What an operator decides before a value of ``site.toml`` is changed,
+            by its dotted key.
+        remedy: Such values, beside those of the errors.
+    """
+
+    job: JobSpec
+    site: SiteId
+    has_data: bool
+    errors: list[FederationError] = field(default_factory=list)
+    cautions: dict[str, str] = field(default_factory=lambda: {**_CAUTIONS})
+    remedy: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error of the block in place of raising it."""
+        try:
+            yield
+        except (JobError, SiteError) as error:
+            self.errors.append(error)
+
+    def check(self) -> None:
+        """Raise one error for all that was noted.
+
+        Its notes are for the site's log: what the operator does to accept the job, with
+        lines for ``site.toml``. They say what else the operator accepts, and where the
+        site's files are, so they stay at the site.
+
+        Raises:
+            FederationError: Something was noted.
+        """
+        if not self.errors:
+            return
+        error = self.errors[0]
+        for each in self.errors:
+            if isinstance(each, JobError):
+                self.remedy |= each.remedy
+        if len(self.errors) > 1 or self.remedy:
+            outside = "; also ".join(each.outside for each in self.errors)
+            advice = ". Its log has the lines for site.toml" if self.remedy else ""
+            here = ";\nalso ".join(map(str, self.errors))
+            error = JobError(here, outside=outside + advice)
+        for line in self._advice():
+            error.add_note(line)
         raise error
-    line = json.dumps([*policy.functions, *dict.fromkeys(unlisted)])
-    raise JobError(
-        f"{error.reason}\nTo accept these functions, read what they do, and write in "
-        f"[policy] of site.toml:\nfunctions = {line}",
-        key=error.key,
-        outside=error.outside.removeprefix(f"{error.key}: "),
-    )
 
+    def note_unseen_data(self, policy: PolicySpec, *, is_vouched: bool) -> None:
+        """Note what no one knows before the site's data have been loaded.
 
-def _errors(faults: Iterable[tuple[str, str]], site: SiteId) -> list[JobError]:
-    return [JobError(f"site {site!r} {fault}", key=key) for key, fault in faults]
+        Args:
+            policy: What the operator requires.
+            is_vouched: Whether the operator has said how the data are prepared.
+        """
+        private, least = self.job.privacy.differential_privacy, policy.max_delta
+        if not private.enabled:
+            return
+        if not is_vouched:
+            self.remedy["data.preprocessing"] = "none"
+            self.cautions["data.preprocessing"] += ", and the source declares nothing"
+        if private.delta is None and policy.demands_privacy and private.unit != "site":
+            self.remedy["policy.max_delta"] = min(10 * least, 0.1)
+            few = math.ceil(1 / (10 * least))
+            self.cautions["policy.max_delta"] = f"only with fewer than {few:,} records"
+        most = 2 * (private.target_epsilon or 0.0)  # With all evaluations.
+        if policy.total_epsilon is not None and most > policy.total_epsilon:
+            self.remedy["policy.total_epsilon"] = most
+            self.cautions["policy.total_epsilon"] = "for all runs; this one needs less"
+
+    def _advice(self) -> Iterator[str]:
+        remedy = self.remedy
+        named = _named_functions(self.job, has_data=self.has_data)
+        files = {
+            file.path: file for _, text in named if (file := code_files.parse(text))
+        }
+        for file in files.values():
+            try:
+                file.sources()
+            except JobError as error:
+                yield f"{error.reason}. The file of the job's author belongs there"
+        if not remedy:
+            return
+        yield (
+            "to accept such a job, decide on each of these lines of site.toml; do not "
+            "restart the agent, which reads [policy] and [data] again for the next run:"
+        )
+        for table in sorted({key.partition(".")[0] for key in remedy}, reverse=True):
+            yield f"[{table}]"
+            for key, value in remedy.items():
+                where, _, name = key.partition(".")
+                if where == table:
+                    caution = self.cautions.get(key)
+                    comment = f"  # {caution}" if caution else ""
+                    yield f"{name} = {json.dumps(value)}{comment}"
 
 
 def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
@@ -95,6 +213,21 @@ def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
     faults = _errors(_work_faults(job, policy), site)
     if faults:
         raise joined(faults)
+
+
+def check_delta(policy: PolicySpec, site: SiteId, delta: float) -> None:
+    """Check the delta that a site comes to, from its number of records or the job.
+
+    Raises:
+        JobError: The policy allows less.
+    """
+    if policy.demands_privacy and delta > policy.max_delta:
+        raise JobError(
+            f"comes to {delta:.1e} at site {site!r}, which allows "
+            f"{policy.max_delta:g} (policy.max_delta)",
+            key=_DELTA,
+            remedy={"policy.max_delta": delta},
+        )
 
 
 def contract_policy(
@@ -190,36 +323,42 @@ def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     private = job.privacy.differential_privacy
     if private.unit not in accepted_units(policy):
         demand = f"requires {policy.privacy!r} (policy.privacy)"
-        yield _UNIT, f"{demand}, but the job has {private.unit!r}"
+        given = f"but the job has {private.unit!r}"
+        yield _UNIT, f"{demand}, {given}", {"privacy": private.unit}
     if not policy.demands_privacy:
         return
     if private.held_out == "public" and not policy.public_held_out:
         demand = "does not declare its held-out data public (policy.public_held_out)"
-        yield _HELD_OUT, f"{demand}: choose 'noise'"
+        yield _HELD_OUT, f"{demand}: choose 'noise'", {"public_held_out": True}
     target, delta = private.target_epsilon, private.delta
     if target is not None and target > policy.max_epsilon:
-        yield _TARGET, f"allows {policy.max_epsilon:g} (policy.max_epsilon)"
+        demand = f"allows {policy.max_epsilon:g} (policy.max_epsilon)"
+        yield _TARGET, demand, {"max_epsilon": target}
     if delta is not None and delta > policy.max_delta:
-        yield _DELTA, f"allows {policy.max_delta:g} (policy.max_delta)"
+        demand = f"allows {policy.max_delta:g} (policy.max_delta)"
+        yield _DELTA, demand, {"max_delta": delta}
 
 
 def _secrecy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if policy.secure_aggregation and not job.privacy.secure_aggregation.enabled:
-        yield _SECURE, "requires secure aggregation (policy.secure_aggregation)"
+        demand = "requires secure aggregation (policy.secure_aggregation)"
+        yield _SECURE, demand, {"secure_aggregation": False}
 
 
 def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """Rounds, steps or epochs of a round, and batches of a step."""
     if job.rounds > policy.max_rounds:
-        yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
+        demand = f"allows {policy.max_rounds} (policy.max_rounds)"
+        yield "rounds", demand, {"max_rounds": job.rounds}
     limit, most = policy.max_local_steps, bounds(job)[1]
     if limit is not None and most > limit:
         key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"
-        yield key, f"allows {limit} local steps a round (policy.max_local_steps)"
+        demand = f"allows {limit} local steps a round (policy.max_local_steps)"
+        yield key, demand, {"max_local_steps": most}
     epochs, limit = job.training.local_epochs, policy.max_local_epochs
     if epochs is not None and limit is not None and epochs > limit:
         demand = f"allows {limit} local epochs a round (policy.max_local_epochs)"
-        yield "training.local_epochs", demand
+        yield "training.local_epochs", demand, {"max_local_epochs": epochs}
     yield from _batch_faults(job, policy)
 
 
@@ -231,7 +370,8 @@ def _batch_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         given[f"training.accumulate_from[{index}]"] = value
     for key, value in given.items():
         if value > most:
-            yield key, f"allows {most} batches a step (policy.max_accumulate)"
+            demand = f"allows {most} batches a step (policy.max_accumulate)"
+            yield key, demand, {"max_accumulate": max(given.values())}
 
 
 def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
@@ -242,7 +382,8 @@ def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     yield from _number_faults(job, policy)
     yield from _noise_faults(job, policy)
     if policy.require_hybrid and not job.privacy.secure_aggregation.hybrid:
-        yield _HYBRID, "requires the post-quantum hybrid (policy.require_hybrid)"
+        demand = "requires the post-quantum hybrid (policy.require_hybrid)"
+        yield _HYBRID, demand, {"require_hybrid": False}
 
 
 def _sum_size(job: JobSpec) -> int:
@@ -260,17 +401,20 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         hides = private.by_itself and not weakness_of(job, policy, private.delta)
         if not hides and not policy.accept_two_sites:
             demand = "requires record-level privacy in a run of two"
-            yield _UNIT, f"{demand} (policy.accept_two_sites)"
+            remedy = {"accept_two_sites": True}
+            yield _UNIT, f"{demand} (policy.accept_two_sites)", remedy
     demanded = policy.fewest_in_sum(num_sites)
     if fewest < demanded:
         given = f"but this job allows sums over {fewest} of {num_sites}"
         key = "sites" if fewest == num_sites else _THRESHOLD
-        yield key, f"requires {demanded} in a sum (policy.min_sites), {given}"
+        demand = f"requires {demanded} in a sum (policy.min_sites)"
+        yield key, f"{demand}, {given}", {"min_sites": max(fewest, _PAIR)}
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < policy.colluding_sites:
         demand = f"requires protection against {policy.colluding_sites} colluding sites"
         given = f"{fewest} of {num_sites} protect against {tolerated}"
-        yield _THRESHOLD, f"{demand} (policy.colluding_sites), but {given}"
+        remedy = {"colluding_sites": tolerated}
+        yield _THRESHOLD, f"{demand} (policy.colluding_sites), but {given}", remedy
 
 
 def _rank_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
@@ -282,33 +426,37 @@ def _rank_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if fewest < max(demanded, policy.colluding_sites + _PAIR):
         demand = f"requires {demanded} in a sum (policy.min_sites), and two without "
         given = f"those of policy.colluding_sites; the largest ranks have {fewest}"
-        yield f"sites[{index}].lora_rank", demand + given
+        remedy = {}
+        if fewest >= _PAIR:
+            colluding = min(policy.colluding_sites, fewest - _PAIR)
+            remedy = {"min_sites": fewest, "colluding_sites": colluding}
+        yield f"sites[{index}].lora_rank", demand + given, remedy
 
 
 def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """How updates are weighed and rounded."""
     secure, weights = job.privacy.secure_aggregation, job.aggregation.weights
     if job.update_clip_norm > policy.max_clip_norm:
-        yield _CLIP, f"allows {policy.max_clip_norm:g} (policy.max_clip_norm)"
+        demand = f"allows {policy.max_clip_norm:g} (policy.max_clip_norm)"
+        yield _CLIP, demand, {"max_clip_norm": job.update_clip_norm}
     bound = secure.element_bound or job.update_clip_norm
     if policy.max_element_bound is not None and bound > policy.max_element_bound:
-        yield (
-            _ELEMENT,
-            (
-                f"allows {policy.max_element_bound:g} (policy.max_element_bound), but "
-                f"the job has {bound:g}"
-            ),
-        )
+        demand = f"allows {policy.max_element_bound:g} (policy.max_element_bound)"
+        remedy = {"max_element_bound": bound}
+        yield _ELEMENT, f"{demand}, but the job has {bound:g}", remedy
     if secure.ring_bits not in policy.ring_bits:
         accepted = ", ".join(map(str, policy.ring_bits))
-        yield _RING, f"accepts rings of {accepted} bits (policy.ring_bits)"
+        demand = f"accepts rings of {accepted} bits (policy.ring_bits)"
+        yield _RING, demand, {"ring_bits": [*policy.ring_bits, secure.ring_bits]}
     if secure.levels is not None and secure.levels not in policy.levels:
         accepted = ", ".join(map(str, policy.levels))
         rule = f"accepts sums in {accepted} levels" if accepted else "accepts no levels"
-        yield _LEVELS, f"{rule} (policy.levels)"
+        remedy = {"levels": [*policy.levels, secure.levels]}
+        yield _LEVELS, f"{rule} (policy.levels)", remedy
     if weights not in policy.weight_rules:
         accepted = ", ".join(map(repr, policy.weight_rules))
-        yield _WEIGHTS, f"accepts the weights {accepted} (policy.weight_rules)"
+        demand = f"accepts the weights {accepted} (policy.weight_rules)"
+        yield _WEIGHTS, demand, {"weight_rules": [*policy.weight_rules, weights]}
 
 
 def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
@@ -317,13 +465,12 @@ def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if private.in_sum and private.colluding_sites < policy.colluding_sites:
         demand = f"requires noise that {policy.colluding_sites} colluding sites cannot "
         counted = f"remove (policy.colluding_sites), not {private.colluding_sites}"
-        yield _COLLUDING, demand + counted
+        remedy = {"colluding_sites": private.colluding_sites}
+        yield _COLLUDING, demand + counted, remedy
 
 
-def _function_faults(
-    job: JobSpec, policy: PolicySpec, unlisted: list[str], *, has_data: bool
-) -> _Faults:
-    """What the site would call and does not accept; ``unlisted`` gets the names."""
+def _named_functions(job: JobSpec, *, has_data: bool) -> list[tuple[str, str]]:
+    """What the site would call, with the keys of the job that name it."""
     named = [("model.factory", job.model.factory)]
     if job.training.task not in {*BUILT_IN, TRAINER}:
         named.append(("training.task", job.training.task))
@@ -345,16 +492,27 @@ def _function_faults(
     # All texts that `import_factory` would take, wherever they are: our own functions
     # import names from their options, and a user's may do so.
     texts = _texts(job_file.document(job), "")
-    named += [(key, text) for key, text in texts if is_function(text)]
-    for key, function in named:
+    return named + [(key, text) for key, text in texts if is_function(text)]
+
+
+def _function_faults(job: JobSpec, policy: PolicySpec, *, has_data: bool) -> _Faults:
+    """What the site would call and does not accept."""
+    listed = [*policy.functions]
+    for key, function in _named_functions(job, has_data=has_data):
         try:
             accepted = is_accepted(function, policy.functions)
         except JobError as error:
-            yield key, f"has no such function: {error.reason}"
+            yield key, f"has no such function: {error.reason}", {}
             continue
-        if not accepted:
-            unlisted.append(code_files.unpinned(function))
-            yield key, f"does not accept {unlisted[-1]!r} (policy.functions)"
+        name = code_files.unpinned(function)
+        if accepted:
+            continue
+        demand = f"does not accept {name!r} (policy.functions)"
+        if code_files.parse(function) and name == function:  # No list accepts it.
+            yield key, f"{demand}, a file that was missing when the job was loaded", {}
+            continue
+        listed += [] if name in listed else [name]
+        yield key, demand, {"functions": [*listed]}
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -100,6 +100,7 @@ def check_deployed(
             f"the source of site {site!r} {why}; its operator can declare it in "
             f"site.toml (data.preprocessing). {_HOW}",
             key="privacy.differential_privacy.unit",
+            remedy={} if kind or vouched else {"data.preprocessing": "none"},
         )
 
 

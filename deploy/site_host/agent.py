@@ -16,15 +16,17 @@ from pathlib import Path
 from clients.models.model_pool import ModelPool
 from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
-from clients.privacy.site_policy import check_job
+from clients.privacy.site_policy import Faults, check_job, function_faults
+from clients.privacy.source_check import check_deployed
 from clients.privacy.stated_bounds import need_fault
 from clients.training.kept_steps import KeptSteps
-from clients.training.local_federation import Federation
+from clients.training.local_federation import Federation, SiteData
 from clients.user_code import unable_to_exit
 from cloud_adapters.storage.disk import scratch
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import (
+    config as site_file,
     data as site_data,
     enrolment_roster,
     ranks as site_ranks,
@@ -35,6 +37,7 @@ from deploy.site_host.run import (
     OpenRun,
     ProposedRun,
     SiteKeys,
+    note_limits,
     open_run,
     order_seed,
     private_sites,
@@ -145,6 +148,8 @@ class SiteAgent:
             self.config.confirm()
         except FederationError as error:
             self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
+            for line in getattr(error, "__notes__", ()):
+                self.listener(line)
             found = self._introduction(sealed, refused=error.outside)
             found = replace(found, temporary=is_passing(error))
         return introduction.seal_introduction(found, self.identity)
@@ -244,11 +249,14 @@ class SiteAgent:
             path, serial = self.config.roster, self.roster.serial
             self.listener(f"roster {serial} stays in use, {path} is refused: {error}")
             return self.roster
-        met = self._met if self._run is None else self._run.met
         # Whose proposal it is has not been checked yet; nothing else is read of it.
-        if met is None or introduction.kept_proposal(sealed).run_id != met.run_id:
-            return newest
-        return self.roster
+        run_id = introduction.kept_proposal(sealed).run_id
+        return self.roster if self._is_open(run_id) else newest
+
+    def _is_open(self, run_id: str) -> bool:
+        """Whether a run has begun here: it keeps the roster and policy of then."""
+        met = self._met if self._run is None else self._run.met
+        return met is not None and met.run_id == run_id
 
     def _tell_use(self, run: OpenRun) -> None:
         """Note in the site's own folder what stores were used for since the last time.
@@ -311,7 +319,7 @@ class SiteAgent:
     def _answer_proposal(
         self, proposal: Proposal, roster: Roster, sealed: bytes
     ) -> Introduction:
-        met = self._meet(proposal, roster, sealed)
+        met = self._meet(proposal, roster, sealed, is_new=True)
         if met.job.privacy.differential_privacy.in_sum:
             needs = sum_privacy.needs(met.federation)[self.name]
             self._keep(met.run_id, {PROPOSAL: sealed})
@@ -360,7 +368,14 @@ class SiteAgent:
                 raise ProtocolError(f"site {name!r} {fault}: nothing was planned")
         return stated
 
-    def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> ProposedRun:
+    def _meet(
+        self,
+        proposal: Proposal,
+        roster: Roster,
+        sealed: bytes,
+        *,
+        is_new: bool = False,
+    ) -> ProposedRun:
         """Check a proposal, load model and data of its run, and use its roster.
 
         Raises:
@@ -371,26 +386,23 @@ class SiteAgent:
         self._check_code(proposal)
         self._check_room(folder)
         job = job_file.loads(proposal.job)
-        file = self.config.file
-        check_job(job, file.policy, self.name, has_data=bool(file.data.source))
         check_roles(job, roster)
         _check_same_job(job, folder, roster)
-        self._check_total(job)
         notice = dropout_notice(job)
         if notice:
             self.listener(f"run {run_id}: {notice}")
+        is_open = self._is_open(run_id)
         self._close_run()
+        if not is_open:
+            self.config = site_file.read_again(self.config)
+        pool, data = self._loaded(job, run_id, is_new=is_new)
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
-        with LimitedSize(self.config.file.policy.max_values):
-            pool = ModelPool(site_ranks.agents_job(job, self.config.file))
-        (spec,) = [each for each in job.sites if each.name == self.name]
-        watch = self._meters.watch(store_meters.site(spec))
         federation = Federation(
             job=job,
             pool=pool,
-            site_data={self.name: site_data.load(self.config.file, job, watch)},
+            site_data={self.name: data},
             order_seed=order_seed(self.config, job, sealed),
             ends_early=self.departure.hurry.is_set,
             kept_steps=self._kept_steps(run_id, job),
@@ -404,6 +416,45 @@ class SiteAgent:
             federation=federation,
             anchor=proposal.anchor_of(self.name),
         )
+
+    def _loaded(
+        self, job: JobSpec, run_id: RunId, *, is_new: bool
+    ) -> tuple[ModelPool, SiteData]:
+        """Load model and data of a job, and check it against what the operator allows.
+
+        Raises:
+            FederationError: Everything that keeps the site from the run, in one error.
+        """
+        file, has_data = self.config.file, bool(self.config.file.data.source)
+        faults = Faults(job=job, site=self.name, has_data=has_data)
+        with faults.noted():
+            check_job(job, file.policy, self.name, has_data=has_data)
+        own = [each for each in job.sites if each.name == self.name]
+        if not own:
+            faults.check()
+        with faults.noted():
+            self._check_total(job)
+        # Nothing is called that the operator does not accept.
+        may_call = not function_faults(job, file.policy, self.name, has_data=has_data)
+        pools, data = list[ModelPool](), list[SiteData]()
+        if may_call:
+            with faults.noted(), LimitedSize(file.policy.max_values):
+                pools.append(ModelPool(site_ranks.agents_job(job, file)))
+        if may_call or has_data:
+            with faults.noted():
+                watch = self._meters.watch(store_meters.site(own[0]))
+                data.append(site_data.load(file, job, watch))
+        vouched = file.data.preprocessing
+        if not data:
+            faults.note_unseen_data(file.policy, is_vouched=bool(vouched))
+            faults.check()
+        with faults.noted():
+            train, source = data[0][0], file.data.source
+            check_deployed(job, file.name, train, source=source, vouched=vouched)
+        if is_new and job.privacy.differential_privacy.enabled:
+            note_limits(faults, run_id, data[0], self.config)
+        faults.check()
+        return pools[0], data[0]
 
     def _kept_steps(self, run_id: RunId, job: JobSpec) -> KeptSteps | None:
         if not job.continues_rounds:
@@ -482,12 +533,15 @@ class SiteAgent:
 
         Whether this one is within the limit is looked at when its ledger is opened.
         """
-        private = job.privacy.differential_privacy.enabled
-        if private and self.config.file.policy.total_epsilon is None:
+        private = job.privacy.differential_privacy
+        target = private.target_epsilon
+        if private.enabled and self.config.file.policy.total_epsilon is None:
             raise JobError(
                 f"site {self.name!r} states no limit for all runs on its records "
                 "together: its operator must set policy.total_epsilon in site.toml",
                 key="privacy.differential_privacy.unit",
+                # A run that also evaluates spends less than this.
+                remedy={"policy.total_epsilon": 2 * (target or 0.0)},
             )
 
     def _introduction(

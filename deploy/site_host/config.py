@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,7 @@ class SiteConfig:
     """A site's configuration, with its paths made whole.
 
     Attributes:
+        path: Where it is.
         file: What was read.
         folder: The working folder.
         roster: Roster file.
@@ -209,6 +210,7 @@ class SiteConfig:
             if it has none.
     """
 
+    path: Path
     file: SiteFile
     folder: Path
     roster: Path
@@ -232,6 +234,7 @@ def load(path: Path) -> SiteConfig:
     code_files.look_in(path.parent)
     folder = path.parent / file.folder
     return SiteConfig(
+        path=path,
         file=file,
         folder=folder,
         roster=folder / file.roster,
@@ -240,6 +243,20 @@ def load(path: Path) -> SiteConfig:
         authority=folder / file.aggregator.authority,
         certificate=folder / file.certificate if file.certificate else None,
     )
+
+
+def read_again(config: SiteConfig) -> SiteConfig:
+    """Read ``[policy]`` and ``[data]`` again; the rest holds until a restart.
+
+    Raises:
+        JobError: See ``load``. The message stays at the site.
+    """
+    try:
+        newest = load(config.path).file
+    except JobError as error:
+        raise JobError(str(error), outside="the site's site.toml is wrong") from error
+    file = replace(config.file, policy=newest.policy, data=newest.data)
+    return replace(config, file=file)
 
 
 def check(file: SiteFile) -> None:

@@ -10,7 +10,6 @@ from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.privacy import data_digest
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
-from clients.privacy.source_check import check_deployed
 from clients.training.local_federation import SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
@@ -36,19 +35,11 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         watch: Notes what the store is used for that holds them.
 
     Raises:
-        JobError: They would be at an address from someone else, the job's unit of
-            privacy does not permit how they were prepared, or their source has loaded
-            another tokeniser than the job names.
+        JobError: They would be at an address from someone else, or their source has
+            loaded another tokeniser than the job names.
         SiteError: They cannot be loaded; only the site's log says why.
     """
     data = _own(file, job, watch) if file.data.source else _rehearsed(file, job)
-    check_deployed(
-        job,
-        file.name,
-        data[0],
-        source=file.data.source,
-        vouched=file.data.preprocessing,
-    )
     note = note_on_persons(job, data[0])
     if note:
         _LOG.warning("site %s: %s", file.name, note)

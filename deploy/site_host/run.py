@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clients.privacy import dataset_name
@@ -19,10 +19,21 @@ from clients.privacy.site_memory import (
     SiteMemory,
     fresh_secret,
 )
-from clients.privacy.site_plans import ROUNDS, LedgerContext, PrivateSites
-from clients.privacy.site_policy import contract_policy, weakness_of
-from clients.privacy.sum_plan import SumPrivacy
-from clients.training.local_federation import Federation
+from clients.privacy.site_plans import (
+    ROUNDS,
+    LedgerContext,
+    PrivateSites,
+    check_budget,
+    plan_of,
+)
+from clients.privacy.site_policy import (
+    Faults,
+    check_delta,
+    contract_policy,
+    weakness_of,
+)
+from clients.privacy.sum_plan import SumPrivacy, delta_of_records, delta_of_sites
+from clients.training.local_federation import Federation, SiteData
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import data as site_data, ranks as site_ranks
 from deploy.site_host.config import SiteConfig, SiteFile
@@ -170,13 +181,38 @@ def open_run(
 def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
     """Check the promise of the site's plan against the policy."""
     (promise,) = private.promises()
-    if policy.demands_privacy and promise.delta > policy.max_delta:
-        raise JobError(
-            f"comes to {promise.delta:.1e} at site {promise.site!r}, "
-            f"which allows {policy.max_delta:g} (policy.max_delta)",
-            key="privacy.differential_privacy.delta",
-        )
+    check_delta(policy, promise.site, promise.delta)
     return promise
+
+
+def note_limits(
+    faults: Faults, run_id: RunId, data: SiteData, config: SiteConfig
+) -> None:
+    """Note which limits of the site's operator a private run would exceed.
+
+    ``open_run`` checks them, too; but a job that is refused for another reason does not
+    get there, and its model may be one that the site must not build.
+
+    Args:
+        faults: Note them.
+        run_id: The run that was proposed.
+        data: The site's training and held-out data.
+        config: The operator's ``site.toml``.
+    """
+    job, policy, name = faults.job, config.file.policy, faults.site
+    private = job.privacy.differential_privacy
+    with faults.noted():
+        if not private.by_itself:
+            by_sites = private.unit == "site"
+            delta = delta_of_sites(job) if by_sites else delta_of_records(job, *data)
+            check_delta(policy, name, delta)
+            return
+        # The model's size decides only whether the noise fits its grid.
+        plan = plan_of(job, name, data, num_trained=1)
+        with faults.noted():
+            check_delta(policy, name, plan.delta)
+        if policy.total_epsilon is not None:
+            check_budget(job, run_id, name, plan, _ledger_context(config, job))
 
 
 def _trainer_maker(
@@ -276,15 +312,21 @@ def private_sites(
         folder=folder,
         clock=clock,
         stated=stated,
-        keeping=lambda _name: LedgerContext(
-            memory=site_memory(config),
-            key=LedgerKey(identity),
-            budget=lifetime_budget(config),
-            lineage=_records(config, met.job),
+        keeping=lambda _name: replace(
+            _ledger_context(config, met.job), key=LedgerKey(identity)
         ),
     )
     found.expect({SiteId(config.file.name): met.anchor})
     return found
+
+
+def _ledger_context(config: SiteConfig, job: JobSpec) -> LedgerContext:
+    """What the site keeps beside a run's ledger, without the key of its heads."""
+    return LedgerContext(
+        memory=site_memory(config),
+        budget=lifetime_budget(config),
+        lineage=_records(config, job),
+    )
 
 
 def lifetime_budget(config: SiteConfig) -> LifetimeBudget:

@@ -3,12 +3,14 @@
 import json
 import logging
 import os
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from support import agents
 from support.agents import OPEN_POLICY, RUN_ID, Consortium, consortium
 from support.small_jobs import blobs, small_job
@@ -25,7 +27,7 @@ from federation.errors import FederationError, ProtocolError
 from federation.event_log import read_events
 from federation.events import StoreUsed
 from federation.ids import RunId, SiteId
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
@@ -244,7 +246,8 @@ def test_refusal_travels_with_its_reason(agent: SiteAgent, members: Consortium):
     job = small_job(num_sites=2, rounds=10_001)
     found = agents.propose(agent, members, agents.proposal(job))
     expected = "rounds: site 'site-0' allows 10000 (policy.max_rounds)"
-    assert (found.refused, found.temporary) == (expected, False)
+    assert found.refused == f"{expected}. Its log has the lines for site.toml"
+    assert not found.temporary
     assert found.privacy is None
     assert left(agent) == []
 
@@ -581,6 +584,117 @@ def test_delta_that_only_the_plan_tells_is_checked_against_the_policy(
     assert found.refused.startswith("privacy.differential_privacy.delta: comes to ")
     assert "which allows 0.0001 (policy.max_delta)" in found.refused
     assert left(agent) == []
+
+
+MINE = """
+import numpy as np
+from clients.models import logistic_regression
+
+
+def net():
+    return logistic_regression(8, 3)
+
+
+def rows():
+    inputs = np.eye(8, dtype="float32")[np.arange(100) % 8]
+    return (inputs, np.arange(100) % 3), (inputs[:9], np.arange(9) % 3)
+"""
+
+
+def mine_job(folder: Path) -> JobSpec:
+    """A private job with code of its author, in a folder of theirs."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(MINE)
+    document = job_file.document(private_job())
+    del document["data"]
+    document["model"] = {"factory": "./mine.py:net"}
+    document["data"] = {"source": "./mine.py:rows"}
+    (folder / "job.toml").write_text(tomli_w.dumps(document))
+    return job_file.load(folder / "job.toml")
+
+
+def mended(agent: SiteAgent, said: list[str], **changes: str) -> None:
+    """Do to a site's ``site.toml`` what its log says; the first lines win."""
+    _, *lines = said
+    text = "\n".join(each for each in lines if each[0] == "[" or " = " in each)
+    path = agent.config.path
+    document = tomllib.loads(path.read_text())
+    for table, values in tomllib.loads(text).items():
+        document.setdefault(table, {}).update(values)
+    path.write_text(tomli_w.dumps(document | changes))
+
+
+@pytest.mark.parametrize("has_data", [False, True])
+def test_one_refusal_names_all_that_an_operator_has_to_change(
+    tmp_path: Path,
+    members: Consortium,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_data: bool,
+):
+    """File, functions, preprocessing, delta and limits; then the agent just goes on."""
+    monkeypatch.setenv(code_files.FOLDERS, "")
+    job = mine_job(tmp_path / "office")
+    monkeypatch.setenv(code_files.FOLDERS, "")
+    policy = {**OPEN_POLICY, "privacy": "record", "max_rounds": 1, "total_epsilon": 1.0}
+    data = {"source": "./mine.py:rows"} if has_data else {}
+    said: list[str] = []
+    agent = agents.agent(tmp_path, NAME, members, policy=policy, data=data)
+    folder, agent.listener = agent.config.folder, said.append
+    if has_data:  # Its operator has a file, and the author another.
+        (folder / "mine.py").write_text(MINE + "\n")
+    found = agents.propose(agent, members, agents.proposal(job))
+    for word in ("max_rounds", "does not accept './mine.py:net'"):
+        assert word in found.refused
+    if has_data:
+        for word in ("data.preprocessing", "policy.max_delta", "policy.total_epsilon"):
+            assert word in found.refused
+    assert str(tmp_path) not in found.refused
+    assert any("mine.py" in each and str(folder) in each for each in said[1:])
+    assert any("not restart" in each for each in said)
+    (folder / "mine.py").write_text(MINE)
+    mended(agent, said)
+    del said[:]
+    run_id = RunId("20260102-030405-000001")
+    found = agents.propose(agent, members, agents.proposal(job, run_id=run_id))
+    assert found.refused == ""
+    agent.close()
+
+
+def test_nothing_of_a_job_is_called_before_its_operator_accepts_it(
+    tmp_path: Path, members: Consortium, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even where the file of the job's author is at the site."""
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(f"{__name__}.MINE", f"open({str(mark)!r}, 'w').close()\n{MINE}")
+    job = mine_job(tmp_path / "office")
+    for functions, is_called in (([], False), (["./mine.py:net"], True)):
+        policy = {**OPEN_POLICY, "functions": [*functions, "./mine.py:rows"]}
+        agent = agents.agent(tmp_path, NAME, members, policy=policy)
+        (agent.config.folder / "mine.py").write_text(MINE)
+        assert agents.propose(agent, members, agents.proposal(job)).refused
+        assert mark.exists() == is_called
+
+
+def test_a_run_that_is_open_keeps_the_policy_that_it_began_with(
+    agent: SiteAgent, members: Consortium
+):
+    """As it keeps its roster; the next run is held to the new one."""
+    job = small_job(num_sites=2)
+    path = agent.config.path
+    assert agents.propose(agent, members, agents.proposal(job)).refused == ""
+    strict = tomllib.loads(path.read_text())
+    strict["policy"]["functions"] = []
+    path.write_text(tomli_w.dumps(strict))
+    assert agents.propose(agent, members, agents.proposal(job)).refused == ""
+    made = agents.proposal(job, run_id=RunId("20260102-030405-000001"))
+    assert "policy.functions" in agents.propose(agent, members, made).refused
+    path.write_text("policy = 3")
+    said: list[str] = []
+    agent.listener = said.append
+    assert "site.toml is wrong" in agents.propose(agent, members, made).refused
+    assert str(path) in said[0]
+    agent.close()
 
 
 @pytest.mark.slow

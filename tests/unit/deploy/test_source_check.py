@@ -7,6 +7,7 @@ import pytest
 from support.noisy_jobs import noisy_job
 from support.small_jobs import small_job
 
+from clients.privacy.source_check import check_deployed
 from deploy.site_host import data as site_data
 from deploy.site_host.config import AggregatorSpec, LocalDataSpec, SiteFile
 from deploy.wiring import job_data as data, parts as wiring
@@ -77,13 +78,15 @@ def test_shards_keep_what_their_source_declares(tmp_path: Path):
 
 
 def deployed(job: JobSpec, **table: Any) -> None:
-    """Load a deployed site's data."""
+    """Load and check a deployed site's data."""
     site = SiteFile(
         name="site-1",
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
         data=LocalDataSpec(**table),
     )
-    site_data.load(site, job, lambda store, *_: store)
+    train, _ = site_data.load(site, job, lambda store, *_: store)
+    own = site.data
+    check_deployed(job, site.name, train, source=own.source, vouched=own.preprocessing)
 
 
 def test_operators_vouch_for_their_sources():
