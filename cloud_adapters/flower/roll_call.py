@@ -19,7 +19,7 @@ from federation.wire import frame as wire
 
 CONNECT_SECONDS = 60.0
 # How long sites that are missing may still come, once a node has answered something
-# that cannot be believed.
+# that cannot be believed, or that ends the run: then all faults are named at once.
 DOUBT_SECONDS = 15.0
 # Before a site that could not take part is asked again: it loads its data anew.
 AGAIN_SECONDS = 5.0
@@ -241,6 +241,7 @@ class _Call:
     complaints: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     doubted: float = math.inf
+    refused: float = math.inf
 
     @property
     def expected(self) -> list[SiteId]:
@@ -254,9 +255,11 @@ class _Call:
 
     def is_over(self, now: float) -> bool:
         """Whether there is nothing to wait for."""
+        if self.complaints or self.is_hopeless:
+            self.refused = min(self.refused, now)
+            return not self.open or now - self.refused > DOUBT_SECONDS
         complete = len(self.nodes) == len(self.expected)
-        ended = complete or self.is_hopeless or bool(self.complaints)
-        return ended or now - self.doubted > DOUBT_SECONDS
+        return complete or now - self.doubted > DOUBT_SECONDS
 
     def check(self) -> None:
         """Say why the run cannot begin, if it cannot.
@@ -266,12 +269,17 @@ class _Call:
         """
         if not self.complaints and len(self.nodes) >= self.required:
             return
-        missing = [site for site in self.expected if site not in self.nodes]
         texts = [*self.complaints, *self.roll_call.absent.values()]
         texts += self.unready.values()
-        if missing and not self.complaints and not self.is_hopeless:
-            texts.append(f"{', '.join(missing)} did not {self.lack}")
-        raise SiteError(f"the run cannot start: {'; '.join([*texts, *self.doubts])}")
+        missing = [site for site in self.expected if site not in self.nodes]
+        if missing:
+            has = "has" if len(missing) == 1 else "have"
+            is_early = bool(self.complaints) or self.is_hopeless
+            lack = f"{has} not answered" if is_early else f"did not {self.lack}"
+            texts.append(f"{', '.join(missing)} {lack}")
+        texts = [*dict.fromkeys([*texts, *self.doubts])]
+        separator = "\n  " if len(texts) > 1 else " "
+        raise SiteError(f"the run cannot start:{separator}{separator.join(texts)}")
 
     def ask(self, node: int, now: float) -> None:
         """Ask a node for the first time."""

@@ -43,7 +43,7 @@ class SignedRollCall:
         sites: Those of the job. What others answer does not matter: a site that the
             job does not name refuses it.
         spares: Whether the run does without a site that refuses.
-        absent: Sites that the run does without, and why.
+        absent: Sites that do not take part, and why.
         introductions: What the sites that take part have answered to the question.
         needs: What they have stated; None where no site is asked, or not yet.
     """
@@ -113,18 +113,21 @@ class SignedRollCall:
         bundle = introduction.open_bundle(answer)
         if bundle is not None:
             return self._relay_of(*bundle)
-        site = self._note(answer)
+        site, fault = self._note(answer), ""
+        relay = self._behind(site)
         if site in self.relays:
-            raise SiteError(
+            fault = (
                 f"relay {site!r} answers as a site: add [serve] to its site.toml, and "
                 "start it again"
             )
-        relay = self._behind(site)
-        if relay is not None:
-            raise SiteError(
+        elif relay is not None:
+            fault = (
                 f"site {site!r} is behind relay {relay!r} in this job, but connects to "
                 "the aggregator itself: name the relay in its site.toml (relay.address)"
             )
+        if fault:
+            self.absent[site] = fault
+            raise SiteError(fault)
         return site
 
     def _behind(self, site: SiteId) -> SiteId | None:
@@ -151,21 +154,37 @@ class SignedRollCall:
         if name not in self.relays:
             return name  # Of another job.
         if found.refused:
-            reason = wire.one_line(found.refused)
-            kind = SiteNotReady if found.temporary else SiteError
-            raise kind(f"relay {name!r} does not take part: {reason}")
+            reason = (
+                f"relay {name!r} does not take part: {wire.one_line(found.refused)}"
+            )
+            if found.temporary:
+                raise SiteNotReady(reason)
+            self.absent[name] = reason
+            raise SiteError(reason)
+        self._note_behind(name, sites)
+        return name
+
+    def _note_behind(self, name: SiteId, sites: Sequence[bytes]) -> None:
+        """Note the answers of a relay's sites, and which of them have not come."""
+        refused: SiteError | None = None
         missing = dict.fromkeys(self.relays[name])
         for sealed in sites:
             claimed = introduction.open_introduction(sealed, self.roster, self.question)
             site = SiteId(claimed.site)
             if site not in self.relays[name]:
                 raise ProtocolError(f"relay {name!r} speaks for site {site!r}")
-            self._note(sealed)
             missing.pop(site, None)
+            try:
+                self._note(sealed)
+            except SiteNotReady:
+                raise
+            except SiteError as error:  # The others may refuse the run, too.
+                refused = error
         for site in missing:
             text = f"site {site!r} did not connect to relay {name!r}"
             self.absent.setdefault(site, text)
-        return name
+        if refused is not None:
+            raise refused
 
     def check_present(self, required: int) -> None:
         """Check that enough sites are there, with those behind relays.
@@ -208,9 +227,9 @@ class SignedRollCall:
 
     def _without(self, site: SiteId, why: str) -> SiteId:
         """Do without a site, or end the handshake of a run that needs it."""
+        self.absent.setdefault(site, why)
         if not self.spares:
             raise SiteError(why)
-        self.absent.setdefault(site, why)
         return site
 
     def move_on(self) -> bool:

@@ -56,7 +56,9 @@ class SpokenCall:
             self.absent[SiteId("one")] = "site 'one' does not take part: rounds"
             return SiteId("one")
         if name == "shy":
-            raise SiteError("site 'one' does not take part: rounds: too many")
+            text = "site 'one' does not take part: rounds: too many"
+            self.absent[SiteId("one")] = text
+            raise SiteError(text)
         return SiteId(name)
 
 
@@ -247,10 +249,30 @@ def test_node_that_cannot_be_reached_is_tried_again():
 
 
 def test_refusal_is_told_at_once():
-    """Nobody waits for a minute to hear it."""
-    text = "cannot start: site 'one' does not take part: rounds: too many"
-    with pytest.raises(SiteError, match=text):
+    """Nobody waits for a minute to hear it, and a site that is not there is named."""
+    with pytest.raises(SiteError, match="cannot start:") as caught:
         meet(Nodes(n9="shy"), meanwhile=_never)
+    _, *lines = str(caught.value).splitlines()
+    assert lines == [
+        "  site 'one' does not take part: rounds: too many",
+        "  two has not answered",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "names_two"), [(5, False), (50, True)])
+def test_a_refusal_waits_a_little_for_the_other_sites(seconds: int, *, names_two: bool):
+    """So that all operators learn at once what their sites lack."""
+    nodes, seen = Nodes(n9="shy", n5=None), list[float]()
+
+    def meanwhile(now: float) -> None:
+        seen.append(now)
+        if now > seconds:
+            nodes.say[5] = "two"
+
+    with pytest.raises(SiteError, match="too many") as caught:
+        meet(nodes, meanwhile=meanwhile)
+    assert ("two has not answered" in str(caught.value)) == names_two
+    assert seen[-1] < 20
 
 
 def test_site_that_is_not_ready_is_asked_again():
@@ -269,7 +291,7 @@ def test_site_that_is_not_ready_is_asked_again():
 
 def test_site_that_stays_unready_ends_the_wait_with_its_reason():
     """And a run that can do without it begins."""
-    with pytest.raises(SiteError, match=r"start: site 'one' .*: its disk is full"):
+    with pytest.raises(SiteError, match=r"start:\n  site 'one' .*: its disk is full"):
         meet(Nodes(n5="two", n9="busy"))
     assert meet(Nodes(n5="two", n9="busy"), required=1) == ({"two": 5}, 60.0)
 
@@ -286,7 +308,7 @@ def test_site_that_is_done_without_is_not_waited_for():
 def test_run_that_cannot_do_without_a_site_ends_at_once():
     """With the site's reason; nobody waits for the others."""
     call = SpokenCall(spares=True)
-    with pytest.raises(SiteError, match=r"start: site 'one' does not .*: rounds$"):
+    with pytest.raises(SiteError, match=r"start:\n  site 'one' does not .*: rounds\n"):
         meet(Nodes(n9="shy"), call=call, required=2, meanwhile=_never)
 
 
@@ -318,7 +340,7 @@ def test_unbelievable_answer_does_not_stop_a_run_of_others(answer: Any, text: st
 def test_unbelievable_answer_is_told_when_a_site_is_missing(answer: Any, text: str):
     """It may be that very site; and nobody waits for long."""
     seen: list[float] = []
-    expected = f"two did not connect; Flower node 7: .*{text}"
+    expected = f"two did not connect\n  Flower node 7: .*{text}"
     with pytest.raises(SiteError, match=expected):
         meet(Nodes(n5="one", n7=answer), meanwhile=seen.append)
     assert flower_roll_call.DOUBT_SECONDS < max(seen) < 20
