@@ -38,6 +38,7 @@ def _run(options: argparse.Namespace) -> int:
     from deploy.wiring import extension  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
     from federation.ids import new_run_id  # noqa: PLC0415
+    from federation.job import code_files, job_file  # noqa: PLC0415
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     config = _config(options)
@@ -52,6 +53,9 @@ def _run(options: argparse.Namespace) -> int:
         run_queue.take_up(run, at=now)
     else:
         check(job, Parties.load(config.folder))
+        # Its coordinator builds the model; only sites load data.
+        needed = {key: job_file.document(job)[key] for key in ("model", "training")}
+        code_files.check_present(needed, options.aggregator.parent)
         if job.model.weights is not None:  # The coordinator looks for it there.
             from clients.models import starting_weights  # noqa: PLC0415
 

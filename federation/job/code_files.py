@@ -127,6 +127,34 @@ def pin(document: Any, folder: Path, name: str = "") -> None:
         look_in(folder)
 
 
+def check_present(document: Any, folder: Path, *, key: str = "") -> None:
+    """Check that a folder has all files that a job names, as they were pinned.
+
+    Args:
+        document: A job's document, or a part of it.
+        folder: What their paths are relative to.
+        key: Dotted key of the part, for errors.
+
+    Raises:
+        JobError: One is missing, or differs; the message says where it belongs.
+    """
+    if isinstance(document, str):
+        file = parse(document)
+        if file is None or not file.digest:
+            return
+        try:
+            file.sources(folder)
+        except JobError as error:
+            advice = "put the file there, and beside the site.toml of each site"
+            raise JobError(f"{error.reason}: {advice}", key=key) from error
+    elif isinstance(document, Mapping):
+        for name, part in document.items():
+            check_present(part, folder, key=f"{key}.{name}".lstrip("."))
+    elif isinstance(document, list):
+        for index, part in enumerate(document):
+            check_present(part, folder, key=f"{key}[{index}]")
+
+
 def look_in(folder: Path) -> None:
     """Look for files of users in a folder, in this process and in its children."""
     known = places() if os.environ.get(FOLDERS) else []

@@ -427,6 +427,12 @@ def _check_buffers(job: JobSpec) -> None:
                 f"{role!r} is not a role: use keep, max or from_server",
                 key=f"model.integer_buffers.{pattern}",
             )
+        if role == "max" and job.privacy.secure_aggregation.enabled:
+            raise JobError(
+                "a maximum cannot be computed without seeing each site's value; use "
+                "keep or from_server, or turn secure aggregation off",
+                key=f"model.integer_buffers.{pattern}",
+            )
 
 
 def _check_tokenizers(job: JobSpec) -> None:

@@ -102,6 +102,21 @@ def test_the_digest_of_a_job_covers_what_is_loaded(folder: Path, name: str):
     assert job_digest.digest(job_file.load(folder / "job.toml")) != before
 
 
+def test_a_folder_is_searched_for_all_files_that_a_job_names(folder: Path):
+    """Before the job is submitted; a folder with other files is none that has them."""
+    job = job_file.load(folder / "job.toml")
+    document = job_file.document(job)
+    code_files.check_present(document, folder)
+    with pytest.raises(JobError, match=r"^model.factory: .*no file ./my_m"):
+        code_files.check_present(document, folder / "deep")
+    (folder / "layers.py").write_text("")
+    with pytest.raises(JobError, match=r"differs from the.*beside the site\.toml"):
+        code_files.check_present(document, folder)
+    nested = {"model": {"options": {"parts": [{"factory": job.model.factory}]}}}
+    with pytest.raises(JobError, match=r"^model.options.parts\[0\].factory: "):
+        code_files.check_present(nested, folder)
+
+
 @pytest.mark.parametrize("table", ["optimizer", "learning_rate"])
 def test_an_optimizer_and_a_schedule_are_pinned(folder: Path, table: str):
     """A site trains with that code only."""

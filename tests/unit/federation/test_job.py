@@ -306,6 +306,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.integer_buffers.*count",
         "'mean' is not a role: use keep, max or from_server",
     ),
+    "a maximum in secret": (
+        {
+            "model": {"integer_buffers": {"a": "keep", "*count": "max"}},
+            "privacy": {
+                "secure_aggregation": {
+                    "enabled": True,
+                    "clip_norm": 1.0,
+                    "max_examples": 9,
+                }
+            },
+        },
+        "model.integer_buffers.*count",
+        "use keep or from_server",
+    ),
     "clusters whose choice is averaged": (
         own("clients.models.clusters:best_cluster", loss=[0.0, 9.0]),
         "model.personal",
