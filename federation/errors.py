@@ -26,6 +26,7 @@ FederationError
 |   |-- ComputeForbidden      these credentials may not do this
 |   |-- ComputeUnauthenticated  no credentials, or none that the service accepts
 |   `-- ComputeUnavailable    unreachable, or too many requests, after all attempts
+|       `-- ComputeUnreachable  no server answers at the service's address
 `-- StoreError                an object store request failed
     |-- ObjectNotFound
     |-- ObjectExists          a create-only write found an object in its place
@@ -303,6 +304,10 @@ class ComputeUnauthenticated(ComputeError):
 
 class ComputeUnavailable(ComputeError):
     """The service is unreachable or refuses more requests, after all attempts."""
+
+
+class ComputeUnreachable(ComputeUnavailable):
+    """No server answers at the service's address, which may no longer exist."""
 
 
 class ProofRefused(FederationError):

@@ -19,6 +19,7 @@ from federation.errors import (
     ComputeForbidden,
     ComputeUnauthenticated,
     ComputeUnavailable,
+    ComputeUnreachable,
     MachineRefused,
     NoCapacity,
     QuotaReached,
@@ -85,7 +86,7 @@ _BUSY = Refusal(
     ComputeUnavailable, "the API server has a fault of its own: try again later"
 )
 _AWAY = Refusal(
-    ComputeUnavailable,
+    ComputeUnreachable,
     "the API server cannot be reached: check the network, and the server and "
     "certificate of this context",
 )

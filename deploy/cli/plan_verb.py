@@ -39,6 +39,7 @@ def _plan(options: argparse.Namespace) -> int:
     from deploy.fleet import (  # noqa: PLC0415 -- --help
         forecast,
         placement,
+        plan as planning,
         plan_prices,
         preflight,
         spec,
@@ -72,6 +73,8 @@ def _plan(options: argparse.Namespace) -> int:
 
         plan_plot.write(_points(ways), options.plot)
     _tell_notices(options, wanted, job, notices)
+    for notice in planning.beyond_budget(wanted.file.max_dollars, ways[0]):
+        notices(notice)
     for price in found.missing:
         notices(f"dollars are unknown: {price}")
     if options.json:

@@ -84,7 +84,7 @@ def _up_here(
         RunWatch,
     )
 
-    patience = Patience(plan, clock=options.clock, tell=tell)
+    patience = Patience(plan, options.clock, tell)
     hourly = spending.budget_prices(plan, now=options.clock.now())
     if not plan.folder.exists():  # What is refused makes none.
         check_start_budget(plan, now=options.clock.now())
@@ -150,7 +150,7 @@ def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
     )
     from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
 
-    patience = Patience(plan, clock=options.clock, tell=tell)
+    patience = Patience(plan, options.clock, tell)
     opened = partial(state.opened, plan, random_bytes=os.urandom, clock=options.clock)
     with (
         patience.entered(opened) as deployment,
@@ -229,7 +229,7 @@ def _checked(options: argparse.Namespace) -> "tuple[DeploymentPlan, JobSpec]":
     check_before(plan, job)
     if options.keep:
         check_sizes(plan, options.clock)
-    patience = Patience(plan, clock=options.clock, tell=tell)
+    patience = Patience(plan, options.clock, tell)
     plan = patience.repeated(
         partial(placement.with_types, plan, clock=options.clock, tell=tell)
     )

@@ -2,33 +2,47 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from cloud_adapters.compute.pool import (
     ComputePool,
     Node,
     NodesDamaged,
     NodeState,
-    all_gone,
-    wait_for,
 )
 from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet import reconcile
-from deploy.fleet.loop import Patience
+from deploy.fleet.loop import Patience, end_nodes, known_nodes
 from deploy.fleet.machine_spec import LOCAL
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
+from deploy.fleet.reconcile import (
+    AGGREGATOR,
+    DEPLOYMENT,
+    HEAD,
+    OWNER,
+    ROLE,
+    SITE_PREFIX,
+)
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
-from federation.errors import ComputeError, FederationError, StoreUnavailable
+from federation.errors import (
+    ComputeError,
+    ComputeUnreachable,
+    FederationError,
+    StoreUnavailable,
+)
 
 _END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
+# A server that has not answered for so long may no longer exist.
+_REACH_SECONDS = 600.0
 
 
 def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     """End a deployment's nodes: sites first, so that they can say that they leave.
 
     A service that fails keeps no node of the others alive, and a node of another
-    folder none of this one. What a passing fault has kept alive is ended after it.
+    folder none of this one. What a passing fault has kept alive is ended after it. A
+    service that cannot be reached for minutes is given up, since its cluster may be
+    gone: what may still run there is reported.
 
     Args:
         deployment: What is known of it.
@@ -43,30 +57,52 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
             time.
         StoreUnavailable: The folder cannot be read or written.
     """
-    ended: set[str] = set()
-    patience = Patience(deployment.plan, clock=deployment.clock, tell=tell)
+    clock, work = deployment.clock, _Ending(deployment, tell, any_owner=any_owner)
+    begin, patience = clock.monotonic(), Patience(deployment.plan, clock, tell)
     while True:
-        failures: list[ComputeError | StoreUnavailable] = []
-        # The aggregator's is the first and comes last: sites tell it that they leave.
-        for pool in reversed([*deployment.pools.values()]):
-            # A head whose machine is lost may take long to end: its sites do not wait.
-            for end in (_end_head, _end_others, _end_damaged):
-                try:
-                    end(deployment, pool, ended, any_owner=any_owner, tell=tell)
-                except (ComputeError, StoreUnavailable) as error:
-                    failures.append(error)
-        passing = next((each for each in failures if isinstance(each, PASSING)), None)
-        if passing is None or patience.is_worn_out(passing):
+        failures = work.end_all()
+        is_gone = clock.monotonic() - begin >= _REACH_SECONDS
+        passing = [
+            error
+            for _, error in failures
+            if isinstance(error, PASSING)
+            and not (is_gone and isinstance(error, ComputeUnreachable))
+        ]
+        if not passing or patience.is_worn_out(passing[0]):
             break
+    ended = len(work.ended)
     if not failures:
-        _forget_places(deployment, len(ended))
-        return len(ended)
-    first, told = failures[0], "; ".join(dict.fromkeys(map(str, failures)))
+        _forget_places(deployment, ended)
+        return ended
+    for pool, error in failures:
+        if isinstance(error, ComputeUnreachable):
+            tell(_may_run(deployment, pool))
+    first = failures[0][1]
+    told = "; ".join(dict.fromkeys(str(error) for _, error in failures))
     if told == str(first) and not ended:
         raise first
     raise type(first)(
-        f"{told}; {len(ended)} other nodes were ended. Run this command again"
+        f"{told}; {ended} other nodes were ended. Run this command again"
     ) from first
+
+
+def _may_run(deployment: Deployment, pool: str) -> str:
+    """What may still run, and cost, at a service that could not be reached."""
+    file = deployment.plan.file
+    pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in file.sites}
+    pools[HEAD if deployment.plan.has_head else AGGREGATOR] = file.aggregator.pool
+    roles = [
+        role
+        for role, place in pools.items()
+        if place == pool and deployment.launched(role)
+    ]
+    hours = f"{file.max_hours:g} hours after its launch"
+    return (
+        f"{pool} did not answer for {_REACH_SECONDS / 60:g} minutes. If it was "
+        "deleted, nothing of this deployment runs there. If it exists, "
+        f"{', '.join(roles) or 'nodes'} may still run there, each until {hours} at the "
+        "latest: run this command again when it can be reached"
+    )
 
 
 def _forget_places(deployment: Deployment, ended: int) -> None:
@@ -145,88 +181,110 @@ def give_way(deployment: Deployment, tell: Tell) -> Mapping[str, Sequence[Node]]
         reconcile.check_first(found, deployment.owner, deployment.name)
     except ComputeError as error:
         tell(f"{error}; what was launched from this one is ended")
-        patience = Patience(deployment.plan, clock=deployment.clock, tell=tell)
+        patience = Patience(deployment.plan, deployment.clock, tell)
+        work = _Ending(deployment, tell, any_owner=False)
         for pool in reversed([*deployment.pools.values()]):
-
-            def end(pool: ComputePool = pool) -> None:
-                own = _own(deployment, pool.nodes({DEPLOYMENT: deployment.name}))
-                _end_all(deployment, pool, own, set(), tell)
-
-            patience.repeated(end)
+            patience.repeated(partial(work.end_parties, pool))
         raise
     return listed
 
 
-def _end_head(
-    deployment: Deployment,
-    pool: ComputePool,
-    ended: set[str],
-    *,
-    any_owner: bool,
-    tell: Tell,
-) -> None:
-    """End the head in a cluster first, which would launch again what ends after it."""
-    if deployment.plan.is_head:
-        return
-    found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name, ROLE: HEAD})
-    nodes = found if any_owner else _own(deployment, found)
-    alive = [node for node in nodes if node.state is not NodeState.GONE]
-    _end(deployment, pool, alive, ended, tell)
+class _Ending:
+    """Ends the nodes of a deployment, service by service.
 
-
-def _end_others(
-    deployment: Deployment,
-    pool: ComputePool,
-    ended: set[str],
-    *,
-    any_owner: bool,
-    tell: Tell,
-) -> None:
-    """End the nodes of one service that are no heads in a cluster.
-
-    Raises:
-        ComputeError: The service fails, a node does not end in time, or another
-            folder has one.
+    Attributes:
+        ended: Ids of the nodes that have ended.
     """
-    found = _KnownNodes(pool).nodes({DEPLOYMENT: deployment.name})
-    nodes = found if any_owner else _own(deployment, found)
-    others = [node for node in nodes if node.labels.get(ROLE) != HEAD]
-    _end_all(deployment, pool, others, ended, tell)
-    if not any_owner:
-        reconcile.check_owner(found, deployment.owner, deployment.name)
 
+    def __init__(self, deployment: Deployment, tell: Tell, *, any_owner: bool) -> None:
+        self._deployment, self._tell, self._any_owner = deployment, tell, any_owner
+        self.ended: set[str] = set()
 
-def _end_damaged(
-    deployment: Deployment,
-    pool: ComputePool,
-    ended: set[str],
-    *,
-    any_owner: bool,
-    tell: Tell,
-) -> None:
-    """End nodes of one service whose labels cannot be read.
+    def end_all(self) -> Sequence[tuple[str, ComputeError | StoreUnavailable]]:
+        """End what can be ended; the failures of services, with their names."""
+        failures: list[tuple[str, ComputeError | StoreUnavailable]] = []
+        # The aggregator's is the first and comes last: sites tell it that they leave.
+        for name, pool in reversed([*self._deployment.pools.items()]):
+            # A head whose machine is lost may take long to end: its sites do not wait.
+            for end in (self._end_head, self._end_others, self._end_damaged):
+                try:
+                    end(pool)
+                except (ComputeError, StoreUnavailable) as error:
+                    failures.append((name, error))
+                    if isinstance(error, ComputeUnreachable):
+                        break  # Nor would the next requests be answered.
+        return failures
 
-    They are in this deployment's folder, so they are nobody else's.
-
-    Raises:
-        ComputeError: The service fails, or a node does not end in time.
-    """
-    del any_owner
-    begin, ids = deployment.clock.monotonic(), frozenset[str]()
-    while (damaged := _damaged(pool)) is not None:
-        if new := damaged.ids - ids:
-            names = ", ".join(sorted(new))
-            tell(f"files of {names} are damaged: ended all the same")
-            pool.terminate(new)
-            ids |= new
-        if deployment.clock.monotonic() - begin >= _END_SECONDS:
-            raise ComputeError(f"not ended within {_END_SECONDS:g} s: {damaged}")
-        deployment.clock.sleep(_LOOK_SECONDS)
-    for each in sorted(ids):
-        tell(f"ended {each}")
-    ended |= ids
-    if ids:
+    def end_parties(self, pool: ComputePool) -> None:
+        """End sites, then the aggregator."""
+        found = self._own(known_nodes(pool, self._deployment.name))
+        alive = reconcile.unwanted(found, {HEAD})
+        for is_last in (False, True):
+            self._end(
+                pool,
+                [n for n in alive if (n.labels.get(ROLE) == AGGREGATOR) is is_last],
+            )
         pool.clean_up()
+
+    def _end_head(self, pool: ComputePool) -> None:
+        """End the head in a cluster first, which would replace what ends before it."""
+        if not self._deployment.plan.is_head:
+            found = self._own(known_nodes(pool, self._deployment.name))
+            heads = [node for node in found if node.labels.get(ROLE) == HEAD]
+            self._end(pool, reconcile.unwanted(heads, ()))
+
+    def _end_others(self, pool: ComputePool) -> None:
+        """End the other nodes of one service.
+
+        Raises:
+            ComputeError: The service fails, a node does not end in time, or another
+                folder has one.
+        """
+        self.end_parties(pool)
+        if not self._any_owner:
+            found = known_nodes(pool, self._deployment.name)
+            reconcile.check_owner(found, self._deployment.owner, self._deployment.name)
+
+    def _end_damaged(self, pool: ComputePool) -> None:
+        """End nodes of one service whose labels cannot be read.
+
+        They are in this deployment's folder, so they are nobody else's.
+
+        Raises:
+            ComputeError: The service fails, or a node does not end in time.
+        """
+        clock = self._deployment.clock
+        begin, ids = clock.monotonic(), frozenset[str]()
+        while (damaged := _damaged(pool)) is not None:
+            if new := damaged.ids - ids:
+                names = ", ".join(sorted(new))
+                self._tell(f"files of {names} are damaged: ended all the same")
+                pool.terminate(new)
+                ids |= new
+            if clock.monotonic() - begin >= _END_SECONDS:
+                raise ComputeError(f"not ended within {_END_SECONDS:g} s: {damaged}")
+            clock.sleep(_LOOK_SECONDS)
+        for each in sorted(ids):
+            self._tell(f"ended {each}")
+        self.ended |= ids
+        if ids:
+            pool.clean_up()
+
+    def _own(self, found: Sequence[Node]) -> Sequence[Node]:
+        return found if self._any_owner else _own(self._deployment, found)
+
+    def _end(self, pool: ComputePool, nodes: Sequence[Node]) -> None:
+        end_nodes(
+            pool,
+            self._deployment.name,
+            nodes,
+            what="the nodes ended",
+            seconds=_END_SECONDS,
+            clock=self._deployment.clock,
+        )
+        self.ended |= {node.id for node in nodes}
+        for node in nodes:
+            self._tell(f"{node.name}: ended {node.id}")
 
 
 def _damaged(pool: ComputePool) -> NodesDamaged | None:
@@ -237,64 +295,5 @@ def _damaged(pool: ComputePool) -> NodesDamaged | None:
     return None
 
 
-@dataclass(frozen=True)
-class _KnownNodes:
-    """Lists the nodes of a service without those whose labels cannot be read."""
-
-    pool: ComputePool
-
-    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
-        """See ``ComputePool``."""
-        try:
-            return self.pool.nodes(labels)
-        except NodesDamaged as error:
-            return error.known
-
-
 def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
     return [node for node in found if node.labels.get(OWNER) == deployment.owner]
-
-
-def _end_all(
-    deployment: Deployment,
-    pool: ComputePool,
-    found: Sequence[Node],
-    ended: set[str],
-    tell: Tell,
-) -> None:
-    """End nodes of one service, and note which. A head does not end itself here."""
-    alive = [
-        node
-        for node in found
-        if node.state is not NodeState.GONE
-        and not (deployment.plan.is_head and node.labels.get(ROLE) == HEAD)
-    ]
-    sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
-    others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
-    for group in (sites, others):
-        _end(deployment, pool, group, ended, tell)
-    pool.clean_up()
-
-
-def _end(
-    deployment: Deployment,
-    pool: ComputePool,
-    nodes: Sequence[Node],
-    ended: set[str],
-    tell: Tell,
-) -> None:
-    ids = {node.id for node in nodes}
-    if not ids:
-        return
-    pool.terminate(ids)
-    wait_for(
-        _KnownNodes(pool),
-        {DEPLOYMENT: deployment.name},
-        lambda found: all_gone([node for node in found if node.id in ids]),
-        what="the nodes ended",
-        seconds=_END_SECONDS,
-        clock=deployment.clock,
-    )
-    ended |= ids
-    for node in nodes:
-        tell(f"{node.name}: ended {node.id}")

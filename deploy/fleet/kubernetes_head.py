@@ -33,8 +33,6 @@ from cloud_adapters.compute.pool import (
     Node,
     NodeSpec,
     NodeState,
-    all_gone,
-    wait_for,
 )
 from deploy.exit_codes import FAILED
 from deploy.fleet import loop, machine_spec, reconcile, state
@@ -183,13 +181,13 @@ def stop_aggregator(pool: ComputePool, name: str, clock: Clock, tell: Tell) -> N
         ComputeError: The aggregator's node cannot be read.
     """
     tell("head: its pod has to end (SIGTERM): the aggregator stops, sites keep running")
-    begin, labels = clock.monotonic(), {DEPLOYMENT: name, ROLE: AGGREGATOR}
-    pool.terminate({node.id for node in pool.nodes(labels)})
+    begin = clock.monotonic()
+    nodes = pool.nodes({DEPLOYMENT: name, ROLE: AGGREGATOR})
     try:
-        wait_for(
+        loop.end_nodes(
             pool,
-            labels,
-            all_gone,
+            name,
+            nodes,
             what="the aggregator ended",
             seconds=STOP_SECONDS,
             clock=clock,

@@ -9,12 +9,14 @@ machines end by themselves then, as when their hours are over.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from cloud_adapters.compute.pool import (
+    ComputePool,
     Node,
+    NodesDamaged,
     NodeSpec,
     NodeState,
     all_gone,
@@ -46,9 +48,7 @@ NodesByPool = Mapping[str, Sequence[Node]]
 class Patience:
     """Waits between the attempts of one command."""
 
-    def __init__(
-        self, plan: DeploymentPlan, *, clock: Clock, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, plan: DeploymentPlan, clock: Clock, tell: Tell) -> None:
         """Begin with the first attempt; ``tell`` is called with each new fault."""
         self._clock, self._tell = clock, tell
         self._end = clock.monotonic() + plan.file.max_hours * _HOUR
@@ -215,18 +215,69 @@ def _launch(
 
 def _end(deployment: Deployment, request: NodeRequest, nodes: Sequence[Node]) -> None:
     """End nodes of a role, and wait until they have."""
-    if not nodes:
-        return
-    pool, ids = deployment.pools[request.pool], {node.id for node in nodes}
-    pool.terminate(ids)
-    wait_for(
-        pool,
-        {DEPLOYMENT: deployment.name},
-        lambda nodes: all_gone([node for node in nodes if node.id in ids]),
+    end_nodes(
+        deployment.pools[request.pool],
+        deployment.name,
+        nodes,
         what=f"the replaced node of {request.spec.name} ended",
         seconds=_END_SECONDS,
         clock=deployment.clock,
     )
+
+
+def end_nodes(
+    pool: ComputePool,
+    deployment: str,
+    nodes: Sequence[Node],
+    *,
+    what: str,
+    seconds: float,
+    clock: Clock,
+) -> None:
+    """End nodes of one service, and wait until they have ended.
+
+    Args:
+        pool: The service.
+        deployment: Name of the deployment that they belong to.
+        nodes: Those to end.
+        what: Said of them if they do not end in time.
+        seconds: How long to wait.
+        clock: Tells time.
+
+    Raises:
+        ComputeError: The service fails, or they do not end in time.
+    """
+    ids = {node.id for node in nodes}
+    if not ids:
+        return
+    pool.terminate(ids)
+    wait_for(
+        _KnownNodes(pool),
+        {reconcile.DEPLOYMENT: deployment},
+        lambda found: all_gone([node for node in found if node.id in ids]),
+        what=what,
+        seconds=seconds,
+        clock=clock,
+    )
+
+
+def known_nodes(pool: ComputePool, deployment: str) -> Sequence[Node]:
+    """Nodes of a deployment, without those whose labels cannot be read."""
+    return _KnownNodes(pool).nodes({reconcile.DEPLOYMENT: deployment})
+
+
+@dataclass(frozen=True)
+class _KnownNodes:
+    """Lists the nodes of a service without those whose labels cannot be read."""
+
+    pool: ComputePool
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        """See ``ComputePool``."""
+        try:
+            return self.pool.nodes(labels)
+        except NodesDamaged as error:
+            return error.known
 
 
 def _as_written_down(

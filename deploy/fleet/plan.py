@@ -201,6 +201,21 @@ def lines(
         )
 
 
+def beyond_budget(limit: float | None, own: Alternative) -> Iterator[str]:
+    """Say what ``max_dollars`` does not count, so that nobody takes it for the bill."""
+    if limit is None:
+        return
+    sent = ""
+    if own.cost is not None:
+        known = own.cost.dollars
+        traffic = in_dollars(known["traffic up"] + known["traffic down"])
+        sent = f" ({traffic} dollars of traffic in this run)"
+    yield (
+        f"max_dollars = {limit:g} counts machines and their disks only: traffic, NAT "
+        f"gateways and storage cost more than that{sent}"
+    )
+
+
 def in_dollars(price: float) -> str:
     """A number of dollars, or a word for one that nobody knows."""
     return "unknown" if math.isnan(price) else f"{price:,.4f}"

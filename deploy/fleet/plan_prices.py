@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from aggregator.checkpoint import CHUNK_BYTES
-from cloud_adapters.compute.pool import Market
 from cloud_adapters.urls import parse_url
+from deploy.fleet import spending
 from deploy.fleet.machine_spec import AWS, CLOUDS, GCP, SiteMachine
 from deploy.fleet.plan import Alternative
 from deploy.fleet.prices import HOURS_PER_MONTH, Place, Prices
@@ -89,7 +89,7 @@ def with_prices(
                 dollars_per_hour=speed.dollars_per_hour
                 or found.price(
                     f"{found.table(speed.name)}.dollars_per_hour",
-                    partial(_hourly, stated[speed.name], prices, terms),
+                    partial(_hourly, stated[speed.name], file, prices, terms),
                 ),
                 dollars_per_gigabyte=speed.dollars_per_gigabyte
                 or found.price(
@@ -134,17 +134,16 @@ class _Lookup:
         return cost.UNKNOWN
 
 
-def _hourly(site: SiteMachine, prices: Prices, terms: PriceTerms) -> float:
-    spot = terms.spot
-    if site.provider not in CLOUDS or (
-        site.dollars_per_hour is not None and spot is None
-    ):
-        return site.dollars_per_hour or 0.0
-    machine = site.machine
-    is_spot = machine.market == Market.SPOT.value if spot is None else spot
-    kind = machine.priced_as
-    hourly = prices.hourly(site.provider, machine.region, kind, spot=is_spot)
-    return hourly + prices.disk_hour(site.provider, machine.disk_gb)
+def _hourly(
+    site: SiteMachine, file: DeploymentFile, prices: Prices, terms: PriceTerms
+) -> float:
+    """Dollars of an hour of a machine, and of its share of its region's NAT gateway."""
+    hourly = spending.machine_hour(site, prices, spot=terms.spot)
+    is_stated = site.dollars_per_hour is not None and terms.spot is None
+    if is_stated or site.provider not in CLOUDS:
+        return hourly
+    neighbours = sum(place_of(other) == place_of(site) for other in file.sites)
+    return hourly + prices.nat_hour(site.provider) / neighbours
 
 
 def place_of(site: SiteMachine) -> Place:

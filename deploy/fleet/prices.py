@@ -17,7 +17,7 @@ HOURS_PER_MONTH = 730.0
 _MOST_DOLLARS_PER_HOUR, _MOST_DOLLARS_PER_GIGABYTE = 400.0, 0.5
 # A cloud, and its region; both empty outside of clouds.
 Place = tuple[str, str]
-_MOST_PER_THOUSAND, _MOST_DOLLARS_PER_KEY = 1.0, 10.0
+_MOST_PER_THOUSAND, _MOST_DOLLARS_PER_KEY, _MOST_PER_NAT_HOUR = 1.0, 10.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,8 @@ class Transfer:
         through_nat: Dollars per GB that machines without a public address exchange
             with the internet, in either direction, besides the traffic's own price;
             none if not known.
+        nat_per_hour: Dollars of an hour of a region's NAT gateway and its public
+            address; none if not known.
         source: Where the prices are from.
         as_of: Their day; by default, the table's.
     """
@@ -99,6 +101,7 @@ class Transfer:
     through_nat: float | None = key(
         default=None, low=0.0, high=_MOST_DOLLARS_PER_GIGABYTE
     )
+    nat_per_hour: float | None = key(default=None, low=0.0, high=_MOST_PER_NAT_HOUR)
     source: str = ""
     as_of: str = ""
 
@@ -266,8 +269,19 @@ class Prices:
         """
         if not one[0] or one[0] == other[0]:
             return 0.0
-        found = (row.through_nat for row in self.transfer if row.provider == one[0])
-        return _known(next(found, None), "transfer", "through_nat", one[0])
+        return self._nat(one[0], "through_nat")
+
+    def nat_hour(self, provider: str) -> float:
+        """Dollars of an hour of a region's NAT gateway.
+
+        Raises:
+            JobError: The table does not know the price.
+        """
+        return self._nat(provider, "nat_per_hour")
+
+    def _nat(self, provider: str, name: str) -> float:
+        rows = (getattr(x, name) for x in self.transfer if x.provider == provider)
+        return _known(next(rows, None), "transfer", name, provider)
 
     def disk_hour(self, provider: str, gigabytes: float) -> float:
         """Dollars of an hour of a machine's disk.

@@ -242,8 +242,9 @@ def _end_unwanted(deployment: Deployment, listed: NodesByPool, tell: Tell) -> No
     """End nodes of sites that the deployment file no longer has."""
     plan = deployment.plan
     sites = [site.name for site in plan.file.sites]
+    roles = reconcile.roles(sites, is_head=plan.is_head)
     for name, nodes in listed.items():
-        found = reconcile.unwanted(nodes, sites, is_head=plan.is_head)
+        found = reconcile.unwanted(nodes, roles)
         for node in found:
             tell(f"{node.name}: no longer in the file; {node.id} is ended")
         if found:

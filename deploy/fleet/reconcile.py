@@ -4,7 +4,7 @@ Pure: nodes in, decisions out. Their executor may be killed at any moment;
 the same question is then asked again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cloud_adapters.compute.pool import Node, NodeState
@@ -107,19 +107,24 @@ def _age(node: Node) -> tuple[float, str, str]:
     return node.launched, node.labels.get(OWNER, ""), node.id
 
 
-def unwanted(
-    nodes: Iterable[Node], sites: Iterable[str], *, is_head: bool
-) -> Sequence[Node]:
-    """Nodes of roles that a deployment file does not have, and that are not gone.
+def roles(sites: Iterable[str], *, is_head: bool = False) -> Collection[str]:
+    """Roles of a deployment that need a node each.
 
     Args:
-        nodes: Nodes of the deployment.
         sites: Names of the sites that the file has.
         is_head: Whether the head in a cluster asks, which the file does not name.
     """
-    wanted = {AGGREGATOR, *(f"{SITE_PREFIX}{name}" for name in sites)}
-    if is_head:
-        wanted.add(HEAD)
+    found = {AGGREGATOR, *(f"{SITE_PREFIX}{name}" for name in sites)}
+    return found | {HEAD} if is_head else found
+
+
+def unwanted(nodes: Iterable[Node], wanted: Collection[str]) -> Sequence[Node]:
+    """Nodes of roles that are not wanted, and that are not gone.
+
+    Args:
+        nodes: Nodes of the deployment.
+        wanted: Names of roles; none are to end all nodes.
+    """
     return [
         node
         for node in nodes

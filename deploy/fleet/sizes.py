@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cloud_adapters.compute.pool import Market
 from deploy.fleet import prices as price_table, spending
-from deploy.fleet.machine_spec import LOCAL, SiteMachine
+from deploy.fleet.machine_spec import SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.fleet.spec import DeploymentPlan, Tell
@@ -448,16 +447,8 @@ def _key(index: int) -> str:
 
 def _hourly(site: SiteMachine, prices: Prices | None, name: str = "") -> float:
     """Dollars of an hour of a site's machine: stated, or of the table."""
-    if site.dollars_per_hour is not None or site.provider == LOCAL:
-        return site.dollars_per_hour or 0.0
-    machine = site.machine
-    if prices is None:
-        raise JobError(f"no price of {machine.type}", key=name)
-    is_spot = machine.market == Market.SPOT.value
     try:
-        return prices.hourly(
-            site.provider, machine.region, machine.priced_as, spot=is_spot
-        )
+        return spending.machine_hour(site, prices)
     except JobError as error:
         raise JobError(error.reason, key=name or error.key) from None
 

@@ -208,10 +208,11 @@ class DeploymentFile:
         organisation: Who operates the aggregator and the sites.
         max_hours: Every machine ends by itself after so many hours, even if no one is
             left to end it.
-        max_dollars: What all its machines may cost together, in all its runs. Each ends
-            by itself when all of them would have spent it, and `crossfed up --keep`
-            ends them when it is spent. Needs prices that are younger than 90 days. None
-            for no budget.
+        max_dollars: What all its machines may cost together with their disks, in all
+            its runs. Traffic, NAT gateways and storage are not counted. Each machine
+            ends by itself when all of them would have spent it, and `crossfed up
+            --keep` ends them when it is spent. Needs prices that are younger than 90
+            days. None for no budget.
         deadline_hours: The run should be done so many hours after it has begun:
             `crossfed up --keep` then moves spot machines of sites with a home to
             machines on demand while there is time to, and before that to cheaper

@@ -1,7 +1,8 @@
 """What a deployment's machines have cost, as far as one who watches them knows.
 
 ``spending.json`` in the deployment's folder adds up all machines that it ever had, also
-those that their service no longer lists. Traffic and disks are not in it.
+those that their service no longer lists. Disks are in their prices; traffic and NAT
+gateways are not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet import prices
-from deploy.fleet.machine_spec import LOCAL
+from deploy.fleet.machine_spec import CLOUDS, LOCAL, SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
 from deploy.fleet.spec import DeploymentFile, DeploymentPlan
@@ -97,17 +98,38 @@ def _hourly(file: DeploymentFile, table: Prices | None) -> Mapping[str, float]:
     """Dollars of an hour of each role's machine: stated, or of the table."""
     found = {AGGREGATOR: file.aggregator.dollars_per_hour}
     for site in file.sites:
-        hourly = site.dollars_per_hour
-        if hourly is None and table is not None and site.provider != LOCAL:
-            machine = site.machine
-            hourly = table.hourly(
-                site.provider,
-                machine.region,
-                machine.priced_as,
-                spot=machine.market == Market.SPOT.value,
-            )
-        found[f"{SITE_PREFIX}{site.name}"] = hourly or 0.0
+        found[f"{SITE_PREFIX}{site.name}"] = machine_hour(site, table)
     return found
+
+
+def machine_hour(
+    site: SiteMachine, table: Prices | None, *, spot: bool | None = None
+) -> float:
+    """Find the price of a site's machine with its disk: stated, or of the table.
+
+    Args:
+        site: The site; what it states is the whole price.
+        table: The price table; None if every machine has a stated price.
+        spot: Whether its price as a spot machine is asked for, or that on demand; None
+            for its own market.
+
+    Returns:
+        Dollars of an hour.
+
+    Raises:
+        JobError: The table lacks the price.
+    """
+    machine = site.machine
+    is_stated = site.dollars_per_hour is not None and spot is None
+    if is_stated or site.provider not in CLOUDS:
+        return site.dollars_per_hour or 0.0
+    if table is None:
+        raise JobError(f"no price of {machine.type} is stated", key="prices")
+    is_spot = machine.market == Market.SPOT.value if spot is None else spot
+    hourly = table.hourly(
+        site.provider, machine.region, machine.priced_as, spot=is_spot
+    )
+    return hourly + table.disk_hour(site.provider, machine.disk_gb)
 
 
 def budget_prices(plan: DeploymentPlan, *, now: float) -> Mapping[str, float]:

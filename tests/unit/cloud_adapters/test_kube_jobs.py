@@ -27,6 +27,7 @@ from federation.errors import (
     ComputeForbidden,
     ComputeUnauthenticated,
     ComputeUnavailable,
+    ComputeUnreachable,
     MachineRefused,
     NoCapacity,
     QuotaReached,
@@ -447,8 +448,8 @@ def test_failures_on_the_way_say_what_to_do():
     """Whatever the library raises is one of ours, with no secrets in it."""
     cases = {
         ConfigException("no context"): ComputeUnauthenticated,
-        urllib3.exceptions.ProtocolError("secret"): ComputeUnavailable,
-        OSError("secret"): ComputeUnavailable,
+        urllib3.exceptions.ProtocolError("secret"): ComputeUnreachable,
+        OSError("secret"): ComputeUnreachable,
         ValueError("secret"): ComputeUnavailable,
         ApiException(status=0, reason="?"): MachineRefused,
     }
@@ -462,7 +463,7 @@ def test_a_cluster_that_is_away_is_one_error():
     pool = kube_jobs.connect(
         "c", "n", clock=VirtualClock(), endpoint="http://127.0.0.1:9"
     )
-    with pytest.raises(ComputeUnavailable, match="cannot be reached"):
+    with pytest.raises(ComputeUnreachable, match="cannot be reached"):
         pool.nodes({})
 
 

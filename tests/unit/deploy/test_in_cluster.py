@@ -463,8 +463,8 @@ def test_a_head_ends_its_sites_and_not_itself(
     with opened(fleet_spec.load(tmp_path / "fed.toml")) as inside:
         assert inside.owner == deployment.owner
         found = kube_server.pool().nodes({})
-        assert not reconcile.unwanted(found, ["here"], is_head=True)
-        ended = reconcile.unwanted(found, [], is_head=False)
+        assert not reconcile.unwanted(found, reconcile.roles(["here"], is_head=True))
+        ended = reconcile.unwanted(found, reconcile.roles([]))
         assert {node.id for node in ended} == {head.id, site}
         assert take_down(inside, any_owner=False, tell=print) == 1
     states = {n.id: n.state for n in kube_server.pool().nodes({})}

@@ -316,7 +316,8 @@ def test_a_budget_needs_prices_that_are_new(tmp_path: Path):
     with pytest.raises(JobError, match="needs new prices, but"):
         spending.budget_prices(plan, now=4e9)
     new = spending.budget_prices(plan, now=1.782e9)
-    assert new["site-gcp-us-central1"] == 1.006
+    # With its disk of 50 GB.
+    assert new["site-gcp-us-central1"] == pytest.approx(1.006 + 50 * 0.08 / 730)
     stated = more + "dollars_per_hour = 3.0\n" + machine
     found = spending.budget_prices(written(tmp_path, stated), now=4e9)
     assert found["site-gcp-us-central1"] == 3.0
@@ -488,7 +489,8 @@ def test_prices_of_a_deployment_are_in_a_table_of_its_own(tmp_path: Path):
     (tmp_path / "mine.toml").write_text(text.replace("'D'", '"2096-06-08"'))
     plan = written(tmp_path, more)
     found = spending.budget_prices(plan, now=3.99e9)
-    assert found["site-gcp-us-central1"] == 1.006
+    # With the machine's disk of 50 GB.
+    assert found["site-gcp-us-central1"] == pytest.approx(1.006 + 50 * 0.08 / 730)
 
 
 class Listing:

@@ -6,6 +6,7 @@ and the answers of the three services are sorted by it.
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from federation.errors import (
     ComputeForbidden,
     ComputeUnauthenticated,
     ComputeUnavailable,
+    ComputeUnreachable,
     MachineRefused,
     QuotaReached,
 )
@@ -130,7 +132,7 @@ class Fleet:
 
     def start(self) -> None:
         """As ``up`` does until a machine of each site is there."""
-        patience = Patience(self.plan, clock=self.clock, tell=self.told.append)
+        patience = Patience(self.plan, self.clock, self.told.append)
         for name in SITES:
             patience.repeated(lambda name=name: self.fill(POOL, f"site-{name}"))
 
@@ -225,6 +227,26 @@ def test_no_fault_is_outlasted_beyond_the_hours(site_fleet: Fleet, phase: str):
     with pytest.raises(ComputeUnavailable, match="told by a test"):
         PHASES[phase](site_fleet)
     assert site_fleet.clock.now() == pytest.approx(START + 6 * 3600.0, abs=1.0)
+
+
+def test_down_gives_up_a_cluster_that_is_gone(site_fleet: Fleet):
+    """Its API server may not exist any more: ``max_hours`` would be waited for."""
+    site_fleet.start()
+    site_fleet.told.clear()
+    site_fleet.cloud.faults = [ComputeUnreachable("told by a test")] * 1000
+    with pytest.raises(ComputeUnreachable, match="told by a test"):
+        site_fleet.down()
+    waited = site_fleet.clock.now() - START
+    assert 600.0 <= waited <= 1200.0
+    told = "\n".join(site_fleet.told)
+    assert all(f"{role}" in site_fleet.told[-1] for role in [POOL, *ROLES])
+    assert re.search("may still run.*6 hours", site_fleet.told[-1])
+    # The others' nodes are ended before, and it is ended when it answers in time.
+    assert f"{AGGREGATOR}: ended" in told
+    assert told.index(f"{AGGREGATOR}: ended") < told.index("may still run")
+    site_fleet.cloud.faults = [ComputeUnreachable("told by a test")] * 3
+    site_fleet.down()
+    assert site_fleet.alive() == []
 
 
 def test_a_fault_while_machines_end_keeps_none_alive(site_fleet: Fleet):

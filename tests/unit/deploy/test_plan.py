@@ -172,7 +172,7 @@ def test_machines_of_clouds_cost_what_the_table_says():
     site = cloud("gcp", "us-central1", "a2-highgpu-1g", market="spot")
     file = DeploymentFile(name="x", job="j", sites=(site,))
     priced = plan_prices.with_prices(known, file, TABLE, traffic=traffic)
-    disk = 50 * 0.04 / 730
+    disk = 50 * 0.04 / 730 + 0.0064  # And the gateway.
     assert priced.sites[0].dollars_per_hour == pytest.approx(1.804 + disk)
     assert priced.sites[0].dollars_per_gigabyte == pytest.approx(0.12 + 0.045)
     assert priced.sites[1].dollars_per_hour == 0
@@ -220,7 +220,8 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
     found = cost.dollars(1800.0, terabytes, priced)
     assert found["traffic up"] == pytest.approx(90 + 120 + 90)
     assert found["traffic down"] == pytest.approx(90)
-    hourly = 0.1008 + 0.08 + 0.13402 + 50 * 0.04 / 730
+    gateways = 0.05 + 0.0064
+    hourly = 0.1008 + 0.08 + 0.13402 + 50 * 0.04 / 730 + gateways
     assert found["machines"] == pytest.approx(hourly)  # Half an hour of each hour.
     # What is stated is the whole price, and inside of a cloud there is no gateway.
     stated = replace(clouds[0], dollars_per_hour=1.0, dollars_per_gigabyte=0.5)
@@ -514,9 +515,9 @@ def test_machines_of_the_examples_have_prices():
         file = spec.load(path).file
         assert forecast.has_clouds(file)
         for site in file.sites:
-            assert plan_prices._hourly(site, TABLE, plan_prices.PriceTerms()) > 0
+            assert plan_prices._hourly(site, file, TABLE, plan_prices.PriceTerms()) > 0
             both = [plan_prices.PriceTerms(spot=spot) for spot in (True, False)]
-            spot, demand = (plan_prices._hourly(site, TABLE, term) for term in both)
+            spot, demand = (plan_prices._hourly(site, file, TABLE, x) for x in both)
             assert spot < demand
     text = "".join(
         (root / "docs" / "howto" / name).read_text()

@@ -37,6 +37,19 @@ def test_a_site_that_the_job_lacks_is_named(
     assert "'site-7'" in err
 
 
+def test_a_plan_says_what_the_budget_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Nobody takes ``max_dollars`` for the whole bill."""
+    path = deployed(tmp_path, "site-0", "site-1")
+    assert main(["plan", str(path)]) == 0
+    assert "max_dollars" not in capsys.readouterr().err
+    path.write_text(f"max_dollars = 7.0\n{path.read_text()}")
+    assert main(["plan", str(path), "--json"]) == 0
+    (notice,) = json.loads(capsys.readouterr().out)["notices"]
+    assert all(x in notice for x in ("max_dollars = 7", "traffic", "NAT", "disks"))
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999", "much"])
 @pytest.mark.parametrize("option", ["--month-gb", "--budget", "--deadline"])
 def test_amounts_are_finite(
