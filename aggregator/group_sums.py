@@ -64,7 +64,7 @@ from privacy.secagg.agreement.groups import (
     write_start,
 )
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts

@@ -28,8 +28,12 @@ from privacy.dp import adaptive_clip
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.levels import most_energy
 from privacy.secagg.arithmetic.noise_shares import honest_shares
-from privacy.secagg.arithmetic.ring import NOISE_TAIL, WEIGHT_ERROR
-from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
+from privacy.secagg.arithmetic.ring import (
+    A_LIE,
+    NOISE_TAIL,
+    WEIGHT_ERROR,
+    SumOutOfRange,
+)
 from privacy.secagg.protocol import train
 
 _MICRO = 1e-6

@@ -34,8 +34,8 @@ from federation.rounds.failures import failure
 from federation.wire.relayed import with_words
 from privacy.secagg.agreement.contract import Contract, Member
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.accumulator import sum_words, word_bits
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
-from privacy.secagg.arithmetic.relayed import sum_words, word_bits
 from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.masked_answers import read_answer, relayed_round

@@ -27,9 +27,9 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 from federation.rounds.failures import failure
-from federation.rounds.relayed import revoke_all, whole_sums
+from federation.rounds.gather import revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
 
 _OF_NO_ROUND = frozenset(

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from federation.drafts import private_draft
+from federation.durable_files import private_draft
 from federation.os_errors import os_errors
 from privacy.secagg.errors import KeyFileRefused
 

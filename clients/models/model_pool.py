@@ -8,7 +8,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,6 @@ from clients.models import lazy_compiler, personal, weights
 from clients.models.freezing import freeze
 from clients.models.hidden_matrices import hidden_matrices
 from clients.models.objectives import Objective, objective_of
-from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
@@ -31,8 +30,70 @@ from federation.job.adapters import check_exact, check_factors
 from federation.job.metrics import TRAINER
 from federation.job.selection_checks import counts_for_nan
 from federation.job.spec import JobSpec
+from federation.tree import Tree, leaves, num_records
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
+from privacy.dp_sgd.probe import Forward, check_records_apart
+
+_Use = tuple[
+    bool, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...], tuple[bool, ...]
+]
+
+
+class RecordsApart:
+    """Tests the models of one factory before they are used with guarantees.
+
+    Kept beside the factory, since all of its models are built alike.
+
+    Attributes:
+        passed: The ways of use that were tested: for gradients or not, shape and type
+            of a record, and the mode of every module.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin without a test.
+
+        Args:
+            device: Where the models live.
+        """
+        self._device = device
+        self.passed: set[_Use] = set()
+
+    def check(
+        self,
+        model: torch.nn.Module,
+        inputs: Tree,
+        forward: Forward,
+        *,
+        gradients: bool,
+    ) -> None:
+        """Test a model, if none was tested in this mode on records of this shape.
+
+        Args:
+            model: As it is about to be used; nothing of it is changed.
+            inputs: Of the batch that it is about to be used on. One record has no
+                other that it could be mixed with.
+            forward: Applies a model to inputs, and perhaps an objective.
+            gradients: It is used for gradients, not only for losses.
+
+        Raises:
+            JobError: It mixes records.
+        """
+        if num_records(inputs) < 2:  # noqa: PLR2004 - a record and another one.
+            return
+        modes = tuple(module.training for module in model.modules())
+        parts = tuple(leaves(inputs))
+        shapes = tuple(tuple(part.shape[1:]) for part in parts)
+        use = (gradients, shapes, tuple(part.dtype for part in parts), modes)
+        if use in self.passed:
+            return
+        check_records_apart(
+            model, inputs, forward, draws=self._draws, gradients=gradients
+        )
+        self.passed.add(use)
+
+    def _draws(self, seed: int) -> AbstractContextManager[object]:
+        return seeded_globally(seed, self._device)
 
 
 def build(factory: Factory, options: Mapping[str, Any]) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import ByteVector, HeaderVector, Vector
 from privacy.counts import coarse
 from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
-from privacy.dp.ring_noise import RingNoise
+from privacy.dp.noise import RingNoise
 from privacy.keystream import KEY_BYTES, RandomBytes, apply_masks_
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.digits import Digits, finest_levels
@@ -29,16 +29,17 @@ from privacy.secagg.arithmetic.levels import (
     FIRST_BITS,
     LevelPlan,
     LevelSite,
-    largest_step,
-)
-from privacy.secagg.arithmetic.measure import (
     Measurement,
+    largest_step,
     measure,
     measure_exactly,
     subtract_,
 )
-from privacy.secagg.arithmetic.ring import WEIGHT_ERROR
-from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.arithmetic.ring import (
+    WEIGHT_ERROR,
+    UpdateNotFinite,
+    UpdateOutOfRange,
+)
 from privacy.secagg.arithmetic.seal import seal_
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundMasks

@@ -51,7 +51,7 @@ from privacy.secagg.agreement.policy import Group, LocalPolicy
 from privacy.secagg.arithmetic.digits import Digits
 from privacy.secagg.arithmetic.level_sum import rotation_of, sum_digest
 from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
-from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.arithmetic.ring import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.errors import (
     BadSignature,
     BookRefused,

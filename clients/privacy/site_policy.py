@@ -19,9 +19,9 @@ from federation.job.spec import JobSpec
 from federation.rounds.local_work import bounds, is_auto
 from federation.vectors import Layout
 from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.contract import colluding_tolerated
 from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster
-from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.protocol.of_job import header_slots, relays_of, terms_of_job
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.shards.rows import RowLayout, Rows
+from clients.shards.index import RowLayout, Rows
 from cloud_adapters.extras import naming_extras
 
 

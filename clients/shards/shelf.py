@@ -11,12 +11,13 @@ from clients.shards.index import (
     INDEX_KEY,
     DatasetIndex,
     Labels,
+    RowLayout,
+    Rows,
     Shard,
     Split,
     check_content,
     read_index,
 )
-from clients.shards.rows import RowLayout, Rows
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject, FederationError, ObjectNotFound, SiteError

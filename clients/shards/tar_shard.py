@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.shards.rows import RowLayout, Rows
+from clients.shards.index import RowLayout, Rows
 
 _BLOCK = 512
 _END = b"\0" * (2 * _BLOCK)

@@ -20,12 +20,13 @@ from clients.shards.index import (
     SPLITS,
     DatasetIndex,
     Labels,
+    Rows,
     Shard,
     Split,
     digest_of,
+    narrow,
     read_index,
 )
-from clients.shards.rows import Rows, narrow
 from cloud_adapters.storage.checksums import crc32c
 from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound, SiteError
 from federation.protocols import ObjectStore

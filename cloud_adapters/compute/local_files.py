@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from federation import durable_json
+from federation import durable_files
 from federation.errors import ComputeError, StoreUnavailable
 from federation.os_errors import os_errors
 
@@ -113,7 +113,7 @@ def write(
     Raises:
         StoreUnavailable: The folder is full or cannot be written.
     """
-    durable_json.write(folder / _NAMES[type(value)], value)
+    durable_files.write_json(folder / _NAMES[type(value)], value)
 
 
 def remove(folder: Path, kind: type[_Kind]) -> None:
@@ -138,7 +138,7 @@ def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
         "folder"
     )
     path = folder / _NAMES[kind]
-    return durable_json.read(path, kind, advice=advice, refusal=ComputeError)
+    return durable_files.read_json(path, kind, advice=advice, refusal=ComputeError)
 
 
 def tail(path: Path) -> str:

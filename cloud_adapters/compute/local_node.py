@@ -14,9 +14,11 @@ the node, whatever ends that.
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,14 +38,61 @@ from cloud_adapters.compute.local_files import (
     tail,
     write,
 )
-from cloud_adapters.compute.local_reports import VARIABLE, Reports, received
 from cloud_adapters.local.child_process import Child
 from federation import folder_lock
 from federation.clock import SystemClock
 from federation.errors import FederationError, StoreUnavailable
+from federation.os_errors import os_errors
 
-if TYPE_CHECKING:  # It brings numpy, and a node is to be small.
+if TYPE_CHECKING:
     from federation.protocols import Clock
+
+
+VARIABLE = "NOTIFY_SOCKET"
+_NAME, _READY, _MOST_BYTES = "notify", b"READY=1", 4096
+
+
+class Reports:
+    """Receives the reports of one program.
+
+    Attributes:
+        address: Where the program sends them.
+    """
+
+    def __init__(self, handle: int, line: socket.socket) -> None:
+        """Receive from a bound socket in a folder that is open."""
+        # Through the folder's handle: names of sockets have at most 108 bytes.
+        self.address = f"/proc/{os.getpid()}/fd/{handle}/{_NAME}"
+        self._line = line
+
+    def is_ready(self) -> bool:
+        """Whether the program has said, since the last look, that it is ready."""
+        found = False
+        while True:
+            try:
+                said = self._line.recv(_MOST_BYTES)
+            except BlockingIOError:
+                return found
+            found = found or _READY in said.split(b"\n")
+
+
+@contextmanager
+def received(folder: Path) -> Iterator[Reports]:
+    """Receive reports through a socket in a folder that only its owner can enter.
+
+    Raises:
+        StoreUnavailable: It cannot be made.
+    """
+    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+    with closing(socket.socket(socket.AF_UNIX, kind)) as line, ExitStack() as stack:
+        with os_errors(StoreUnavailable, f"make a socket in {folder}"):
+            handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, handle)
+            (folder / _NAME).unlink(missing_ok=True)
+            line.bind(f"/proc/self/fd/{handle}/{_NAME}")
+        stack.callback((folder / _NAME).unlink, missing_ok=True)
+        yield Reports(handle, line)
+
 
 _LOOK_SECONDS = 0.2
 # Begins what the node itself writes to its program's log.

@@ -29,7 +29,7 @@ from cloud_adapters.keys.context import (
     mark,
     unmark,
 )
-from federation.drafts import private_draft
+from federation.durable_files import private_draft
 from federation.errors import CorruptObject, KeyRefused
 from federation.os_errors import os_errors
 from federation.protocols import DataKey

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloud_adapters.storage.disk.part_file import file_errors
-from federation import durable_json
+from federation import durable_files
 from privacy import own_folder
 from privacy.membership.messages import MAX_MESSAGE_BYTES
 from privacy.secagg.agreement.roster import Roster
@@ -65,7 +65,7 @@ def keep_signature(folder: Path, roster: Roster, signature: str) -> None:
         StoreUnavailable: It cannot be written.
     """
     found = RosterSignature(digest=roster.digest.hex(), signature=signature)
-    durable_json.write(folder / _SIGNATURE, found)
+    durable_files.write_json(folder / _SIGNATURE, found)
 
 
 def signature_of(folder: Path, roster: Roster) -> str:
@@ -75,7 +75,7 @@ def signature_of(folder: Path, roster: Roster) -> str:
         CorruptObject: The file is damaged.
     """
     path = folder / _SIGNATURE
-    found = durable_json.read(path, RosterSignature, advice=_ADVICE)
+    found = durable_files.read_json(path, RosterSignature, advice=_ADVICE)
     is_it = found is not None and found.digest == roster.digest.hex()
     return found.signature if found is not None and is_it else ""
 

@@ -18,7 +18,7 @@ from cloud_adapters.flower.facts import FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.wiring import extension
-from federation import durable_json
+from federation import durable_files
 from federation.durable_files import replace_file
 from federation.errors import (
     CheckpointMismatch,
@@ -38,7 +38,7 @@ from federation.events import (
 )
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from federation.rounds.round_count import completed_rounds
+from federation.rounds.round_sums import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
 from monitoring.views.round_view import loss_of
 from monitoring.views.run_view import INTERRUPTED
@@ -245,7 +245,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
     run.write_job(job)
-    durable_json.write(run.path / REQUEST, RunRequest(at=at))
+    durable_files.write_json(run.path / REQUEST, RunRequest(at=at))
 
 
 def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
@@ -298,7 +298,7 @@ def take_up(run: RunFolder, *, at: float) -> None:
     (run.path / COORDINATOR).unlink(missing_ok=True)
     (run.path / STOP).unlink(missing_ok=True)
     (run.path / CONNECTED).unlink(missing_ok=True)
-    durable_json.write(run.path / REQUEST, RunRequest(at=at))
+    durable_files.write_json(run.path / REQUEST, RunRequest(at=at))
     (run.path / OUTCOME).unlink()
 
 
@@ -307,7 +307,7 @@ def note_connected(
 ) -> None:
     """Note for people which sites a run has and still waits for."""
     found = Connected(there=tuple(there), missing=tuple(missing), seconds=seconds)
-    durable_json.write(run.path / CONNECTED, found)
+    durable_files.write_json(run.path / CONNECTED, found)
 
 
 def connected(run: RunFolder) -> Connected | None:
@@ -317,7 +317,7 @@ def connected(run: RunFolder) -> Connected | None:
         CorruptObject: The file is damaged.
     """
     advice = "remove the file: it only informs people"
-    return durable_json.read(run.path / CONNECTED, Connected, advice=advice)
+    return durable_files.read_json(run.path / CONNECTED, Connected, advice=advice)
 
 
 def ask_to_stop(run: RunFolder) -> None:
@@ -343,7 +343,7 @@ def is_pause(run: RunFolder) -> bool:
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
     """Write the outcome of a run; the first one counts."""
     if not (run.path / OUTCOME).exists():
-        durable_json.write(run.path / OUTCOME, outcome)
+        durable_files.write_json(run.path / OUTCOME, outcome)
 
 
 def goes_on(error: BaseException) -> bool:
@@ -404,7 +404,7 @@ class DeadCoordinators:
 
 def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
     """Record which coordinator works on a run."""
-    durable_json.write(
+    durable_files.write_json(
         handed.run.path / COORDINATOR,
         Coordinator(
             flower_run=str(flower_run), fruitless=fruitless, rounds=handed.rounds
@@ -537,7 +537,7 @@ def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 def _read(path: Path, kind: type) -> Any:
-    made: Any = durable_json.read(path, kind, advice="remove it")
+    made: Any = durable_files.read_json(path, kind, advice="remove it")
     if isinstance(made, Coordinator):
         try:
             int(made.flower_run)

@@ -18,11 +18,10 @@ from clients.audit.canaries import MAX_CANARIES
 from clients.privacy import standardise
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
-from deploy.audit.jobs import as_attacked, is_summed
+from deploy.audit.jobs import PlanSites, as_attacked, is_summed
 from deploy.audit.plain_run import PlainRun
 from deploy.audit.rounds import throwaway_id
 from deploy.audit.runs import Attack, CanaryRun
-from deploy.audit.site_parts import PlanSites
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
 from federation.errors import JobError

@@ -1,22 +1,31 @@
 """An audit's changes to a job: as few as its attacks need."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
 from clients.audit.canaries import FACTORY, record_shape
-from clients.training.local_federation import Federation
+from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.training.local_federation import Federation, SiteData
 from clients.training.private_steps import (
     expected_batch,
     largest_batch,
     num_private_steps,
     sensitivity_of_sum,
 )
+from clients.training.trainer import TorchTrainer
+from deploy.audit.rounds import throwaway_id
 from federation.errors import JobError
-from federation.job.privacy_job import SecureAggregationSpec
+from federation.ids import SiteId
+from federation.job.privacy_job import DifferentialPrivacySpec, SecureAggregationSpec
 from federation.job.spec import JobSpec, ModelSpec
+from federation.protocols import Clock, Trainer
 from federation.rounds.local_work import accumulate_in, first_rounds
 from privacy.counts import coarse
+from privacy.dp import accountant
+from privacy.dp.ledger.ledger import InMemoryLedger
+from privacy.dp.ledger.ledger_format import Terms
 
 # Records of a private step: their sum is rounded, and a margin for that is taken from
 # the clip norm of each (``privacy.dp_sgd.clipping.sum_margin``), 6 % for 30,000.
@@ -247,3 +256,57 @@ def _on_grid(job: JobSpec, num_records: int, least: int) -> tuple[int, int, int]
         total = coarse(total + 1)
     # The number as it is will do where it is rounded up to this.
     return accumulate, batch_size, least if coarse(least) == total else total
+
+
+PlanSites = Callable[[Federation, Clock], PrivateSites | None]
+
+
+def meaning_of(private: DifferentialPrivacySpec) -> tuple[str, str]:
+    """What neighbours differ in, and how steps sample."""
+    if private.of_persons:
+        return accountant.PERSON_RELATION, accountant.PERSON_SAMPLING
+    return accountant.NEIGHBOURING_RELATION, accountant.SAMPLING_ASSUMPTION
+
+
+def plans_of(private: PrivateSites | None) -> Mapping[SiteId, SitePlan]:
+    """Plans of private sites; none where nothing is promised."""
+    return {} if private is None else private.plans
+
+
+def trainer_of(
+    federation: Federation,
+    name: SiteId,
+    data: SiteData,
+    plan: SitePlan | None,
+    ledger: InMemoryLedger | None,
+) -> Trainer:
+    """Make a site's trainer as a run does."""
+    train, held_out = data
+    trainer = TorchTrainer(
+        federation.job,
+        name,
+        pool=federation.pool,
+        train=train,
+        held_out=held_out,
+        private=None if plan is None else plan.training,
+    )
+    if plan is None or ledger is None:
+        return trainer
+    return plan.budgeted(trainer, ledger)
+
+
+def ledger_of(
+    federation: Federation, name: SiteId, plan: SitePlan, clock: Clock
+) -> InMemoryLedger:
+    """Make a ledger that is not stored."""
+    private = federation.job.privacy.differential_privacy
+    terms = Terms(
+        run_id=throwaway_id(),
+        site=name,
+        job_digest="0" * 64,
+        delta=plan.delta,
+        epsilon_cap=plan.epsilon_cap,
+        unit=private.unit,
+        relation=meaning_of(private)[0],
+    )
+    return InMemoryLedger(terms, clock=clock)

@@ -12,9 +12,8 @@ from clients.audit.observed import ObservedTrainer, Witness
 from clients.data.datasets import Dataset
 from clients.data.persons import numbered_alike
 from clients.training.local_federation import Federation, SiteData
-from deploy.audit.jobs import is_summed
+from deploy.audit.jobs import PlanSites, is_summed, ledger_of, plans_of, trainer_of
 from deploy.audit.rounds import OpenStage, SecretStage, Stage, absent, run_rounds
-from deploy.audit.site_parts import PlanSites, ledger_of, plans_of, trainer_of
 from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId

@@ -24,9 +24,14 @@ from clients.training.private_steps import (
     units_at_once,
 )
 from deploy.audit.jobs import (
+    PlanSites,
     is_summed,
+    ledger_of,
+    meaning_of,
+    plans_of,
     records_of_canary,
     round_weight,
+    trainer_of,
     with_canaried_model,
     with_more_records,
     with_room_in_sums,
@@ -36,13 +41,6 @@ from deploy.audit.rounds import (
     SecretStage,
     Stage,
     run_rounds,
-)
-from deploy.audit.site_parts import (
-    PlanSites,
-    ledger_of,
-    meaning_of,
-    plans_of,
-    trainer_of,
 )
 from federation.errors import JobError
 from federation.events import Emit

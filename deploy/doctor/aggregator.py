@@ -20,8 +20,8 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.doctor import (
     checks as doctor,
-    exchange as doctor_exchange,
-    flower as doctor_flower,
+    checks as doctor_exchange,
+    checks as doctor_flower,
 )
 from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from federation import folder_lock

@@ -2,8 +2,14 @@
 
 Every check looks and changes nothing but a temporary file. What it finds is a line:
 ok, a warning (it works, or would if asked otherwise), or a problem.
+
+Of the exchange's store it finds whether it works, and how fast. The aggregator leaves
+an object where models are kept, which sites fetch; a site leaves one below its own
+name. Each is written over the next time, since a site need not be allowed to delete, or
+to read what it has written.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -18,8 +24,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, ParamSpec
 
-from federation.errors import FederationError
-from federation.protocols import Clock
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.errors import FederationError, ObjectNotFound
+from federation.protocols import Clock, ObjectStore
 from privacy import own_folder
 from privacy.membership.key_files import is_encrypted
 from privacy.membership.releases import numbers
@@ -421,3 +429,111 @@ def _date(seconds: float) -> str:
 
 def _line(thing: object) -> str:
     return " ".join(str(thing).split())[:300]
+
+
+PROBE_BYTES = 4 << 20
+SLOW_BYTES_PER_SECOND = 1e6
+AGGREGATORS_PROBE = "model/doctor/probe"
+_NAME = "exchange"
+
+
+def sites_probe(site: str) -> str:
+    """Key of a site's object."""
+    return f"sites/{site}/doctor/probe"
+
+
+def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Check]:
+    """Write and read an object, as a run would.
+
+    Args:
+        spec: Settings of the store.
+        site: Whose configuration names it; None for the aggregator's.
+        clock: Measures how long it takes.
+    """
+    try:
+        store = exchange.open_exchange(spec)
+        if store is None:
+            yield ok(_NAME, f"none: models above {spec.threshold_mb} MiB are refused")
+            return
+        with contextlib.closing(store):
+            yield _written(store, site, clock)
+            yield _read(store, site, clock)
+    except FederationError as error:
+        yield problem(
+            _NAME,
+            f"{spec.url}: {error}",
+            "correct [exchange], or this machine's permissions there: see "
+            "docs/howto/every-federation.md",
+        )
+
+
+def _written(store: ObjectStore, site: str | None, clock: Clock) -> Check:
+    key = AGGREGATORS_PROBE if site is None else sites_probe(site)
+    content = os.urandom(PROBE_BYTES)  # Or something on the way would compress it.
+    begin = clock.monotonic()
+    store.put(key, [content])
+    return _speed(f"writing to {store.url}:", clock.monotonic() - begin)
+
+
+def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
+    begin = clock.monotonic()
+    try:
+        store.read(AGGREGATORS_PROBE)
+    except ObjectNotFound:
+        if site is None:
+            raise
+        return warning(
+            _NAME,
+            f"{store.url} has nothing to read yet",
+            "ask the aggregator's operator to run crossfed doctor --aggregator",
+        )
+    return _speed(f"reading from {store.url}:", clock.monotonic() - begin)
+
+
+def _speed(what: str, seconds: float) -> Check:
+    speed = PROBE_BYTES / max(seconds, 1e-9)
+    found = f"{what} {speed / 1e6:.1f} MB/s"
+    if speed >= SLOW_BYTES_PER_SECOND:
+        return ok(_NAME, found)
+    advice = "a large model will take a long time: raise round_deadline_seconds"
+    return warning(_NAME, found, advice)
+
+
+INSTALL = "python -m pip install 'crossfed[flower]'"
+
+Version = tuple[int, ...]
+
+
+def check_flower() -> Check:
+    """Check Flower's package, which runs between machines need."""
+    try:
+        version = metadata.version("flwr")
+    except metadata.PackageNotFoundError:
+        return problem("flower", "it is not installed", INSTALL)
+    limits = None
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        limits = range_of(metadata.requires("crossfed") or [])
+    if limits is not None and not limits[0] <= _numbers(version) < limits[1]:
+        low, high = (".".join(map(str, limit)) for limit in limits)
+        return problem(
+            "flower", f"{version} is not at least {low} and below {high}", INSTALL
+        )
+    return ok("flower", version)
+
+
+def range_of(needs: list[str]) -> tuple[Version, Version] | None:
+    """The lowest supported version of Flower, and the first unsupported one.
+
+    Args:
+        needs: Requirements of a package; None is returned if they do not say.
+    """
+    for text in needs:
+        limits = dict(re.findall(r"(>=|<)\s*([\d.]+)", text.partition(";")[0]))
+        if re.match(r"flwr\b", text) and len(limits) == 2:  # noqa: PLR2004
+            return _numbers(limits[">="]), _numbers(limits["<"])
+    return None
+
+
+def _numbers(version: str) -> Version:
+    """Major and minor; the rest does not matter."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -19,13 +19,20 @@ from cloud_adapters.net.outbound import https_line, proxy_note
 from cloud_adapters.net.tls import client_context, clock_doubt
 from deploy.doctor import (
     checks as doctor,
-    exchange as doctor_exchange,
-    flower as doctor_flower,
+    checks as doctor_exchange,
+    checks as doctor_flower,
     home as doctor_home,
     relay as doctor_relay,
 )
-from deploy.doctor.checks import Check, ok, or_problem, problem, warning
-from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
+from deploy.doctor.checks import (
+    PROBE_BYTES,
+    SLOW_BYTES_PER_SECOND,
+    Check,
+    ok,
+    or_problem,
+    problem,
+    warning,
+)
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.config import SiteConfig
 from deploy.wiring.job_data import load_data

@@ -41,7 +41,7 @@ from deploy.fleet.machine_spec import HEAD_PORT
 from deploy.fleet.reconcile import ACCEPTED, AGGREGATOR, DEPLOYMENT, HEAD, OWNER, ROLE
 from deploy.fleet.spec import DeploymentFile, DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
-from federation import durable_files, durable_json
+from federation import durable_files
 from federation.addresses import parse_address
 from federation.errors import (
     ComputeError,
@@ -452,7 +452,7 @@ def write_files(given: Path, folder: Path) -> None:
             belongs to another deployment.
         StoreUnavailable: The volume is full or cannot be written.
     """
-    bundle = durable_json.read(given, HeadBundle, advice="run crossfed up again")
+    bundle = durable_files.read_json(given, HeadBundle, advice="run crossfed up again")
     if bundle is None:
         raise CorruptObject(f"{given} is missing: run crossfed up again")
     state.adopt(folder / DEPLOYMENT_FOLDER, bundle.name, bundle.owner)

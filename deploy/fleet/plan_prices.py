@@ -13,7 +13,7 @@ from deploy.fleet.prices import HOURS_PER_MONTH, Place, Prices
 from deploy.fleet.spec import DeploymentFile
 from federation.errors import JobError
 from federation.job.spec import JobSpec
-from federation.rounds import bucket, cost
+from federation.rounds import cost
 from federation.rounds.cost import Speeds
 from federation.rounds.server_optimizer import server_optimizer
 from federation.rounds.traffic import Traffic
@@ -293,7 +293,7 @@ def with_bucket(way: Alternative, prices: Prices) -> Alternative:
     if cloud is None or way.cost is None:
         return way
     model = _FLOAT_BYTES * way.traffic.layout.size
-    asked = bucket.requests_of_run(
+    asked = cost.requests_of_run(
         model,
         rounds=job.rounds,
         keep=job.storage.keep_checkpoints,

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_machines, host_secrets
 from deploy.site_host.enrolment_roster import MIN_DIGEST_DIGITS
-from federation import durable_json
+from federation import durable_files
 from federation.errors import CorruptObject
 from federation.platform_identity import PlatformIdentity
 from privacy.keystream import RandomBytes
@@ -199,7 +199,7 @@ class Operator:
             )
 
     def _write(self, record: _SigningRecord) -> None:
-        durable_json.write(self.folder / _RECORD, record)
+        durable_files.write_json(self.folder / _RECORD, record)
         self._record = record
 
 
@@ -229,10 +229,10 @@ def open_operator(
     key = identity.load(path)
     certificate = read_certificate(aggregator / "ca.crt")
     authority = certificate.fingerprint(hashes.SHA256()).hex()
-    record = durable_json.read(folder / _RECORD, _SigningRecord, advice=_DAMAGED)
+    record = durable_files.read_json(folder / _RECORD, _SigningRecord, advice=_DAMAGED)
     if record is None:
         record = _SigningRecord(authority=authority)
-        durable_json.write(folder / _RECORD, record)
+        durable_files.write_json(folder / _RECORD, record)
     if record.authority != authority:
         raise CorruptObject(
             f"{aggregator / 'ca.crt'} is not the certificate that machines were given: "

@@ -15,7 +15,7 @@ from deploy.fleet.machine_spec import CLOUDS, LOCAL, SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
 from deploy.fleet.spec import DeploymentFile, DeploymentPlan
-from federation import durable_json
+from federation import durable_files
 from federation.errors import JobError
 
 LEAST_SECONDS = 60.0
@@ -236,7 +236,7 @@ def read(folder: Path) -> Spending:
     Raises:
         CorruptObject: The record is damaged.
     """
-    found = durable_json.read(folder / _RECORD, Spending, advice=_DAMAGED)
+    found = durable_files.read_json(folder / _RECORD, Spending, advice=_DAMAGED)
     return Spending() if found is None else found
 
 
@@ -246,4 +246,4 @@ def write(folder: Path, spending: Spending) -> None:
     Raises:
         StoreUnavailable: The folder cannot be written.
     """
-    durable_json.write(folder / _RECORD, spending)
+    durable_files.write_json(folder / _RECORD, spending)

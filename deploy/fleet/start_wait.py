@@ -20,7 +20,7 @@ from deploy.fleet import prices as price_table, spec
 from deploy.fleet.machine_spec import CLOUDS, SiteMachine
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.spec import DeploymentPlan, StartSpec, Tell
-from federation import durable_json
+from federation import durable_files
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
 
@@ -66,7 +66,7 @@ def first_asked(plan: DeploymentPlan, now: float, tell: Tell) -> float:
     conditions = hashlib.sha256(table.encode()).hexdigest()
     # A command that was killed may have made the folder after it had begun to wait.
     for path in (_inside(plan), _beside(plan)):
-        found = durable_json.read(path, FirstAsk, advice=_DAMAGED)
+        found = durable_files.read_json(path, FirstAsk, advice=_DAMAGED)
         # A clock that was set back must not make the wait longer.
         if found is not None and found.conditions == conditions and found.at <= now:
             hours = (now - found.at) / 3600.0
@@ -82,7 +82,7 @@ def first_asked(plan: DeploymentPlan, now: float, tell: Tell) -> float:
         path, other = other, path
     with file_errors("make", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    durable_json.write(path, FirstAsk(at=now, conditions=conditions))
+    durable_files.write_json(path, FirstAsk(at=now, conditions=conditions))
     with file_errors("remove", other):
         other.unlink(missing_ok=True)
     return now

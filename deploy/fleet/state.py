@@ -21,7 +21,7 @@ from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import reconcile
 from deploy.fleet.machine_spec import AWS, KUBERNETES, LOCAL
 from deploy.fleet.spec import DeploymentPlan
-from federation import durable_files, durable_json, folder_lock
+from federation import durable_files, folder_lock
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.os_errors import os_errors
 from federation.protocols import Clock
@@ -78,7 +78,7 @@ def read_record(folder: Path) -> DeploymentRecord | None:
         CorruptObject: It is damaged.
         StoreUnavailable: It cannot be read.
     """
-    return durable_json.read(folder / _RECORD, DeploymentRecord, advice=_DAMAGED)
+    return durable_files.read_json(folder / _RECORD, DeploymentRecord, advice=_DAMAGED)
 
 
 def write_record(folder: Path, record: DeploymentRecord) -> None:
@@ -87,7 +87,7 @@ def write_record(folder: Path, record: DeploymentRecord) -> None:
     Raises:
         StoreUnavailable: It cannot be written.
     """
-    durable_json.write(folder / _RECORD, record)
+    durable_files.write_json(folder / _RECORD, record)
 
 
 def adopt(folder: Path, name: str, owner: str) -> None:

@@ -12,9 +12,8 @@ from clients import data
 from clients.data.datasets import Dataset
 from clients.privacy import source_check
 from clients.shards import write
-from clients.shards.dataset import ReadOptions, open_dataset
+from clients.shards.dataset import ReadOptions, open_dataset, verify_dataset
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split
-from clients.shards.verify import verify_dataset
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.encrypted_format import MAGIC
 from cloud_adapters.urls import StoreOptions, open_store, parse_url

@@ -29,11 +29,10 @@ from federation.rounds.traffic import SiteFacts, Traffic
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
-from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.contract import Contract, colluding_tolerated
 from privacy.secagg.agreement.identity import Identity, generate
 from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
-from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.protocol.of_job import check_layout, contract_of, header_slots
 from privacy.secagg.protocol.round_memory import (
     FileRounds,

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Protocol
 
 from aggregator.checkpoint import RunCheckpoints
+from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather
+from aggregator.relay import PlainRelay, SecureRelay
 from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
-from aggregator.weighting import SignedCounts
+from aggregator.weighting import SignedCounts, weight_of
 from clients.models.starting_weights import initial_weights
 from clients.training.local_federation import Federation
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.local.relayed_grid import Combine, RelayedGrid, RelayLine
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
-from deploy.wiring.relays import relayed
+from federation.clock import VirtualClock
 from federation.compression.change import first_residual
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
@@ -32,6 +35,7 @@ from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import LedgerAnchor
 from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
 from federation.resources import CLOCK, UsageMeter
+from federation.rounds import cost
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
 from federation.rounds.patient_grid import PatientGrid
@@ -41,6 +45,61 @@ from monitoring.views.round_view import named_metric
 from monitoring.views.run_view import DEPLOYED
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.identity import Identity
+
+
+def relayed(
+    grid: Grid,
+    federation: Federation,
+    clock: Clock,
+    *,
+    contract: Contract | None,
+    identities: Mapping[SiteId, Identity],
+) -> Grid:
+    """Put the job's relays between the aggregator and the sites of a grid.
+
+    Args:
+        grid: Reaches the sites.
+        federation: Job and model.
+        clock: The aggregator's; only in virtual time do lines take time.
+        contract: With secure aggregation, what all have agreed on.
+        identities: With secure aggregation, those of the relays.
+    """
+    job = federation.job
+    if not job.relays:
+        return grid
+
+    def combine_of(name: SiteId) -> Combine:
+        if contract is not None:
+            return SecureRelay(name=name, identity=identities[name], contract=contract)
+        return PlainRelay(
+            name=name,
+            num_values=federation.pool.layout.size,
+            layout_digest=federation.pool.layout.digest,
+            weight_of=weight_of(job.aggregation.weights),
+            combine=combine_rule(job.aggregation),
+        )
+
+    takes_time = isinstance(clock, VirtualClock)
+    relays = []
+    for relay in job.relays:
+        speed = cost.relay_speed(job.simulation.relays, relay.name)
+        line = {
+            "down": speed.down_bytes_per_second,
+            "up": speed.up_bytes_per_second,
+            "latency_seconds": speed.latency_seconds,
+        }
+        lost = [r.lost_rounds for r in job.simulation.relays if r.relay == relay.name]
+        relays.append(
+            RelayLine(
+                name=SiteId(relay.name),
+                sites=[SiteId(s.name) for s in job.sites if s.name in relay.sites],
+                combine=combine_of(SiteId(relay.name)),
+                lost_rounds=lost[0] if lost else (),
+                **(line if takes_time else {}),
+            )
+        )
+    return RelayedGrid(grid, relays, clock=clock, in_order=not takes_time)
+
 
 Rounds = Callable[[Grid], RunState]
 

@@ -186,7 +186,7 @@ def _live_metrics(
             "keeps the run",
             key="simulation.live_metrics",
         )
-    from monitoring.runs.live_metrics import live_metrics  # noqa: PLC0415 -- an extra
+    from monitoring.runs.trackers import live_metrics  # noqa: PLC0415 -- an extra
 
     return live_metrics(run, names)
 

@@ -348,7 +348,7 @@ def _check_noise_in_sum(job: JobSpec) -> Faults:
     )
     yield from _refuse(
         # Of all sites there is but one sum. Else 2 t > N + n_C, as in
-        # privacy.secagg.agreement.thresholds.
+        # privacy.secagg.agreement.contract.
         opened_once < private.colluding_sites and job.minimum_sites < num_sites,
         f"{table}.colluding_sites",
         f"with {private.colluding_sites} of them, a dishonest aggregator could unmask "

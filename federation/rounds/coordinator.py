@@ -48,8 +48,8 @@ from federation.protocols import (
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds import local_work, selection
 from federation.rounds.gather import Gather, evaluates
-from federation.rounds.round_count import COMPLETED
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.round_sums import COMPLETED
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
 from federation.rounds.server_optimizer import keep_zeros_, take_step

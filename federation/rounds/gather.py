@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from federation.members import Members
 from federation.messages import (
     NO_ANCHOR,
     FailureKind,
+    MaskedUpdate,
+    RelayedSum,
     Reply,
     RoundTask,
     SiteEvaluation,
@@ -31,10 +33,70 @@ from federation.messages import (
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.failures import failure
-from federation.rounds.relayed import revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
 from federation.vectors import Layout, Vector, Words
+
+_Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate)
+
+
+def whole_sums(
+    sound: Iterable[tuple[_Answer, Reply]], record: RoundRecord
+) -> Iterator[list[tuple[_Answer, Reply]]]:
+    """Yield each answer that came alone, and all answers of each relay's sum.
+
+    One site's words cannot be taken out of a sum. So if one of its answers is not
+    sound, the others are refused.
+
+    Args:
+        sound: Sound answers, on arrival.
+        record: The round, which receives what is refused.
+
+    Yields:
+        One answer, or those of one sum in the order of its sites. The receiver clears
+        the list, so that an update's memory is free before the next one lands.
+    """
+    open_sums: dict[RelayedSum, list[tuple[_Answer, Reply]]] = {}
+    for answer, reply in sound:
+        through = reply.through
+        if through is None:
+            parts = [(answer, reply)]
+        else:
+            parts = open_sums.setdefault(through, [])
+            parts.append((answer, reply))
+            if len(parts) < len(through.sites):
+                continue
+            del open_sums[through]
+        del answer, reply, through
+        yield parts
+    for left in open_sums.values():
+        _refuse_incomplete(left, record)
+
+
+def _refuse_incomplete(
+    parts: Sequence[tuple[SiteUpdate | MaskedUpdate, Reply]], record: RoundRecord
+) -> None:
+    """Refuse answers of a sum of which another one is not sound."""
+    through = parts[0][1].through
+    assert through is not None  # noqa: S101 -- it came in a sum
+    others = {*through.sites} - {update.site for update, _ in parts}
+    text = (
+        f"relay {through.update.site!r} added its update to that of "
+        f"{', '.join(sorted(others))}, which does not count"
+    )
+    revoke_all(parts, record, text)
+
+
+def revoke_all(
+    parts: Iterable[tuple[SiteUpdate | MaskedUpdate, Reply]],
+    record: RoundRecord,
+    reason: str,
+    kind: FailureKind = FailureKind.INVALID,
+) -> None:
+    """Refuse answers that were accepted, for one reason."""
+    for _, reply in parts:
+        record.revoke(reply, reason, kind)
+
 
 # Weighted updates, possibly from a generator that waits for the network; and the rule
 # that makes one of them.

@@ -16,8 +16,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock
 from federation.rounds.local_work import ChosenSteps
-from federation.rounds.round_count import COMPLETED
-from federation.rounds.round_sums import RoundSums
+from federation.rounds.round_sums import COMPLETED, RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 
 

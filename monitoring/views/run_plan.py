@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from federation import durable_json
+from federation import durable_files
 from federation.rounds import cost
 from federation.rounds.cost import PHASES, Speeds
 from monitoring.views.round_view import RoundView
@@ -92,7 +92,7 @@ def read(folder: Path) -> RunPlan | None:
     Raises:
         CorruptObject: It is damaged.
     """
-    return durable_json.read(folder / NAME, RunPlan, advice=_ADVICE)
+    return durable_files.read_json(folder / NAME, RunPlan, advice=_ADVICE)
 
 
 def write(plan: RunPlan, folder: Path) -> None:
@@ -101,7 +101,7 @@ def write(plan: RunPlan, folder: Path) -> None:
     Raises:
         StoreUnavailable: The folder is full or cannot be written.
     """
-    durable_json.write(folder / NAME, plan)
+    durable_files.write_json(folder / NAME, plan)
 
 
 def rows(plan: RunPlan | None, view: RunView) -> Sequence[PlanRow]:

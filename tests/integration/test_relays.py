@@ -15,7 +15,7 @@ from federation import events
 from federation.job.spec import JobSpec
 from federation.messages import MaskedUpdate, RelayedSum, SiteMessage, Task
 from privacy.secagg.agreement.identity import generate
-from privacy.secagg.arithmetic.relayed import sum_words
+from privacy.secagg.arithmetic.accumulator import sum_words
 from privacy.secagg.protocol.messages import MaskedAnswer, RelayedHead
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from federation.event_log import read_events, to_line
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
-from federation.rounds.bucket import requests_of_run
+from federation.rounds.cost import requests_of_run
 from federation.rounds.server_optimizer import server_optimizer
 from monitoring.runs.run_result import RunResult
 

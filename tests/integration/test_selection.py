@@ -19,7 +19,7 @@ from deploy.wiring import extension
 from federation.errors import CheckpointMismatch
 from federation.job.spec import JobSpec
 from monitoring import privacy_words, units
-from monitoring.pages import comparison_plots, report_privacy
+from monitoring.pages import comparison, report_privacy
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 from monitoring.terminal import live, outcome
@@ -135,4 +135,4 @@ def test_a_private_run_that_stops_by_its_results_guarantees_its_cap(
     for where, text in texts.items():
         assert said in str(text), where
     assert privacy_words.BY_RESULTS in texts["terminal"]
-    assert comparison_plots.epsilon_of(done.view) == 50.0
+    assert comparison.epsilon_of(done.view) == 50.0

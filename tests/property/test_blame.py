@@ -20,7 +20,7 @@ from support.examples import few
 from support.secagg_parties import Run, site_name, start
 
 from aggregator.blame import Blame
-from privacy.secagg.agreement.thresholds import smallest_threshold
+from privacy.secagg.agreement.contract import smallest_threshold
 from privacy.secagg.protocol.commitments import SECRET
 from privacy.secagg.protocol.messages import Shares
 

@@ -10,12 +10,11 @@ from typing import Any
 from federation.ids import RunId, SiteId
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement import identity as identities
-from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.contract import Contract, members_of, smallest_threshold
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.agreement.terms import PrivacyTerms
-from privacy.secagg.agreement.thresholds import smallest_threshold
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.protocol.client import SiteSession
 from privacy.secagg.protocol.key_schedule import RoundFacts, RunSecrets

@@ -12,8 +12,11 @@ Two settings, chosen by the threshold t of N sites:
   among the N - n_C sites that do not collude; nothing else is assumed.
 * P2, ``t < N``: a round survives N - t dropouts.
 
-What these thresholds withstand is in ``thresholds``, the section on differential
-privacy in ``terms``.
+The section on differential privacy is in ``terms``.
+
+Thresholds (the protocol, section 2.1): N sites, threshold t, n_C sites that collude
+with the aggregator. ``2 t > N + n_C`` keeps a lying aggregator from opening two
+different sums of one round (Bonawitz et al., eprint 2017/281, section 6.3).
 """
 
 import hashlib
@@ -52,9 +55,25 @@ from privacy.secagg.agreement.message import (
 )
 from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, SITE, Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
-from privacy.secagg.agreement.thresholds import smallest_threshold
 from privacy.secagg.arithmetic.ring import RING_BITS, RingSpec
 from privacy.secagg.errors import ContractRefused, UnknownSite
+
+
+def smallest_threshold(num_sites: int) -> int:
+    """Smallest threshold allowed, t = floor(2N/3) + 1 (section 2.1)."""
+    return 2 * num_sites // 3 + 1
+
+
+def colluding_tolerated(num_sites: int, threshold: int) -> int:
+    """Most sites n_C that may collude with the aggregator (section 2.1).
+
+    P1: all but two, since at least two honest updates must be in the sum.
+    P2: largest n_C with ``2 t > N + n_C``; t - n_C honest updates are in every sum.
+    """
+    if threshold == num_sites:
+        return num_sites - 2
+    return 2 * threshold - num_sites - 1
+
 
 SUITE = "xsa-v2"
 

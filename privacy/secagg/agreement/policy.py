@@ -15,11 +15,11 @@ from privacy.secagg.agreement.contract import (
     WEIGHT_RULES,
     Contract,
     RelayMember,
+    colluding_tolerated,
     members_of,
 )
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import PROFILES
-from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RING_BITS
 from privacy.secagg.errors import ContractRefused

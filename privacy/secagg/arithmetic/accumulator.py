@@ -8,7 +8,7 @@ Shape suffixes: w words as they arrive, c words of one chunk.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from privacy.keystream import (
     MaskStreams,
     Words,
     in_ranges,
+    pack_24,
     unpack_24,
 )
 from privacy.secagg.arithmetic.ring import Inputs, RingSpec, decode_sum_, num_values
@@ -163,3 +164,49 @@ class MaskedSum:
             chunk_c = self._sum_d[begin : min(begin + CHUNK_WORDS, stop)]
             streams.apply_(chunk_c)
             give_back(chunk_c)
+
+
+Octets = NDArray[np.uint8]
+
+_BITS_PACKED = 24
+_LEVEL_BITS = 64
+
+
+def word_bits(*, ring_bits: int, levels: int) -> int:
+    """Bits of a word that wraps: of the ring, or of packed digits."""
+    return _LEVEL_BITS if levels else ring_bits
+
+
+def sum_words(many: Iterable[Octets], *, size: int, bits: int) -> Octets:
+    """Add masked words of several sites, each modulo ``2^bits``.
+
+    Args:
+        many: One vector for each site, shape ``(size,)``; only read.
+        size: Bytes of each.
+        bits: 16, 24, 32 or 64.
+
+    Raises:
+        ValueError: One has another length.
+    """
+    total = np.zeros(size, np.uint8)
+    for words in many:
+        if words.size != size:
+            raise ValueError(f"{words.size} bytes of masked words are not {size}")
+        if bits == _BITS_PACKED:
+            _add_packed_(total, words)
+        else:
+            dtype = np.dtype(f"<u{bits // 8}")
+            into = total.view(dtype)
+            np.add(into, np.ascontiguousarray(words).view(dtype), out=into)
+    return total
+
+
+def _add_packed_(total: Octets, words: Octets) -> None:
+    one_c, other_c = np.empty((2, CHUNK_WORDS), np.uint32)
+    step = 3 * CHUNK_WORDS
+    for begin in range(0, total.size, step):
+        part = total[begin : begin + step]
+        length = part.size // 3
+        sum_c = unpack_24(part, one_c[:length])
+        sum_c += unpack_24(words[begin : begin + step], other_c[:length])
+        pack_24(sum_c, part)

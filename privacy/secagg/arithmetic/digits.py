@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from federation.compression.rotation import BLOCK_VALUES, padded
 from federation.vectors import Vector
-from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
+from privacy.secagg.arithmetic.ring import A_LIE, SumOutOfRange
 
 Lanes = NDArray[np.uint64]
 

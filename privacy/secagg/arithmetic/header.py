@@ -19,7 +19,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.secagg.arithmetic.ring_errors import (
+from privacy.secagg.arithmetic.ring import (
     A_LIE,
     SumOutOfRange,
     UpdateOutOfRange,

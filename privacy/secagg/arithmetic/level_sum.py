@@ -15,7 +15,7 @@ from federation.vectors import Allocate, Vector, in_memory, words_from
 from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
 from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits, Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, largest_sum_norm, open_levels
-from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
+from privacy.secagg.arithmetic.ring import A_LIE, SumOutOfRange
 
 
 class LevelSum:

@@ -5,7 +5,7 @@ Gaussian to its words before it masks them, so that nobody sees a sum without no
 A site knows its own noise, and those who collude know each other's; a site that
 drops out takes its noise with it. What the others bring must be enough by itself.
 
-The noise is drawn in ``privacy.dp.ring_noise``; what it costs is for an accountant.
+The noise is drawn in ``privacy.dp.noise``; what it costs is for an accountant.
 """
 
 import math

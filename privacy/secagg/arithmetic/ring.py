@@ -16,10 +16,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from federation.errors import InvalidUpdate, ProtocolError
 from federation.mapped import give_back
 from federation.vectors import Allocate, Vector, in_memory
 from privacy.keystream import CHUNK_WORDS, Words, in_ranges, unpack_24
-from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
+
+A_LIE = (
+    "a site lied, or an answer was damaged; the sum does not show which, so the round "
+    "is lost"
+)
+
+
+class UpdateNotFinite(InvalidUpdate):
+    """The update holds NaN or infinity; the site declines the round."""
+
+
+class UpdateOutOfRange(InvalidUpdate):
+    """A value is larger than one site's share of the ring; nothing was encoded."""
+
+
+class SumOutOfRange(ProtocolError):
+    """The unmasked sum, of updates or of a header, is none that honest sites make."""
+
 
 NOISE_TAIL = 12  # standard deviations of room; a Gaussian leaves it with p < 2^-107
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)

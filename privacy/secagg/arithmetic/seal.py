@@ -27,9 +27,8 @@ from privacy.keystream import (
     open_keystream,
     pack_24,
 )
-from privacy.secagg.arithmetic.measure import NORM_ERROR, Measurement, measure
-from privacy.secagg.arithmetic.ring import RingSpec
-from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
+from privacy.secagg.arithmetic.levels import NORM_ERROR, Measurement, measure
+from privacy.secagg.arithmetic.ring import RingSpec, UpdateOutOfRange
 
 _TINY = 1e-17  # more than the square root of what underflows in a row of squares
 _DITHER_BITS = 8
@@ -37,7 +36,7 @@ _ODD = np.uint64(0x0101010101010101)
 
 
 class Noise(Protocol):
-    """Noise for words. Implementation: ``privacy.dp.ring_noise.RingNoise``."""
+    """Noise for words. Implementation: ``privacy.dp.noise.RingNoise``."""
 
     @property
     def noise_std(self) -> float:

@@ -69,7 +69,7 @@ from privacy.secagg.protocol.messages import (
     verify,
 )
 from privacy.secagg.protocol.round_memory import RoundMemory
-from privacy.secagg.protocol.steps import Steps
+from privacy.secagg.protocol.setup import Steps
 
 
 class _RoundStep(Enum):

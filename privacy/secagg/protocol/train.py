@@ -35,7 +35,7 @@ from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.arithmetic.levels import LevelPlan
-from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
+from privacy.secagg.arithmetic.ring import UpdateOutOfRange
 from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.protocol.key_schedule import Stream
 

@@ -10,9 +10,8 @@ from support.small_jobs import small_job
 from aggregator.combine import weighted_mean
 from aggregator.exact_adapters import ExactAdapters
 from clients.models.model_pool import ModelPool
-from federation.compression.apart import fitted
+from federation.compression.apart import Without, fitted
 from federation.compression.codec import IDENTITY, Links, decoded, encoded_over
-from federation.compression.without import Without
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.adapters import Factors, check_exact, check_factors

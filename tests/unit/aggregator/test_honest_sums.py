@@ -15,8 +15,7 @@ from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
-from privacy.secagg.arithmetic.ring import WEIGHT_ERROR
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring import WEIGHT_ERROR, SumOutOfRange
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.of_job import header_slots
 

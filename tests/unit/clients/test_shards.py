@@ -13,9 +13,13 @@ from pyarrow import parquet
 from support.small_jobs import blobs
 
 from clients.data.datasets import Dataset, Examples, as_dataset
-from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
+from clients.shards.dataset import (
+    ReadOptions,
+    ShardedDataset,
+    open_dataset,
+    verify_dataset,
+)
 from clients.shards.index import INDEX_KEY, DatasetIndex, read_index
-from clients.shards.verify import verify_dataset
 from clients.shards.write import Progress, write_dataset
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import CorruptObject, SiteError

@@ -10,7 +10,7 @@ from support import toy
 from support.resident import resident_bytes
 
 from cloud_adapters.net.bodies import PIECE_BYTES, SMALL_BYTES, cut, take_body
-from cloud_adapters.net.timed_socket import TimedSocket
+from cloud_adapters.relays.server import TimedSocket
 from federation.clock import VirtualClock
 from federation.errors import ProtocolError
 from federation.messages import SiteUpdate

@@ -5,9 +5,8 @@ import pytest
 from support.small_jobs import small_job
 
 from clients.data.datasets import Dataset, Examples, as_dataset
-from deploy.audit.jobs import records_of_canary
+from deploy.audit.jobs import meaning_of, records_of_canary
 from deploy.audit.plain_run import not_trained_on
-from deploy.audit.site_parts import meaning_of
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec

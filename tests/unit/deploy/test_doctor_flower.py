@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.doctor.flower import check_flower, range_of
+from deploy.doctor.checks import check_flower, range_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

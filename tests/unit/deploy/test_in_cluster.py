@@ -19,7 +19,7 @@ from deploy.fleet.leftovers import leftovers
 from deploy.fleet.prices import Prices
 from deploy.fleet.spec import DeploymentPlan
 from deploy.fleet.state import Deployment
-from federation import durable_json
+from federation import durable_files
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import ComputeError, CorruptObject, JobError
 from federation.job import job_file
@@ -167,7 +167,7 @@ def test_a_bundle_that_is_damaged_or_missing_is_refused(tmp_path: Path):
     )
     with pytest.raises(JobError, match="shorten one of them"):
         whole.text()
-    durable_json.write(tmp_path / "given", replace(whole, job="j"))
+    durable_files.write_json(tmp_path / "given", replace(whole, job="j"))
     kubernetes_head.main([str(tmp_path / "given"), str(tmp_path)])
 
 

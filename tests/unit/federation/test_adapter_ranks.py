@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from support import toy
 
-from federation.compression.apart import Apart, fitted
-from federation.compression.places import SomePlaces
+from federation.compression.apart import Apart, SomePlaces, fitted
 from federation.errors import JobError
 from federation.job import job_digest
 from federation.job.adapter_ranks import (

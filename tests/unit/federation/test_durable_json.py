@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from federation import durable_json
+from federation import durable_files
 from federation.errors import (
     ComputeError,
     CorruptObject,
@@ -21,14 +21,14 @@ class _Kept:
 
 
 def read(path: Path, refusal: type[FederationError] = CorruptObject) -> _Kept | None:
-    return durable_json.read(path, _Kept, advice="do this", refusal=refusal)
+    return durable_files.read_json(path, _Kept, advice="do this", refusal=refusal)
 
 
 def test_what_was_written_is_read(tmp_path: Path):
     """And there is nothing before."""
     path = tmp_path / "kept.json"
     assert read(path) is None
-    durable_json.write(path, _Kept("x", 0.5))
+    durable_files.write_json(path, _Kept("x", 0.5))
     assert read(path) == _Kept("x", 0.5)
 
 
@@ -64,4 +64,4 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path):
 def test_a_folder_that_does_not_exist_is_named_as_such(tmp_path: Path):
     """Nobody could make it writable."""
     with pytest.raises(StoreUnavailable, match=r"its folder does not exist: create it"):
-        durable_json.write(tmp_path / "absent" / "file.json", 1)
+        durable_files.write_json(tmp_path / "absent" / "file.json", 1)

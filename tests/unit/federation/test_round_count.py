@@ -5,7 +5,7 @@ from dataclasses import replace
 from support import event_samples
 
 from federation.events import Event, RoundFinished
-from federation.rounds.round_count import completed_rounds
+from federation.rounds.round_sums import completed_rounds
 from monitoring.views.run_fold import RunFold
 
 

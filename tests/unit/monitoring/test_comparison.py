@@ -14,10 +14,11 @@ from federation.messages import FailureKind
 from monitoring.pages.comparison import (
     ComparedRun,
     changed_keys,
+    draw_comparison,
+    has_accuracy,
     render,
     write_comparison,
 )
-from monitoring.pages.comparison_plots import draw_comparison, has_accuracy
 from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,9 @@ import crossfed
 from federation.errors import JobError, StoreUnavailable
 from federation.event_log import EventWriter
 from federation.events import CheckpointSaved, Event, RunStarted
-from monitoring.runs import live_metrics as module
-from monitoring.runs.live_metrics import live_metrics
+from monitoring.runs import trackers as module
 from monitoring.runs.run_folder import RunFolder
-from monitoring.runs.trackers import MetricStep, Point, Points, points_of
+from monitoring.runs.trackers import MetricStep, Point, Points, live_metrics, points_of
 from monitoring.views.run_fold import fold
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from clients import models
 from clients.frozen_features import oriented_gradients
-from clients.models.records_apart import RecordsApart
+from clients.models.model_pool import RecordsApart
 from clients.randomness import seeded_globally
 from federation.errors import JobError
 from privacy.dp_sgd.fit import fit_for_privacy

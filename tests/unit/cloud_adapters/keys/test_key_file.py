@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.keys.key_file import KeyFile, add_key, read_keys
-from federation.drafts import private_draft
+from federation.durable_files import private_draft
 from federation.errors import KeyRefused
 
 CONTEXT = {"key": "a"}

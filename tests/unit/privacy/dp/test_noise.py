@@ -15,9 +15,8 @@ from support import noise_oracles
 from support.noise_oracles import ChosenWords
 
 from privacy.dp import noise
-from privacy.dp.gaussian_weights import half_weights, truncation_distance
 from privacy.dp.mechanism import GaussianMechanism
-from privacy.dp.noise import RoundedGaussian
+from privacy.dp.noise import RoundedGaussian, half_weights, truncation_distance
 from privacy.keystream import Keystream, open_keystream
 
 KEYS = [bytes([k]) * 32 for k in range(8)]

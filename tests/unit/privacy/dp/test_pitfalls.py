@@ -20,7 +20,7 @@ from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import SLACK
-from privacy.secagg.agreement.thresholds import smallest_threshold
+from privacy.secagg.agreement.contract import smallest_threshold
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/explanation/differential-privacy.md"
 RATE, STEPS, DELTA = 0.02, 2000, 1e-6

@@ -12,8 +12,7 @@ import pytest
 import torch
 from support.secagg_parties import entropy
 
-from privacy.dp.noise import MAX_SIGMA
-from privacy.dp.ring_noise import RingNoise
+from privacy.dp.noise import MAX_SIGMA, RingNoise
 from privacy.keystream import CHUNK_WORDS, Mask
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.noise_shares import NoiseShare

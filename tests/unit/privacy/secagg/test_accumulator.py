@@ -5,8 +5,7 @@ import pytest
 
 from privacy.keystream import CHUNK_WORDS, Mask
 from privacy.secagg.arithmetic.accumulator import MaskedSum
-from privacy.secagg.arithmetic.ring import RingSpec
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring import RingSpec, SumOutOfRange
 from privacy.secagg.arithmetic.seal import encode_, seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])

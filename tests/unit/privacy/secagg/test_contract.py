@@ -8,7 +8,7 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
-from privacy.secagg.agreement import contract as contracts, thresholds
+from privacy.secagg.agreement import contract, contract as contracts
 from privacy.secagg.agreement.contract import Contract, RelayMember, Setting
 from privacy.secagg.agreement.terms import PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
@@ -36,16 +36,16 @@ def test_table_of_thresholds(
     num_sites: int, threshold: int, dropouts: int, colluding: int
 ):
     """The table of SECURE_AGGREGATION.md, section 2.1."""
-    assert threshold == thresholds.smallest_threshold(num_sites)
+    assert threshold == contract.smallest_threshold(num_sites)
     assert dropouts == num_sites - threshold
-    assert colluding == thresholds.colluding_tolerated(num_sites, threshold)
+    assert colluding == contract.colluding_tolerated(num_sites, threshold)
 
 
 def test_colluders_cannot_open_two_sums():
     """2t > N + n_C, and two honest updates at least are in every sum."""
     for num_sites in range(2, 65):
-        for t in range(thresholds.smallest_threshold(num_sites), num_sites + 1):
-            colluding = thresholds.colluding_tolerated(num_sites, t)
+        for t in range(contract.smallest_threshold(num_sites), num_sites + 1):
+            colluding = contract.colluding_tolerated(num_sites, t)
             assert 0 <= colluding < t, num_sites
             assert 2 * t > num_sites + colluding
             assert t - colluding >= 2, (num_sites, t)

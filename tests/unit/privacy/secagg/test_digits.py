@@ -9,7 +9,7 @@ from support.examples import few
 from federation.compression.rotation import BLOCK_VALUES
 from federation.job.privacy_job import LEVELS
 from privacy.secagg.arithmetic.digits import Digits, finest_levels
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring import SumOutOfRange
 
 FIRST_BITS = 16
 COUNTS = range(2, 65)

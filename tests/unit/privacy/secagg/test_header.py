@@ -9,7 +9,7 @@ from privacy import keystream as prg
 from privacy.keystream import Mask
 from privacy.secagg.arithmetic import header
 from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange, UpdateOutOfRange
+from privacy.secagg.arithmetic.ring import SumOutOfRange, UpdateOutOfRange
 
 SPEC = HeaderSpec(
     slots=(

@@ -29,7 +29,7 @@ from privacy.secagg.arithmetic.levels import (
     open_levels,
     return_,
 )
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange, UpdateNotFinite
+from privacy.secagg.arithmetic.ring import SumOutOfRange, UpdateNotFinite
 
 CLIP_NORM = 1.0
 ROTATION = rotation_of("run-1")

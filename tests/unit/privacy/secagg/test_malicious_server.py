@@ -30,7 +30,7 @@ from support.secagg_parties import (
 from federation.errors import ProtocolError
 from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.agreement.policy import Group
-from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite
+from privacy.secagg.arithmetic.ring import UpdateNotFinite
 from privacy.secagg.arithmetic.seal import encode_
 from privacy.secagg.errors import (
     BadShare,

@@ -6,8 +6,7 @@ from support.secagg_parties import Parties
 
 from federation.vectors import Vector
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.arithmetic.ring import decode_sum_
-from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
+from privacy.secagg.arithmetic.ring import UpdateOutOfRange, decode_sum_
 from privacy.secagg.arithmetic.seal import encode_
 
 SIZE = 1_000_000

@@ -9,7 +9,7 @@ from support.secagg_parties import Parties
 from federation.ids import SiteId
 from privacy.secagg.agreement.contract import Contract, RelayMember
 from privacy.secagg.agreement.policy import check_against_policy
-from privacy.secagg.arithmetic.relayed import sum_words
+from privacy.secagg.arithmetic.accumulator import sum_words
 from privacy.secagg.errors import ContractRefused
 
 PARTIES = Parties(5)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from support.secagg_parties import entropy
 
-from privacy.dp.ring_noise import RingNoise
+from privacy.dp.noise import RingNoise
 from privacy.keystream import unpack_24
 from privacy.secagg.arithmetic.ring import (
     NOISE_TAIL,
     Inputs,
     RingSpec,
+    SumOutOfRange,
     decode_sum_,
     num_values,
 )
-from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.arithmetic.seal import seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])

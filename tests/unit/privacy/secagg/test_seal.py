@@ -9,9 +9,13 @@ from support import ring_oracles
 from federation.vectors import Vector
 from privacy import keystream as prg
 from privacy.keystream import CHUNK_WORDS, Mask
-from privacy.secagg.arithmetic.measure import measure
-from privacy.secagg.arithmetic.ring import RingSpec, decode_sum_
-from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.arithmetic.levels import measure
+from privacy.secagg.arithmetic.ring import (
+    RingSpec,
+    UpdateNotFinite,
+    UpdateOutOfRange,
+    decode_sum_,
+)
 from privacy.secagg.arithmetic.seal import encode_, seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])

@@ -5,7 +5,7 @@ from enum import Enum
 import pytest
 
 from privacy.secagg.errors import OutOfOrder
-from privacy.secagg.protocol.steps import Steps
+from privacy.secagg.protocol.setup import Steps
 
 
 class Step(Enum):
