@@ -37,6 +37,7 @@ name = "two"
 SHORT = {
     "adapter_privacy": "--smoke",
     "adapters": "--smoke",
+    "audit": "--smoke",
     "agents_memory": "--sites 1 --ways shared",
     "checkpoints": "--megabytes 4",
     "codec_costs": "--smoke",
@@ -68,8 +69,8 @@ SHORT = {
 NORMAL = {"overhead", "precision", "secure_aggregation"}
 NGINX = {"adapter_privacy", "agents_memory"}
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
-# `test_audit.py` runs the first; the cases of the second are tried below.
-ELSEWHERE = {"audit", "turn_cases"}
+# Its cases are tried below.
+ELSEWHERE = {"turn_cases"}
 LONG_CASES = {
     "secure-16-threshold-12",
     "secure-64-threshold-43",

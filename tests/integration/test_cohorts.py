@@ -118,14 +118,6 @@ def test_run_without_a_site_of_the_run_before_is_refused(tmp_path: Path):
         world.run(job_of(SITES[:4]))
 
 
-def test_three_cohorts_that_single_out_a_site_are_refused(tmp_path: Path):
-    """{0,1,2} + {2,3,4} - {0,1,3,4} is twice site 2, which has joined two of them."""
-    world = World(tmp_path)
-    world.run(job_of(SITES[:3]))
-    with pytest.raises(SiteError, match="would single out site-0, site-1 and site-2"):
-        world.run(job_of(SITES[2:5]))
-
-
 # To logistic regression in three classes, a fourth that no weight reaches adds nothing.
 FOUR_CLASSES = {
     "factory": "clients.models:logistic_regression",
@@ -268,14 +260,6 @@ def test_data_that_move_are_remembered_and_keep_their_name(tmp_path: Path):
             world.run(job_of(SITES[:4]))
 
 
-def test_same_sites_may_run_again_and_enough_may_join(tmp_path: Path):
-    """Groups of three stay groups of three."""
-    world = World(tmp_path)
-    world.run(job_of(SITES[:3]))
-    world.run(job_of(SITES[:3], seed=5))
-    world.run(job_of(SITES))
-
-
 def test_run_that_never_had_all_its_sites_counts_for_nothing(tmp_path: Path):
     """Nothing of it was summed: the setup needs everybody."""
     world = World(tmp_path)
@@ -286,22 +270,6 @@ def test_run_that_never_had_all_its_sites_counts_for_nothing(tmp_path: Path):
         world.run(job_of(SITES[:5]))
     world.grid.agents["site-4"] = far
     world.run(job_of(SITES[:4]))
-
-
-def test_operator_may_accept_smaller_groups(tmp_path: Path):
-    """By a key of the site's own file, and in no other way."""
-    world = World(tmp_path, {"min_group": 1})
-    world.run(job_of(SITES[:5]))
-    world.run(job_of(SITES[:4]))
-
-
-def test_records_with_noise_of_their_own_may_be_summed_with_whom_they_like(
-    tmp_path: Path,
-):
-    """Each update is private by itself, and its ledger counts every run."""
-    world = World(tmp_path)
-    world.run(private_job(SITES[:5]))
-    world.run(private_job(SITES[:4]))
 
 
 def private_job(sites: Collection[str], every: int = 0, **unit: Any) -> JobSpec:
@@ -513,37 +481,6 @@ def test_survivors_without_consent_are_not_signed(
     assert [e.status for e in finished] == [status, "completed"]
     reasons = [e.message for e in world.seen if isinstance(e, events.SiteFailed)]
     assert any("would single out site-6" in text for text in reasons) == (silent == 1)
-
-
-def rehearsal(names: Collection[str], *, secure: bool, lr: float) -> JobSpec:
-    """One round of sites that have their data whoever else is there."""
-    data = {"source": "support.small_jobs:blobs"}
-    return small_job(
-        sites=[{"name": name, "data": data} for name in names],
-        seed=3,
-        training={
-            "local_steps": 3,
-            "batch_size": 8,
-            "optimizer": {"name": "sgd", "lr": lr},
-        },
-        aggregation={"weights": "uniform"},
-        evaluation={"every": 0},
-        privacy={"secure_aggregation": {"enabled": secure}},
-    )
-
-
-def test_difference_of_two_rehearsals_is_the_update_of_the_missing_site():
-    """What the rule is for: in a simulation, whose runs repeat themselves, it works."""
-
-    def weights(*names: str, secure: bool = True, lr: float = 0.3) -> np.ndarray:
-        found = simulate(rehearsal(names, secure=secure, lr=lr)).weights
-        return np.concatenate([found[key].ravel() for key in sorted(found)])
-
-    first = weights("site-4", secure=False, lr=1e-30)
-    update = weights("site-4", secure=False) - first
-    five, four = (weights(*SITES[:count]) - first for count in (5, 4))
-    stolen = 5 * five - 4 * four
-    assert np.linalg.norm(stolen - update) < 1e-5 * np.linalg.norm(update)
 
 
 def unequal(*, threshold: int, **secure: Any) -> JobSpec:

@@ -140,15 +140,6 @@ def test_local_epochs_are_passes_over_the_data():
     np.testing.assert_allclose(centralised(steps), flat(simulate(job)), atol=1e-5)
 
 
-def test_fedprox_is_the_gradient_of_its_penalty():
-    """The pull is towards the weights that the round began with, here zero."""
-    training = {"local_steps": 5, "batch_size": FULL, "proximal_mu": 0.3}
-    result = simulate(job_of((0, 60), training))
-    expected = centralised([np.arange(60)] * 5, mu=0.3)
-    np.testing.assert_allclose(expected, flat(result), atol=1e-6)
-    assert np.abs(expected - centralised([np.arange(60)] * 5)).max() > 0.01
-
-
 @pytest.mark.parametrize("is_secure", [False, True])
 def test_fednova_averages_updates_per_step(*, is_secure: bool):
     """Sites of 5, 3 and 1 steps an epoch; the product scales at the sites, so the sum
@@ -168,30 +159,6 @@ def test_fednova_averages_updates_per_step(*, is_secure: bool):
     # 32 bits of a ring hold an update of norm 10.
     np.testing.assert_allclose(tau * expected, flat(found), atol=1e-6)
     assert np.abs(tau * expected - plain).max() > 0.01
-
-
-def test_clipping_bounds_every_step():
-    """Steps of a bounded gradient, each scaled down as a whole."""
-    training = {"local_steps": 4, "batch_size": FULL, "clip_grad_norm": 0.2}
-    expected = centralised([np.arange(60)] * 4, clip=0.2)
-    result = simulate(job_of((0, 60), training))
-    np.testing.assert_allclose(expected, flat(result), atol=1e-5)
-
-
-@pytest.mark.parametrize("k", [2, 3, 5])
-def test_accumulating_k_batches_is_one_batch_k_times_larger(k: int):
-    """Several rounds, steps counted alike."""
-    small, large = (
-        simulate(job_of((0, 60), {"local_steps": 4, **sizes}, rounds=3))
-        for sizes in (
-            {"batch_size": 60 // k // 2, "accumulate": k},
-            {"batch_size": 60 // k // 2 * k},
-        )
-    )
-    np.testing.assert_allclose(flat(large), flat(small), atol=1e-5)
-    np.testing.assert_allclose(
-        centralised(walk(12, 60 // k // 2 * k)), flat(small), atol=1e-5
-    )
 
 
 class _Slope(nn.Module):
@@ -230,27 +197,6 @@ def test_learning_rates_move_over_the_whole_run(name: str, down: np.ndarray):
     result = simulate(job_of((0, 60), training, rounds=2, model=model))
     expected = LR * 0.01 * sum(factors)
     assert float(result.weights["slope"]) == pytest.approx(expected, rel=1e-3)
-
-
-def test_bf16_trains_and_weights_stay_float32():
-    """The loss falls as with float32, on weights with more digits than bfloat16."""
-    model = {"factory": f"{USERS}:frozen_network"}
-    full, half = (
-        simulate(
-            job_of(
-                (0, 30, 60),
-                {"local_steps": 10, "precision": precision},
-                rounds=3,
-                model=model,
-            )
-        )
-        for precision in ("fp32", "bf16")
-    )
-    assert {a.dtype for a in half.weights.values()} == {np.dtype(np.float32)}
-    assert (flat(half).view(np.uint32) & 0xFFFF).any()
-    assert digest(full) != digest(half)
-    assert half.loss == pytest.approx(full.loss, abs=0.02)
-    assert half.loss < 0.9 * np.log(3)
 
 
 def under_a_wide_base() -> nn.Module:

@@ -30,6 +30,8 @@ HUGGING_FACE = (
     pytest.mark.xdist_group("huggingface"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 )
+# They take half a minute.
+_MARKS = {"bert": (*HUGGING_FACE, pytest.mark.long), "gpt": pytest.mark.long}
 every_example = pytest.mark.parametrize(
     "example",
     [
@@ -52,7 +54,10 @@ def copied(example: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@every_example
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=_MARKS.get(name, ())) for name in example_names()],
+)
 def test_an_example_passes_its_own_tests(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -37,24 +37,6 @@ def _next(stream: Keystream, num_bytes: int) -> bytes:
     return out[:num_bytes].tobytes()
 
 
-def test_stream_is_aes_256_counter_mode():
-    """NIST SP 800-38A, F.5.5 and F.5.6: CTR-AES256."""
-    key = bytes.fromhex(
-        "603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"
-    )
-    counter = int("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff", 16)
-    plain = bytes.fromhex(
-        "6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51"
-        "30c81c46a35ce411e5fbc1191a0a52eff69f2445df4f9b17ad2b417be66c3710"
-    )
-    expected = bytes.fromhex(
-        "601ec313775789a5b7a7f504bbf3d228f443e3ca4d62b59aca84e990cacaf5c5"
-        "2b0930daa23de94ce87017ba2d84988ddfc9c58db67aada613c2dd08457941a6"
-    )
-    stream = _read(key, 64, first_byte=16 * counter)
-    assert expected == bytes(a ^ b for a, b in zip(plain, stream, strict=True))
-
-
 @BOTH_WAYS
 def test_stream_of_the_zero_key(way: type[Keystream]):
     """Blocks 0, 1, 2: H, tag and ciphertext of GCM's test cases 13 and 14."""
@@ -110,12 +92,6 @@ def test_long_stream_is_the_stream(num_bytes: int):
 def test_buffer_without_spare_bytes_is_refused(way: type[Keystream]):
     with pytest.raises(ValueError, match="buffer of 115"):
         way(KEY).read_into(np.zeros(114, np.uint8), 100)
-
-
-def test_known_answer_of_the_zero_block():
-    """NIST CAVP, ECBVarKey256: the key 8000...00 on the zero block."""
-    key = bytes([0x80]) + bytes(31)
-    assert _read(key, 16).hex() == "e35a6dcb19b201a01ebcfa8aa22b5759"
 
 
 @pytest.mark.parametrize("first_byte", [1, 15, 16, 17, 1000, 4 * CHUNK_WORDS + 3])

@@ -10,9 +10,8 @@ from support.secagg_parties import DIGEST, HEADER, MODEL, Run, site_name, start
 
 from privacy import keystream as prg
 from privacy.keystream import Mask
-from privacy.secagg.errors import OutOfOrder, TooFewSites
+from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol.key_schedule import RoundMasks, Stream
-from privacy.secagg.protocol.messages import Shares
 
 WORDS = 16
 
@@ -101,25 +100,6 @@ def test_dropouts_give_the_sum_or_an_end(num_sites: int):
             np.testing.assert_array_equal(values, actual[part], err_msg=f"{drops}")
 
 
-@pytest.mark.parametrize("num_sites", [3, 5])
-def test_lost_round_has_no_corrections(num_sites: int):
-    """Nor in P1, where a complete round needs none: the sum would be garbage."""
-    run = start(num_sites)
-    server = run.collect([1, 2])
-    with pytest.raises(TooFewSites):
-        server.close_masked()
-    with pytest.raises(OutOfOrder, match="lost"):
-        server.corrections()
-
-
-@pytest.mark.slow
-def test_every_threshold_works_with_every_site_dropping():
-    """P2: whichever site drops out, signs come out right."""
-    for dropped in range(1, 6):
-        actual, expected = play(start(5), silent={dropped})
-        np.testing.assert_array_equal(expected["vector"], actual["vector"])
-
-
 def test_different_models_do_not_cancel():
     """A site that was shown another model makes the sum useless."""
     run = start(3)
@@ -145,18 +125,3 @@ def test_no_key_is_made_twice(num_sites: int):
     # A self mask and its two streams are the site's own; the rest is a pair's.
     own = 3 * 3 * num_sites if run.contract.setting == "P2" else 0
     assert {1: own} | {2: len(together) - own} == Counter(together.values()) | {1: own}
-
-
-def test_shares_never_open_a_self_mask_of_a_dropped_site():
-    """What is released is b of survivors and pairs across the cut, nothing else."""
-    run = start(5)
-    server = run.collect([1, 2, 4, 5])
-    server.close_masked()
-    for number in (1, 2, 4, 5):
-        server.on_consent(run.sessions[number].on_survivors(server.survivors()))
-    server.close_consents()
-    shares = Shares.from_bytes(run.sessions[1].on_reveal(server.reveal(site_name(1))))
-    assert set(shares.self_shares) == {1, 2, 4, 5}
-    assert {
-        j: len(joined) for j, joined in shares.pair_shares.items()
-    } == dict.fromkeys((1, 2, 4, 5), 33)

@@ -7,7 +7,6 @@ import pytest
 from support import ring_oracles
 
 from federation.vectors import Vector
-from privacy import keystream as prg
 from privacy.keystream import CHUNK_WORDS, Mask
 from privacy.secagg.arithmetic.levels import measure
 from privacy.secagg.arithmetic.ring import (
@@ -72,18 +71,6 @@ def test_result_does_not_depend_on_threads(bits: int, threads: int, size: int):
 
 
 @ALL_BITS
-def test_masks_are_those_of_apply_masks(bits: int):
-    """Sealing is encoding, then masking."""
-    size = 2 * CHUNK_WORDS + 3
-    encoded = encode_(_update(size), _spec(bits), weight=1.0, rounding_key=ROUNDING)
-    prg.apply_masks_(encoded.words_w, MASKS)
-    sealed = seal_(
-        _update(size), _spec(bits), weight=1.0, masks=MASKS, rounding_key=ROUNDING
-    )
-    np.testing.assert_array_equal(encoded.words_w, sealed.words_w)
-
-
-@ALL_BITS
 def test_long_update_is_sealed_as_its_parts_are(bits: int):
     """Beyond the length where a stream may be computed in another way."""
     size = (1 << 20) + 3
@@ -131,18 +118,6 @@ def test_amplitude_is_never_exceeded(bits: int, value: float):
     update_d = np.array([value, 0, 0], np.float32)
     integers = _integers(update_d, spec)
     assert 0.999 * spec.amplitude - 2 <= abs(integers[0]) <= spec.amplitude
-
-
-@ALL_BITS
-def test_zero_update_stays_zero(bits: int):
-    assert not _integers(np.zeros(CHUNK_WORDS + 5, np.float32), _spec(bits)).any()
-
-
-def test_empty_update_is_sealed():
-    sealed = encode_(
-        np.zeros(0, np.float32), _spec(), weight=1.0, rounding_key=ROUNDING
-    )
-    assert sealed.words_w.size == 0
 
 
 def test_tiny_and_huge_values_are_encoded():

@@ -182,8 +182,9 @@ def test_too_few_answers_end_the_round(num_sites: int, answers: tuple[int, ...])
     server = start(num_sites).collect(answers)
     with pytest.raises(TooFewSites, match=f"missing: site-0{answers[-1] + 1}"):
         server.close_masked()
-    with pytest.raises(OutOfOrder):
-        server.survivors()
+    for step in (server.survivors, server.corrections):
+        with pytest.raises(OutOfOrder, match="lost"):
+            step()
 
 
 def consented(run: Run) -> tuple[AggregatorRound, dict[int, bytes]]:

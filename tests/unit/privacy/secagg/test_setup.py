@@ -22,7 +22,6 @@ from privacy.secagg.errors import (
     ContractRefused,
     MalformedMessage,
     OutOfOrder,
-    StaleRoster,
     TooFewSites,
     UnknownSite,
     WeakKey,
@@ -127,37 +126,6 @@ def test_setup_keys_are_gone_after_it():
     for setup in start(3).setups.values():
         assert setup._keys is None
         assert (setup._exchanges, setup._kem_secrets) == ({}, {})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"min_sites": 2}, ContractRefused),
-        ({"hybrid": False}, ContractRefused),
-        ({"roster_serial": 2}, StaleRoster),
-        ({"code_hash": bytes(32)}, ContractRefused),
-    ],
-)
-def test_contract_against_the_policy_ends_the_setup(
-    changes: dict[str, Any], error: type[ProtocolError]
-):
-    """A lowered n_min, no hybrid, an old roster, other code."""
-    setup = PARTIES.site_setup(1)
-    with pytest.raises(error):
-        setup.on_offer(offer(**changes))
-    with pytest.raises(OutOfOrder):
-        setup.on_offer(offer())
-
-
-def test_lowered_threshold_is_no_contract():
-    """The aggregator cannot even spell it."""
-    data = bytearray(CONTRACT.to_bytes())
-    at = data.index(CONTRACT.aggregator_key) + 32
-    data[at : at + 8] = (2).to_bytes(8, "big")
-    signature = PARTIES.aggregator.sign(Label.OFFER, bytes(data))
-    message = Offer(contract=bytes(data), signature=signature).to_bytes()
-    with pytest.raises(ContractRefused, match=r"contract\.threshold"):
-        PARTIES.site_setup(1).on_offer(message)
 
 
 def test_offer_must_be_the_pinned_aggregators():
