@@ -141,34 +141,3 @@ def uses(told: list[dict[str, Any]]) -> dict[str, int]:
     for each in (use for event in told for use in event["uses"]):
         found[each["operation"]] += each["sent_bytes"] + each["received_bytes"]
     return found
-
-
-@pytest.mark.long  # Without agents: test_encrypted_store.py.
-def test_a_site_with_another_key_says_so(tmp_path: Path):
-    """And what to look at; the run ends for it."""
-    place, key, other = (tmp_path / name for name in ("store", "a.key", "b.key"))
-    add_key(key)
-    add_key(other)
-    table = exchange_table(place, key)
-    with deployed(tmp_path, POLICY + table, started=False) as federation:
-        with Path(federation.config).open("a") as config:
-            config.write(table)
-        site = tmp_path / SITES[1] / "site.toml"
-        text = site.read_text()
-        assert text.count("a.key") == 1
-        site.write_text(text.replace("a.key", other.name))
-        for each in SITES:
-            federation.start_site(each)
-        job = large_job(tmp_path / "job.toml")
-        process = federation.run(job, "rounds=1")
-        process.communicate(timeout=400)
-        assert process.returncode == 1
-        check_refused(federation, other)
-
-
-def check_refused(federation: Deployment, key: Path) -> None:
-    failed = [e for e in federation.events() if e["event"] == "SiteFailed"]
-    messages = [each["message"] for each in failed if each["site"] == SITES[1]]
-    assert messages
-    assert all("encrypted with the key" in message for message in messages)
-    assert all(f"which is not in {key}" in message for message in messages)
