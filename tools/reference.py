@@ -335,7 +335,7 @@ def _job_row(field: "dataclasses.Field[Any]", hint: Any, said: str) -> tuple[str
         f"`{field.name}`",
         _type(hint),
         _default(field),
-        _values(field.metadata),
+        _values(field.metadata, said),
         said,
     )
 
@@ -356,11 +356,12 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _values(facts: Mapping[str, Any]) -> str:
+def _values(facts: Mapping[str, Any], said: str) -> str:
+    """Range of a key, and its choices unless the text explains each of them."""
     parts: list[str] = []
     if not facts:
         return ""
-    if facts["choices"]:
+    if any(f"`{word}`" not in said for word in facts["choices"]):
         parts.append(", ".join(f"`{word}`" for word in facts["choices"]))
     bounds = (
         ("above", "above"),

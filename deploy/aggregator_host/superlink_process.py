@@ -84,20 +84,20 @@ def main(arguments: list[str]) -> None:
     from cloud_adapters.superlink import (  # noqa: PLC0415 -- seconds
         gate as flower_gate,
         guard as flower_guard,
-        middleware_bypass,
+        looks as flower_looks,
         migration as flower_migration,
-        poll_cache,
+        shortcuts as flower_shortcuts,
     )
 
     facts = json.loads(arguments[0])
     secrets = Path(facts["secrets"])
-    poll_cache.install()
+    flower_looks.install()
     flower_guard.install(
         control=host_secrets.read(secrets / host_secrets.CONTROL),
         runtime=host_secrets.read(secrets / host_secrets.RUNTIME),
         public=PUBLIC_PATHS,
     )
-    middleware_bypass.install()
+    flower_shortcuts.install()
     database = Path(facts["database"])
     try:
         flower_migration.migrate(database)

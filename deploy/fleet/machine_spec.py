@@ -41,12 +41,12 @@ _ELSEWHERE = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The Kubernetes cluster that runs a site, and what its pod gets of a node.
+    """A Kubernetes cluster, and what a pod of this deployment gets there.
 
     Attributes:
-        context: Of your kubeconfig: the cluster and your credentials for it. There is
-            no default, so that `crossfed down` looks where `crossfed up` was.
-        namespace: Where the site's job is.
+        context: Context of your kubeconfig. There is no default, so that `crossfed
+            down` looks where `crossfed up` launched.
+        namespace: Namespace of the pod's job.
         cpus: Number of CPUs.
         memory_gb: Memory, in GiB.
         gpus: Number of NVIDIA GPUs.
@@ -105,42 +105,40 @@ def check_cluster(cluster: ClusterSpec, *, identity: str, table: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudMachine:
-    """The machine of a site. Providers `aws` and `gcp` take most keys.
+    """The machine of a site: its keys for `aws`, `gcp` and `kubernetes`.
 
-    They take no `cluster`. Provider `kubernetes` takes `cluster`, `zones`, `type`,
-    `market`, `disk_gb`, `identity` and `endpoint`.
+    Providers `aws` and `gcp` take all keys except `cluster`; provider `kubernetes`
+    takes `cluster`, `zones`, `type`, `market`, `disk_gb`, `identity` and `endpoint`.
 
     Attributes:
-        region: Where it runs, for example `us-east-1` or `europe-west4`.
-        project: Id of the Google Cloud project.
-        zones: Zones of the region to try, the best first. On AWS, by default all that
-            have a subnet of the account.
-        type: Type of machine, for example `g5.xlarge` or `g2-standard-4`.
-        accelerator: Type of the GPUs to attach to a machine of Google Cloud whose type
-            has none, for example `nvidia-tesla-t4` to `n1-standard-4`; for gcp only.
-        accelerators: How many of them.
+        region: Region, for example `us-east-1` or `europe-west4`.
+        project: ID of the Google Cloud project.
+        zones: Zones of the region to try, the best first. On AWS, by default all zones
+            in which the account has a subnet.
+        type: Machine type, for example `g5.xlarge` or `g2-standard-4`.
+        accelerator: GPU type to attach to a Google Cloud machine whose type has none,
+            for example `nvidia-tesla-t4` to `n1-standard-4`.
+        accelerators: Number of GPUs to attach.
         requires: What the machine needs at least, in place of its type: the cheapest
             that the region and its zones have is taken when the site is first started.
         market: `on-demand`, or `spot`, which is cheaper and may be preempted.
-        image: What it starts from: the id of an AMI or `/aws/service/...` on AWS;
-            `projects/P/global/images/...` on Google Cloud; by default, Ubuntu 24.04 for
-            amd64. A machine of a cloud needs cloud-init and Python 3.11 or newer; one
-            with GPUs needs an image with NVIDIA's driver, so it has no default.
-        disk_gb: Size of its encrypted disk.
-        disk_key: Your own key for it: the id or ARN of a key of AWS KMS, or
-            `projects/P/locations/L/keyRings/R/cryptoKeys/K` on Google Cloud. By
-            default, the cloud's own key.
-        tags: Names and values that your organisation wants on all that costs: tags of
-            machine, disk and network interface on AWS, labels of machine and disk on
-            Google Cloud.
-        identity: Who its programs are to the cloud: the name of an instance profile on
-            AWS, the address of a service account on Google Cloud. The machine proves
-            by it who it is.
-        role: ARN of the role in that instance profile; for AWS only.
-        subnets: Where it is connected: ids of subnets on AWS, one in each zone; the
-            name of one subnet on Google Cloud. By default, those of the account.
-        firewalls: What filters its traffic: ids of security groups on AWS, network
-            tags on Google Cloud. It has no public address in any case.
+        image: Machine image: an AMI or `/aws/service/...` on AWS,
+            `projects/P/global/images/...` on Google Cloud. Default: Ubuntu 24.04 for
+            amd64. It needs cloud-init and Python 3.11 or newer, and NVIDIA's driver for
+            GPUs, for which there is no default.
+        disk_gb: Size of the encrypted disk, in GB.
+        disk_key: Your own key for the disk: ID or ARN of an AWS KMS key, or
+            `projects/P/locations/L/keyRings/R/cryptoKeys/K` on Google Cloud. Default:
+            the cloud's key.
+        tags: Your own tags (AWS: machine, disk, network interface) or labels (Google
+            Cloud: machine, disk), by name.
+        identity: Cloud identity of the machine's programs: an instance profile on AWS,
+            a service account on Google Cloud. The machine proves who it is with it.
+        role: ARN of the role in the instance profile; AWS only.
+        subnets: Subnets: on AWS their IDs, one in each zone; on Google Cloud the name
+            of one. Default: the account's own.
+        firewalls: Security group IDs on AWS, network tags on Google Cloud. The machine
+            has no public address in any case.
         endpoint: URL of the compute service or API server, if it is not the cloud's or
             the context's own.
         cluster: The cluster, and what the site gets of it; for provider `kubernetes`
@@ -196,17 +194,15 @@ class SiteMachine:
 
     Attributes:
         name: Name of the site, as in the job.
-        provider: Who runs the machine: `local` is a process on this host, `aws` an
-            instance of EC2, `gcp` one of Compute Engine, `kubernetes` a job of a
-            cluster.
-        organisation: Who answers for the site; by default the deployment's.
-        dollars_per_hour: What its machine costs; by default what `crossfed plan` finds
-            in its price table, and nothing on this host. In a cluster it must be
-            stated.
-        on_demand_dollars_per_hour: What a machine on demand would cost, if this one is
-            a spot machine that a deadline may move.
-        dollars_per_gigabyte: What traffic costs that leaves its machine, with all that
-            NAT adds to it and to what arrives.
+        provider: Where the site runs: `local` in a process on this host, `aws` on EC2,
+            `gcp` on Compute Engine, `kubernetes` as a job of a cluster.
+        organisation: Organisation of the site; by default the deployment's.
+        dollars_per_hour: Price of its machine. Default: that of the price table, and
+            nothing on this host. In a cluster it must be stated.
+        on_demand_dollars_per_hour: Price on demand of a spot machine that a deadline
+            may move.
+        dollars_per_gigabyte: Price of traffic that leaves its machine, with all that
+            NAT adds in both directions.
         machine: What machine the site runs on.
         data: As `[data]` in `site.toml`.
         compute: As `[compute]` in `site.toml`.
@@ -322,26 +318,23 @@ class AggregatorMachine:
     """The machine of the aggregator.
 
     Attributes:
-        provider: Who runs the machine: `local` is this host, where its keys stay, and
-            `kubernetes` a pod of a cluster, where they are on a volume of its own. All
-            sites of the file are then pods of the same namespace. No other provider
-            runs it.
+        provider: Where the aggregator runs: `local` on this host, or `kubernetes` in a
+            pod, in the namespace of all sites of the file. Keys stay there.
         image: Image of the pod: an image of an aggregator (deploy/containers) with its
             digest, `NAME@sha256:...`.
-        address: `HOST:PORT` where sites reach it; by default a free port of the
-            loopback interface, chosen once, or of a pod that of its Service.
-        listen: `ADDRESS:PORT` to listen on; by default, `address`, or port 8443 of a
-            pod.
+        address: `HOST:PORT` where sites reach the aggregator. Default: a free loopback
+            port, chosen once; for a pod, its Service.
+        listen: `ADDRESS:PORT` to listen on. Default: `address`, or port 8443 of a pod.
         connect_seconds: How long a run waits for its sites to connect.
-        dollars_per_hour: What its machine costs.
-        dollars_per_gigabyte: What traffic costs that leaves it.
+        dollars_per_hour: Price of its machine.
+        dollars_per_gigabyte: Price of traffic that leaves it.
         cluster: The cluster of the pod, and what the pod gets; for provider
             `kubernetes` alone, as are all further keys.
-        identity: The pod's service account, which may launch jobs in the namespace
+        identity: Service account of the pod, which may launch jobs in the namespace
             (deploy/kubernetes/overlays/head).
-        disk_gb: Size of its volume, which stays after `crossfed down`. One that is
-            there keeps its size.
-        disk_dollars_per_month: What the volume costs. None if you do not know.
+        disk_gb: Size of its volume, which stays after `crossfed down`. An existing
+            volume keeps its size.
+        disk_dollars_per_month: Price of the volume, if you know it.
         endpoint: URL of the API server, if it is not the context's own.
     """
 

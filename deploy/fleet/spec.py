@@ -123,22 +123,20 @@ def parse_window(text: str, *, key: str) -> StartWindow | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSpec:
-    """When machines may be started. Those that run, and replacements, do not wait.
+    """When `crossfed up` may start machines; running ones and replacements do not wait.
 
     Attributes:
-        window: Hours of every day in the time of a place, for example `22:00-06:00
-            Europe/Berlin`; by default, at any time.
-        max_spot_dollars_per_hour: What an hour of each spot machine of a cloud may cost
-            when machines are started: the highest of its zones now on AWS; on Google
-            Cloud, which publishes no such prices, that of the price table. None for
-            any price.
-        at_latest_hours: After so many hours of waiting, prices no longer count, and the
-            window alone does. The hours count from the first `crossfed up` that waits
-            to the first that starts machines, or to `crossfed down`. None to wait for
-            as long as it takes.
-        machine_minutes: How long a machine takes from its request until its site
-            works: installation and takeover. `crossfed up --keep` counts it for each
-            move before a deadline and for each change of size.
+        window: Daily hours with a time zone, for example `22:00-06:00 Europe/Berlin`.
+            Default: any time.
+        max_spot_dollars_per_hour: Highest price of each spot machine at which machines
+            are started: on AWS that of its most expensive zone now, on Google Cloud
+            that of the price table. Default: any price.
+        at_latest_hours: After this many hours of waiting, only the window counts. They
+            are counted from the first `crossfed up` that waits until machines start or
+            `crossfed down` runs. Default: wait as long as it takes.
+        machine_minutes: Time from the request for a machine until its site works.
+            `crossfed up --keep` counts it for each move before a deadline and for each
+            change of size.
     """
 
     window: str = ""
@@ -179,14 +177,14 @@ def check_start(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseSpec:
-    """What machines of clouds install: a wheel or a container image, and not both.
+    """What cloud machines and pods install: a wheel or a container image, not both.
 
     Attributes:
         wheel: URL of a wheel of crossfed: `https://`, `s3://BUCKET/KEY` or
-            `gs://BUCKET/KEY`, which the machines' own identities may read.
+            `gs://BUCKET/KEY` that the machines' own identities may read.
         sha256: Digest of the wheel, 64 hexadecimal digits.
-        extras: Extras of crossfed to install with it; that of the machine's cloud is
-            added.
+        extras: Extras of crossfed to install with the wheel; that of the machine's
+            cloud is added.
         image: Container image of a site with its digest, `NAME@sha256:...`.
     """
 
@@ -201,24 +199,20 @@ class DeploymentFile:
     """A deployment.
 
     Attributes:
-        name: Name of the deployment. All machines carry it as a label, by which
-            `crossfed down` finds them; lower-case letters, digits and hyphens, at most
-            40.
+        name: Name of the deployment, which labels all its machines: lower-case letters,
+            digits and hyphens, at most 40.
         job: The job file, relative to this file.
         organisation: Who operates the aggregator and the sites.
-        max_hours: Every machine ends by itself after so many hours, even if no one is
-            left to end it.
-        max_dollars: What all its machines may cost together with their disks, in all
-            its runs. Traffic, NAT gateways and storage are not counted. Each machine
-            ends by itself when all of them would have spent it, and `crossfed up
-            --keep` ends them when it is spent. Needs prices that are younger than 90
-            days. None for no budget.
-        deadline_hours: The run should be done so many hours after it has begun:
-            `crossfed up --keep` then moves spot machines of sites with a home to
-            machines on demand while there is time to, and before that to cheaper
-            zones. None for no deadline.
-        prices: Price table, relative to this file, in place of that of the release; for
-            example one that `tools/refresh_prices.py` has written.
+        max_hours: Every machine ends itself after this many hours.
+        max_dollars: Budget of all machines of this deployment and their disks in all
+            its runs; traffic, NAT gateways and storage are not counted. Machines end
+            themselves when they have spent it together, and `crossfed up --keep` ends
+            them then. Needs prices younger than 90 days. Default: no budget.
+        deadline_hours: Target for the end of the run, in hours from its beginning:
+            `crossfed up --keep` moves spot machines of sites with a home to on-demand
+            machines in time to meet it. Default: no deadline.
+        prices: Price table to use instead of the release's, relative to this file;
+            `tools/refresh_prices.py` writes one.
         start: When `crossfed up` may start machines.
         folder: Folder for keys, runs and the state of local sites, relative to this
             file; by default `deployments/NAME`.

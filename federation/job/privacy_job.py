@@ -13,40 +13,38 @@ MAX_FRAGMENTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecureAggregationSpec:
-    """Whether the aggregator sees individual updates.
+    """Hide individual updates from the aggregator.
 
     Attributes:
-        enabled: Hide individual updates from the aggregator, which learns only their
-            sum.
-        threshold: Number of sites that must answer before a sum can be unmasked. By
-            default all, with one exchange per round. Or more than two thirds of them,
-            with three exchanges, so that the others may drop out.
-        groups: Divide the sites at random into this many groups, at least 3, each with
-            its own sum, and let `aggregation.combine` compare the groups' means. If not
-            set, there is a single sum, and `mean`.
+        enabled: Whether the aggregator learns only the sum of the updates.
+        threshold: Number of sites that must answer before a sum can be unmasked: all
+            (the default; one exchange per round), or more than two thirds (three
+            exchanges), so that the others may drop out.
+        groups: Number of groups, at least 3, into which the sites are divided at
+            random. Each has its own sum, and `aggregation.combine` compares the groups'
+            means. Default: a single sum, and `mean`.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
-        levels: Round each value of an update to one of 3, 4, 8, 16 or 256 levels, so
-            that an update takes far fewer bytes: 3.8 bits a value at 4 levels and 4
-            sites, in place of `ring_bits`. A site adds its rounding errors to its next
-            update. The first round takes 16 bits a value.
+        levels: Number of levels, 3, 4, 8, 16 or 256, to which each value of an update
+            is rounded, instead of `ring_bits`: 3.8 bits a value at 4 levels and 4
+            sites. A site adds its rounding errors to its next update. The first round
+            takes 16 bits a value.
         clip_norm: Largest Euclidean norm of an update, in weight units; larger ones are
-            scaled down. Values are rounded in steps that are proportional to it: a
-            smaller bound gives more precise sums. Default: 10; with `unit = "joint"`
-            twice the largest change of one step; with `unit = "site"`
+            scaled down. The grid of the sum is proportional to it, so a smaller bound
+            makes sums more precise. Default: 10; with `unit = "joint"` twice the
+            largest change of one step; with `unit = "site"`
             `privacy.differential_privacy.clip_norm`.
-        element_bound: Largest absolute value that a single element of an update, times
-            the site's weight, may have, in weight units. `clip_norm` bounds elements
-            too, but loosely: a bound ten times smaller makes sums ten times more
-            precise. A site with a larger element declines the round, unless
+        element_bound: Largest absolute value of a single element of an update, times
+            the site's weight, in weight units. A bound ten times smaller makes sums ten
+            times more precise. A site with a larger element declines the round, unless
             `clip_elements` is set. Everybody sees this number: never derive it from
             private data.
-        clip_elements: With `element_bound`: reduce larger elements to the bound, in
-            place of declining the round.
+        clip_elements: Whether elements larger than `element_bound` are reduced to it,
+            and the round is not declined.
         max_examples: Largest number of examples at any site, rounded up to three
             significant bits (8, 10, 12, 14, 16, 20, ...); every site sees this number.
-            In a simulation, the largest site's by default.
-        hybrid: Derive keys from ML-KEM-768 as well as X25519, so that a future quantum
+            Default in a simulation: the largest site's.
+        hybrid: Whether keys also depend on ML-KEM-768, so that a future quantum
             computer cannot read traffic recorded today.
         two_sites_waiver: Accept that with two sites, each can compute the other's
             update from the sum. Required for two sites without record-level
@@ -87,53 +85,49 @@ class StandardiseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferentialPrivacySpec:
-    """What the trained model may reveal about a single record.
+    """Limit what the trained model reveals about a record, a person or a site.
 
     Attributes:
-        unit: Unit of privacy: `none`; `record`, one training record, protected by noise
-            that each site adds in training; `joint`, also one record, but every round
-            is one step and the noise of all sites adds up inside the secure sum;
-            `person`, all training records of one person, protected like `record`;
-            `site`, all the data of one site, with noise inside the secure sum.
+        unit: Unit of privacy: `none`; `record`, one training record, protected by each
+            site's own noise in training; `person`, all training records of one person,
+            likewise; `joint`, one record, in rounds of one step whose noise adds up in
+            the secure sum; `site`, all the data of one site, with noise in the secure
+            sum.
         target_epsilon: Largest epsilon of any site over the run. The noise is
-            calibrated to it, unless `noise_multiplier` is set; then it is only a cap.
+            calibrated to it; if `noise_multiplier` is set, it is only a limit.
         delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records of
-            a site, its n persons with `unit = "person"`, or n sites with
-            `unit = "site"`. Default: that bound, rounded down to one digit.
+            a site, its n persons with `unit = "person"`, or n sites with `unit =
+            "site"`. Default: that bound, rounded down to one digit.
         clip_norm: Largest Euclidean norm of one record's gradient, of the mean gradient
             of a person's records with `unit = "person"`, or of a site's update with
             `unit = "site"`; larger ones are scaled down.
-        records_per_person: With `unit = "person"`: most records that a step uses of one
-            person; of a person with more, it draws some at random.
-            `training.batch_size` then counts persons.
+        records_per_person: With `unit = "person"`: most records of one person that a
+            step uses, drawn at random. `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
-            divided by `clip_norm`; calibrated to `target_epsilon` by default.
-        max_noise_multiplier: With `unit = "joint"`: each site states the noise
-            multiplier that its records need, and all sites add enough noise for the
-            largest. A site that states more than this is refused, so that one small
-            site cannot drown the others in noise. Default: what one expected batch of
+            divided by `clip_norm`. Default: calibrated to `target_epsilon`.
+        max_noise_multiplier: With `unit = "joint"`: largest noise multiplier that a
+            site may need. All sites add enough noise for the largest need, so a site
+            that states more than this is refused. Default: what one expected batch of
             records would need.
-        reserve_rounds: Extra rounds that the privacy budget covers. A lost round, or
-            one that a crash interrupts, is charged too; without a reserve, the run ends
-            one round early for each of them.
-        colluding_sites: With `unit = "joint"` or `"site"`: how many sites may tell an
-            adversary the noise that they have added. The noise of the other sites then
-            still suffices for epsilon. At least 1, because each site knows its own
-            noise.
-        adaptive_clip: `site`: adapt the clip norm to the updates, starting from
-            `clip_norm`. A tenth of the privacy cost goes into counting the updates
-            below it.
+        reserve_rounds: Extra rounds that the privacy budget covers, since lost and
+            interrupted rounds are charged too. Without a reserve, each of them ends the
+            run one round early.
+        colluding_sites: With `unit = "joint"` or `"site"`: number of sites whose noise
+            an adversary may know; the noise of the others suffices for epsilon. At
+            least 1, because each site knows its own.
+        adaptive_clip: With `unit = "site"`: let the clip norm follow the updates,
+            starting from `clip_norm`. A tenth of the privacy cost pays for counting the
+            updates below it.
         clip_quantile: Fraction of updates that an adaptive clip norm leaves unclipped.
         clip_rate: Learning rate of an adaptive clip norm: it changes by a factor of at
             most `exp(clip_rate)` per round.
-        accept_low_signal: `site`: run even if noise dominates the mean update
-            (signal-to-noise ratio below 0.5).
+        accept_low_signal: With `unit = "site"`: run even if noise dominates the mean
+            update (signal-to-noise ratio below 0.5).
         clipping: How per-record gradients are computed: `hooks` (all in memory),
             `ghost` (only their norms, with a second pass) or `auto`.
-        held_out: Which held-out results leave a site: sums with `noise`, charged to a
-            separate budget of the same size for the held-out records; or exact sums,
-            for held-out data that is `public`. To send no results, set
-            `evaluation.every = 0`.
+        held_out: Which held-out results leave a site: `noise`, noised sums, charged to
+            a separate budget of the same size for the held-out records; or `public`,
+            exact sums. To send no results, set `evaluation.every = 0`.
         standardise: `record`, `joint` and `person`: standardise the records of each
             site by noised statistics of its own.
     """

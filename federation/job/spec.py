@@ -32,23 +32,22 @@ class ModelSpec:
         factory: `module:function`, or `./file.py:function` relative to the job file,
             that returns a `torch.nn.Module`; called with `options`.
         options: Keyword arguments of the factory.
-        integer_buffers: Role of integer and boolean buffers by name pattern: `keep`
-            (each site keeps its own), `max` (largest of any site) or `from_server`.
-            They are never averaged. Others: `max` for `*num_batches_tracked`, else
+        integer_buffers: Role of integer and boolean buffers, which are never averaged,
+            by name pattern: `keep` (each site keeps its own), `max` (largest of any
+            site) or `from_server`. Default: `max` for `*num_batches_tracked`, else
             `from_server`.
-        frozen: Name patterns of parameters that do not train and never travel. Each
-            site has their values from the factory; a site with others is refused.
-        personal: Name patterns of tensors that stay at each site: each trains its own,
-            from the factory's first values, keeps them in its state and never sends
-            them. Integer and boolean buffers among them get the role `keep`; frozen
-            tensors stay frozen. Evaluation uses each site's own.
-        weights: Weights to start from, in place of those that the factory draws: a
+        frozen: Name patterns of parameters that are neither trained nor sent. Each site
+            takes their values from the factory, and is refused if they differ.
+        personal: Name patterns of tensors that each site trains for itself and never
+            sends. They start from the factory's values; evaluation uses each site's
+            own. Integer and boolean buffers among them get the role `keep`.
+        weights: Weights to start from instead of those that the factory draws: a
             safetensors file or the folder of a completed run, relative to the job file
-            or to the working folder; or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file
-            or an exported model. A digest of the weights is added when the job is
-            loaded; sites compare the first model with it.
-        keep_zeros: Whether values that are 0 in `weights` stay 0: a model that
-            `crossfed prune` has pruned is then still as sparse after training.
+            or the working folder, or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file or
+            an exported model. Loading the job adds a digest; sites compare the first
+            model with it.
+        keep_zeros: Whether values that are 0 in `weights` stay 0, so that a model from
+            `crossfed prune` stays as sparse.
         tokenizers: SHA-256 digests of the tokenisers that data sources load with
             `clients.models.tokenizer`. A site whose source loads others, or none,
             refuses the job; shards are not checked.
@@ -73,9 +72,9 @@ class PartitionSpec:
             `dirichlet` (class shares drawn at random), `by_group` (whole groups, for
             example sub-packages of a text), `by_person` (all records of a person),
             `proportional` (at random, in proportion to `speeds`).
-        speeds: Speed of each site that gets a part, in the order of the sites and in
-            the same unit, such as examples per second; `proportional` only. `crossfed
-            data balance RUN` prints the speeds that a run measured.
+        speeds: With `proportional`: speed of each site that gets a part, in the order
+            of the sites and in one unit, such as examples per second. `crossfed data
+            balance RUN` prints the speeds that a run measured.
         alpha: Concentration of the Dirichlet distribution: near 0, each class is at one
             site; large values approach `stratified`.
         min_examples: Minimum number of training examples per site; a draw that gives a
@@ -121,26 +120,23 @@ class OptimizerSpec:
     """The optimiser of local training.
 
     Attributes:
-        name: Algorithm: `sgd`, `adam`, `adamw`, `muon`, any other of `torch.optim` by
-            its name in lower case, such as `rmsprop`; or `module:function` or
-            `./file.py:function`, called with the trained parameters, `lr` and
-            `options`. `muon`: Muon for the hidden weight matrices, AdamW for all other
-            parameters: embeddings, the output head, convolutions, biases, gains.
+        name: Algorithm: `sgd`, `adam`, `adamw`, `muon`, any other of `torch.optim` in
+            lower case, such as `rmsprop`; or `module:function` or `./file.py:function`,
+            called with the trained parameters, `lr` and `options`. `muon` trains the
+            hidden weight matrices with Muon and all other parameters with AdamW.
         options: Further keyword arguments of an algorithm other than the first four,
             such as `{ alpha = 0.9 }` of `rmsprop`.
-        lr: Learning rate. With `muon` it is that of both: a matrix's step is scaled to
-            the size of a step of AdamW.
-        momentum: Momentum; `sgd` and `muon`, which needs one (0.95 is usual).
-        nesterov: Nesterov momentum; `sgd` only (`muon` always has it).
-        betas: The two decay rates of `adam` and `adamw`, also for the parameters that
-            `muon` leaves to AdamW.
-        adamw_parameters: With `muon`, name patterns of further weight matrices for
-            AdamW, for example an output head that the model registers before other
-            layers.
+        lr: Learning rate. `muon` scales a matrix's step to the size of a step of AdamW,
+            so one rate serves both.
+        momentum: Momentum of `sgd` and `muon`; `muon` needs one (0.95 is usual).
+        nesterov: Nesterov momentum of `sgd` (`muon` always has it).
+        betas: Decay rates of `adam` and `adamw`, also for the parameters that `muon`
+            leaves to AdamW.
+        adamw_parameters: With `muon`: name patterns of further weight matrices for
+            AdamW, such as an output head that the model registers before other layers.
         weight_decay: Factor of the optimiser's weight decay, as in `torch.optim`.
         state: `fresh`: momentum, moments and step count start at 0 in every round.
-            `keep`: each site continues with its own state from the last round in which
-            it trained.
+            `keep`: each site continues from the last round in which it trained.
     """
 
     name: str = "sgd"
@@ -158,17 +154,18 @@ class OptimizerSpec:
 class LearningRateSpec:
     """How the learning rate changes over all local steps of the run.
 
-    Every local step of a site reads as many examples, so a schedule over steps is one
-    over tokens. It continues from round to round, also where a site has missed some.
+    The schedule continues from round to round, also where a site has missed some. Every
+    local step reads the same number of examples, so it also follows the number of
+    tokens.
 
     Attributes:
         name: Shape of the decay from the optimiser's `lr` to `final_fraction` of it:
             `constant`, `linear`, `cosine`; or `module:function` or
-            `./file.py:function`, called with the number of the step from 0, the number
-            of steps of the run and `options`, which returns the factor of `lr`.
+            `./file.py:function`, called with the step from 0, the number of steps of
+            the run and `options`, which returns the factor of `lr`.
         options: Keyword arguments of your own schedule.
-        warmup_steps: Number of local steps, counted over the run, in which the rate
-            rises linearly from 0.
+        warmup_steps: Number of local steps at the beginning of the run in which the
+            rate rises linearly from 0.
         final_fraction: Fraction of `lr` at the end of the run; not for `constant`.
     """
 
@@ -193,65 +190,62 @@ class TrainingSpec:
         options: Options of the task, such as `class_weights` and `label_smoothing`
             (`classification`, `segmentation`) or `positive_weight` (`binary`); or
             keyword arguments of your own objective.
-        metrics: Metrics that your own objective returns, by name, each with the bounds
-            `[low, high]` of one record; reported values are clipped to them. `loss`
-            bounds the reported loss. `regression` has `loss`, `absolute_error` and
+        metrics: Bounds `[low, high]` of one record for each metric that your own
+            objective returns; reported values are clipped to them. `loss` bounds the
+            reported loss. `regression` has `loss`, `absolute_error` and
             `squared_error`; `trainer` has the results of `compute_metrics` that you
-            name here. `[]` means no bounds; differential privacy and
-            secure aggregation require bounds.
-        classes: Names of the classes, from label 0 on. With them, `classification`,
-            `segmentation` and your own objective, if it returns `logits`, report a
-            confusion matrix on held-out data, which the report shows. At most 32. It
-            makes noise on held-out results larger, if there is any.
+            name here. `[]` means no bounds; differential privacy and secure aggregation
+            require bounds.
+        classes: Names of at most 32 classes, from label 0 on, for a confusion matrix on
+            held-out data: with `classification`, `segmentation`, and your own objective
+            if it returns `logits`. They increase the noise on held-out results, if
+            there is any.
         measures: Further measures on held-out data: `auc` (`binary`), `calibration`
             (`classification`, `binary`), `recall_at_K` (`classification`,
-            `contrastive`); all of them with your own objective, if it returns
-            `logits`. Each makes noise on held-out results larger, if there is
-            any.
+            `contrastive`); all of them with your own objective, if it returns `logits`.
+            Each increases the noise on held-out results, if there is any.
         max_tokens: Most predictions in one record: its tokens (`causal_lm`: one fewer)
             or, for `segmentation`, its pixels. A site refuses longer records. Secure
-            aggregation and differential privacy need this bound on what one record adds
-            to the results.
-        local_steps: Optimiser steps per site and round. Set either this or
-            `local_epochs`. 1 is FedSGD: each round combines gradients.
+            aggregation and differential privacy bound one record's part of the results
+            by it.
+        local_steps: Optimiser steps per site and round; set either this or
+            `local_epochs`. 1 is FedSGD.
         local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
-        accumulate_from: Change `accumulate` during the run: pairs of a first round and
-            a value. `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on, and 8
-            from round 81 on. With `local_steps`; not with `unit = "joint"`.
+        accumulate_from: Changes of `accumulate` during the run: pairs of a first round
+            and a value. `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on,
+            and 8 from round 81 on. Needs `local_steps`; not with `unit = "joint"`.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
-        overlap_steps: Local steps that a site takes while it waits for the next model,
-            in place of as many steps of that round. They start from the site's own
-            weights, because the model is still on its way. Fewer than `local_steps`; 0
-            for none. Needs memory for one more model at each site.
+        overlap_steps: How many of a round's local steps a site takes from its own
+            weights while it waits for the next model; fewer than `local_steps`. Needs
+            memory for one more model at each site.
         overlap_mix: With `overlap_steps`: when the model arrives, a site continues from
             `overlap_mix` times its own weights plus (1 - `overlap_mix`) times the
-            model. With 0 it drops what it has trained while it waited.
+            model. 0 discards what it trained while it waited.
         clip_grad_norm: Largest Euclidean norm of a step's gradient; larger ones are
             scaled down.
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
             global weights.
         normalized_steps: FedNova: a site that takes n steps in its epochs has its
             update multiplied by `normalized_steps` / n, so that sites with more steps
-            do not count more. Choose about the mean n of the sites. With `local_epochs`
-            and plain `sgd`.
-        control_variates: SCAFFOLD: each site corrects its gradients for the drift of
-            its own records, without further bytes. With `local_steps`, plain `sgd`, and
-            all sites in every round.
-        dynamic_alpha: FedDyn: strength alpha of the pull `alpha/2 |x - theta|^2` to the
-            global weights, beside a linear term that a site learns from its own
-            updates, so that local steps lead to the best model of all records. With
-            `aggregation.server_optimizer.name = "running_sum"` and all sites in every
-            round.
-        precision: `fp32`; or `bf16` or `fp16`: autocast of the forward pass, with
-            float32 weights. With `fp16`, each site scales its loss, and skips steps
-            whose gradients overflow; not with clipped gradients of records.
+            do not count more. Choose about the mean n. Needs `local_epochs` and plain
+            `sgd`.
+        control_variates: SCAFFOLD: each site corrects its gradients for the drift
+            towards its own records, without further bytes. Needs `local_steps`, plain
+            `sgd`, and all sites in every round.
+        dynamic_alpha: FedDyn: strength alpha of the pull `alpha/2 |x - theta|^2`
+            towards the global weights, next to a linear term that a site learns from
+            its own updates. Needs `aggregation.server_optimizer.name = "running_sum"`
+            and all sites in every round.
+        precision: `fp32`; or `bf16` or `fp16`, which compute the forward pass with
+            autocast and keep float32 weights. With `fp16`, each site scales its loss,
+            and skips steps whose gradients overflow; not with per-record clipping.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
-        threads: CPU threads that one site computes with. It is part of the job because
-            the last bits of the results depend on it.
+        threads: CPU threads of one site. Part of the job because the last bits of the
+            results depend on it.
     """
 
     task: str = "classification"
@@ -334,9 +328,9 @@ class AggregationSpec:
 
     Attributes:
         combine: `mean`; `contributor_mean`, for the codec `top_k` and sites with a
-            `lora_rank`: each value is the mean over the sites that sent it, not over
-            all; or a rule that tolerates `byzantine_sites` bad sites: `trimmed_mean`,
-            `median`, `krum`, `multi_krum`.
+            `lora_rank`: the mean of each value over the sites that sent it; or a rule
+            that tolerates `byzantine_sites` bad sites: `trimmed_mean`, `median`,
+            `krum`, `multi_krum`.
         weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
             (examples times the relative improvement of the loss on its held-out data).
         byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
@@ -365,23 +359,21 @@ class CodecSpec:
     """How float values are encoded for transfer.
 
     Attributes:
-        name: `identity` (float32, 4 bytes a value), `bf16` (2 bytes: the range of
-            float32 with 8 significant bits), `fp16` (2 bytes: 11 significant bits;
-            values of 65520 or more are refused); `int8` and `int4` (equal steps, with a
+        name: `identity` (float32), `bf16` (16 bits, with the range of float32), `fp16`
+            (16 bits, more precise; refuses values of 65520 or more); and, for updates
+            and changes but not for whole models, `int8` and `int4` (equal steps, with a
             scale for each block), `fp4` (powers of two, likewise), `top_k` (the largest
-            values of each block, in 2 bits and a place each), `subset` (float32 values
-            of some blocks, which are the same at all sites). All but the first three
-            are for updates and changes, not for whole models.
+            values of each block, in 2 bits and an index each), `subset` (float32 values
+            of some blocks, the same at all sites).
         block: Values of a block: 128 by default for `int8`, `int4` and `fp4`, 4096 for
             `top_k`, 256 for `subset`.
         fraction: Share of the values that is sent: 1/64 by default for `top_k`, 1/16
             for `subset`.
         order: Which blocks `subset` sends: random ones in each round (`random`, the
             default), or all in turn (`cyclic`).
-        feedback: Error feedback: a codec rounds values or leaves them out; this share
-            of that error is added to the site's next update. With 1 nothing is lost,
-            only delayed; with 0 the error is lost. Default: 1 for `int8`, `int4` and
-            `fp4`, 0.95 for `top_k` and `subset`, 0 for `bf16` and `fp16`.
+        feedback: Error feedback: the share of what the codec discards that a site adds
+            to its next update. Default: 1 for `int8`, `int4` and `fp4`, 0.95 for
+            `top_k` and `subset`, 0 for `bf16` and `fp16`.
     """
 
     name: str = key(
@@ -406,25 +398,23 @@ class CodecSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationSpec:
-    """What travels between the clouds.
+    """What is sent between sites and aggregator.
 
     Attributes:
-        codec: Encoding of updates on their way up; `identity` under secure
-            aggregation, whose ring has words of its own.
+        codec: Encoding of updates on their way up; `identity` with secure aggregation,
+            which masks its own words.
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
-        fragments: Split the model into this many parts and exchange one part in each
-            round, in turn. A round then sends that many times fewer bytes, and each
-            value is averaged that many times less often. Between its turns, a site
-            keeps its own values of a part. Only with
-            `privacy.secure_aggregation.levels`.
-        down_content: What sites receive. `model`: the model. `change`: the difference
-            from the previous round's model, encoded by `down_codec`; a site without
-            that model receives the whole one in float32. `sum`: the opened sum of the
-            updates, from which the site computes the new model; only with
-            `privacy.secure_aggregation.levels`, and in as few bits. `change` needs
-            memory for one more model at each site, and does not work with secure
-            aggregation.
+        fragments: Number of parts of the model; each round exchanges one of them, in
+            turn. A round then sends that many times fewer bytes, and each value is
+            averaged that many times less often. In between, a site keeps its own values
+            of a part. Needs `privacy.secure_aggregation.levels`.
+        down_content: What sites receive. `model`: the whole model. `change`: its
+            difference from the previous one, encoded by `down_codec`; a site without
+            that model receives the whole one in float32. `sum`: the sum of the updates,
+            from which the site computes the new model, in as few bits; needs
+            `privacy.secure_aggregation.levels`. `change` needs memory for one more
+            model at each site, and is refused with secure aggregation.
     """
 
     codec: CodecSpec = CodecSpec()
@@ -460,11 +450,11 @@ class ScheduleSpec:
         sites_per_round: Number of sites drawn at random for each round; all by default.
         allocation: `static`: every site does the same local work.
         local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
-            aggregator chooses the fewest local steps, from `training.local_steps` to
-            `max_local_steps`, for which sites train `training_share` of the time. It
-            measures how long rounds take. The run takes `rounds` times
-            `training.local_steps` steps in all, so longer rounds make fewer of them.
-            In virtual time or deployed; not with differential privacy.
+            aggregator measures how long rounds take, and chooses the fewest local
+            steps, from `training.local_steps` to `max_local_steps`, for which sites
+            train `training_share` of the time. The run takes `rounds` times
+            `training.local_steps` steps in all. In virtual time or deployed; not with
+            differential privacy.
         max_local_steps: Most local steps of a round with `auto`; at least twice
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
@@ -505,9 +495,9 @@ class SiteSpec:
         cloud: Where it runs.
         region: Region, as the cloud names it.
         data: Data only of this site.
-        lora_rank: Train only the first ranks of each LoRA adapter at this site, this
-            many, and send only those. All by default. The other ranks still take part
-            in its forward pass.
+        lora_rank: Train and send only this many ranks of each LoRA adapter at this
+            site, the first ones. The others still take part in its forward pass.
+            Default: all.
         flower_app: Set, `{}` for all defaults, where an existing Flower `ClientApp`
             takes part through a stock SuperNode; deployed and without privacy only.
     """
@@ -560,13 +550,12 @@ class FaultSpec:
 
     Attributes:
         site: Name of the site.
-        kind: `crash` (raises), `silent` (never answers), `lost` (does its work, and
-            the answer is lost on its way), `hang` (answers after `seconds`),
-            `duplicate` (answers twice), `nan`, `inf`, `garbage` (random values of norm
-            `scale`, or random bytes in a codec of few bits), `wrong_length`,
-            `wrong_round`, `restart` (loses its memory just before the task arrives),
-            `leave` (announces that it leaves, and returns after `rounds` with an empty
-            memory).
+        kind: `crash` (raises), `silent` (never answers), `lost` (works, but the answer
+            is lost), `hang` (answers after `seconds`), `duplicate` (answers twice),
+            `nan`, `inf`, `garbage` (random values of norm `scale`, or random bytes in a
+            codec of few bits), `wrong_length`, `wrong_round`, `restart` (loses its
+            memory just before the task arrives), `leave` (announces that it leaves, and
+            returns after `rounds` with an empty memory).
         rounds: Rounds in which it happens; all if empty.
         every: With 2, only in every second round of these, and so on.
         probability: Probability of the fault in each of these rounds, drawn with the
@@ -631,9 +620,9 @@ class SimulationSpec:
         vouch_for_sources: With differential privacy, accept sources that do not declare
             their preprocessing. Deployed sites use `data.preprocessing` of their own
             `site.toml` instead.
-        total_epsilon: Largest total epsilon of all private runs on the same data, like
-            `policy.total_epsilon` of a deployed site; by default the total is counted
-            but not limited.
+        total_epsilon: Limit of the total epsilon of all private runs on the same data,
+            like `policy.total_epsilon` of a deployed site. Default: the total is
+            counted but not limited.
         live_metrics: Where the run writes its metrics after each round: `tensorboard`,
             `mlflow` or both, as `crossfed export-metrics` does.
     """
@@ -662,7 +651,7 @@ class JobSpec:
         evaluation: How often, and how, sites measure the model on held-out data.
         selection: Which model the run leaves; that of the last round without it.
         aggregation: How the aggregator combines updates and steps the global model.
-        communication: What travels between sites and aggregator, and in which codec.
+        communication: What is sent between sites and aggregator, and in which codec.
         schedule: Which sites a round asks, how many must answer, and by when.
         privacy: Secure aggregation and differential privacy; neither by default.
         simulation: Faults, machines and other settings for simulations only.

@@ -1,8 +1,7 @@
 """When sites get work, and when their answers become the next model.
 
 A schedule is a pure policy: it sees which tasks are open and what has come back, and
-says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
-``Barrier``.
+says what to do next. ``Desk`` does it. The synchronous round of FedAvg is ``Barrier``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -135,7 +134,7 @@ class Barrier:
 BARRIER = Barrier()
 
 
-class Dispatcher:
+class Desk:
     """Executes a schedule: sends tasks over a grid, and passes replies on.
 
     Attributes:
@@ -162,7 +161,7 @@ class Dispatcher:
 
         Args:
             schedule: Says what to do.
-            state: The run; its ``open`` is that of this queue.
+            state: The run; its ``open`` is that of this desk.
             write: Makes tasks for sites.
             num_counted: How many of the replies so far count.
             now: The monotonic clock.

@@ -31,7 +31,7 @@ NOTHING_KNOWN: Mapping[SiteId, LedgerAnchor] = MappingProxyType({})
 
 
 @dataclass(kw_only=True)
-class SignedHandshake:
+class SignedRollCall:
     """Proposes a run, and trusts sites whose key the roster pins.
 
     Attributes:
@@ -73,7 +73,7 @@ class SignedHandshake:
         spares: bool = False,
         anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
         num_values: int = 0,
-    ) -> "SignedHandshake":
+    ) -> "SignedRollCall":
         """Propose a job to all of its sites except revoked ones."""
         proposal = Proposal(
             version=introduction.VERSION,
@@ -109,7 +109,7 @@ class SignedHandshake:
         )
 
     def site_of(self, answer: bytes) -> SiteId:
-        """See ``cloud_adapters.flower.handshake.Handshake``."""
+        """See ``cloud_adapters.flower.roll_call.RollCall``."""
         bundle = introduction.open_bundle(answer)
         if bundle is not None:
             return self._relay_of(*bundle)
@@ -233,7 +233,7 @@ class SignedHandshake:
         return site
 
     def move_on(self) -> bool:
-        """See ``cloud_adapters.flower.handshake.Handshake``."""
+        """See ``cloud_adapters.flower.roll_call.RollCall``."""
         if not self._asks_needs:
             return False
         found = sorted(self.introductions.items())
