@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from aggregator.honest_sums import SumTerms, check_totals
+from aggregator.sum_bounds import SumTerms, check_totals
 from federation.errors import ProtocolError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec

@@ -13,7 +13,7 @@ from clients.data.batches import ALONE, Rank
 from clients.data.datasets import Batch, Indices
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split, read_index
 from clients.shards.order import shard_order
-from clients.shards.shelf import MEMORY_BYTES, PATIENCE, THREADS, Shelf
+from clients.shards.shard_cache import MEMORY_BYTES, PATIENCE, THREADS, ShardCache
 from clients.shards.tar_shard import classes_of
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.retry import Retry
@@ -78,7 +78,7 @@ def open_dataset(
         StoreUnavailable: The store is unreachable.
     """
     index = read_index(store, version=reading.version)
-    shelf = Shelf(
+    opened = ShardCache(
         store,
         index,
         cache=cache,
@@ -88,8 +88,8 @@ def open_dataset(
         retry=retry,
     )
     return (
-        _open_split(store, index, index.train, shelf, reading),
-        _open_split(store, index, index.held_out, shelf, reading),
+        _open_split(store, index, index.train, opened, reading),
+        _open_split(store, index, index.held_out, opened, reading),
     )
 
 
@@ -100,7 +100,7 @@ class ShardedDataset:
     Attributes:
         index: What the whole dataset consists of.
         split: The part that these are examples of.
-        shelf: Where its shards are opened.
+        cache: Where its shards are opened.
         reading: How it is read.
         chosen: Shape ``(n,)``: places in the split of the examples that are in view.
         starts: Place of the first example of each shard.
@@ -111,7 +111,7 @@ class ShardedDataset:
 
     index: DatasetIndex
     split: Split
-    shelf: Shelf
+    cache: ShardCache
     reading: ReadOptions
     chosen: Indices
     starts: Indices
@@ -139,7 +139,7 @@ class ShardedDataset:
         )
         shards = self._shard_of(places)
         for number in np.unique(shards).tolist():
-            rows = self.shelf.rows(self.split, number)
+            rows = self.cache.rows(self.split, number)
             here = np.flatnonzero(shards == number)
             local = places[here] - self.starts[number]
             inputs[here] = rows.inputs[local]
@@ -199,7 +199,7 @@ class ShardedDataset:
         """Begin to fetch the shards of some examples, in the order of their need."""
         numbers = self._shard_of(self.chosen[indices])
         _, first = np.unique(numbers, return_index=True)
-        self.shelf.expect(self.split, numbers[np.sort(first)].tolist())
+        self.cache.expect(self.split, numbers[np.sort(first)].tolist())
 
     def warm_up(self) -> None:
         """Fetch every shard with these examples into the cache.
@@ -209,7 +209,7 @@ class ShardedDataset:
             StoreUnavailable: The store or the cache is unreachable.
         """
         for number in np.unique(self._shard_of(self.chosen)).tolist():
-            self.shelf.content(self.split.shards[number])
+            self.cache.content(self.split.shards[number])
 
     def _shard_of(self, places: Indices) -> Indices:
         return np.searchsorted(self.starts, places, side="right") - 1
@@ -228,15 +228,15 @@ def _open_split(
     store: ObjectStore,
     index: DatasetIndex,
     split: Split,
-    shelf: Shelf,
+    cache: ShardCache,
     reading: ReadOptions,
 ) -> ShardedDataset:
-    labels = _labels(store, split, shelf)
+    labels = _labels(store, split, cache)
     sizes = [shard.examples for shard in split.shards]
     return ShardedDataset(
         index=index,
         split=split,
-        shelf=shelf,
+        cache=cache,
         reading=reading,
         chosen=np.arange(split.examples),
         starts=np.cumsum([0, *sizes[:-1]]),
@@ -246,11 +246,11 @@ def _open_split(
     )
 
 
-def _labels(store: ObjectStore, split: Split, shelf: Shelf) -> dict[str, Indices]:
+def _labels(store: ObjectStore, split: Split, cache: ShardCache) -> dict[str, Indices]:
     about = split.labels
     if about is None:
         return {}
-    content = io.BytesIO(shelf.content(about))
+    content = io.BytesIO(cache.content(about))
     try:
         table = np.load(content, allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -282,12 +282,12 @@ def verify_dataset(store: ObjectStore, *parts: ShardedDataset) -> None:
         first = 0
         for number, shard in enumerate(part.split.shards):
             classes = part.classes
-            part.shelf.rows(part.split, number)
+            part.cache.rows(part.split, number)
             if classes is not None:
                 here = classes[first : first + shard.examples]
                 _check_counts(store, part.split, number, here)
                 if part.index.encoding == "tar":
-                    inner = classes_of(part.shelf.content(shard))
+                    inner = classes_of(part.cache.content(shard))
                     _check(np.array_equal(inner, here), store, shard.key, "its classes")
             first += shard.examples
 

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters.flower import errors as flower_errors, site as flower_site
 from cloud_adapters.flower.answers import Answers
+from cloud_adapters.flower.handshake import ANYONE, Attendance
 from cloud_adapters.flower.presence import Presence
 from cloud_adapters.flower.questions import (
     Asked,
@@ -25,7 +26,6 @@ from cloud_adapters.flower.questions import (
     QuestionNote,
     num_ahead,
 )
-from cloud_adapters.flower.roll_call import ANYONE, Attendance
 from cloud_adapters.transport.frame_references import PackedFrame
 from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inquiry, Word

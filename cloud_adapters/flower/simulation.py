@@ -143,7 +143,7 @@ class _ServerRun(Generic[T]):
     def main(self, api: "FlowerApi", context: "Context") -> None:  # noqa: ARG002
         """Run the server; Flower calls this."""
         from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: PLC0415
-        from cloud_adapters.flower.roll_call import Attendance  # noqa: PLC0415
+        from cloud_adapters.flower.handshake import Attendance  # noqa: PLC0415
 
         self.idle.clear()
         try:

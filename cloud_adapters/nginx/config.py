@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.local import closed_memory
+from cloud_adapters.local import memory_hardening
 from federation.addresses import bracketed, parse_address
 from federation.errors import FederationError, JobError
 
@@ -168,7 +168,7 @@ def open_memory() -> str:
     Without root there is nothing to close: nginx runs as the service's own user, whose
     programs can read the key's file.
     """
-    if os.geteuid() != 0 or not (found := closed_memory.obstacle()):
+    if os.geteuid() != 0 or not (found := memory_hardening.obstacle()):
         return ""
     return (
         "other programs of the user 'nobody' could read the server's key in the "

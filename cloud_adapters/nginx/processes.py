@@ -4,8 +4,8 @@ An nginx whose master was killed leaves its workers behind, and an aggregator th
 killed leaves its nginx; either holds the port. So what starts it,
 ``python -m cloud_adapters.nginx.processes FOLDER``, first ends what was left and then
 becomes nginx. The workers of root's nginx have another user, whose other programs may
-not read their memory (``cloud_adapters.local.closed_memory``). Processes are known by
-the pid file of our own folder, and by the process group that it names.
+not read their memory (``cloud_adapters.local.memory_hardening``). Processes are known
+by the pid file of our own folder, and by the process group that it names.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cloud_adapters.local import closed_memory
+from cloud_adapters.local import memory_hardening
 from cloud_adapters.nginx import config as proxy
 from cloud_adapters.nginx.config import ProxyFailed
 from federation.clock import SystemClock
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
         end_processes(work)
         command = proxy.command(work)
         if os.geteuid() == 0:
-            closed_memory.keep()
+            memory_hardening.keep()
         os.execv(command[0], command)  # noqa: S606 -- our own arguments
     except (FederationError, OSError) as error:
         sys.stderr.write(f"crossfed: {error}\n")

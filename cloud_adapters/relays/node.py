@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cloud_adapters.net.bodies import SMALL_BYTES, cut, take_body
 from cloud_adapters.net.tls import client_context, clock_doubt
-from cloud_adapters.relays.desk import QuestionKind
 from cloud_adapters.relays.server import ALIVE, ANSWER, KIND, NAME, NEXT, SECONDS
+from cloud_adapters.relays.task_queue import QuestionKind
 from federation.addresses import parse_address
 from federation.errors import (
     FederationError,

@@ -21,7 +21,7 @@ from typing import Any
 
 from cloud_adapters.net import loopback_http
 from cloud_adapters.net.bodies import cut, take_body
-from cloud_adapters.relays.desk import RelayDesk, RelayQuestion
+from cloud_adapters.relays.task_queue import RelayQuestion, TaskQueue
 from federation.errors import JobError, ProtocolError
 from federation.ids import SiteId
 from federation.protocols import Clock
@@ -154,7 +154,7 @@ def server_context(authority: bytes) -> ssl.SSLContext:
 
 
 class CloudServer(loopback_http.Server):
-    """Serves the sites of a desk.
+    """Serves the sites of a queue.
 
     Connections are bounded: those that have shown no certificate yet by their number
     and time, those of a site by their number, where a new one ends the oldest. A site,
@@ -163,7 +163,7 @@ class CloudServer(loopback_http.Server):
 
     def __init__(
         self,
-        desk: RelayDesk,
+        queue: TaskQueue,
         context: ssl.SSLContext,
         *,
         host: str,
@@ -175,7 +175,7 @@ class CloudServer(loopback_http.Server):
         """Take the port; see ``loopback_http.Server``.
 
         Args:
-            desk: What sites are asked.
+            queue: What sites are asked.
             context: TLS context, with a certificate.
             host: Address of this machine to listen at.
             port: Where to listen; 0 for any that is free.
@@ -184,7 +184,7 @@ class CloudServer(loopback_http.Server):
                 sites; None to hold them in memory.
             limits: Limits of time and connections.
         """
-        self.desk, self.limits, self.clock = desk, limits, clock
+        self.queue, self.limits, self.clock = queue, limits, clock
         self.scratch, self._context = scratch, context
         self._strangers = threading.BoundedSemaphore(limits.max_strangers)
         self._open: dict[SiteId, list[socket.socket]] = {}
@@ -252,7 +252,7 @@ class CloudServer(loopback_http.Server):
 
         All that have a certificate but are not served count together.
         """
-        whose = site if site in self.desk.sites else SiteId("")
+        whose = site if site in self.queue.sites else SiteId("")
         with self._lock:
             mine = self._open.setdefault(whose, [])
             mine.append(connection)
@@ -295,7 +295,7 @@ class _CloudRequests(loopback_http.LoopbackHandler):
     def do_POST(self) -> None:  # noqa: N802 -- the library's name
         """Answer one request."""
         site = _name_in(self.connection.getpeercert())
-        if site not in self.server.desk.sites:
+        if site not in self.server.queue.sites:
             self.close_connection = True
             self.answer(403)
         elif self.path.startswith(ANSWER):
@@ -304,9 +304,9 @@ class _CloudRequests(loopback_http.LoopbackHandler):
             return
         elif self.path == NEXT:
             seconds = self.server.limits.wait_seconds
-            self._give(site, self.server.desk.next(site, wait_seconds=seconds))
+            self._give(site, self.server.queue.next(site, wait_seconds=seconds))
         elif self.path == ALIVE:
-            self.server.desk.hear(site)
+            self.server.queue.hear(site)
             self.answer(204)
         else:
             self.answer(404)
@@ -325,10 +325,10 @@ class _CloudRequests(loopback_http.LoopbackHandler):
         self.write_head(200, size, about)
         for piece in cut(question.pieces):
             self._timed.send(piece)
-            self.server.desk.hear(site)  # It does not send word while it reads.
+            self.server.queue.hear(site)  # It does not send word while it reads.
 
     def _take(self, site: SiteId, name: str) -> None:
-        limit = self.server.desk.limit(site, name)
+        limit = self.server.queue.limit(site, name)
         if limit is None:
             self.close_connection = True  # The answer may be large: it is not read.
             self.answer(409)
@@ -348,12 +348,12 @@ class _CloudRequests(loopback_http.LoopbackHandler):
         if body is None:
             self.close_connection = True  # It has hung up.
             return
-        self.answer(204 if self.server.desk.answer(site, name, body) else 409)
+        self.answer(204 if self.server.queue.answer(site, name, body) else 409)
 
     def _read(self, site: SiteId, count: int) -> bytes:
         """Read what has come of an answer; it shows that the site is there."""
         found = self.rfile.read1(count)
-        self.server.desk.hear(site)
+        self.server.queue.hear(site)
         return found
 
 

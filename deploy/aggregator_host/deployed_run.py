@@ -16,8 +16,8 @@ from clients.privacy.stated_bounds import dominance_notice
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties, check, fewest
-from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.begun_run import check_engine
 from deploy.wiring.rehearsal import dropout_notice
@@ -42,7 +42,7 @@ class Connect(Protocol):
 
     def __call__(
         self,
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
@@ -51,7 +51,7 @@ class Connect(Protocol):
         """Do the handshake.
 
         Args:
-            roll_call: Tells which node is which site.
+            handshake: Tells which node is which site.
             sites: In the order of the job.
             required: How many must answer.
             quorum: Without how many a round is of no use.
@@ -116,7 +116,7 @@ class DeployedRun:
         self._promised = {p.site: p for p in planned.sites} if planned else {}
         self._begun = begun is not None
         self._anchors: Mapping[SiteId, LedgerAnchor] = {}
-        self._roll_call: SignedRollCall
+        self._handshake: SignedHandshake
         self._in_sum: SumPrivacy | None = None
         meters = StoreMeters(clock)
         self.watch = meters.watch(store_meters.coordinator(self._job))
@@ -186,7 +186,7 @@ class DeployedRun:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked(self._holder))
             self._anchors = self._known_anchors()
-            self._roll_call = SignedRollCall.of(
+            self._handshake = SignedHandshake.of(
                 job,
                 self._assembly.run_id,
                 aggregator=self._parties.identity,
@@ -197,12 +197,12 @@ class DeployedRun:
                 num_values=self.layout.size if job.relays else 0,
             )
             grid = connect(
-                self._roll_call, names, required=required, quorum=job.minimum_sites
+                self._handshake, names, required=required, quorum=job.minimum_sites
             )
             if job.relays:
-                self._roll_call.check_present(required)
-            if self._roll_call.needs is not None:
-                self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
+                self._handshake.check_present(required)
+            if self._handshake.needs is not None:
+                self._in_sum = sum_privacy.plan(self._federation, self._handshake.needs)
             return self._record.keep(partial(self._coordinate, grid))
 
     def _known_anchors(self) -> Mapping[SiteId, LedgerAnchor]:
@@ -213,15 +213,15 @@ class DeployedRun:
         return join_anchors(checkpoints.anchors(), self._run.anchors())
 
     def _facts(self) -> Iterator[Event]:
-        needs = self._roll_call.needs
+        needs = self._handshake.needs
         odd = dominance_notice(needs) if needs else ""
         for text in (dropout_notice(self._job), notice(self._job), odd):
             if text:
                 yield Warned(at=self._clock.now(), message=text)
-        for reason in self._roll_call.absent.values():
+        for reason in self._handshake.absent.values():
             text = f"{reason}; the run continues without it"
             yield Warned(at=self._clock.now(), message=text)
-        told = {name: n for name, n in self._roll_call.examples().items() if n}
+        told = {name: n for name, n in self._handshake.examples().items() if n}
         if told:
             yield SitesIntroduced(
                 at=self._clock.now(),
@@ -241,7 +241,7 @@ class DeployedRun:
 
     def _promises(self) -> tuple[SitePrivacy, ...]:
         """The promises of the sites; of absent ones, their earlier promises."""
-        new = {promise.site: promise for promise in self._roll_call.promises()}
+        new = {promise.site: promise for promise in self._handshake.promises()}
         return tuple(each for _, each in sorted((self._promised | new).items()))
 
     def _secret(self) -> SecureContext | None:
@@ -263,6 +263,6 @@ class DeployedRun:
         return self._assembly.drive(
             ConnectedSites(engine=DEPLOYED, grid=grid),
             secret=self._secret(),
-            introduced=self._roll_call.data(),
+            introduced=self._handshake.data(),
             anchors=self._anchors,
         )

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid as FlowerApi, ServerApp
 
 from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower.roll_call import Attendance
+from cloud_adapters.flower.handshake import Attendance
 from cloud_adapters.flower_apps.apps import FlowerApps
 from cloud_adapters.storage.disk.scratch import allocator
 from cloud_adapters.transport.frames import Frames
@@ -22,8 +22,8 @@ from deploy.aggregator_host import config as aggregator_file
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.deployed_run import Connect, DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties
-from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.aggregator_host.run_queue import (
     STOP,
     Outcome,
@@ -188,14 +188,14 @@ def _connector(
     clock: Clock,
 ) -> Connect:
     def connect(
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
         quorum: int,
     ) -> Grid:
         known = read_own(
-            lambda: known_nodes(config.folder, deployed.job, absent=roll_call.absent)
+            lambda: known_nodes(config.folder, deployed.job, absent=handshake.absent)
         )
         behind = relays_of(deployed.job)
         grid = FlowerGrid(
@@ -203,7 +203,7 @@ def _connector(
             [*nodes_of(sites, behind)],
             clock=clock,
             attendance=Attendance(
-                roll_call=roll_call,
+                handshake=handshake,
                 known=known,
                 required=fewest_nodes(sites, behind, required),
                 quorum=fewest_nodes(sites, behind, quorum),
@@ -219,11 +219,11 @@ def _connector(
             stopped=wait.look,
         )
         wait.is_over = True
-        for reason in roll_call.absent.values():
+        for reason in handshake.absent.values():
             _LOG.warning("%s; the run continues without it", reason)
         if not behind:
             return grid
-        absent = [*roll_call.absent]
+        absent = [*handshake.absent]
         return RelayLines(grid, sites, behind, absent=absent, now=clock.monotonic)
 
     return connect

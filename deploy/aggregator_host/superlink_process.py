@@ -84,20 +84,20 @@ def main(arguments: list[str]) -> None:
     from cloud_adapters.superlink import (  # noqa: PLC0415 -- seconds
         gate as flower_gate,
         guard as flower_guard,
-        looks as flower_looks,
+        middleware_bypass,
         migration as flower_migration,
-        shortcuts as flower_shortcuts,
+        poll_cache,
     )
 
     facts = json.loads(arguments[0])
     secrets = Path(facts["secrets"])
-    flower_looks.install()
+    poll_cache.install()
     flower_guard.install(
         control=host_secrets.read(secrets / host_secrets.CONTROL),
         runtime=host_secrets.read(secrets / host_secrets.RUNTIME),
         public=PUBLIC_PATHS,
     )
-    flower_shortcuts.install()
+    middleware_bypass.install()
     database = Path(facts["database"])
     try:
         flower_migration.migrate(database)

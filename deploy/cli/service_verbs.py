@@ -78,7 +78,7 @@ def _site_up(options: argparse.Namespace) -> int:
 
 
 def _agent(options: argparse.Namespace) -> int:
-    from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import graceful_exit  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.site_host.departure import Departure  # noqa: PLC0415 -- imports numpy
     from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
     from federation.messages import LeaveReason  # noqa: PLC0415 -- imports numpy
@@ -92,7 +92,7 @@ def _agent(options: argparse.Namespace) -> int:
         tell(departure.lost)  # It would be the error, if the process ended by itself.
         return FAILED
 
-    end = prompt_end.PromptEnd(
+    end = graceful_exit.GracefulExit(
         departure.stopped, tell, code, departure.await_kept, departure.last_words
     )
 
@@ -116,7 +116,7 @@ def _agent(options: argparse.Namespace) -> int:
             standby=lambda: notify(service_manager.READY),
             take_over=options.take_over,
         )
-        prompt_end.leave()
+        graceful_exit.leave()
     return DONE
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from aggregator.combine import combine_rule
 from aggregator.relay import PlainRelay, SecureRelay, book_in
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
-from cloud_adapters.relays.desk import AskSites, QuestionKind, RelayQuestion
+from cloud_adapters.relays.task_queue import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.transport.frame_references import PackedFrame, Sizes
 from cloud_adapters.transport.frames import INLINE, Frames

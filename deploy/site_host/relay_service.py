@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from cloud_adapters.flower.node import FlowerNode
 from cloud_adapters.flower.relay import relay_app
-from cloud_adapters.relays.desk import RelayDesk
 from cloud_adapters.relays.server import CloudServer, server_context
+from cloud_adapters.relays.task_queue import TaskQueue
 from deploy.site_host import folder as site_folder, relay_certificate
 from deploy.site_host.config import ServeSpec, SiteConfig
 from deploy.site_host.departure import Departure
@@ -54,12 +54,12 @@ def serve_sites(
     own = config.folder.resolve() / "relay"
     context = server_context(authority)
     relay_certificate.prepare(own, serve.hosts, context, clock)
-    desk = RelayDesk([SiteId(name) for name in serve.sites], clock)
+    queue = TaskQueue([SiteId(name) for name in serve.sites], clock)
     identity, roster = keys
     host, port = parse_address(serve.listen, key="serve.listen")
     scratch = config.folder / "scratch"
     server = CloudServer(
-        desk,
+        queue,
         context,
         host=host,
         port=port,
@@ -74,8 +74,8 @@ def serve_sites(
             config=config,
             identity=identity,
             roster=roster,
-            ask=desk.ask,
-            served=desk.sites,
+            ask=queue.ask,
+            served=queue.sites,
             frames=frames,
             stopped=departure.stopped,
             listener=listener,

@@ -38,7 +38,7 @@ from federation.resources import CLOCK, UsageMeter
 from federation.rounds import cost
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
-from federation.rounds.patient_grid import PatientGrid
+from federation.rounds.retrying_grid import RetryingGrid
 from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import Allocate, in_memory, place
 from monitoring.views.round_view import named_metric
@@ -276,7 +276,7 @@ class Run:
             # A relay's sites are asked together, and some groups may be lost.
             if not job.relays and not job.privacy.secure_aggregation.groups:
                 needed = job.minimum_sites
-                grid = PatientGrid(grid, needed=needed, clock=self.clock)
+                grid = RetryingGrid(grid, needed=needed, clock=self.clock)
             if secret is None:
                 gather = wiring.plain_gather(
                     self.federation, self.run_id, grid, introduced=introduced

@@ -34,7 +34,7 @@ from federation.messages import (
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
-from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
+from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
 from federation.vectors import Layout, Vector, Words
 
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate)
@@ -184,14 +184,14 @@ class PlainGather:
         lambda _answer, _steps: ""
     )
     rule_of: Callable[[Vector], CombineRule] | None = None
-    _desk: Desk = field(init=False)
+    _dispatcher: Dispatcher = field(init=False)
     # Of each site the round of the newest model that it is known to have.
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Open the desk."""
+        """Open the dispatcher."""
         deadline_seconds = self.job.schedule.round_deadline_seconds
-        self._desk = Desk(self.grid, deadline_seconds=deadline_seconds)
+        self._dispatcher = Dispatcher(self.grid, deadline_seconds=deadline_seconds)
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -210,7 +210,7 @@ class PlainGather:
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
-        self._desk.withdraw()
+        self._dispatcher.withdraw()
         tasks = self._tasks(state, record, record.cohort, TaskKind.EVALUATE)
         replies = exchange(
             self.grid,
@@ -264,14 +264,14 @@ class PlainGather:
             QuorumNotMet: Fewer sites than the quorum gave one.
         """
         job, verdicts = self.job, record.verdicts
-        verdicts.carry(self._desk.open)
-        replies = self._desk.replies(
+        verdicts.carry(self._dispatcher.open)
+        replies = self._dispatcher.replies(
             self.schedule,
             ScheduleView(
                 round_index=record.round_index,
                 rounds=job.rounds,
                 cohort=record.cohort,
-                open=self._desk.open,
+                open=self._dispatcher.open,
             ),
             write=lambda sites: self._tasks(state, record, sites, TaskKind.TRAIN),
             num_counted=lambda: verdicts.num_answered,

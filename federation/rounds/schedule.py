@@ -1,7 +1,8 @@
 """When sites get work, and when their answers become the next model.
 
 A schedule is a pure policy: it sees which tasks are open and what has come back, and
-says what to do next. ``Desk`` does it. The synchronous round of FedAvg is ``Barrier``.
+says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
+``Barrier``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -134,7 +135,7 @@ class Barrier:
 BARRIER = Barrier()
 
 
-class Desk:
+class Dispatcher:
     """Executes a schedule: sends tasks over a grid, and passes replies on.
 
     Attributes:
@@ -161,7 +162,7 @@ class Desk:
 
         Args:
             schedule: Says what to do.
-            state: The run; its ``open`` is that of this desk.
+            state: The run; its ``open`` is that of this queue.
             write: Makes tasks for sites.
             num_counted: How many of the replies so far count.
             now: The monotonic clock.

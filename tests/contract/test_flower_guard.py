@@ -30,8 +30,8 @@ from cloud_adapters.local import landlock  # noqa: E402
 from cloud_adapters.superlink import (  # noqa: E402
     guard as flower_guard,
     launcher as flower_launcher,
-    looks as flower_looks,
-    shortcuts as flower_shortcuts,
+    middleware_bypass,
+    poll_cache,
 )
 from cloud_adapters.superlink.guard import HEADER, control_word, runtime_word  # noqa: E402
 from deploy.aggregator_host import host_secrets  # noqa: E402
@@ -69,7 +69,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     """Flower's own application, behind the guard."""
     # What was there before comes back.
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
-    flower_looks.install()
+    poll_cache.install()
     flower_guard.install(control=CONTROL, runtime=RUNTIME, public=PUBLIC_PATHS)
     return Client(create_app())
 
@@ -99,8 +99,8 @@ def test_every_route_but_those_of_sites_wants_a_secret(client: Client):
 
 def test_looks_know_the_requests_of_flower(client: Client):
     """One that Flower renames would no longer be told from the others."""
-    known = flower_looks._READS | flower_looks._OF_ANSWERS
-    known |= flower_looks._kinds().keys()
+    known = poll_cache._READS | poll_cache._OF_ANSWERS
+    known |= poll_cache._kinds().keys()
     assert known <= {path for _, path in routes(client)}
 
 
@@ -228,7 +228,7 @@ def _middleware(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     kinds = {kind.__name__: kind for kind in found}
     for kind in kinds.values():
         monkeypatch.setattr(kind, "__call__", kind.__call__)
-    flower_shortcuts.install()
+    middleware_bypass.install()
     return kinds
 
 
@@ -332,7 +332,7 @@ def test_failure_after_an_answer_has_begun_is_raised():
         sent.append(message)
 
     made: Any = BaseHTTPMiddleware(app, dispatch)
-    run = flower_shortcuts.in_place(BaseHTTPMiddleware.__call__)
+    run = middleware_bypass.in_place(BaseHTTPMiddleware.__call__)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(run(made, {"type": "http", "path": "/"}, None, send))
     assert [message["status"] for message in sent] == [200]

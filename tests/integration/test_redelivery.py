@@ -14,7 +14,7 @@ from support.without_report import simulate
 
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy.aggregator_host.deployed_run import DeployedRun
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from federation.clock import SystemClock, VirtualClock
 from federation.ids import SiteId
 from federation.job import job_file
@@ -35,7 +35,7 @@ from support.lossy_flower import LossyFlower, is_task  # noqa: E402
 
 from cloud_adapters.flower import site as flower_site  # noqa: E402
 from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
-from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.transport.redelivery import Word  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
@@ -73,7 +73,7 @@ class Federation:
 
     def connect(
         self,
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
@@ -85,7 +85,7 @@ class Federation:
             sites,
             clock=self.flower.clock,
             attendance=Attendance(
-                roll_call=roll_call,
+                handshake=handshake,
                 required=required,
                 quorum=quorum,
                 connect_seconds=600.0,

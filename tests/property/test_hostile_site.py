@@ -1,6 +1,6 @@
 """Whatever a site sends the coordinator: it counts as a failure, and others continue.
 
-The grid, its frames and its roll call are whole; Flower is made of two dicts. What is
+The grid, its frames and its handshake are whole; Flower is made of two dicts. What is
 sent comes from a site whose key the roster pins, or from any node of Flower.
 """
 
@@ -20,7 +20,7 @@ from support.secure_runs import Run, run, secure_job
 from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from federation import events
 from federation.clock import VirtualClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
@@ -46,7 +46,10 @@ flower_simulation.import_flower()
 from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters.flower import roll_call as flower_roll_call, site as flower_site  # noqa: E402
+from cloud_adapters.flower import (  # noqa: E402
+    handshake as flower_handshake,
+    site as flower_site,
+)
 from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
@@ -189,15 +192,15 @@ MEMBERS = consortium(*SITES)
 JOB = small_job(num_sites=2)
 
 
-def called() -> SignedRollCall:
-    """A roll call of the two sites."""
-    return SignedRollCall.of(
+def called() -> SignedHandshake:
+    """A handshake of the two sites."""
+    return SignedHandshake.of(
         JOB, RUN_ID, aggregator=MEMBERS.aggregator, roster=MEMBERS.roster
     )
 
 
 def introduced(
-    call: SignedRollCall, site: SiteId, changes: Mapping[str, Any] = NOTHING
+    call: SignedHandshake, site: SiteId, changes: Mapping[str, Any] = NOTHING
 ) -> bytes:
     """What a site answers, or would if some of it were otherwise."""
     honest = Introduction(
@@ -225,12 +228,12 @@ changes = st.dictionaries(
 )
 
 
-def call_digest(call: SignedRollCall) -> str:
+def call_digest(call: SignedHandshake) -> str:
     """What an answer to this call names."""
     return introduction.digest(call.question)
 
 
-def believed(call: SignedRollCall, answer: bytes) -> SiteId | None:
+def believed(call: SignedHandshake, answer: bytes) -> SiteId | None:
     """The site that an answer is believed to be of; every refusal fits a line."""
     said = ""
     try:
@@ -272,7 +275,7 @@ def test_introductions_that_nobody_has_signed(data: bytes, at: int):
 
 @given(says=contents | failures | st.binary(max_size=200).map(flower_site.pack_bytes))
 @often
-def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
+def test_nodes_that_answer_the_handshake_with_anything(says: Any):
     """They are no sites, and a run that needs no others begins without them."""
     call, clock = called(), VirtualClock()
     flower = Flower(says)
@@ -284,7 +287,7 @@ def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
     )
 
     def meet(sites: list[SiteId]) -> dict[SiteId, int]:
-        attendance = flower_roll_call.Attendance(roll_call=call, connect_seconds=60.0)
+        attendance = flower_handshake.Attendance(handshake=call, connect_seconds=60.0)
         return attendance.find_nodes(
             flower, sites, clock=clock, pause=lambda: clock.sleep(1.0)
         )

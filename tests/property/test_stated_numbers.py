@@ -17,7 +17,7 @@ from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from clients.privacy import stated_bounds
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from federation.errors import FederationError
 from federation.events import SitePrivacy
 from federation.ids import SiteId
@@ -83,11 +83,11 @@ VALUES: tuple[float, ...] = (0, -1, -0.5, math.nan, math.inf, 1e300, 10**18, 1 <
 
 
 class Hall:
-    """A roll call that all sites can answer, honestly or not."""
+    """A handshake that all sites can answer, honestly or not."""
 
     def __init__(self, folder: Path, members: Consortium, job: JobSpec) -> None:
         self.members, self.job = members, job
-        self.call = SignedRollCall.of(
+        self.call = SignedHandshake.of(
             job, RUN_ID, aggregator=members.aggregator, roster=members.roster
         )
         self.agents = {name: agents.agent(folder, name, members) for name in NAMES}

@@ -11,8 +11,8 @@ import tomli_w
 from support.deployment import wait_for
 
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties
-from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.site_host import config as site_file
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.config import SiteConfig
@@ -189,7 +189,7 @@ class AgentGrid:
 
     def connect(
         self,
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
@@ -199,15 +199,15 @@ class AgentGrid:
         """Call the roll, as ``deployed_run.Connect`` does; then spoil answers."""
         assert quorum <= required <= len(sites)
         while True:
-            question = roll_call.question
+            question = handshake.question
             self.questions.append(question)
-            for name in (each for each in sites if each not in roll_call.absent):
-                assert roll_call.site_of(self.agents[name].introduce(question)) == name
-            if not roll_call.move_on():
+            for name in (each for each in sites if each not in handshake.absent):
+                assert handshake.site_of(self.agents[name].introduce(question)) == name
+            if not handshake.move_on():
                 break
-        assert len(sites) - len(roll_call.absent) >= required
+        assert len(sites) - len(handshake.absent) >= required
         handlers = {
-            name: _Far(self, name, is_absent=name in roll_call.absent) for name in sites
+            name: _Far(self, name, is_absent=name in handshake.absent) for name in sites
         }
         self._grids.append(InProcessGrid(handlers, clock=SystemClock(), fault=fault))
         return self._grids[-1]

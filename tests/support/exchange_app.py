@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower.roll_call import Attendance
+from cloud_adapters.flower.handshake import Attendance
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.transport.frames import INLINE, THRESHOLD_BYTES, Frames
 from federation.clock import SystemClock
@@ -82,7 +82,7 @@ def rounds(
         flower_runtime.over(api),
         names,
         clock=SystemClock(),
-        attendance=Attendance(roll_call=NamesCall()),
+        attendance=Attendance(handshake=NamesCall()),
         delivery=Delivery(frames=frames, poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     weights_d = np.arange(num_floats, dtype=np.float32)
@@ -138,7 +138,7 @@ def detect(api: Grid, *, sites: list[str], deaf: str) -> float:
         flower_runtime.over(api),
         names,
         clock=clock,
-        attendance=Attendance(roll_call=NamesCall()),
+        attendance=Attendance(handshake=NamesCall()),
         delivery=Delivery(poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     tasks = [_task(name, 1, np.zeros(1, dtype=np.float32)) for name in names]

@@ -13,7 +13,7 @@ from support.superlink_app import SITE
 
 from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower.roll_call import Attendance
+from cloud_adapters.flower.handshake import Attendance
 from federation.clock import SystemClock
 from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
@@ -72,7 +72,7 @@ def exchange(api: Grid, *, num_lost: int, num_floats: int) -> dict[str, Any]:
         LosingGrid(flower_runtime.over(api), num_lost),
         [SITE],
         clock=SystemClock(),
-        attendance=Attendance(roll_call=OneSite()),
+        attendance=Attendance(handshake=OneSite()),
         delivery=Delivery(poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     weights_d = np.arange(num_floats, dtype=np.float32)

@@ -10,11 +10,11 @@ from pathlib import Path
 from support import agents
 from support.agents import Consortium, consortium
 
-from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.relays.task_queue import QuestionKind, RelayQuestion
 from cloud_adapters.transport.frames import INLINE
 from cloud_adapters.transport.relay_lines import RelayLines, nodes_of
 from cloud_adapters.transport.task_work import answer_frame
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.relay_agent import RelayAgent
 from federation.clock import SystemClock
@@ -75,7 +75,7 @@ class Clouds:
 
     def connect(
         self,
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
@@ -83,16 +83,16 @@ class Clouds:
     ) -> Grid:
         """Do the handshake, as ``deployed_run.Connect`` does."""
         assert quorum <= required <= len(sites)
-        nodes = nodes_of(sites, roll_call.relays)
+        nodes = nodes_of(sites, handshake.relays)
         while True:
             for name in nodes:
-                answer = (self.relays | self.sites)[name].introduce(roll_call.question)
-                assert roll_call.site_of(answer) == name
-            if not roll_call.move_on():
+                answer = (self.relays | self.sites)[name].introduce(handshake.question)
+                assert handshake.site_of(answer) == name
+            if not handshake.move_on():
                 break
-        absent = [*roll_call.absent]
+        absent = [*handshake.absent]
         lines = _Lines(self, [*nodes])
-        return RelayLines(lines, sites, roll_call.relays, absent=absent)
+        return RelayLines(lines, sites, handshake.relays, absent=absent)
 
     def _ask(
         self,

@@ -53,7 +53,7 @@ WEIGHT = "weight"
 TRAINING, EVALUATION = "training", "evaluation"
 _COUNTS = ("count", "loss", *CORRECT)
 _RECALL = re.compile(rf"{EVALUATION}_recall_at_\d+")
-# With noise they may be negative; without it, ``aggregator.honest_sums`` refuses that.
+# With noise they may be negative; without it, ``aggregator.sum_bounds`` refuses that.
 _CELL = re.compile(rf"{EVALUATION}_({CONFUSION}_\d+|auc_(pos|neg))_\d+")
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"

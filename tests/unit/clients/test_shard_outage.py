@@ -9,7 +9,7 @@ from support.small_jobs import blobs, small_job
 from clients.data.datasets import Dataset, as_dataset
 from clients.models.model_pool import ModelPool
 from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
-from clients.shards.shelf import PATIENCE
+from clients.shards.shard_cache import PATIENCE
 from clients.shards.write import write_dataset
 from clients.training.local_federation import Federation
 from clients.training.trainer import TorchTrainer
@@ -123,7 +123,7 @@ def test_damage_is_not_waited_out():
     """A shard that is wrong now is wrong in a minute."""
     outage = Outage(from_read=10**9, seconds=0.0)
     train, _ = opened(outage, threads=0)
-    store = train.shelf.store
+    store = train.cache.store
     assert isinstance(store, FaultyStore)
     store.store.put(train.split.shards[0].key, [b"x" * train.split.shards[0].bytes])
     with pytest.raises(CorruptObject):

@@ -48,8 +48,8 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters.flower import site as flower_site  # noqa: E402
 from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
-from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.flower_apps.apps import FlowerApps  # noqa: E402
 from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
 
@@ -189,13 +189,13 @@ def grid(
         apps,
         [OURS, LAB],
         clock=clock or VirtualClock(),
-        attendance=Attendance(roll_call=Silence(), known=NODES, **changes),
+        attendance=Attendance(handshake=Silence(), known=NODES, **changes),
         delivery=Delivery(job_text="job", frames=frames),
     )
 
 
 class Silence:
-    """A roll call that is not to happen."""
+    """A handshake that is not to happen."""
 
     absent: Mapping[SiteId, str] = MappingProxyType({})
 

@@ -55,8 +55,8 @@ from cloud_adapters.flower.grid import (  # noqa: E402
     Delivery,
     FlowerGrid,
 )
+from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
-from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.transport.frame_references import PackedFrame  # noqa: E402
 from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
 
@@ -526,7 +526,7 @@ class Beating(FakeFlower):
 
 
 class NamesRead:
-    """A roll call that believes every name."""
+    """A handshake that believes every name."""
 
     question = b"who?"
     absent: Mapping[SiteId, str] = MappingProxyType({})
@@ -545,11 +545,11 @@ def beating(flower: FakeFlower, clock: VirtualClock) -> Beating:
     return Beating(clock)
 
 
-def test_tasks_go_to_the_nodes_that_the_roll_call_names(
+def test_tasks_go_to_the_nodes_that_the_handshake_names(
     beating: Beating, clock: VirtualClock
 ):
     """Whatever their numbers."""
-    replies = exchange(make_grid(beating, clock, roll_call=NamesRead()))
+    replies = exchange(make_grid(beating, clock, handshake=NamesRead()))
     assert [node_of(message) for message in beating.sent[-3:]] == [20, 10, 30]
     assert set(kinds(replies).values()) == {"answered"}
 
@@ -560,7 +560,7 @@ def test_site_that_was_never_there_fails_each_round(
     """Without a wait, and without a message to anybody."""
     beating.nodes = [10, 20]
     grid = make_grid(
-        beating, clock, roll_call=NamesRead(), required=2, connect_seconds=30.0
+        beating, clock, handshake=NamesRead(), required=2, connect_seconds=30.0
     )
     before, sent = clock.now(), len(beating.sent)
     found = kinds(exchange(grid))
@@ -583,7 +583,7 @@ def test_node_whose_heart_stops_is_not_waited_for(
     beating: Beating, clock: VirtualClock
 ):
     """Not for the round's deadline: a site that was killed is known in seconds."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     stop_beating(beating, clock, 20)
     before = clock.now()
     replies = exchange(grid, seconds=600.0)
@@ -594,7 +594,7 @@ def test_node_whose_heart_stops_is_not_waited_for(
 
 def test_node_that_beats_has_until_its_deadline(beating: Beating, clock: VirtualClock):
     """It may be at work for an hour."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     beating.silent = {20}
     before = clock.now()
     assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DEADLINE
@@ -603,7 +603,7 @@ def test_node_that_beats_has_until_its_deadline(beating: Beating, clock: Virtual
 
 def test_node_that_was_given_up_may_still_answer(beating: Beating, clock: VirtualClock):
     """Its heartbeats were lost and it was not: the answer is late."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     stop_beating(beating, clock, 20)
     exchange(grid, seconds=600.0)
     beating.silent, beating.last = set(), {}
@@ -613,7 +613,7 @@ def test_node_that_was_given_up_may_still_answer(beating: Beating, clock: Virtua
 
 def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualClock):
     """Or a site that is killed would lose every round until it is back."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
     before, real_sleep = clock.now(), clock.sleep
@@ -632,7 +632,7 @@ def test_node_that_leaves_between_two_looks_costs_one_round(
     beating: Beating, clock: VirtualClock
 ):
     """An agent that is restarted says so, and the next round waits for it."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     exchange(grid)
     beating.spoilt, beating.last = {20: Error(5, "gone")}, {20: clock.now() - 20.0}
     assert kinds(exchange(grid, round_index=2))["one"] == FailureKind.DISCONNECTED
@@ -652,7 +652,7 @@ def test_node_that_does_not_come_back_delays_one_round_only(
     beating: Beating, clock: VirtualClock
 ):
     """From then on the others continue without it; when it is back, with it."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
     taken = []
@@ -671,7 +671,7 @@ def test_a_question_to_some_nodes_forgets_no_lost_one(
     beating: Beating, clock: VirtualClock
 ):
     """Or it would be awaited again in the next round: a busy site was asked alone."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
     exchange(grid, seconds=600.0)
@@ -690,7 +690,7 @@ def test_node_that_took_leave_is_awaited_for_a_restart_only(
 
     After that it may die without a word: then it has the time of one that died.
     """
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     exchange(grid)
     beating.left = beating.silent = {20}
     clock.sleep(2.0)
@@ -722,7 +722,7 @@ def test_agent_that_was_restarted_during_its_last_task(
     beating: Beating, clock: VirtualClock, *, is_restarted_first: bool
 ):
     """One that leaves after that is not back; one that comes after it left is."""
-    grid = make_grid(beating, clock, roll_call=NamesRead())
+    grid = make_grid(beating, clock, handshake=NamesRead())
     exchange(grid)
     beating.silent, before, real_sleep = {20}, clock.now(), clock.sleep
 
@@ -749,7 +749,7 @@ def test_site_that_is_back_in_time_is_asked_again(
     beating: Beating, clock: VirtualClock
 ):
     """While another still works; its answer then counts like any."""
-    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True)
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=True)
     exchange(grid)
     beating.spoilt, beating.silent = {20: leaving(SITES[0])}, {10}
     before, real_sleep = clock.now(), clock.sleep
@@ -774,7 +774,7 @@ def test_nobody_waits_for_a_site_that_left(
     beating: Beating, clock: VirtualClock, *, asks_again: bool
 ):
     """The others have answered: the round ends without it."""
-    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=asks_again)
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=asks_again)
     exchange(grid)
     beating.spoilt = {20: leaving(SITES[0])}
     before = clock.now()
@@ -789,7 +789,7 @@ def test_a_round_waits_for_a_site_that_left_only_if_it_needs_it(
 ):
     """It restarts after 20 s: the last round of a run would be lost before that."""
     names = NamesRead()
-    grid = make_grid(beating, clock, roll_call=names, asks_again=True, quorum=quorum)
+    grid = make_grid(beating, clock, handshake=names, asks_again=True, quorum=quorum)
     exchange(grid)
     beating.spoilt = {20: leaving(SITES[0])}
     before, real_sleep = clock.now(), clock.sleep
@@ -809,7 +809,7 @@ def test_a_round_waits_for_a_site_that_left_only_if_it_needs_it(
 def test_no_round_waits_for_a_site_that_left_if_it_is_lost_anyway(
     beating: Beating, clock: VirtualClock
 ):
-    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True, quorum=3)
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=True, quorum=3)
     exchange(grid)
     crashed = failure(replace(TASK, site=SITES[1]), FailureKind.CRASHED, "failed")
     beating.spoilt = {20: leaving(SITES[0]), 10: flower_site.pack_answer(crashed)}
@@ -823,7 +823,7 @@ def test_site_that_left_and_stays_away_ends_with_the_deadline(
     beating: Beating, clock: VirtualClock
 ):
     """As having left, and not as one that was too slow."""
-    grid = make_grid(beating, clock, roll_call=NamesRead(), asks_again=True)
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=True)
     exchange(grid)
     beating.spoilt, beating.silent = {20: leaving(SITES[0])}, {10}
     found = kinds(exchange(grid, seconds=60.0, round_index=2))
@@ -835,7 +835,7 @@ def test_rounds_are_not_burnt_while_too_few_are_there(
     beating: Beating, clock: VirtualClock
 ):
     """Each waits until its deadline: a cut of minutes must not end a run."""
-    grid = make_grid(beating, clock, roll_call=NamesRead(), quorum=3)
+    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=3)
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
     for round_index in (1, 2):

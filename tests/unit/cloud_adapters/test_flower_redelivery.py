@@ -48,9 +48,9 @@ from cloud_adapters.flower.connection import Connection  # noqa: E402
 from cloud_adapters.flower.envelope import Envelope  # noqa: E402
 from cloud_adapters.flower.fleet import Unanswerable  # noqa: E402
 from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.flower.node import FlowerNode  # noqa: E402
 from cloud_adapters.flower.private.messages import Node  # noqa: E402
-from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.transport.redelivery import Inbox, Word, new_name  # noqa: E402
 
 pytestmark = pytest.mark.flower
@@ -64,7 +64,7 @@ Loses = Callable[[Message], bool]
 
 
 class Names:
-    """A roll call that believes every name."""
+    """A handshake that believes every name."""
 
     question = b"who?"
     absent: Mapping[SiteId, str] = MappingProxyType({})
@@ -110,7 +110,7 @@ def flower() -> LossyFlower:
 
 def make_grid(flower: LossyFlower) -> FlowerGrid:
     """A grid whose sites have introduced themselves."""
-    attendance = Attendance(roll_call=Names())
+    attendance = Attendance(handshake=Names())
     return FlowerGrid(flower, SITES, clock=flower.clock, attendance=attendance)
 
 
@@ -185,7 +185,7 @@ def test_sites_are_found_whatever_is_lost(flower: LossyFlower, seed: int):
     """A third of all messages; nobody is asked to introduce itself twice."""
     draws = random.Random(seed)  # noqa: S311 -- not for keys
     flower.loses = lambda _: draws.random() < 1 / 3
-    attendance = Attendance(roll_call=Names(), connect_seconds=DEADLINE_SECONDS)
+    attendance = Attendance(handshake=Names(), connect_seconds=DEADLINE_SECONDS)
     grid = FlowerGrid(flower, SITES, clock=flower.clock, attendance=attendance)
     assert dict(grid._nodes) == {site: 10 + i for i, site in enumerate(SITES)}
     assert set(flower.introduced.values()) == {1}

@@ -21,9 +21,9 @@ from flwr.app import Message, RecordDict  # noqa: E402
 
 from cloud_adapters.flower import site as flower_site  # noqa: E402
 from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.flower.private.messages import TaskIdentity  # noqa: E402
 from cloud_adapters.flower.relay import relay_app  # noqa: E402
-from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.storage.disk.store import LocalStore  # noqa: E402
 from cloud_adapters.transport.frame_references import PackedFrame, Sizes  # noqa: E402
 from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
@@ -131,7 +131,7 @@ def grid_of(api: OneNode, frames: Frames) -> FlowerGrid:
         api,
         [EAST],
         clock=VirtualClock(),
-        attendance=Attendance(roll_call=Named()),
+        attendance=Attendance(handshake=Named()),
         delivery=Delivery(ordered=True, frames=frames),
     )
 

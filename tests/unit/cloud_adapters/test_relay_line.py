@@ -16,9 +16,9 @@ from support.agents import site_config
 
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays import server
-from cloud_adapters.relays.desk import QuestionKind, RelayDesk, RelayQuestion
 from cloud_adapters.relays.node import GivenAnswer, RelayedNode, knock
 from cloud_adapters.relays.server import CloudServer, LineLimits, server_context
+from cloud_adapters.relays.task_queue import QuestionKind, RelayQuestion, TaskQueue
 from deploy.doctor import relay as doctor_relay
 from deploy.doctor.checks import Check
 from deploy.site_host import relay_certificate
@@ -44,7 +44,7 @@ class Cloud:
 
     Attributes:
         folder: Of everything.
-        desk: What the relay asks.
+        queue: What the relay asks.
         port: Where it listens.
         authority: Certifies sites.
         server: What listens there.
@@ -52,7 +52,7 @@ class Cloud:
     """
 
     folder: Path
-    desk: RelayDesk
+    queue: TaskQueue
     port: int
     authority: Authority
     server: CloudServer
@@ -101,7 +101,7 @@ class Cloud:
         """Ask one site."""
         question = RelayQuestion.of(kind, [body], seconds=5.0, max_bytes=max_bytes)
         asked = {site: question}
-        return self.desk.ask(asked, seconds=seconds, stopped=self.stopped)[site]
+        return self.queue.ask(asked, seconds=seconds, stopped=self.stopped)[site]
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,10 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     authority = Authority.create("the aggregator's", clock=CLOCK)
     context = server_context(authority.pem)
     relay_certificate.prepare(folder / "relay", ("127.0.0.1",), context, CLOCK)
-    desk = RelayDesk([EAST], CLOCK)
+    queue = TaskQueue([EAST], CLOCK)
     limits = LineLimits(wait_seconds=0.1, max_connections=2, head_seconds=0.2)
     serves = CloudServer(
-        desk,
+        queue,
         context,
         host="127.0.0.1",
         port=0,
@@ -122,7 +122,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         limits=limits,
     )
     with serves.listening() as port:
-        made = Cloud(folder, desk, port, authority, serves)
+        made = Cloud(folder, queue, port, authority, serves)
         made.certificate(EAST)
         made.certificate(WEST)
         yield made
@@ -135,7 +135,7 @@ def test_a_relay_listens_at_an_address_of_ipv6(cloud: Cloud):
     except OSError:
         pytest.skip("there is no IPv6 here")
     context = server_context(cloud.authority.pem)
-    serves = CloudServer(cloud.desk, context, host="::1", port=0, clock=CLOCK)
+    serves = CloudServer(cloud.queue, context, host="::1", port=0, clock=CLOCK)
     with serves.listening() as port:
         socket.create_connection(("::1", port), timeout=10).close()
 
@@ -187,7 +187,7 @@ def test_a_question_without_a_proper_name_does_not_end_the_site(
     )
     with cloud.running(cloud.node(EAST, listener=told.append)):
         asked = {EAST: question}
-        answers = cloud.desk.ask(asked, seconds=0.2, stopped=cloud.stopped)
+        answers = cloud.queue.ask(asked, seconds=0.2, stopped=cloud.stopped)
         assert answers == {EAST: None}
         assert cloud.ask(EAST, b"task") == b"tasktask"
     assert any("a question whose name" in line for line in told)
@@ -313,10 +313,10 @@ def test_a_new_connection_ends_the_oldest_of_its_site(cloud: Cloud):
 @pytest.mark.slow
 def test_a_site_that_is_sending_a_long_answer_is_not_silent(cloud: Cloud):
     """However long its line takes: every piece shows that it is there."""
-    desk = RelayDesk([EAST], CLOCK, silent_seconds=0.4)
+    queue = TaskQueue([EAST], CLOCK, silent_seconds=0.4)
     context = server_context(cloud.authority.pem)
     relay_certificate.prepare(cloud.folder / "relay", ("127.0.0.1",), context, CLOCK)
-    serves = CloudServer(desk, context, host="127.0.0.1", port=0, clock=CLOCK)
+    serves = CloudServer(queue, context, host="127.0.0.1", port=0, clock=CLOCK)
     pinned = (cloud.folder / "relay" / "ca.crt").read_bytes()
     own = client_context(pinned, cloud.folder / f"{EAST}.pem")
     question = RelayQuestion.of(QuestionKind.TASK, [b"x"], seconds=5.0, max_bytes=100)
@@ -326,7 +326,11 @@ def test_a_site_that_is_sending_a_long_answer_is_not_silent(cloud: Cloud):
         closing(HTTPSConnection("127.0.0.1", port, context=own)) as line,
     ):
         asked = pool.submit(
-            desk.ask, {EAST: question}, seconds=5.0, patience=0.4, stopped=cloud.stopped
+            queue.ask,
+            {EAST: question},
+            seconds=5.0,
+            patience=0.4,
+            stopped=cloud.stopped,
         )
         line.request("POST", server.NEXT)
         assert line.getresponse().read() == b"x"
@@ -377,7 +381,7 @@ def test_connections_without_a_certificate_are_bounded(
     limits = LineLimits(max_strangers=1)
     context = server_context(cloud.authority.pem)
     serves = CloudServer(
-        cloud.desk, context, host="127.0.0.1", port=0, clock=CLOCK, limits=limits
+        cloud.queue, context, host="127.0.0.1", port=0, clock=CLOCK, limits=limits
     )
     with serves.listening() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=10):
@@ -417,7 +421,7 @@ def test_a_wrong_clock_at_the_relay_ends_no_site(cloud: Cloud):
     folder = cloud.folder / "tomorrow"
     relay_certificate.prepare(folder, ("127.0.0.1",), context, tomorrow)
     made = CloudServer(
-        cloud.desk, context, host="127.0.0.1", port=0, clock=CLOCK, scratch=folder
+        cloud.queue, context, host="127.0.0.1", port=0, clock=CLOCK, scratch=folder
     )
     with made.listening() as port:
         authority = (folder / "ca.crt").read_bytes()

@@ -16,9 +16,9 @@ from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.net.tls import client_context
-from cloud_adapters.relays.desk import RelayDesk
 from cloud_adapters.relays.node import knock
 from cloud_adapters.relays.server import CloudServer, server_context
+from cloud_adapters.relays.task_queue import TaskQueue
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import exit_codes
 from deploy.site_host import relay_certificate
@@ -200,9 +200,9 @@ def foreign_relay(folder: Path) -> None:
     key, path = new_key(), folder / "site.pem"
     issued = authority.issue_site("west", signing_request("west", key))
     replace_private(path, issued + key_pem(key))
-    desk = RelayDesk([SiteId("east")], clock)
+    queue = TaskQueue([SiteId("east")], clock)
     relay = CloudServer(
-        desk, context, host="127.0.0.1", port=0, clock=clock, scratch=folder
+        queue, context, host="127.0.0.1", port=0, clock=clock, scratch=folder
     )
     with relay.listening() as port:
         knock(f"127.0.0.1:{port}", (folder / "ca.crt").read_bytes(), path)

@@ -14,8 +14,8 @@ from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties, check, check_job
-from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.cli import commands as cli
 from federation.clock import SystemClock
 from federation.errors import JobError, RunConflict, SiteError
@@ -177,13 +177,13 @@ def test_refusals_are_absences_once_a_run_in_the_clear_has_begun(
     found = []
 
     def connect(
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         sites: Sequence[SiteId],
         *,
         required: int,
         quorum: int,
     ) -> Any:
-        found.append((len(sites), required, quorum, roll_call.spares))
+        found.append((len(sites), required, quorum, handshake.spares))
         raise Asked
 
     parties = Parties.of_run(federation.aggregator, run)
@@ -235,15 +235,15 @@ def test_private_run_that_goes_on_knows_anchors_and_promises(
     deployed._assembly.checkpoints().save(state)
 
     def connect(
-        roll_call: SignedRollCall,
+        handshake: SignedHandshake,
         _sites: Sequence[SiteId],
         *,
         required: int,
         quorum: int,
     ) -> Any:
-        proposal = introduction.open_proposal(roll_call.question, parties.roster)
+        proposal = introduction.open_proposal(handshake.question, parties.roster)
         charges = [proposal.anchor_of(SiteId(name)).train for name in names]
-        found.append((charges, required, quorum, roll_call.spares))
+        found.append((charges, required, quorum, handshake.spares))
         with pytest.raises(RunConflict), run.locked():
             pass  # Another coordinator would work on it, too.
         raise Asked

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from cloud_adapters.local import closed_memory
+from cloud_adapters.local import memory_hardening
 from cloud_adapters.net.ports import LOOPBACK, free_port
 from cloud_adapters.nginx import config as proxy
 from deploy.aggregator_host import enrolment_operator, host_secrets
@@ -122,7 +122,7 @@ def test_service_of_root_whose_memory_cannot_be_closed(
     (tmp_path / "kernel" / "seccomp" / "actions_avail").touch()
     (tmp_path / "fs").mkdir()
     (tmp_path / "fs" / "suid_dumpable").write_text("1\n")
-    monkeypatch.setattr(closed_memory, "KERNEL_SETTINGS", tmp_path)
+    monkeypatch.setattr(memory_hardening, "KERNEL_SETTINGS", tmp_path)
     found = examined(federation)
     if user == 0:
         assert found["user"].status == "problem"

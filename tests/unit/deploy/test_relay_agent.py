@@ -13,7 +13,7 @@ from support.agents import RUN_ID, Consortium, consortium
 from support.secagg_parties import Parties
 from support.small_jobs import small_job
 
-from cloud_adapters.relays.desk import QuestionKind, RelayQuestion
+from cloud_adapters.relays.task_queue import QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.transport.frames import INLINE, Frames
 from deploy.aggregator_host.config import AggregatorFile

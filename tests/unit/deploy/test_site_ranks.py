@@ -148,7 +148,7 @@ def test_personal_parts_are_refused():
 
 
 def test_more_ranks_than_examples_are_refused():
-    """At the roll call, and not in the first round."""
+    """At the handshake, and not in the first round."""
     with pytest.raises(SiteError, match=r"fewer training examples .*61 ranks"):
         site_ranks.check_job(small_job(), site_file(ranks=61), DATA)
 

@@ -14,7 +14,7 @@ from support import agents
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.site_host.agent import SiteAgent
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
@@ -93,11 +93,11 @@ class Meeting:
         return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def roll_call(
+def handshake(
     members: Consortium, run_id: RunId = RUN_ID, job: JobSpec | None = None
-) -> SignedRollCall:
+) -> SignedHandshake:
     """Propose the job, as an aggregator does."""
-    return SignedRollCall.of(
+    return SignedHandshake.of(
         job or joint_job(), run_id, aggregator=members.aggregator, roster=members.roster
     )
 
@@ -114,7 +114,7 @@ class Beginning:
 @pytest.fixture(scope="module")
 def beginning(tmp_path_factory: pytest.TempPathFactory) -> Beginning:
     members, folder = consortium(*NAMES), tmp_path_factory.mktemp("sites")
-    question, signed = roll_call(members).question, {}
+    question, signed = handshake(members).question, {}
     for name in NAMES:
         if name != SITE:
             agent = agents.agent(folder, name, members)
@@ -172,7 +172,7 @@ def by_another_site(meeting: Meeting) -> dict[SiteId, bytes]:
 
 def of_another_run(meeting: Meeting) -> dict[SiteId, bytes]:
     """What the site has said of less noise, in earnest."""
-    call = roll_call(meeting.members, OTHER_RUN, joint_job(1.0))
+    call = handshake(meeting.members, OTHER_RUN, joint_job(1.0))
     other = agents.agent(meeting.folder / "other", ODD, meeting.members)
     replayed = other.introduce(call.question)
     other.close()
@@ -182,7 +182,7 @@ def of_another_run(meeting: Meeting) -> dict[SiteId, bytes]:
 def of_another_start(meeting: Meeting) -> dict[SiteId, bytes]:
     """Of the same run, but answers to an earlier coordinator."""
     earlier = meeting.signed
-    question = roll_call(meeting.members).question
+    question = handshake(meeting.members).question
     meeting.site.introduce(question)
     return earlier
 
@@ -337,7 +337,7 @@ def test_restarted_site_refuses_tasks_before_it_knows_what_others_need(
 
 def test_aggregator_asks_for_what_sites_need(meeting: Meeting):
     """A site that states nothing takes no part in planning."""
-    call = roll_call(meeting.members)
+    call = handshake(meeting.members)
     silent = Introduction(
         version=introduction.VERSION,
         site=ODD,
@@ -356,7 +356,7 @@ def test_aggregator_asks_for_what_sites_need(meeting: Meeting):
 def test_the_largest_need_decides(tmp_path: Path, beginning: Beginning, name: str):
     """Whoever has it; what sites state in earnest is all that counts."""
     members, site = beginning.members, agents.agent(tmp_path, SITE, beginning.members)
-    question = roll_call(members, job=joint_job(None)).question
+    question = handshake(members, job=joint_job(None)).question
     own = introduction.open_introduction(
         site.introduce(question), members.roster, question
     )
@@ -383,7 +383,7 @@ def test_no_site_needs_more_noise_than_the_job_allows(
 ):
     """A site does not rely on the aggregator, which may collude with the other."""
     members, site = beginning.members, agents.agent(tmp_path, SITE, beginning.members)
-    question = roll_call(members, job=joint_job(None)).question
+    question = handshake(members, job=joint_job(None)).question
     own = introduction.open_introduction(
         site.introduce(question), members.roster, question
     )

@@ -9,7 +9,7 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 from support.small_jobs import small_job
 
-from aggregator.honest_sums import SumTerms, check_totals
+from aggregator.sum_bounds import SumTerms, check_totals
 from federation.job.metrics import MAX_PREDICTIONS
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums

@@ -18,7 +18,7 @@ GRACE_SECONDS = 1.2
 FAREWELL_SECONDS = 0.8
 
 
-class PromptEnd:
+class GracefulExit:
     """Ends a process in time, from its own thread."""
 
     def __init__(

@@ -27,8 +27,8 @@ AGAIN_SECONDS = 5.0
 _LOG = logging.getLogger(__name__)
 
 
-class RollCall(Protocol):
-    """See ``deploy.aggregator_host.roll_call``."""
+class Handshake(Protocol):
+    """See ``deploy.aggregator_host.handshake``."""
 
     @property
     def question(self) -> bytes:
@@ -64,7 +64,7 @@ class Attendance:
     """Which sites must be there before work begins, and how nodes are identified.
 
     Attributes:
-        roll_call: Finds which node is which site. Without it nodes are
+        handshake: Finds which node is which site. Without it nodes are
             interchangeable: they are assigned in ascending order of their ids.
         known: Nodes that need not or cannot say who they are: of the handshake's sites
             those that run an app of Flower. They are not asked; they are there when
@@ -77,7 +77,7 @@ class Attendance:
             waited for, and for how many seconds at most.
     """
 
-    roll_call: RollCall | None = None
+    handshake: Handshake | None = None
     known: Mapping[SiteId, int] = field(default_factory=dict)
     required: int | None = None
     quorum: int = 0
@@ -111,23 +111,23 @@ class Attendance:
         """
         deadline = clock.monotonic() + self.connect_seconds
         wait = _Patience(deadline=deadline, clock=clock, pause=pause, tell=self.tell)
-        if self.roll_call is None:
+        if self.handshake is None:
             nodes = _greet(api, len(sites), at_once=workers, wait=wait)
             return dict(zip(sites, nodes, strict=True))
         call = _Call(
             api=api,
-            roll_call=self.roll_call,
+            handshake=self.handshake,
             sites=sites,
             known=self.known,
             required=len(sites) if self.required is None else self.required,
         )
         _ask(call, api.get_node_ids, wait)
         call.check()
-        while self.roll_call.move_on():
+        while self.handshake.move_on():
             nodes_before = call.nodes
             call = _Call(
                 api=api,
-                roll_call=self.roll_call,
+                handshake=self.handshake,
                 sites=list(nodes_before),
                 known=self.known,
                 required=len(nodes_before),
@@ -227,7 +227,7 @@ class _Call:
     """
 
     api: FlowerApi
-    roll_call: RollCall
+    handshake: Handshake
     sites: Sequence[SiteId]
     known: Mapping[SiteId, int]
     required: int
@@ -246,7 +246,7 @@ class _Call:
     @property
     def expected(self) -> list[SiteId]:
         """Sites that may be there."""
-        return [site for site in self.sites if site not in self.roll_call.absent]
+        return [site for site in self.sites if site not in self.handshake.absent]
 
     @property
     def is_hopeless(self) -> bool:
@@ -269,7 +269,7 @@ class _Call:
         """
         if not self.complaints and len(self.nodes) >= self.required:
             return
-        texts = [*self.complaints, *self.roll_call.absent.values()]
+        texts = [*self.complaints, *self.handshake.absent.values()]
         texts += self.unready.values()
         missing = [site for site in self.expected if site not in self.nodes]
         if missing:
@@ -330,7 +330,7 @@ class _Call:
     ) -> bool:
         content = RecordDict()
         if probed is None:
-            content, kind = flower_site.pack_bytes(self.roll_call.question), "query"
+            content, kind = flower_site.pack_bytes(self.handshake.question), "query"
         message = Message(content, asked.node, kind, group_id=asked.name)
         for message_id in self.api.push_messages([message]):
             if message_id:
@@ -360,7 +360,7 @@ class _Call:
         if reply.has_error():
             reason = wire.one_line(gist(reply.error.reason))
             raise ProtocolError(f"cannot answer: {reason}")
-        site = self.roll_call.site_of(flower_site.unpack_bytes(reply.content))
+        site = self.handshake.site_of(flower_site.unpack_bytes(reply.content))
         if site in self.nodes:
             raise SiteError(f"two nodes claim to be site {site!r}: stop one of them")
         return site

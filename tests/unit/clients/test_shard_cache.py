@@ -82,13 +82,13 @@ def test_what_is_not_wanted_any_more_is_not_fetched():
     data.expect(np.arange(60))
     gate.closed[keys[0]].set()
     data.batch(np.array([59]))
-    data.shelf._pool.shutdown()
+    data.cache._pool.shutdown()
     assert set(gate.asked) == {keys[0], *keys[-4:]}
     assert len(gate.asked) == 5
 
 
 @pytest.mark.slow
-def test_many_threads_share_a_shelf_that_is_too_small():
+def test_many_threads_share_a_cache_that_is_too_small():
     """As the sites of a simulation do; each gets what it asks for."""
     _, data, _ = opened(memory_bytes=0)
     expected = data.batch(np.arange(60))[0]

@@ -4,8 +4,8 @@ A look is one poll: sites poll for messages, and a run for answers, up to ten ti
 second each. Flower answers every look from its database, in a transaction that writes,
 and behind eight middlewares: 5 ms of processor time. Most looks find nothing.
 
-``Looks`` keeps such an answer until a request arrives that may change it, and for a few
-seconds at most. It answers no one whom Flower would refuse: a site's signature is
+``PollCache`` keeps such an answer until a request arrives that may change it, and for
+a few seconds at most. It answers no one whom Flower would refuse: a site's signature is
 checked here as Flower checks it, and a run is answered only if it repeats the same
 request, byte for byte, with its token.
 """
@@ -113,7 +113,7 @@ def _kinds() -> dict[str, _LookKind]:
     }
 
 
-class Looks:
+class PollCache:
     """Answers looks for messages; an ASGI application."""
 
     def __init__(
@@ -246,13 +246,13 @@ def is_signed(scope: Scope) -> bool:
 
 
 def install() -> None:
-    """Put ``Looks`` in front of the SuperLink that this process will become.
+    """Put ``PollCache`` in front of the SuperLink that this process will become.
 
     Call it before ``guard.install``: the guard must see every request first.
     """
     others = extensions.get_middleware
 
     def get_middleware() -> tuple[Middleware, ...]:
-        return (Middleware(Looks), *others())
+        return (Middleware(PollCache), *others())
 
     extensions.get_middleware = get_middleware

@@ -77,7 +77,7 @@ class RelayQuestion:
 
 
 class AskSites(Protocol):
-    """Asks sites: ``RelayDesk.ask``."""
+    """Asks sites: ``TaskQueue.ask``."""
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class AskSites(Protocol):
         ...
 
 
-class RelayDesk:
+class TaskQueue:
     """Questions and answers between the threads of a relay."""
 
     def __init__(
@@ -141,7 +141,7 @@ class RelayDesk:
         """
         unknown = questions.keys() - self.sites
         if unknown:
-            raise KeyError(f"the desk has no sites {sorted(unknown)}")
+            raise KeyError(f"the queue has no sites {sorted(unknown)}")
         begun = self._clock.monotonic()
         with self._change:
             self._answers.clear()

@@ -49,7 +49,7 @@ class _SentTasks:
     pause: float = 0.0
 
 
-class PatientGrid:
+class RetryingGrid:
     """A grid that asks busy sites again until enough sites have answered.
 
     It does so as soon as the others of a call cannot be enough, and for as long as the

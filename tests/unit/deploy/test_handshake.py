@@ -1,4 +1,4 @@
-"""The roll call: whom it believes, and what it keeps of the answers."""
+"""The handshake: whom it believes, and what it keeps of the answers."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.handshake import SignedHandshake
 from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.events import SitePrivacy
 from federation.ids import SiteId
@@ -42,14 +42,14 @@ def members() -> Consortium:
 
 
 @pytest.fixture
-def call(members: Consortium) -> SignedRollCall:
-    return SignedRollCall.of(
+def call(members: Consortium) -> SignedHandshake:
+    return SignedHandshake.of(
         JOB, RUN_ID, aggregator=members.aggregator, roster=members.roster
     )
 
 
 def answer(
-    call: SignedRollCall, site: str, *, refused: str = "", temporary: bool = False
+    call: SignedHandshake, site: str, *, refused: str = "", temporary: bool = False
 ) -> Introduction:
     """What a site says to the question."""
     return Introduction(
@@ -72,7 +72,7 @@ def answer(
     )
 
 
-def test_question_holds_job_run_and_code(call: SignedRollCall, members: Consortium):
+def test_question_holds_job_run_and_code(call: SignedHandshake, members: Consortium):
     """Everything a site decides by."""
     asked = introduction.open_proposal(call.question, members.roster)
     assert asked.run_id == RUN_ID
@@ -84,7 +84,7 @@ def test_question_holds_job_run_and_code(call: SignedRollCall, members: Consorti
 def test_each_site_reads_its_own_anchor(members: Consortium):
     """The largest, should there be two; none for a site that has charged nothing."""
     known = {SiteId("site-0"): LedgerAnchor(train=3, evaluate=1)}
-    call = SignedRollCall.of(
+    call = SignedHandshake.of(
         JOB,
         RUN_ID,
         aggregator=members.aggregator,
@@ -99,9 +99,9 @@ def test_each_site_reads_its_own_anchor(members: Consortium):
     assert twice.anchor_of(SiteId("site-0")) == LedgerAnchor(train=3, evaluate=4)
 
 
-def test_no_two_calls_are_the_same(call: SignedRollCall, members: Consortium):
+def test_no_two_calls_are_the_same(call: SignedHandshake, members: Consortium):
     """Or an answer to one would do for the other."""
-    other = SignedRollCall.of(
+    other = SignedHandshake.of(
         JOB, RUN_ID, aggregator=members.aggregator, roster=members.roster
     )
     assert other.question != call.question
@@ -115,7 +115,7 @@ def test_no_two_calls_are_the_same(call: SignedRollCall, members: Consortium):
 
 def test_promises_are_in_the_order_of_names(members: Consortium):
     """Whoever answers first."""
-    call = SignedRollCall.of(
+    call = SignedHandshake.of(
         PRIVATE, RUN_ID, aggregator=members.aggregator, roster=members.roster
     )
     for site in ("site-1", "site-0"):
@@ -126,7 +126,7 @@ def test_promises_are_in_the_order_of_names(members: Consortium):
 
 
 def test_examples_are_those_that_sites_have_signed(
-    call: SignedRollCall, members: Consortium
+    call: SignedHandshake, members: Consortium
 ):
     """Also none: an update of such a site may claim none."""
     for site, number in (("site-1", 25), ("site-0", 0)):
@@ -135,7 +135,7 @@ def test_examples_are_those_that_sites_have_signed(
     assert list(call.examples().items()) == [("site-0", 0), ("site-1", 25)]
 
 
-def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consortium):
+def test_refusal_is_told_with_its_reason(call: SignedHandshake, members: Consortium):
     """And promises nothing."""
     found = answer(call, "site-0", refused="rounds: site 'site-0' allows 5")
     sealed = introduction.seal_introduction(found, members.sites["site-0"])
@@ -146,7 +146,7 @@ def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consorti
 
 def test_run_that_spares_sites_goes_on_without_who_refuses(members: Consortium):
     """And without who was revoked, whatever that one says."""
-    call = SignedRollCall.of(
+    call = SignedHandshake.of(
         JOB,
         RUN_ID,
         aggregator=members.aggregator,
@@ -166,7 +166,7 @@ def test_run_that_spares_sites_goes_on_without_who_refuses(members: Consortium):
 
 @pytest.mark.parametrize("spares", [False, True])
 def test_temporary_refusal_makes_no_site_absent(
-    call: SignedRollCall, members: Consortium, *, spares: bool
+    call: SignedHandshake, members: Consortium, *, spares: bool
 ):
     """It is asked again, and then takes part."""
     call.spares = spares
@@ -181,7 +181,7 @@ def test_temporary_refusal_makes_no_site_absent(
 
 def test_site_that_the_job_does_not_name_may_refuse_it(members: Consortium):
     """A federation may be larger than a run."""
-    call = SignedRollCall.of(
+    call = SignedHandshake.of(
         small_job(num_sites=1),
         RUN_ID,
         aggregator=members.aggregator,
@@ -193,7 +193,7 @@ def test_site_that_the_job_does_not_name_may_refuse_it(members: Consortium):
     assert not call.introductions
 
 
-def test_stranger_is_not_believed(call: SignedRollCall):
+def test_stranger_is_not_believed(call: SignedHandshake):
     """Nor is what it promises kept."""
     sealed = introduction.seal_introduction(
         answer(call, "site-0"), generate(os.urandom)
@@ -217,14 +217,14 @@ def cloud() -> Consortium:
     )
 
 
-def relay_call(cloud: Consortium) -> SignedRollCall:
-    return SignedRollCall.of(
+def relay_call(cloud: Consortium) -> SignedHandshake:
+    return SignedHandshake.of(
         BEHIND, RUN_ID, aggregator=cloud.aggregator, roster=cloud.roster, num_values=15
     )
 
 
 def sealed(
-    call: SignedRollCall, cloud: Consortium, site: str, *, key: str = "", **said: Any
+    call: SignedHandshake, cloud: Consortium, site: str, *, key: str = "", **said: Any
 ) -> bytes:
     """What a party says, signed with its key or another's."""
     found = replace(answer(call, site, **said), privacy=None)
@@ -232,7 +232,7 @@ def sealed(
 
 
 def bundled(
-    call: SignedRollCall, cloud: Consortium, *sites: str, relay: str = "east"
+    call: SignedHandshake, cloud: Consortium, *sites: str, relay: str = "east"
 ) -> bytes:
     own = sealed(call, cloud, relay)
     return introduction.bundle(own, [sealed(call, cloud, site) for site in sites])

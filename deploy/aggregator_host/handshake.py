@@ -31,7 +31,7 @@ NOTHING_KNOWN: Mapping[SiteId, LedgerAnchor] = MappingProxyType({})
 
 
 @dataclass(kw_only=True)
-class SignedRollCall:
+class SignedHandshake:
     """Proposes a run, and trusts sites whose key the roster pins.
 
     Attributes:
@@ -73,7 +73,7 @@ class SignedRollCall:
         spares: bool = False,
         anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
         num_values: int = 0,
-    ) -> "SignedRollCall":
+    ) -> "SignedHandshake":
         """Propose a job to all of its sites except revoked ones."""
         proposal = Proposal(
             version=introduction.VERSION,
@@ -109,7 +109,7 @@ class SignedRollCall:
         )
 
     def site_of(self, answer: bytes) -> SiteId:
-        """See ``cloud_adapters.flower.roll_call.RollCall``."""
+        """See ``cloud_adapters.flower.handshake.Handshake``."""
         bundle = introduction.open_bundle(answer)
         if bundle is not None:
             return self._relay_of(*bundle)
@@ -233,7 +233,7 @@ class SignedRollCall:
         return site
 
     def move_on(self) -> bool:
-        """See ``cloud_adapters.flower.roll_call.RollCall``."""
+        """See ``cloud_adapters.flower.handshake.Handshake``."""
         if not self._asks_needs:
             return False
         found = sorted(self.introductions.items())

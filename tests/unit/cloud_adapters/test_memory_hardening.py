@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import programs
 
-from cloud_adapters.local import closed_memory
+from cloud_adapters.local import memory_hardening
 
 ROOT = Path(__file__).resolve().parents[3]
 USER = 54321
@@ -16,12 +16,12 @@ USER = 54321
 # Closes itself as the kernel does when root is given up, and then asks like nginx.
 _PROGRAM = """
 import ctypes, os, sys
-from cloud_adapters.local import closed_memory
+from cloud_adapters.local import memory_hardening
 if sys.argv[1:]:
     os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 libc = ctypes.CDLL(None)
 libc.prctl(4, 0)
-closed_memory.keep()
+memory_hardening.keep()
 child = os.fork()
 if child == 0:
     print(libc.prctl(4, 1), libc.prctl(3), libc.prctl(15, b"name"), flush=True)
@@ -49,8 +49,8 @@ def test_host_that_cannot_keep_it_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It is named, and nothing is started."""
-    assert closed_memory.obstacle() == ""
-    monkeypatch.setattr(closed_memory, "KERNEL_SETTINGS", tmp_path)
-    assert "seccomp" in closed_memory.obstacle()
+    assert memory_hardening.obstacle() == ""
+    monkeypatch.setattr(memory_hardening, "KERNEL_SETTINGS", tmp_path)
+    assert "seccomp" in memory_hardening.obstacle()
     with pytest.raises(OSError, match="seccomp"):
-        closed_memory.keep()
+        memory_hardening.keep()

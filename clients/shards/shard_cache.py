@@ -37,7 +37,7 @@ _DECODE: dict[str, Callable[[bytes | memoryview, RowLayout], Rows]] = {
 
 
 @dataclass(eq=False)
-class Shelf:
+class ShardCache:
     """Opens shards, keeps the last used ones, and fetches some in advance.
 
     It may be used by several threads at once.

@@ -22,7 +22,7 @@ from flwr.supercore.primitives.asymmetric import (  # noqa: E402
     sign_message,
 )
 
-from cloud_adapters.superlink import looks  # noqa: E402
+from cloud_adapters.superlink import poll_cache  # noqa: E402
 
 FLEET, RUNTIME = "/v1/fleet/pull-messages", "/v1/runtime/pull-messages"
 NODES, PUSH = "/v1/runtime/get-nodes", "/v1/runtime/push-messages"
@@ -50,7 +50,7 @@ class Flower:
 
     def __post_init__(self) -> None:
         """Put looks before it."""
-        self.looks = looks.Looks(self, monotonic=lambda: self.seconds)
+        self.cache = poll_cache.PollCache(self, monotonic=lambda: self.seconds)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["body"] == scope["body"]
@@ -91,7 +91,7 @@ class Flower:
             "body": body,
             "headers": [length, *headers],
         }
-        await self.looks(scope, receive, send)
+        await self.cache(scope, receive, send)
         return sent[0]["status"], sent[1]["body"]
 
 
@@ -140,7 +140,7 @@ def test_a_request_that_nobody_knows_may_change_all():
     assert flower.asked == 2 * [RUNTIME, NODES, "/v2/anything"]
 
 
-@pytest.mark.parametrize("path", sorted(looks._READS))
+@pytest.mark.parametrize("path", sorted(poll_cache._READS))
 def test_reading_changes_nothing(path: str):
     flower = Flower()
     for _ in range(2):
@@ -211,12 +211,12 @@ def test_a_run_sends_its_token():
 
 
 def test_large_requests_and_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(looks, "MAX_KEPT", 2)
+    monkeypatch.setattr(poll_cache, "MAX_KEPT", 2)
     flower = Flower()
     for body in (b"1", b"2", b"3", b"3", b"1"):
         flower.request(RUNTIME, body)
     assert flower.asked == 4 * [RUNTIME]
-    large = bytes(looks.MAX_BYTES + 1)
+    large = bytes(poll_cache.MAX_BYTES + 1)
     for _ in range(2):
         flower.request(RUNTIME, large)
     assert flower.asked == 6 * [RUNTIME]
@@ -235,10 +235,10 @@ def test_requests_of_a_site_do_not_fill_the_memory():
     tracemalloc.start()
     try:
         for number in range(64):
-            body = number.to_bytes(1) * looks.MAX_BYTES
+            body = number.to_bytes(1) * poll_cache.MAX_BYTES
             flower.request(FLEET, body, *signed())
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(flower.asked) == 64
-    assert held < 8 * looks.MAX_BYTES
+    assert held < 8 * poll_cache.MAX_BYTES

@@ -12,7 +12,7 @@ from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, SiteFailure, Task
 from federation.rounds.failures import failure
-from federation.rounds.patient_grid import PatientGrid
+from federation.rounds.retrying_grid import RetryingGrid
 
 DEADLINE = 32.0
 C, A, B = toy.SITES
@@ -96,7 +96,7 @@ def told(replies: Iterable[Reply]) -> list[tuple[TaskId, SiteId, str]]:
 
 
 def ask(grid: Busy, clock: VirtualClock, needed: int) -> list[Reply]:
-    patient = PatientGrid(grid, needed=needed, clock=clock)
+    patient = RetryingGrid(grid, needed=needed, clock=clock)
     tasks = [toy.task(site) for site in toy.SITES]
     return list(exchange(patient, tasks, deadline_seconds=DEADLINE))
 
@@ -168,7 +168,7 @@ def test_an_answer_that_was_waited_for_says_so():
 def test_a_long_deadline_does_not_make_the_first_pause_long():
     """A part of a day would be 45 minutes, most of which the site is free."""
     clock = VirtualClock()
-    grid = PatientGrid(Busy({C: 5.0}, clock=clock), needed=1, clock=clock)
+    grid = RetryingGrid(Busy({C: 5.0}, clock=clock), needed=1, clock=clock)
     replies = exchange(grid, [toy.task(C)], deadline_seconds=86_400.0)
     assert told(replies) == [(0, C, "ok 20")]
     assert clock.monotonic() == 10.0
@@ -177,7 +177,7 @@ def test_a_long_deadline_does_not_make_the_first_pause_long():
 def test_fewer_tasks_need_fewer_answers():
     """A step that asks one site is not waited for as if it asked all."""
     clock = VirtualClock()
-    grid = PatientGrid(Busy({C: 1.0}, clock=clock), needed=3, clock=clock)
+    grid = RetryingGrid(Busy({C: 1.0}, clock=clock), needed=3, clock=clock)
     replies = exchange(grid, [toy.task(C)], deadline_seconds=DEADLINE)
     assert told(replies) == [(0, C, "ok 20")]
 
@@ -186,7 +186,7 @@ def test_a_caller_may_withdraw_or_wait_for_some_time_only():
     """No busy site is asked again for a caller that has left."""
     clock = VirtualClock()
     inner = Busy({C: 1e9, A: 1e9, B: 1e9}, clock=clock)
-    grid = PatientGrid(inner, needed=1, clock=clock)
+    grid = RetryingGrid(inner, needed=1, clock=clock)
     ids = grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=DEADLINE)
     assert not grid.receive(timeout_seconds=0.5)
     assert clock.monotonic() == 0.5
@@ -203,7 +203,7 @@ def test_a_caller_may_withdraw_or_wait_for_some_time_only():
 def test_a_task_of_an_answered_call_is_not_kept():
     """It holds a model, which would take memory between rounds."""
     clock = VirtualClock()
-    grid = PatientGrid(Busy({}, clock=clock), needed=3, clock=clock)
+    grid = RetryingGrid(Busy({}, clock=clock), needed=3, clock=clock)
     tasks = [toy.task(site) for site in toy.SITES]
     list(exchange(grid, tasks, deadline_seconds=DEADLINE))
     assert not grid._calls

@@ -1,4 +1,4 @@
-"""Who is there, and who they are: nodes that answer a roll call, late or wrongly."""
+"""Who is there, and who they are: nodes that answer a handshake, late or wrongly."""
 
 import importlib.util
 import itertools
@@ -19,7 +19,10 @@ flower_simulation.import_flower()
 from flwr.app import Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters.flower import roll_call as flower_roll_call, site as flower_site  # noqa: E402
+from cloud_adapters.flower import (  # noqa: E402
+    handshake as flower_handshake,
+    site as flower_site,
+)
 
 pytestmark = pytest.mark.flower
 
@@ -135,7 +138,7 @@ def meet(
         meanwhile(clock.monotonic())
 
     call = call or SpokenCall(*more)
-    attendance = flower_roll_call.Attendance(roll_call=call, **changes)
+    attendance = flower_handshake.Attendance(handshake=call, **changes)
     found = attendance.find_nodes(nodes, SITES, clock=clock, pause=pause)
     return found, clock.monotonic()
 
@@ -343,7 +346,7 @@ def test_unbelievable_answer_is_told_when_a_site_is_missing(answer: Any, text: s
     expected = f"two did not connect\n  Flower node 7: .*{text}"
     with pytest.raises(SiteError, match=expected):
         meet(Nodes(n5="one", n7=answer), meanwhile=seen.append)
-    assert flower_roll_call.DOUBT_SECONDS < max(seen) < 20
+    assert flower_handshake.DOUBT_SECONDS < max(seen) < 20
 
 
 def test_two_nodes_for_one_site_are_refused():
