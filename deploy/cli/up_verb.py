@@ -114,7 +114,7 @@ def _up_here(
             older=options.older,
         )
         run = patience.repeated(partial(start, deployment))
-        options.aggregator = deployment.aggregator / "aggregator.toml"
+        options.aggregator = deployment.plan.aggregator / "aggregator.toml"
     if run is None:
         return DONE
     plan_verb.keep_plan(options, plan, job, run)

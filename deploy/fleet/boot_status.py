@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from cloud_adapters.compute.pool import Node
 from deploy.fleet import bootstrap
 from deploy.fleet.machine_spec import LOCAL
-from deploy.fleet.placement import role_of
 from deploy.fleet.reconcile import ROLE
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
@@ -198,7 +197,7 @@ def starts_of(deployment: Deployment, tell: Callable[[str], None]) -> Starts:
     Nodes of this host say by themselves whether they are ready.
     """
     pools = {
-        role_of(site): site.pool
+        site.role: site.pool
         for site in deployment.plan.file.sites
         if site.provider != LOCAL
     }

@@ -12,18 +12,20 @@ from typing import TypeVar
 
 from cloud_adapters.compute.pool import Node, NodeState, log_of
 from cloud_adapters.compute.refusals import PASSING
+from cloud_adapters.identity import platforms
 from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
-from deploy.fleet import bootstrap, loop, wanted
+from deploy.fleet import bootstrap, loop
 from deploy.fleet.down import give_way
 from deploy.fleet.loop import NodeRequest, NodesByPool
 from deploy.fleet.machine_spec import KUBERNETES, LOCAL, SiteMachine
-from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.fleet.roster_operator import Operator, open_operator
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
+from deploy.fleet.wanted import identity_of
+from federation import platform_identity
 from federation.errors import ComputeError, PlatformUnavailable, ProofRefused
 from federation.platform_identity import PlatformIdentity
 from privacy.keystream import RandomBytes
@@ -39,18 +41,46 @@ _LIST_SECONDS = 5.0
 # A service lists a new machine late, and one does not list those that are gone.
 _UNLISTED_SECONDS = 60.0
 
+_KEYS = "identity.pem"
+
 _Found = TypeVar("_Found")
+
+
+def operator_of(
+    deployment: Deployment, config: AggregatorConfig, random_bytes: RandomBytes
+) -> Operator:
+    """Open the operator who signs for a deployment's machines of clouds and pods.
+
+    Args:
+        deployment: The operator's key is in its folder.
+        config: Its aggregator.
+        random_bytes: ``os.urandom``.
+    """
+    # The operator's own file, and not what the aggregator's folder says.
+    named = deployment.plan.file.platforms
+    verifier = PlatformVerifier(
+        clock=deployment.clock,
+        sts_endpoint=named.sts,
+        google_certificates=named.google_certificates,
+    )
+    return open_operator(
+        deployment.plan.folder,
+        config.folder,
+        random_bytes=random_bytes,
+        verifier=verifier,
+    )
 
 
 def bring_up(
     deployment: Deployment,
     config: AggregatorConfig,
-    address: str,
+    operator: Operator,
+    requests: Mapping[str, NodeRequest],
     *,
+    address: str,
     accept: str,
-    random_bytes: RandomBytes,
     tell: Tell,
-) -> Roster | None:
+) -> Roster:
     """Have every site of a cloud work, with a roster that its operator has signed.
 
     Sites of this host have enrolled before.
@@ -58,14 +88,12 @@ def bring_up(
     Args:
         deployment: Launches are recorded in its folder.
         config: Its aggregator, which serves.
-        address: Where sites reach it.
+        operator: Checks what machines enrol with, and signs.
+        requests: The node that each role needs.
+        address: Where sites reach the aggregator.
         accept: Digits of the digest of a roster that names sites of other operators,
             too; empty for none.
-        random_bytes: ``os.urandom``.
         tell: Called with a word about every step.
-
-    Returns:
-        The roster; None if there is no site of a cloud.
 
     Raises:
         ComputeError: A machine could not be launched, has lost its keys, or has not
@@ -73,33 +101,14 @@ def bring_up(
         RosterRefused: The aggregator's roster names keys that no site has shown.
     """
     sites = [each for each in deployment.plan.file.sites if each.provider != LOCAL]
-    if not sites:
-        return None
-    # The operator's own file, and not what the aggregator's folder says.
-    platforms = deployment.plan.file.platforms
-    verifier = PlatformVerifier(
-        clock=deployment.clock,
-        sts_endpoint=platforms.sts,
-        google_certificates=platforms.google_certificates,
-    )
-    operator = open_operator(
-        deployment.plan.folder,
-        config.folder,
-        random_bytes=random_bytes,
-        verifier=verifier,
-    )
-    requests = {
-        site.name: wanted.machine_request(deployment, operator, site, address)
-        for site in sites
-    }
     listed = deployment.listed()
     for site in sites:  # Before the first one costs anything.
-        _check_kept(deployment, config, site, requests[site.name], listed)
+        _check_kept(deployment, config, site, requests[site.role], listed)
     starts = _SiteStarts(deployment=deployment, operator=operator, tell=tell)
-    nodes = starts.launch(requests, listed)
+    nodes = starts.launch({each.role: requests[each.role] for each in sites}, listed)
     expected = {}
     for site in sites:
-        who = starts.expected(site, nodes.get(site.name))
+        who = starts.expected(site, nodes.get(site.role))
         if who is None:
             continue
         expected[site.name] = who
@@ -112,13 +121,13 @@ def bring_up(
             seconds=INVITED_SECONDS,
         )
     keys = {
-        each.name: identity.load(deployment.site(each.name) / "identity.pem").public.key
+        each.name: identity.load(deployment.plan.site(each.name) / _KEYS).public.key
         for each in deployment.plan.file.sites
         if each.provider == LOCAL
     }
     for site in sites:
         keys[site.name] = starts.await_key(
-            site, nodes.get(site.name), expected.get(site.name)
+            site, nodes.get(site.role), expected.get(site.name)
         )
     give_way(deployment, tell)
     signed = operator.sign(keys, accept=accept)
@@ -164,11 +173,11 @@ class _SiteStarts:
     def launch(
         self, requests: Mapping[str, NodeRequest], listed: NodesByPool
     ) -> Mapping[str, Node]:
-        """Have a machine for each site, by its name, that is not held back."""
+        """Have a machine for each role that is not held back."""
         nodes = {}
-        for name, request in requests.items():
-            if f"{SITE_PREFIX}{name}" not in self.deployment.held_back:
-                nodes[name] = loop.fill(self.deployment, request, self.tell, listed)
+        for role, request in requests.items():
+            if role not in self.deployment.held_back:
+                nodes[role] = loop.fill(self.deployment, request, self.tell, listed)
                 listed = give_way(self.deployment, self.tell)
         return nodes
 
@@ -180,13 +189,13 @@ class _SiteStarts:
         if node is None:
             return None
         if site.provider != KUBERNETES:
-            return wanted.identity_of(site, node.id)
+            return identity_of(site, node.id)
         if _kept_key(self.operator, site) is not None:
             return None
 
         def look() -> tuple[PlatformIdentity | None, str]:
             try:
-                found = wanted.pod_identity(self.deployment, self.operator, site, node)
+                found = _pod_identity(self.deployment, self.operator, site, node)
             except ComputeError as error:  # Its log cannot be read now.
                 return None, str(error)
             return found, ""
@@ -200,7 +209,7 @@ class _SiteStarts:
 
         Of one that is held back, nobody is expected: its key must be known.
         """
-        role = f"{SITE_PREFIX}{site.name}"
+        role = site.role
         kept = _kept_key(self.operator, site)
         if kept is not None:
             self.tell(f"{role}: its keys are in {site.home.url}")
@@ -258,6 +267,33 @@ class _SiteStarts:
                     self.tell(f"{launched.name}: {why}")
                 told = why
             clock.sleep(_LOOK_SECONDS)
+
+
+def _pod_identity(
+    deployment: Deployment, operator: Operator, site: SiteMachine, node: Node
+) -> PlatformIdentity | None:
+    """Whose keys may enrol as a site: those that its pod has shown.
+
+    Args:
+        deployment: Whose site it is.
+        operator: Remembers what was checked: a log does not last.
+        site: Its table.
+        node: Its job.
+
+    Returns:
+        None if the pod has not shown any yet.
+
+    Raises:
+        ComputeError: The cluster fails.
+    """
+    known = operator.machine(site.name)
+    place = site.machine.cluster.place
+    if known is not None and (known.account, known.instance) == (place, node.id):
+        return known
+    keys = platforms.shown_keys(deployment.pools[site.pool].log(node.id))
+    if not keys:
+        return None
+    return platform_identity.of_pod(keys, cluster=place, job=node.id)
 
 
 def _kept_key(operator: Operator, site: SiteMachine) -> bytes | None:

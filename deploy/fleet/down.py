@@ -20,7 +20,6 @@ from deploy.fleet.reconcile import (
     HEAD,
     OWNER,
     ROLE,
-    SITE_PREFIX,
 )
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
@@ -89,7 +88,7 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
 def _may_run(deployment: Deployment, pool: str) -> str:
     """What may still run, and cost, at a service that could not be reached."""
     file = deployment.plan.file
-    pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in file.sites}
+    pools = {site.role: site.pool for site in file.sites}
     pools[HEAD if deployment.plan.has_head else AGGREGATOR] = file.aggregator.pool
     roles = [
         role

@@ -221,10 +221,10 @@ def up(deployment: Deployment, *, accept: str, tell: Tell, older: str = "") -> N
     for pool in deployment.pools.values():
         nodes = pool.nodes({DEPLOYMENT: deployment.name})
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
-    if deployment.aggregator.exists():
+    if deployment.plan.aggregator.exists():
         raise JobError(
-            f"{deployment.plan.path}: {deployment.aggregator} has the aggregator of "
-            "this deployment, and its sites trust no other one: name another "
+            f"{deployment.plan.path}: {deployment.plan.aggregator} has the aggregator "
+            "of this deployment, and its sites trust no other one: name another "
             "deployment, or another folder",
             key="aggregator.provider",
         )
@@ -301,7 +301,7 @@ def head_request(deployment: Deployment, accept: str, older: str = "") -> NodeRe
         name=HEAD,
         command=head_command(accept, older),
         labels={ACCEPTED: _digits(accept)} if accept else {},
-        max_seconds=deployment.max_seconds + _MARGIN_SECONDS,
+        max_seconds=deployment.plan.max_seconds + _MARGIN_SECONDS,
         user_data=given,
         image=machine.image,
         disk_gb=_SCRATCH_GB,

@@ -70,7 +70,7 @@ def leftovers(
 
 
 def _folders(deployment: Deployment) -> Iterator[Leftover]:
-    aggregator, runs = deployment.aggregator, deployment.aggregator / "runs"
+    aggregator, runs = deployment.plan.aggregator, deployment.plan.aggregator / "runs"
     if runs.exists():
         yield _folder("runs and results", runs)
     if aggregator.exists():
@@ -79,7 +79,7 @@ def _folders(deployment: Deployment) -> Iterator[Leftover]:
         yield Leftover(what=what, place=str(aggregator), num_bytes=size)
     # Those of sites that were removed from the file are as private as the others.
     wanted = {site.name for site in deployment.plan.file.sites}
-    for place in sorted(deployment.site("x").parent.glob("*/")):
+    for place in sorted(deployment.plan.site("x").parent.glob("*/")):
         removed = "" if place.name in wanted else ", which is not in the file"
         what = f"keys, ledgers and state of {place.name}{removed}"
         yield _folder(what, place)
@@ -199,7 +199,7 @@ def purge(deployment: Deployment, job: JobSpec | None) -> tuple[int, Sequence[Pa
     """
     bucket = job if job is not None and run_store.in_bucket(job) else None
     deleted, kept = 0, []
-    for place in sorted((deployment.aggregator / "runs").glob("*/*/")):
+    for place in sorted((deployment.plan.aggregator / "runs").glob("*/*/")):
         run = RunFolder(place)
         # That of a simulation: its sites remember it in a folder beside it.
         if place.name == run.memory.name or any(place.rglob(LEDGER_NAME)):

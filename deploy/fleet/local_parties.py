@@ -1,23 +1,19 @@
 """Aggregator and sites on this host: made once, enrolled, started and awaited."""
 
 import http.client
-import os
 import shutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, log_of
+from cloud_adapters.compute.pool import Node, NodeState, log_of
 from cloud_adapters.net.ports import LOOPBACK, free_port
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host import (
     config as aggregator_file,
     enrolment_operator,
-    new_aggregator,
 )
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
@@ -25,14 +21,14 @@ from deploy.fleet.bootstrap import end_of
 from deploy.fleet.loop import NodeRequest, fill
 from deploy.fleet.machine_spec import SiteMachine
 from deploy.fleet.preflight import check_aggregator_kept
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
+from deploy.fleet.wanted import AGGREGATOR_FILE, SITE_FILE, WRITTEN
 from deploy.site_host import enrol, enrolment_roster
 from federation import durable_files
 from federation.addresses import parse_address
 from federation.errors import ComputeError
-from federation.job import code_files
 from privacy import own_folder
 from privacy.keystream import RandomBytes
 from privacy.membership.token import Token
@@ -40,45 +36,21 @@ from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.roster import Roster
 from privacy.secret_files import read_private, replace_private
 
-_WRITTEN = "# Written by crossfed up from the deployment file: change that one."
-
 _HEALTH_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
 # Between two looks at its node.
 _NODE_SECONDS = 2.0
-_AGGREGATOR_FILE = "aggregator.toml"
 _OK = 200
-_SITE_FILE, _TOKEN = "site.toml", "token"
+_PENDING = "token"
 
 
-def program(deployment: Deployment, role: str, words: Sequence[str]) -> NodeSpec:
-    """A node of this host that runs a command of crossfed.
-
-    Args:
-        deployment: The node belongs to it.
-        role: Name of the node.
-        words: The command, without ``crossfed``.
-    """
-    named_in = (deployment.plan.job, deployment.plan.path.resolve())
-    folders = dict.fromkeys(str(file.parent) for file in named_in)
-    return NodeSpec(
-        name=role,
-        command=[sys.executable, "-m", "crossfed", *words],
-        # A user's own files are found from the files that name them.
-        environment={code_files.FOLDERS: os.pathsep.join(folders)},
-        labels={},
-        max_seconds=deployment.max_seconds,
-    )
-
-
-def write_settings(path: Path, document: Mapping[str, Any]) -> None:
+def _write_settings(path: Path, text: bytes) -> None:
     """Write what a party reads when it starts, if it is not what is there.
 
     Raises:
         StoreUnavailable: The folder cannot be written.
     """
-    text = f"{_WRITTEN}\n{tomli_w.dumps(document)}".encode()
-    if path.read_bytes() != text:
+    if not path.exists() or path.read_bytes() != text:
         durable_files.replace_file(path, [text])
 
 
@@ -133,24 +105,24 @@ def _end_of_log(deployment: Deployment, node: Node) -> str:
     return f"Its log ends:\n{end_of(log_of(pool, node.id))}"
 
 
-def start_aggregator(
-    deployment: Deployment, random_bytes: RandomBytes, tell: Tell
+def make_aggregator(
+    deployment: Deployment, random_bytes: RandomBytes
 ) -> AggregatorConfig:
-    """Have an aggregator work, and return its configuration.
+    """Have the folder of an aggregator, with the settings of now.
 
     Args:
         deployment: Whose aggregator it is.
         random_bytes: ``os.urandom``.
-        tell: Called with a word about every step.
 
     Raises:
         JobError: ``aggregator.address`` is not ``HOST:PORT``.
         CorruptObject: The aggregator is lost that sites have enrolled with.
-        ComputeError: It could not be launched, or does not serve in time.
     """
-    path = deployment.aggregator / _AGGREGATOR_FILE
-    machine = deployment.plan.file.aggregator
-    check_aggregator_kept(deployment)
+    from deploy.aggregator_host import new_aggregator  # noqa: PLC0415 -- the extra flower
+
+    plan, machine = deployment.plan, deployment.plan.file.aggregator
+    path = plan.aggregator / AGGREGATOR_FILE
+    check_aggregator_kept(plan)
     if path.exists():
         address = machine.address or aggregator_file.load(path).address
     else:
@@ -158,7 +130,7 @@ def start_aggregator(
     host, _ = parse_address(address, key="aggregator.address")
     if not path.exists():
         # No one trusts the keys of an incomplete folder yet.
-        draft = deployment.aggregator.with_name("aggregator.new")
+        draft = plan.aggregator.with_name("aggregator.new")
         with file_errors("remove", draft):
             if draft.exists():
                 shutil.rmtree(draft)
@@ -167,42 +139,44 @@ def start_aggregator(
             [host],
             listen=machine.listen or address,
             proxy=True,
-            organisation=deployment.plan.file.organisation or deployment.name,
+            organisation=plan.file.organisation or deployment.name,
             random_bytes=random_bytes,
             clock=deployment.clock,
         )
-        with file_errors("make", deployment.aggregator):
-            draft.rename(deployment.aggregator)
-    write_settings(
-        path,
-        {
-            "listen": machine.listen or address,
-            "hosts": [host],
-            "connect_seconds": machine.connect_seconds,
-            **deployment.plan.exchange,
-            **deployment.plan.platforms,
-        },
-    )
-    config = aggregator_file.load(path)
-    words = ("aggregator", "up", "--config", str(path))
-    spec = program(deployment, AGGREGATOR, words)
-    fill(deployment, NodeRequest(machine.pool, spec, path.read_bytes()), tell)
-    _await_health(deployment, config, tell)
-    return config
+        with file_errors("make", plan.aggregator):
+            draft.rename(plan.aggregator)
+    document = {
+        "listen": machine.listen or address,
+        "hosts": [host],
+        "connect_seconds": machine.connect_seconds,
+        **plan.exchange,
+        **plan.platforms,
+    }
+    _write_settings(path, f"{WRITTEN}{tomli_w.dumps(document)}".encode())
+    return aggregator_file.load(path)
 
 
-def address_of(deployment: Deployment, config: AggregatorConfig) -> str:
-    """Where sites find the aggregator, which may listen on another port."""
-    return deployment.plan.file.aggregator.address or config.address
+def start_aggregator(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    request: NodeRequest,
+    address: str,
+    tell: Tell,
+) -> None:
+    """Have an aggregator work.
 
-
-def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) -> None:
-    """Wait until the aggregator serves.
+    Args:
+        deployment: Whose aggregator it is.
+        config: Its configuration.
+        request: Its node.
+        address: Where sites reach it, which may be another port than it listens on.
+        tell: Called with a word about every step.
 
     Raises:
-        ComputeError: It does not; with the last lines that it wrote.
+        ComputeError: It could not be launched, or does not serve in time; with the
+            last lines that it wrote.
     """
-    address = address_of(deployment, config)
+    fill(deployment, request, tell)
     await_service(deployment, lambda: _trouble(config, address), tell)
 
 
@@ -226,44 +200,58 @@ def enroll(
     deployment: Deployment,
     config: AggregatorConfig,
     site: SiteMachine,
+    request: NodeRequest,
+    *,
+    address: str,
     random_bytes: RandomBytes,
     tell: Tell,
 ) -> None:
     """Make a site on this host a member, and write its ``site.toml``.
 
+    Args:
+        deployment: Whose site it is.
+        config: The aggregator, which serves.
+        site: Its table in the deployment file.
+        request: Its node, whose settings are the file.
+        address: Where sites reach the aggregator.
+        random_bytes: ``os.urandom``.
+        tell: Called with a word about every step.
+
     Raises:
         EnrolmentRefused: It could not be enrolled.
     """
-    folder = deployment.site(site.name)
-    pending = folder / _TOKEN
-    address = address_of(deployment, config)
+    folder = deployment.plan.site(site.name)
+    pending = folder / _PENDING
     # The certificate is written last. A token that is still there then was left by a
     # command that was killed.
     if not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
-        made = _token(config, site.name, pending, random_bytes, deployment)
+        made = _token(
+            config,
+            site.name,
+            pending,
+            address=address,
+            random_bytes=random_bytes,
+            deployment=deployment,
+        )
         enrol.enroll(
             made,
             folder,
             organisation=organisation or site.name,
             clock=deployment.clock,
         )
-        tell(f"{SITE_PREFIX}{site.name}: enrolled")
+        tell(f"{site.role}: enrolled")
     with file_errors("remove", pending):
         pending.unlink(missing_ok=True)
-    document = {
-        "name": site.name,
-        "certificate": "site.pem",
-        "aggregator": {"address": address, "authority": "ca.crt"},
-        **deployment.plan.settings[site.name],
-    }
-    write_settings(folder / _SITE_FILE, document)
+    _write_settings(folder / SITE_FILE, request.settings)
 
 
 def _token(
     config: AggregatorConfig,
     site: str,
     pending: Path,
+    *,
+    address: str,
     random_bytes: RandomBytes,
     deployment: Deployment,
 ) -> Token:
@@ -282,7 +270,7 @@ def _token(
         site,
         random_bytes=random_bytes,
         clock=deployment.clock,
-        address=address_of(deployment, config),
+        address=address,
     )
     with file_errors("make", pending.parent):
         own_folder.make(pending.parent)
@@ -298,17 +286,9 @@ def accept_roster(
     The user who brings it up is the operator of all its sites: there is no one
     else to compare the digest with.
     """
-    config = enrol.config_of(deployment.site(site.name))
+    config = enrol.config_of(deployment.plan.site(site.name))
     kept = roster.load(config.roster).digest
     newest = enrol.newest_roster(config, clock=deployment.clock)
     if newest.digest != kept:
         digest = newest.digest if signed is None else signed.digest
         enrolment_roster.accept_roster(config, newest, digest.hex())
-
-
-def site_request(deployment: Deployment, site: SiteMachine) -> NodeRequest:
-    """The node of a site on this host."""
-    path = deployment.site(site.name) / _SITE_FILE
-    words = ("site", "up", "--config", str(path))
-    spec = program(deployment, f"{SITE_PREFIX}{site.name}", words)
-    return NodeRequest(site.pool, spec, path.read_bytes())

@@ -33,8 +33,7 @@ from federation.protocols import Clock
 from privacy.membership.certificates import EARLY_SECONDS
 
 # After a fault: so long, then twice as long, up to the last.
-RETRY_SECONDS, MOST_RETRY_SECONDS = 5.0, 300.0
-_HOUR = 3600.0
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 
 _Result = TypeVar("_Result")
 
@@ -45,14 +44,34 @@ _SETTINGS_DIGITS = 16
 NodesByPool = Mapping[str, Sequence[Node]]
 
 
+class Pauses:
+    """Pauses between attempts, which grow; each new fault is reported once."""
+
+    def __init__(self, tell: Tell) -> None:
+        """Begin with the first attempt; ``tell`` is called with each new fault."""
+        self._tell = tell
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again, because an attempt has succeeded."""
+        self._seconds, self._told = _RETRY_SECONDS, ""
+
+    def after(self, fault: str) -> float:
+        """Report why an attempt failed; the seconds until the next one."""
+        if fault != self._told:
+            self._tell(f"{fault}; tried again until it succeeds")
+        pause, self._told = self._seconds, fault
+        self._seconds = min(2 * pause, _MOST_RETRY_SECONDS)
+        return pause
+
+
 class Patience:
     """Waits between the attempts of one command."""
 
     def __init__(self, plan: DeploymentPlan, clock: Clock, tell: Tell) -> None:
         """Begin with the first attempt; ``tell`` is called with each new fault."""
-        self._clock, self._tell = clock, tell
-        self._end = clock.monotonic() + plan.file.max_hours * _HOUR
-        self._pause, self._told = RETRY_SECONDS, ""
+        self._clock, self._pauses = clock, Pauses(tell)
+        self._end = clock.monotonic() + plan.max_seconds
 
     def is_worn_out(self, error: ComputeError) -> bool:
         """Wait after a fault; True at once if no further attempt is to be made.
@@ -62,11 +81,7 @@ class Patience:
         now = self._clock.monotonic()
         if not isinstance(error, PASSING) or now >= self._end:
             return True
-        if str(error) != self._told:
-            self._tell(f"{error}; tried again until it succeeds")
-        self._told = str(error)
-        self._clock.sleep(min(self._pause, self._end - now))
-        self._pause = min(2 * self._pause, MOST_RETRY_SECONDS)
+        self._clock.sleep(min(self._pauses.after(str(error)), self._end - now))
         return False
 
     @contextmanager

@@ -13,6 +13,7 @@ from clients.privacy.policy_spec import PolicySpec
 from cloud_adapters.compute.machine_types import RequiresSpec
 from cloud_adapters.compute.pool import Market, NodeLimits
 from deploy.fleet.bootstrap import is_pinned
+from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
 from federation.addresses import parse_address
@@ -236,6 +237,11 @@ class SiteMachine:
         (size,) = (each for each in self.sizes if each.type == kind)
         machine = replace(self.machine, type=kind)
         return replace(self, machine=machine, dollars_per_hour=size.dollars_per_hour)
+
+    @property
+    def role(self) -> str:
+        """Role of its node."""
+        return f"{SITE_PREFIX}{self.name}"
 
     @property
     def pool(self) -> str:

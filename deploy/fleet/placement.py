@@ -25,7 +25,7 @@ from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
 from deploy.fleet import prices as price_table, spending
 from deploy.fleet.machine_spec import SiteMachine
 from deploy.fleet.prices import MachinePrice, Prices
-from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import pools_of
 from federation.errors import JobError
@@ -136,14 +136,9 @@ class MissedDeadline:
             )
 
 
-def role_of(site: SiteMachine) -> str:
-    """Role of a site's machine."""
-    return f"{SITE_PREFIX}{site.name}"
-
-
 def own_machine(site: SiteMachine, nodes: Sequence[Node]) -> Node | None:
     """The newest machine of a site that works; None if it has none."""
-    own = [n for n in nodes if n.labels.get(ROLE) == role_of(site) and n.state.works]
+    own = [n for n in nodes if n.labels.get(ROLE) == site.role and n.state.works]
     return own[-1] if own else None
 
 
@@ -300,7 +295,7 @@ class Placement:
             return site
         if site.name not in self._moved:  # Until the move, each look comes here.
             self._tell(
-                f"{role_of(site)}: on demand from now on: {work:.1f} h of work and the "
+                f"{site.role}: on demand from now on: {work:.1f} h of work and the "
                 f"loss of a spot machine do not fit into the {left:.1f} h before the "
                 "deadline"
             )
@@ -359,7 +354,7 @@ def resolved(
                 hourly, kind = _chosen(plan, index, pools[site.pool], prices)
                 own = replace(own, type=kind)
                 tell(
-                    f"{SITE_PREFIX}{site.name}: {site.provider} {own.region} {kind} "
+                    f"{site.role}: {site.provider} {own.region} {kind} "
                     f"{market} at ${hourly:.3f} an hour is the cheapest that meets "
                     "machine.requires"
                 )
@@ -433,7 +428,7 @@ def _table_hourly(site: SiteMachine, machine: str, prices: Prices) -> float | No
 
 def _running(plan: DeploymentPlan, site: SiteMachine, pool: ComputePool) -> Node | None:
     """The machine that a site has now."""
-    role = f"{SITE_PREFIX}{site.name}"
+    role = site.role
     nodes = pool.nodes({DEPLOYMENT: plan.file.name, ROLE: role})
     alive = [node for node in nodes if node.state is not NodeState.GONE]
     return alive[-1] if alive else None

@@ -2,19 +2,20 @@
 
 import ipaddress
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from clients.privacy.site_policy import check_work
+from cloud_adapters.compute.machine_types import num_gpus
 from cloud_adapters.compute.pool import Market, NodeSpec, NodeState, RoutedPool
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import spending, wanted
 from deploy.fleet.loop import NodesByPool
 from deploy.fleet.machine_spec import AWS, CLOUDS, KUBERNETES, LOCAL, SiteMachine
-from deploy.fleet.reconcile import ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import ROLE
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
-from deploy.fleet.wanted import IMAGES, count_gpus, identity_of, release_of
+from deploy.fleet.wanted import identity_of, release_of
 from federation.addresses import parse_address
 from federation.errors import (
     ComputeError,
@@ -81,25 +82,35 @@ def _check_machine(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
         raise JobError(f"{plan.path}: {error}", key=f"{table}.{key}") from None
 
 
-def check_gpus(deployment: Deployment) -> None:
-    """Refuse machines with GPUs that nothing on them could use.
+def check_gpus(deployment: Deployment) -> Mapping[str, int]:
+    """Count GPUs of machines, and refuse those that nothing on them could use.
+
+    Returns:
+        GPUs of each machine of a cloud, by its site; clusters count those of pods.
 
     Raises:
         JobError: A machine has GPUs, and would start from an image without a driver.
         ComputeError: A service fails.
     """
+    found: dict[str, int] = {}
     for index, site in enumerate(deployment.plan.file.sites):
-        if site.provider not in IMAGES or site.machine.image:
+        if site.provider not in CLOUDS:
             continue
-        gpus = count_gpus(deployment, site)
-        if gpus:
+        machine = site.machine
+        gpus = machine.accelerators if machine.accelerator else 0
+        if not machine.accelerator:
+            pool = deployment.pools[site.pool]
+            gpus = num_gpus(pool, machine.type, machine.zones)
+        if gpus and not machine.image:
             raise JobError(
-                f"{deployment.plan.path}: is missing: {site.machine.type} of "
+                f"{deployment.plan.path}: is missing: {machine.type} of "
                 f"{site.name!r} has {gpus} GPUs, and the default image has no driver "
                 "for them: name one with NVIDIA's driver, cloud-init and Python 3.11 "
                 "or newer, or a type of machine without GPUs",
                 key=f"sites[{index}].machine.image",
             )
+        found[site.name] = gpus
+    return found
 
 
 def check_routes(deployment: Deployment, tell: Tell) -> None:
@@ -279,14 +290,14 @@ def _runs(deployment: Deployment) -> bool:
     )
 
 
-def check_aggregator_kept(deployment: Deployment) -> None:
+def check_aggregator_kept(plan: DeploymentPlan) -> None:
     """Refuse to make a second aggregator for sites that trust the first one.
 
     Raises:
         CorruptObject: Its folder is gone, or has lost its configuration.
     """
-    folder = deployment.aggregator
-    sites = [deployment.site(site.name) for site in deployment.plan.file.sites]
+    folder = plan.aggregator
+    sites = [plan.site(site.name) for site in plan.file.sites]
     enrolled = [site for site in sites if (site / "site.pem").exists()]
     if (folder / _CONFIG).exists() or not enrolled:
         return
@@ -312,7 +323,7 @@ def check_moved(deployment: Deployment, listed: NodesByPool) -> None:
         ComputeError: Its machine in another place still runs, and costs.
     """
     plan = deployment.plan
-    pools = {f"{SITE_PREFIX}{site.name}": site.pool for site in plan.file.sites}
+    pools = {site.role: site.pool for site in plan.file.sites}
     for name, nodes in listed.items():
         if name == LOCAL:
             continue

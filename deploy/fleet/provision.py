@@ -5,6 +5,7 @@ that was killed is given once more.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.config import AggregatorConfig
@@ -15,8 +16,11 @@ from deploy.fleet import cloud_sites, local_parties, preflight, reconcile
 from deploy.fleet.loop import NodesByPool, fill
 from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.preflight import check_moved
+from deploy.fleet.reconcile import AGGREGATOR
+from deploy.fleet.roster_operator import Operator
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
+from deploy.fleet.wanted import AGGREGATOR_FILE, Known, wanted
 from federation.errors import JobError
 from federation.ids import new_run_id
 from federation.job import job_file
@@ -33,7 +37,7 @@ def older_runs(deployment: Deployment, job: JobSpec) -> Sequence[QueuedRun]:
 
     Empty if none is submitted, since the job's newest run continues or is completed.
     """
-    runs = run_queue.handed_over(deployment.aggregator / "runs").runs
+    runs = run_queue.handed_over(deployment.plan.aggregator / "runs").runs
     newest = _newest(runs, job)
     if newest is not None and not _is_another(job, newest.run):
         outcome = newest.outcome
@@ -194,7 +198,7 @@ def bring_up(
 
     Args:
         deployment: What is wanted, and what is known of it.
-        job: Its job, which ``start_checks.check_before`` has passed.
+        job: Its job, which ``preflight.check_before`` has passed.
         random_bytes: ``os.urandom``.
         tell: Called with a word about every step.
         accept: Digits of the digest of a roster with sites of other operators, which
@@ -212,30 +216,60 @@ def bring_up(
         RosterRefused: The aggregator's roster names keys that no site has shown.
         EnrolmentRefused: A site could not be enrolled.
     """
-    listed = deployment.listed()
+    plan, listed = deployment.plan, deployment.listed()
     for nodes in listed.values():
         reconcile.check_owner(nodes, deployment.owner, deployment.name)
     check_moved(deployment, listed)
-    preflight.check_gpus(deployment)
+    gpus = preflight.check_gpus(deployment)
     preflight.check_routes(deployment, tell)
     _end_unwanted(deployment, listed, tell)
-    config = local_parties.start_aggregator(deployment, random_bytes, tell)
-    sites = [each for each in deployment.plan.file.sites if each.provider == LOCAL]
-    for site in sites:
-        local_parties.enroll(deployment, config, site, random_bytes, tell)
-    signed = cloud_sites.bring_up(
-        deployment,
-        config,
-        local_parties.address_of(deployment, config),
-        accept=accept,
-        random_bytes=random_bytes,
-        tell=tell,
+    config, operator = local_parties.make_aggregator(deployment, random_bytes), None
+    known = Known(
+        address=plan.file.aggregator.address or config.address,
+        settings=(plan.aggregator / AGGREGATOR_FILE).read_bytes(),
+        gpus=gpus,
     )
-    for site in sites:
+    here = [each for each in plan.file.sites if each.provider == LOCAL]
+    if len(here) < len(plan.file.sites):
+        operator = cloud_sites.operator_of(deployment, config, random_bytes)
+        known = trusting(known, operator)
+    requests = wanted(plan, known)
+    local_parties.start_aggregator(
+        deployment, config, requests[AGGREGATOR], known.address, tell
+    )
+    for site in here:
+        local_parties.enroll(
+            deployment,
+            config,
+            site,
+            requests[site.role],
+            address=known.address,
+            random_bytes=random_bytes,
+            tell=tell,
+        )
+    signed = None
+    if operator is not None:
+        signed = cloud_sites.bring_up(
+            deployment,
+            config,
+            operator,
+            requests,
+            address=known.address,
+            accept=accept,
+            tell=tell,
+        )
+    for site in here:
         local_parties.accept_roster(deployment, site, signed)
-    for site in sites:
-        fill(deployment, local_parties.site_request(deployment, site), tell)
+    for site in here:
+        fill(deployment, requests[site.role], tell)
     return hand_over(deployment, config, job, random_bytes, tell, older=older)
+
+
+def trusting(known: Known, operator: Operator) -> Known:
+    """Have machines of clouds and pods trust what an operator signs."""
+    return replace(
+        known, authority=operator.authority, signer=operator.key.public.key.hex()
+    )
 
 
 def _end_unwanted(deployment: Deployment, listed: NodesByPool, tell: Tell) -> None:

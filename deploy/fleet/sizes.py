@@ -329,7 +329,7 @@ class Sizer:
             if before.machine.type != after.machine.type:
                 self._refused.add((after.name, after.machine.type))
                 self._tell(
-                    f"{SITE_PREFIX}{after.name}: keeps {before.machine.type}: "
+                    f"{after.role}: keeps {before.machine.type}: "
                     f"{after.machine.type} is not available: {why}"
                 )
 

@@ -267,6 +267,20 @@ class DeploymentPlan:
     prices: Path | None = None
 
     @property
+    def aggregator(self) -> Path:
+        """Folder of the aggregator."""
+        return self.folder / "aggregator"
+
+    def site(self, name: str) -> Path:
+        """Folder of a site on this host."""
+        return self.folder / "sites" / name
+
+    @property
+    def max_seconds(self) -> float:
+        """After so long each node ends by itself."""
+        return 3600.0 * self.file.max_hours
+
+    @property
     def has_head(self) -> bool:
         """Whether its aggregator is a pod, which starts its sites."""
         return self.file.aggregator.provider == KUBERNETES

@@ -13,7 +13,7 @@ from cloud_adapters.compute.pool import Market, Node
 from deploy.fleet import prices
 from deploy.fleet.machine_spec import CLOUDS, LOCAL, SiteMachine
 from deploy.fleet.prices import Prices
-from deploy.fleet.reconcile import AGGREGATOR, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import AGGREGATOR, ROLE
 from deploy.fleet.spec import DeploymentFile, DeploymentPlan
 from federation import durable_files
 from federation.errors import JobError
@@ -98,7 +98,7 @@ def _hourly(file: DeploymentFile, table: Prices | None) -> Mapping[str, float]:
     """Dollars of an hour of each role's machine: stated, or of the table."""
     found = {AGGREGATOR: file.aggregator.dollars_per_hour}
     for site in file.sites:
-        found[f"{SITE_PREFIX}{site.name}"] = machine_hour(site, table)
+        found[site.role] = machine_hour(site, table)
     return found
 
 

@@ -241,20 +241,6 @@ class Deployment:
         return self.plan.file.name
 
     @property
-    def aggregator(self) -> Path:
-        """Folder of the aggregator."""
-        return self.plan.folder / "aggregator"
-
-    @property
-    def max_seconds(self) -> float:
-        """After so long each node ends by itself."""
-        return 3600.0 * self.plan.file.max_hours
-
-    def site(self, name: str) -> Path:
-        """Folder of a site on this host."""
-        return self.plan.folder / "sites" / name
-
-    @property
     def is_ended(self) -> bool:
         """Whether ``crossfed down`` was given, and no ``crossfed up`` since."""
         return (self.plan.folder / _ENDED).exists()

@@ -7,7 +7,7 @@ are over, and when the run has ended.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -15,15 +15,15 @@ from cloud_adapters.compute.pool import Node, NodeState, all_gone, log_of
 from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet import down, spending, state
 from deploy.fleet.boot_status import Starts, starts_of
-from deploy.fleet.loop import MOST_RETRY_SECONDS, RETRY_SECONDS
+from deploy.fleet.loop import Pauses
 from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.placement import Placement
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE, SITE_PREFIX
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE
 from deploy.fleet.sizes import Sizer
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
 from federation import folder_lock
-from federation.errors import ComputeError, JobError
+from federation.errors import ComputeError, FederationError, JobError
 from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
@@ -82,17 +82,17 @@ class Keeper:
         self._spending = spending.read(self._plan.folder)
         self._since: float | None = None
         self._written = -_WRITE_SECONDS
-        self._told, self._is_moving = "", False
+        self._is_moving = False
         # Names of roles whose loss was reported, until they are filled again.
         self._gone = ""
-        self._next_try, self._pause = 0.0, RETRY_SECONDS
+        self._next_try, self._pauses = 0.0, Pauses(tell)
 
     def look(self, nodes: Sequence[Node]) -> None:
         """Do what has to be done about the nodes that there are.
 
         Raises:
-            ComputeError: The budget is spent, the hours are over, or another command
-                has ended the deployment.
+            ComputeError: The budget is spent, or the hours are over.
+            TakenDown: Another command has ended the deployment.
         """
         self._starts.look(nodes)
         if self._is_within_limits(nodes):
@@ -144,50 +144,38 @@ class Keeper:
         waits for it, within the budget and the hours.
 
         Raises:
-            ComputeError: Another command has ended the deployment, or a limit is
-                reached and all machines were ended.
+            ComputeError: A limit is reached, and all machines were ended.
+            TakenDown: Another command has ended the deployment.
         """
         old, new = self._plan, self._resized
-        if new is None:
-            self._try_to_resume()  # A command that is gone asked for the pause.
-            return
         self._resized = None
-        changed = {
-            f"{SITE_PREFIX}{after.name}"
-            for before, after in zip(old.file.sites, new.file.sites, strict=True)
-            if before != after
-        }
-        self._plan = new
-        self._hourly = spending.budget_prices(new, now=self._priced_at)
-        try:
-            self._bring_up(changed)
-        except _TakenDown:
-            raise
-        except (ComputeError, JobError) as error:
-            self._plan = old
-            self._hourly = spending.budget_prices(old, now=self._priced_at)
-            if self._sizer is not None:
-                self._sizer.refused(old, new, str(error))
-            self._tell(f"{old.file.name}: the machines stay for now: {error}")
-            self._try_to_resume()
-        if self._sizer is not None:
-            self._sizer.changed()
-
-    def _try_to_resume(self) -> None:
-        """Bring up the machines of the present plan, until that succeeds."""
-        while True:
-            try:
-                self._bring_up(set())
-            except _TakenDown:
-                raise
-            except (ComputeError, JobError) as error:
-                self._retry(f"{self._plan.file.name}: not resumed: {error}")
+        # Without a new plan, a command that is gone asked for the pause.
+        if new is None or not self._is_changed(old, new):
+            while not self._is_up(f"{self._plan.file.name}: not resumed"):
                 self._await_next_try()
                 # A spot machine that is not available may no longer come in time.
                 self._place(self._listed())
-            else:
-                self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
-                return
+        if new is not None and self._sizer is not None:
+            self._sizer.changed()
+
+    def _is_changed(self, old: DeploymentPlan, new: DeploymentPlan) -> bool:
+        """Try to have other machines; False if the old ones stay for now."""
+        pairs = zip(old.file.sites, new.file.sites, strict=True)
+        self._take(new)
+        try:
+            self._bring_up(first={b.role for a, b in pairs if a != b})
+        except (ComputeError, JobError) as error:
+            self._take(old)
+            if self._sizer is not None:
+                self._sizer.refused(old, new, str(error))
+            self._tell(f"{old.file.name}: the machines stay for now: {error}")
+            return False
+        return True
+
+    def _take(self, plan: DeploymentPlan) -> None:
+        """Want the machines of a plan; what comes may cost something else."""
+        self._plan = plan
+        self._hourly = spending.budget_prices(plan, now=self._priced_at)
 
     def _place(self, nodes: Sequence[Node]) -> None:
         """Take over what the deadline calls for; a change from before is void then."""
@@ -195,9 +183,8 @@ class Keeper:
             return
         plan = self._placement.placed(self._plan, nodes, self._clock.now())
         if plan != self._plan:
-            self._plan, self._resized = plan, None
-            # What comes costs something else.
-            self._hourly = spending.budget_prices(plan, now=self._priced_at)
+            self._resized = None
+            self._take(plan)
 
     def _await_next_try(self) -> None:
         """Wait, but not beyond a limit: the machines cost meanwhile."""
@@ -214,11 +201,37 @@ class Keeper:
             # The next try reports it, if it lasts.
             return self._seen
 
-    def _bring_up(self, first: set[str]) -> None:
+    def _is_up(self, fault: str, missing: Collection[str] = ()) -> bool:
+        """Bring up what is wanted; False if that is refused, to be tried later.
+
+        Args:
+            fault: Reported then, with the reason.
+            missing: Roles whose machines are gone.
+        """
+        try:
+            self._bring_up(missing=missing)
+        except (ComputeError, JobError) as error:
+            pause = self._pauses.after(f"{fault}: {error}")
+            self._next_try = self._clock.monotonic() + pause
+            return False
+        self._pauses.clear()
+        self._next_try = 0.0
+        return True
+
+    def _bring_up(
+        self, *, first: Collection[str] = (), missing: Collection[str] = ()
+    ) -> None:
         with self._opened() as deployment:
-            _check_wanted(deployment)
+            if deployment.is_ended:
+                raise TakenDown(
+                    f"crossfed down has ended {deployment.name}: it is no longer kept"
+                )
+            names = ", ".join(sorted(missing))
+            if missing and names != self._gone:
+                self._tell(f"{names}: gone; to be replaced")
+            self._gone = names
             deployment.launch_first = frozenset(first)
-            deployment.held_back = frozenset(self._starts.failed)
+            deployment.held_back = frozenset(self._starts.failed) - {*missing}
             self._restore(deployment)
 
     def _decide_sizes(self, now: float) -> None:
@@ -275,23 +288,11 @@ class Keeper:
             or folder_lock.is_held(self._plan.folder / "lock")
         ):
             return
-        names = ", ".join(sorted(missing))
-        try:
-            with self._opened() as deployment:
-                _check_wanted(deployment)
-                deployment.held_back = frozenset(
-                    role for role in self._starts.failed if role not in missing
-                )
-                if missing and names != self._gone:
-                    self._tell(f"{names}: gone; to be replaced")
-                self._gone = names
-                self._restore(deployment)
-        except _TakenDown:
-            raise
-        except (ComputeError, JobError) as error:
-            self._retry(f"{names or self._plan.file.name}: not replaced: {error}")
-        else:
-            self._replaced()
+        names = ", ".join(sorted(missing)) or self._plan.file.name
+        if self._is_up(f"{names}: not replaced", missing):
+            self._gone, self._is_moving = "", False
+            if self._resized is not None:  # It may have resumed a run that had paused.
+                self._ask_to_pause()
 
     def _move(self, placement: Placement, nodes: Sequence[Node]) -> None:
         """Take over what the deadline calls for, after the round if it may wait."""
@@ -305,19 +306,12 @@ class Keeper:
                 self._tell("the run pauses after its round, and machines move then")
                 self._ask_to_pause()
             return
-        self._resized, self._is_moving, self._plan = None, True, plan
-        # What comes costs something else.
-        self._hourly = spending.budget_prices(plan, now=self._priced_at)
-
-    def _replaced(self) -> None:
-        self._told, self._next_try, self._pause = "", 0.0, RETRY_SECONDS
-        self._gone, self._is_moving = "", False
-        if self._resized is not None:  # It may have resumed a run that had paused.
-            self._ask_to_pause()
+        self._resized, self._is_moving = None, True
+        self._take(plan)
 
     def _missing(self, nodes: Sequence[Node]) -> set[str]:
         """Roles that a machine may be started for now."""
-        sites = {f"{SITE_PREFIX}{site.name}" for site in self._plan.file.sites}
+        sites = {site.role for site in self._plan.file.sites}
         missing = {AGGREGATOR, *sites} - {
             n.labels.get(ROLE, "") for n in nodes if n.state.works
         }
@@ -325,23 +319,8 @@ class Keeper:
             self._end("none of its sites could be started; see above")
         return {role for role in missing if self._starts.may_replace(role)}
 
-    def _retry(self, message: str) -> None:
-        """Report a refusal once, and try again later."""
-        if message != self._told:
-            self._tell(f"{message}; tried again until it succeeds")
-        self._told = message
-        self._next_try = self._clock.monotonic() + self._pause
-        self._pause = min(2 * self._pause, MOST_RETRY_SECONDS)
 
-
-def _check_wanted(deployment: Deployment) -> None:
-    if deployment.is_ended:
-        raise _TakenDown(
-            f"crossfed down has ended {deployment.name}: it is no longer kept"
-        )
-
-
-class _TakenDown(ComputeError):
+class TakenDown(FederationError):
     """Another command has ended the deployment."""
 
 

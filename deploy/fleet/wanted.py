@@ -1,4 +1,7 @@
-"""The machine or pod of a site: what is asked for, and what it does first.
+"""The nodes that a deployment needs: what is asked for, and what each does first.
+
+Pure: a plan and what is known of its aggregator and machines in, requests out. The same
+requests have the same settings, so a node that fits is kept, and no other is.
 
 A pod has no identity that its keys could be bound to before it has made them. So it
 writes their digest to its log, and asks the aggregator again and again; the command
@@ -7,27 +10,26 @@ and no others. No secret is in a manifest or in user data, since anyone who may 
 jobs can read it, and a pod needs none of the cluster's API.
 """
 
+import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from cloud_adapters.compute.kube_manifest import STATE, USER_DATA
-from cloud_adapters.compute.machine_types import num_gpus
-from cloud_adapters.compute.pool import Market, Node, NodeSpec
-from cloud_adapters.identity import platforms
+from cloud_adapters.compute.pool import Market, NodeSpec
 from deploy.fleet.bootstrap import MachineInvitation, Release, render
 from deploy.fleet.loop import NodeRequest
-from deploy.fleet.machine_spec import AWS, GCP, KUBERNETES, SiteMachine
-from deploy.fleet.reconcile import SITE_PREFIX
-from deploy.fleet.roster_operator import Operator
+from deploy.fleet.machine_spec import AWS, CLOUDS, GCP, KUBERNETES, LOCAL, SiteMachine
+from deploy.fleet.reconcile import AGGREGATOR
 from deploy.fleet.spec import DeploymentPlan
-from deploy.fleet.state import Deployment
 from federation import platform_identity
 from federation.errors import JobError
+from federation.job import code_files
 from federation.platform_identity import PlatformIdentity
 from privacy.membership.token import Token
 
@@ -53,6 +55,8 @@ IMAGES = {
     GCP: "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64",
 }
 """Images that machines of a cloud start from by default; they have no GPU driver."""
+AGGREGATOR_FILE, SITE_FILE = "aggregator.toml", "site.toml"
+WRITTEN = "# Written by crossfed up from the deployment file: change that one.\n\n"
 _UNITS = Path(__file__).parents[1] / "systemd"
 _UNIT_NAMES = (
     "crossfed-site.service",
@@ -60,6 +64,168 @@ _UNIT_NAMES = (
     "crossfed.sysusers.conf",
     "nvidia.conf",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What requests depend on besides the plan.
+
+    Attributes:
+        address: Where sites reach the aggregator.
+        settings: Its ``aggregator.toml``.
+        authority: Fingerprint of its authority, hexadecimal.
+        signer: Public key of the operator who signs rosters for machines of clouds and
+            for pods, hexadecimal.
+        gpus: GPUs of machines of clouds, by the names of their sites.
+    """
+
+    address: str
+    settings: bytes = b""
+    authority: str = ""
+    signer: str = ""
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+def wanted(plan: DeploymentPlan, known: Known) -> Mapping[str, NodeRequest]:
+    """List the node that each role of a deployment needs, by role.
+
+    Raises:
+        JobError: The tables of a pod are larger than an annotation may be.
+        ValueError: The user data of a machine is larger than its cloud takes.
+    """
+    path = plan.aggregator / AGGREGATOR_FILE
+    own = _program(plan, AGGREGATOR, ("aggregator", "up", "--config", str(path)))
+    found = {AGGREGATOR: NodeRequest(plan.file.aggregator.pool, own, known.settings)}
+    make = {LOCAL: _local, KUBERNETES: _pod}
+    for site in plan.file.sites:
+        found[site.role] = make.get(site.provider, _machine)(plan, known, site)
+    return found
+
+
+def _local(plan: DeploymentPlan, known: Known, site: SiteMachine) -> NodeRequest:
+    """A process of this host."""
+    path = plan.site(site.name) / SITE_FILE
+    spec = _program(plan, site.role, ("site", "up", "--config", str(path)))
+    text = f"{WRITTEN}{tomli_w.dumps(_site_file(plan, known, site))}"
+    return NodeRequest(site.pool, spec, text.encode())
+
+
+def _program(plan: DeploymentPlan, role: str, words: Sequence[str]) -> NodeSpec:
+    """A process of this host that runs a command of crossfed."""
+    named_in = (plan.job, plan.path.resolve())
+    folders = dict.fromkeys(str(file.parent) for file in named_in)
+    return NodeSpec(
+        name=role,
+        command=[sys.executable, "-m", "crossfed", *words],
+        # A user's own files are found from the files that name them.
+        environment={code_files.FOLDERS: os.pathsep.join(folders)},
+        labels={},
+        max_seconds=plan.max_seconds,
+    )
+
+
+def _pod(plan: DeploymentPlan, known: Known, site: SiteMachine) -> NodeRequest:
+    """A job of a cluster.
+
+    Raises:
+        JobError: Its tables are larger than an annotation may be.
+    """
+    machine, text = site.machine, tomli_w.dumps(_site_file(plan, known, site))
+    if len(text.encode()) > _MAX_SETTINGS_BYTES:
+        raise JobError(
+            f"{plan.path}: the tables of {site.name!r} have {len(text.encode())} "
+            f"bytes, and a pod takes {_MAX_SETTINGS_BYTES}",
+            key="sites",
+        )
+    spec = NodeSpec(
+        name=site.role,
+        command=pod_command(_invitation(plan, known, site)),
+        labels={},
+        max_seconds=plan.max_seconds,
+        machine=machine.type,
+        zones=machine.zones,
+        market=Market(machine.market),
+        user_data=text,
+        image=plan.file.release.image,
+        disk_gb=machine.disk_gb,
+        identity=machine.identity,
+        limits=machine.cluster.limits,
+    )
+    # Where it runs may differ; what it is and does may not.
+    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
+    read = f"{spec.command}\n{text}\n{kind}\n{spec.limits}".encode()
+    return NodeRequest(site.pool, spec, read)
+
+
+def _machine(plan: DeploymentPlan, known: Known, site: SiteMachine) -> NodeRequest:
+    """A machine of a cloud."""
+    machine, document = site.machine, _site_file(plan, known, site)
+    spec = NodeSpec(
+        name=site.role,
+        labels=machine.tags,
+        max_seconds=plan.max_seconds,
+        machine=machine.type,
+        zones=machine.zones,
+        market=Market(machine.market),
+        accelerator=machine.accelerator,
+        gpus=known.gpus.get(site.name, 0),
+        image=machine.image or IMAGES[site.provider],
+        disk_gb=machine.disk_gb,
+        disk_key=machine.disk_key,
+        identity=machine.identity,
+        subnets=machine.subnets,
+        firewalls=machine.firewalls,
+    )
+    units = {name: (_UNITS / name).read_text(encoding="utf-8") for name in _UNIT_NAMES}
+
+    def text_of(seconds: float) -> str:
+        return render(
+            replace(spec, max_seconds=seconds),
+            release_of(plan, site),
+            tomli_w.dumps(document),
+            units,
+            _invitation(plan, known, site),
+        )
+
+    text = text_of(spec.max_seconds)
+    # Where it runs may differ; what it is and does may not.
+    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
+    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}{spec.disk_key}".encode()
+    return NodeRequest(site.pool, replace(spec, user_data=text), read, text_of)
+
+
+def _site_file(
+    plan: DeploymentPlan, known: Known, site: SiteMachine
+) -> Mapping[str, Any]:
+    """The ``site.toml`` of a site."""
+    settings = dict(plan.settings[site.name])
+    found: dict[str, Any] = {"name": site.name, "certificate": "site.pem"}
+    if site.provider != LOCAL:
+        found["roster_signer"] = known.signer
+    more: dict[str, Any] = {}
+    if site.machine.market == Market.SPOT.value and site.provider in CLOUDS:
+        more["notices"] = site.provider
+    if gpus := known.gpus.get(site.name, 0):
+        more["gpus"] = gpus
+    if more:
+        settings["compute"] = {**more, **settings.get("compute", {})}
+    address = {"address": known.address, "authority": "ca.crt"}
+    return {**found, "aggregator": address, **settings}
+
+
+def _invitation(
+    plan: DeploymentPlan, known: Known, site: SiteMachine
+) -> MachineInvitation:
+    """How a machine or pod enrols; there is no secret in it."""
+    token = Token(
+        address=known.address, authority=known.authority, site=site.name, secret=b""
+    )
+    return MachineInvitation(
+        token=token.text,
+        organisation=site.organisation or plan.file.organisation or site.name,
+        platform=site.provider,
+        region=site.machine.region if site.provider == AWS else "",
+    )
 
 
 def pod_command(invitation: MachineInvitation) -> Sequence[str]:
@@ -95,155 +261,6 @@ def check_pod(plan: DeploymentPlan, index: int) -> None:
             "of release.wheel",
             key="release.image",
         )
-
-
-def pod_request(
-    deployment: Deployment,
-    site: SiteMachine,
-    document: Mapping[str, Any],
-    invitation: MachineInvitation,
-) -> NodeRequest:
-    """The job of a site.
-
-    Args:
-        deployment: Whose site it is.
-        site: Its table.
-        document: Its ``site.toml``.
-        invitation: How it enrols.
-
-    Raises:
-        JobError: Its tables are larger than an annotation may be.
-    """
-    machine, text = site.machine, tomli_w.dumps(document)
-    if len(text.encode()) > _MAX_SETTINGS_BYTES:
-        raise JobError(
-            f"{deployment.plan.path}: the tables of {site.name!r} have "
-            f"{len(text.encode())} bytes, and a pod takes {_MAX_SETTINGS_BYTES}",
-            key="sites",
-        )
-    spec = NodeSpec(
-        name=f"{SITE_PREFIX}{site.name}",
-        command=pod_command(invitation),
-        labels={},
-        max_seconds=deployment.max_seconds,
-        machine=machine.type,
-        zones=machine.zones,
-        market=Market(machine.market),
-        user_data=text,
-        image=deployment.plan.file.release.image,
-        disk_gb=machine.disk_gb,
-        identity=machine.identity,
-        limits=machine.cluster.limits,
-    )
-    # Where it runs may differ; what it is and does may not.
-    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
-    read = f"{spec.command}\n{text}\n{kind}\n{spec.limits}".encode()
-    return NodeRequest(site.pool, spec, read)
-
-
-def pod_identity(
-    deployment: Deployment, operator: Operator, site: SiteMachine, node: Node
-) -> PlatformIdentity | None:
-    """Whose keys may enrol as a site: those that its pod has shown.
-
-    Args:
-        deployment: Whose site it is.
-        operator: Remembers what was checked: a log does not last.
-        site: Its table.
-        node: Its job.
-
-    Returns:
-        None if the pod has not shown any yet.
-
-    Raises:
-        ComputeError: The cluster fails.
-    """
-    known = operator.machine(site.name)
-    place = site.machine.cluster.place
-    if known is not None and (known.account, known.instance) == (place, node.id):
-        return known
-    keys = platforms.shown_keys(deployment.pools[site.pool].log(node.id))
-    if not keys:
-        return None
-    return platform_identity.of_pod(keys, cluster=place, job=node.id)
-
-
-def machine_request(
-    deployment: Deployment, operator: Operator, site: SiteMachine, address: str
-) -> NodeRequest:
-    """The machine of a site, with all that it does when it starts.
-
-    Args:
-        deployment: The machine belongs to it.
-        operator: The machine trusts the rosters that it signs.
-        site: Its name, and the type and place of its machine.
-        address: Where sites reach the aggregator.
-    """
-    plan, machine = deployment.plan, site.machine
-    token = Token(
-        address=address, authority=operator.authority, site=site.name, secret=b""
-    )
-    settings, gpus = dict(plan.settings[site.name]), count_gpus(deployment, site)
-    if gpus:
-        settings["compute"] = {"gpus": gpus, **settings.get("compute", {})}
-    is_pod = site.provider == KUBERNETES
-    if machine.market == Market.SPOT.value and not is_pod:
-        settings["compute"] = {"notices": site.provider, **settings.get("compute", {})}
-    document = {
-        "name": site.name,
-        "certificate": "site.pem",
-        "roster_signer": operator.key.public.key.hex(),
-        "aggregator": {"address": address, "authority": "ca.crt"},
-        **settings,
-    }
-    invitation = MachineInvitation(
-        token=token.text,
-        organisation=site.organisation or plan.file.organisation or site.name,
-        platform=site.provider,
-        region=machine.region if site.provider == AWS else "",
-    )
-    if is_pod:
-        return pod_request(deployment, site, document, invitation)
-    spec = NodeSpec(
-        name=f"{SITE_PREFIX}{site.name}",
-        labels=machine.tags,
-        max_seconds=deployment.max_seconds,
-        machine=machine.type,
-        zones=machine.zones,
-        market=Market(machine.market),
-        accelerator=machine.accelerator,
-        gpus=gpus,
-        image=machine.image or IMAGES[site.provider],
-        disk_gb=machine.disk_gb,
-        disk_key=machine.disk_key,
-        identity=machine.identity,
-        subnets=machine.subnets,
-        firewalls=machine.firewalls,
-    )
-    units = {name: (_UNITS / name).read_text(encoding="utf-8") for name in _UNIT_NAMES}
-
-    def text_of(seconds: float) -> str:
-        return render(
-            replace(spec, max_seconds=seconds),
-            release_of(plan, site),
-            tomli_w.dumps(document),
-            units,
-            invitation,
-        )
-
-    text = text_of(spec.max_seconds)
-    # Where it runs may differ; what it is and does may not.
-    kind = (spec.machine, spec.market, spec.image, spec.disk_gb, spec.identity)
-    read = f"{text}\n{kind}\n{spec.subnets}\n{spec.firewalls}{spec.disk_key}".encode()
-    return NodeRequest(site.pool, replace(spec, user_data=text), read, text_of)
-
-
-def count_gpus(deployment: Deployment, site: SiteMachine) -> int:
-    """How many GPUs a machine of a cloud has; a cluster counts those of its pods."""
-    machine = site.machine
-    if machine.accelerator:
-        return machine.accelerators
-    return num_gpus(deployment.pools[site.pool], machine.type, machine.zones)
 
 
 def identity_of(site: SiteMachine, instance: str = "") -> PlatformIdentity:

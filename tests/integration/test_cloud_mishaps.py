@@ -22,6 +22,7 @@ from integration.test_cloud_nodes import (
 from support.ec2_server import IMAGE
 from support.enrolments import Federation
 from support.fake_platforms import ACCOUNT, EMAIL, ROLE as ROLE_NAME
+from support.fleets import bring_up
 
 from cloud_adapters.compute.pool import NodeSpec, NodeState, all_gone, wait_for
 from deploy.fleet import cloud_sites, down, reconcile, spec as fleet_spec, state
@@ -85,14 +86,7 @@ class Person:
     def up(self) -> str:
         """Have the sites work; why that failed: no machine boots here."""
         with pytest.raises(ComputeError) as raised:
-            cloud_sites.bring_up(
-                self.deployment,
-                self.config,
-                "192.0.2.1:8443",
-                accept="",
-                random_bytes=os.urandom,
-                tell=self.told.append,
-            )
+            bring_up(self.deployment, self.config, self.told.append)
         return str(raised.value)
 
     def start_aggregator(self) -> None:

@@ -14,9 +14,9 @@ from support.deployment import crossfed_here as crossfed
 from support.ec2_server import IMAGE, REGION, ZONES, Ec2Server
 from support.enrolments import Federation
 from support.fake_gce import FakeGce
+from support.fleets import bring_up, requests_of
 
 from cloud_adapters.compute.pool import ComputePool, NodeSpec
-from cloud_adapters.identity.platforms import PlatformVerifier
 from deploy.cli.terminal import tell
 from deploy.exit_codes import BAD_JOB, FAILED
 from deploy.fleet import (
@@ -26,11 +26,9 @@ from deploy.fleet import (
     reconcile,
     spec as fleet_spec,
     state,
-    wanted,
 )
 from deploy.fleet.preflight import check_moved
 from deploy.fleet.reconcile import NodeRole
-from deploy.fleet.roster_operator import open_operator
 from deploy.fleet.state import Deployment
 from deploy.fleet.supervisor import RunWatch
 from federation.clock import SystemClock, VirtualClock
@@ -200,14 +198,7 @@ def test_nothing_is_launched_while_a_site_would_lose_its_ledger(clouds: Clouds):
         clouds.opened() as deployment,
         pytest.raises(ComputeError, match=r"privacy ledger .* on a machine"),
     ):
-        cloud_sites.bring_up(
-            deployment,
-            federation.config,
-            "192.0.2.1:8443",
-            accept="",
-            random_bytes=os.urandom,
-            tell=print,
-        )
+        bring_up(deployment, federation.config, print)
     assert clouds.aws.launches() == []
 
 
@@ -262,16 +253,8 @@ def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
     folder.mkdir()
     config = Federation(folder=folder).config
     with clouds.opened() as deployment:
-        operator = open_operator(
-            deployment.plan.folder,
-            config.folder,
-            random_bytes=os.urandom,
-            verifier=PlatformVerifier(clock=SystemClock()),
-        )
-        asked = [
-            wanted.machine_request(deployment, operator, site, "192.0.2.1:8443").spec
-            for site in deployment.plan.file.sites
-        ]
+        _, requests = requests_of(deployment, config)
+        asked = [requests[site.role].spec for site in deployment.plan.file.sites]
     assert [spec.gpus for spec in asked] == [0, 2]
     assert "gpus = 2" in asked[1].user_data
     assert "nvidia.conf" in asked[1].user_data
@@ -298,14 +281,9 @@ def test_tags_and_a_key_of_ones_own(clouds: Clouds):
     folder.mkdir()
     config = Federation(folder=folder).config
     with clouds.opened() as deployment:
-        operator = open_operator(
-            deployment.plan.folder,
-            config.folder,
-            random_bytes=os.urandom,
-            verifier=PlatformVerifier(clock=SystemClock()),
-        )
+        _, requests = requests_of(deployment, config)
         for site in deployment.plan.file.sites:
-            asked = wanted.machine_request(deployment, operator, site, "192.0.2.1:1")
+            asked = requests[site.role]
             node = loop.fill(deployment, asked, print)
             assert node.labels["crossfed-role"] == f"site-{site.name}"
             assert loop.fill(deployment, asked, print).id == node.id
@@ -416,14 +394,8 @@ def test_a_machine_of_a_cloud_ends_when_the_budget_is_spent(clouds: Clouds):
     folder.mkdir()
     config = Federation(folder=folder).config
     with clouds.opened() as deployment:
-        operator = open_operator(
-            deployment.plan.folder,
-            config.folder,
-            random_bytes=os.urandom,
-            verifier=PlatformVerifier(clock=SystemClock()),
-        )
         site = deployment.plan.file.sites[1]
-        request = wanted.machine_request(deployment, operator, site, "192.0.2.1:8443")
+        request = requests_of(deployment, config)[1][site.role]
         node = loop.fill(deployment, request, print)
         assert loop.fill(deployment, request, print).id == node.id
     (body,) = clouds.gcp.inserted

@@ -49,7 +49,7 @@ class Fleet:
             clock=VirtualClock(1.8e9),
             owner="",
         )
-        assert self.deployment.aggregator == self.federation.aggregator
+        assert self.deployment.plan.aggregator == self.federation.aggregator
 
     def submit(self, job: JobSpec, older: str = "") -> RunFolder:
         self.deployment.clock.sleep(2.0)

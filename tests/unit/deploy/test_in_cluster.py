@@ -245,7 +245,7 @@ def test_a_head_has_time_to_end_its_sites(
     path.write_text(f"{budget}max_hours = 2.0\n{path.read_text()}")
     with opened(fleet_spec.load(path)) as deployment:
         kubernetes_head.up(deployment, accept="", tell=print)
-        assert deployment.max_seconds == 7200.0
+        assert deployment.plan.max_seconds == 7200.0
     (job,) = kube_server.created
     assert job["spec"]["activeDeadlineSeconds"] == 7200 + 900
     assert job["spec"]["template"]["spec"]["activeDeadlineSeconds"] == 7200 + 900
@@ -474,7 +474,7 @@ def test_a_head_ends_its_sites_and_not_itself(
 def test_a_second_aggregator_is_refused(write: Write, kube_server: FakeKube):
     """The one of this host has the authority that sites trust."""
     with opened(write()) as deployment:
-        deployment.aggregator.mkdir()
+        deployment.plan.aggregator.mkdir()
         with pytest.raises(JobError, match="its sites trust no"):
             kubernetes_head.up(deployment, accept="", tell=print)
     assert not kube_server.created

@@ -27,7 +27,7 @@ from deploy.fleet.preflight import check_budget, check_start_budget
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.spending import MachineCost, Spending, observed
 from deploy.fleet.state import Deployment, PoolPlace
-from deploy.fleet.supervisor import Keeper, Restore
+from deploy.fleet.supervisor import Keeper, Restore, TakenDown
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (
@@ -162,7 +162,7 @@ def test_a_run_that_is_taken_down_while_it_pauses_is_not_resumed(
     with fleet_state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
         deployment.note_ended()
         kept = keeper(deployment, told, restore=restore)
-    with pytest.raises(ComputeError, match="has ended kept"):
+    with pytest.raises(TakenDown, match="has ended kept"):
         kept.resume()
 
 
@@ -203,7 +203,7 @@ def test_a_deployment_that_was_taken_down_is_not_brought_up_again(
 ):
     with opened(plan) as deployment:
         deployment.note_ended()
-    with pytest.raises(ComputeError, match="down has ended kept"):
+    with pytest.raises(TakenDown, match="down has ended kept"):
         keeper(deployment, told).look([])
     assert states(deployment) == set()
 
