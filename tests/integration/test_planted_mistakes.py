@@ -119,7 +119,8 @@ def test_check_job_finds_it(
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        *((name, "plain") for name in MISTAKES),
+        # All are found by the same first batches, as above.
+        *((name, "plain") for name in ("narrow", "gap", "ragged")),
         *((name, "secure") for name in ("misspelt", "objective", "not_a_number")),
     ],
 )

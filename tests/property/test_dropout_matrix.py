@@ -342,7 +342,11 @@ def every_step(room: int, occasions: int) -> Iterator[tuple[int, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_sites", "threshold"),
-    [(n, t) for n in range(2, 9) for t in range(2 * n // 3 + 1, n + 1)],
+    [
+        pytest.param(n, t, marks=[pytest.mark.long] * (n > 6))
+        for n in range(2, 9)
+        for t in range(2 * n // 3 + 1, n + 1)
+    ],
 )
 def test_few_sites(num_sites: int, threshold: int):
     """2 to 8 sites: every number of dropouts at every step."""

@@ -8,13 +8,12 @@ from support.scripted_grid import reply_to
 
 from federation import events
 from federation.clock import VirtualClock
-from federation.messages import FailureKind, MetricSums, SiteMessage, TaskKind
+from federation.messages import FailureKind, SiteMessage, TaskKind
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 
 SITE, OTHER, _ = toy.SITES
-RESULT = MetricSums(count=10, loss_sum=5.0, metrics={"correct": 5})
 START = 100.0
 
 
@@ -70,28 +69,6 @@ def test_examples_that_are_withheld_are_not_told_as_none():
     assert event.num_examples is None
 
 
-def test_of_a_masked_update_only_its_coming_is_told():
-    """It has no numbers, no metrics and no phases."""
-    emitter, told = opened()
-    emitter.answered(toy.masked(), reply_to(toy.masked(), bytes_up=9), None)
-    (event,) = told
-    assert isinstance(event, events.SiteAnswered)
-    assert (event.bytes_up, event.phases) == (9, ())
-    known = (event.num_examples, event.num_steps, event.weight, event.resources)
-    assert {*known, event.training, event.evaluation} == {None}
-
-
-def test_failure_without_a_reply_took_until_now():
-    """Nothing came, and no bytes with it."""
-    emitter, told = opened()
-    emitter.clock.sleep(5.0)
-    emitter.failed(toy.failure(SITE, FailureKind.DEADLINE), None)
-    (event,) = told
-    assert isinstance(event, events.SiteFailed)
-    assert (event.asked_seconds, event.answered_seconds) == (0.0, 5.0)
-    assert (event.bytes_down, event.bytes_up) == (0, 0)
-
-
 @pytest.mark.parametrize("asked", [0.0, START - 30.0])
 def test_late_answer_has_no_time_before_its_round(asked: float):
     """Its task was sent in an earlier round, or is not known to have been sent."""
@@ -102,27 +79,6 @@ def test_late_answer_has_no_time_before_its_round(asked: float):
     emitter.failed(toy.failure(SITE, FailureKind.LATE), before)
     times = [(e.asked_seconds, e.answered_seconds) for e in told]
     assert times == [(0.0, 2.0), (0.0, 0.0)]
-
-
-def test_model_that_nobody_evaluated_is_not_told():
-    """Neither with zeros nor with nothing."""
-    emitter, told = opened()
-    emitter.evaluated(1, verdicts(), sums(emitter), {})
-    assert told == []
-
-
-def test_evaluation_is_told_with_the_replies_of_its_own_exchange():
-    """Metrics that came along with updates have no bytes of their own."""
-    emitter, told = opened()
-    collected = sums(emitter)
-    collected.evaluations = {SITE: RESULT, OTHER: RESULT}
-    arrived = reply_to(toy.evaluation(SITE), bytes_down=3, bytes_up=5)
-    emitter.evaluated(1, verdicts(), collected, {SITE: arrived})
-    (event,) = told
-    assert isinstance(event, events.ModelEvaluated)
-    assert (event.round_index, event.sites) == (1, (SITE, OTHER))
-    assert (event.bytes_down, event.bytes_up) == ((3, 0), (5, 0))
-    assert event.pooled == RESULT + RESULT
 
 
 def test_only_a_completed_round_has_a_norm():
