@@ -58,6 +58,8 @@ from privacy.membership.certificates import (
 from privacy.secret_files import write_new
 
 LOOK_SECONDS, START_LOOK_SECONDS = 1.0, 0.2
+# A SuperLink that does not answer for so long may never do.
+START_SECONDS = 60.0
 RENEWAL_LOOK_SECONDS = 3600.0
 SUPERLINK, SUPEREXEC = "superlink", "superexec"
 _OK, _UNAVAILABLE = 200, 503
@@ -233,7 +235,7 @@ class AggregatorService:
         return status, json.dumps({"status": state}).encode()
 
     def _serve(self, control: FlowerControl) -> None:
-        trouble = ""
+        trouble, patience_ends = "", self.clock.monotonic() + START_SECONDS
         while not self.stopped.is_set():
             pause = LOOK_SECONDS if self._answers else START_LOOK_SECONDS
             for child in self._children:
@@ -249,9 +251,11 @@ class AggregatorService:
                 self._renew(control)
                 self._schedule(control)
             except FederationError as error:
-                if str(error) != trouble and self._answers:
+                # It takes seconds to start; after that, a person must know why not.
+                tells = self._answers or self.clock.monotonic() > patience_ends
+                if str(error) != trouble and tells:
                     self.listener(str(error))
-                trouble = str(error)
+                    trouble = str(error)
             else:
                 trouble = ""
             self.notify(f"{READY}\n{ALIVE}" if self._serves else ALIVE)
