@@ -61,6 +61,23 @@ def hold(path: Path, complaint: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def waited_for(path: Path) -> Iterator[None]:
+    """Wait for a lock on a private file, and hold it during a block.
+
+    Another user of this machine who may open the file could hold it for ever.
+
+    Raises:
+        OSError: The file cannot be made or locked.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process holds a lock."""
     try:

@@ -10,7 +10,6 @@ What cannot be seen is that a file is missing or was restored from a backup. Kee
 folder where that does not happen.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from federation import folder_lock
 from federation.durable_files import flush
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import check_name
@@ -129,8 +129,7 @@ class FileMemory:
         advice = "free some space, or make it writable for this user"
         with os_errors(StoreUnavailable, f"write {path}", advice):
             self._make_folder()
-            with path.with_suffix(".lock").open("ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with folder_lock.waited_for(path.with_suffix(".lock")):
                 after = change(self.read(name))
                 replace_private(path, _sealed(after, name))
         return after

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -61,10 +62,21 @@ def folder_of(key: str) -> list[str]:
     return [RECORD_FOLDER, _digest(key)[0]]
 
 
+def _writers(mode: int) -> int:
+    """Let a group, and all others, read and write what they may write."""
+    group = (mode & stat.S_IWGRP) * 3  # Writing is 2 of the 6 of both.
+    return group | (mode & stat.S_IWOTH) * 3
+
+
 @contextlib.contextmanager
 def locked(folder: int) -> Iterator[None]:
-    """Hold the lock of a folder of records, against threads and processes."""
-    lock = os.open(_LOCK, _LOCK_FLAGS, 0o666, dir_fd=folder)
+    """Hold the lock of a folder of records, against threads and processes.
+
+    Only those who may write in the folder may open the lock. Anybody else who could
+    read it could hold it, and every writer would wait for ever.
+    """
+    mode = os.fstat(folder).st_mode
+    lock = os.open(_LOCK, _LOCK_FLAGS, 0o600 | _writers(mode), dir_fd=folder)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -7,11 +7,11 @@ machine that is restored from a snapshot with its memory is caught by the number
 long as the folder is not part of the snapshot.
 """
 
-import fcntl
 import threading
 from pathlib import Path
 from typing import Protocol
 
+from federation import folder_lock
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, check_name
 from federation.os_errors import os_errors
@@ -84,8 +84,7 @@ class FileRounds:
             "user",
         ):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"{run_id}.lock").open("ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with folder_lock.waited_for(self._folder / f"{run_id}.lock"):
                 _check_above(run_id, round_index, _read(path))
                 replace_private(path, f"{round_index}\n".encode())
 

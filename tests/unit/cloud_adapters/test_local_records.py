@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,20 @@ def test_records_go_with_their_objects(tmp_path: Path):
     for name in ("a", "b", "c"):
         store.delete(name)
     assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o600), (0o002, 0o660), (0o000, 0o666)]
+)
+def test_only_writers_may_hold_a_lock(tmp_path: Path, umask: int, mode: int):
+    """Whoever may open it could make all others wait for ever."""
+    before = os.umask(umask)
+    try:
+        LocalStore(tmp_path / "store").put("key", [b"content"])
+    finally:
+        os.umask(before)
+    (lock,) = (tmp_path / "store").rglob("lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == mode
 
 
 @pytest.mark.parametrize(

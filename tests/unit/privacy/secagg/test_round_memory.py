@@ -1,5 +1,7 @@
 """The last round is remembered, whatever happens to the process."""
 
+import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +60,17 @@ def test_files_outlive_the_process(tmp_path: Path):
     FileRounds(folder).advance(RUN, 3)
     with pytest.raises(ReplayedRound):
         FileRounds(folder).advance(RUN, 3)
+
+
+def test_nobody_else_may_hold_the_lock(tmp_path: Path):
+    """Another user of the machine could make the site wait for ever."""
+    before = os.umask(0)
+    try:
+        FileRounds(tmp_path / "rounds").advance(RUN, 1)
+    finally:
+        os.umask(before)
+    (lock,) = (tmp_path / "rounds").glob("*.lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"-1", b"1.5", b"\xff", b"1" * 40])
