@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 _ADVICE: Mapping[int, str] = {
-    errno.ENOSPC: "free some space and resume the run",
-    errno.EDQUOT: "free some space and resume the run",
+    errno.ENOSPC: "free some space; resume the run if it has ended",
+    errno.EDQUOT: "free some space; resume the run if it has ended",
     errno.ENOENT: (
         "its folder does not exist: create it, or choose another folder with --out"
     ),

@@ -44,14 +44,17 @@ a caller passed a bad argument; it is not listed here.
 """
 
 import errno
+import os
+import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from federation import OURS
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FOLDERS = re.compile(r"(?<![\w:/.])(?:/[^\s/'\",;:]+)+/")
 NO_REMEDY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -86,23 +89,34 @@ class FederationError(Exception):
     def outside(self) -> str:
         """The text that may leave a deployed site.
 
-        Code of a user may raise errors of ours, too, and quote a record in them.
+        Code of a user may raise errors of ours, too, and quote a record in them. And
+        in which folders the site's files are is nobody else's business.
         """
         if self._outside:
             return self._outside
         room = OURS[0]
         for frame, _ in traceback.walk_tb(self.__traceback__):
             room = frame.f_globals.get("__name__", "").partition(".")[0]
-        return str(self) if room in OURS else type(self).__name__
+        if room not in OURS:
+            return type(self).__name__
+        number = next((each.errno for each in system_errors(self) if each.errno), 0)
+        if number:  # The number alone: a user's OSError may quote a record.
+            what = "the disk" if number in _FULL else "a file"
+            return f"{what} of the site cannot be used: {os.strerror(number)}"
+        return _FOLDERS.sub("", str(self))
+
+
+def system_errors(error: BaseException | None) -> Iterator[OSError]:
+    """Errors of the operating system that caused one, the last one first."""
+    while error is not None:
+        if isinstance(error, OSError):
+            yield error
+        error = error.__cause__
 
 
 def is_full(error: BaseException | None) -> bool:
     """Whether a full disk caused an error: it passes when there is space."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        error = error.__cause__
-    return False
+    return any(each.errno in _FULL for each in system_errors(error))
 
 
 def is_passing(error: BaseException) -> bool:

@@ -412,6 +412,21 @@ class SitesLeftOut(RoundEvent):
         return [f"{s} (returned {n}x)" for s, n in pairs if s not in self.sites]
 
 
+def recalled(before: SitesLeftOut | None, event: SitesLeftOut) -> Sequence[str]:
+    """Sites that a round asks again although they have not come back since."""
+    if before is None:
+        return ()
+    times = dict(zip(before.returned, before.times, strict=False))
+    back = {
+        site
+        for site, number in zip(event.returned, event.times, strict=False)
+        if number > times.get(site, 0)
+    }
+    standings = zip(before.sites, before.standings, strict=False)
+    gone = [site for site, standing in standings if standing == Standing.GONE]
+    return [site for site in gone if site not in {*event.sites, *back}]
+
+
 def left_out(members: Members, round_index: int, *, at: float) -> SitesLeftOut:
     """Say which of a run's sites rounds continue without."""
     found = [

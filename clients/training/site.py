@@ -25,6 +25,7 @@ from federation.errors import (
     FederationError,
     ProtocolError,
     SiteError,
+    StoreError,
 )
 from federation.ids import RunId, SiteId
 from federation.messages import (
@@ -62,7 +63,7 @@ from federation.vectors import (
     Vector,
     layout_differs,
 )
-from privacy.secagg.errors import NoState, NotSetUp
+from privacy.secagg.errors import NoState, NotSetUp, ReplayedRound
 
 _LOG = logging.getLogger(__name__)
 _IN_THE_CLEAR = (
@@ -124,10 +125,12 @@ def log(task: Task, error: Exception) -> None:
     """Log an error at the site, whose log may quote its records."""
     if isinstance(error, LeftAtStep):
         _LOG.warning("%s", error)
-    elif _kind_of(error) is FailureKind.CRASHED:
-        _LOG.warning("round %s failed", task.round_index, exc_info=error)
-    else:
+    elif _kind_of(error) is not FailureKind.CRASHED:
         _LOG.warning("round %s refused: %s", task.round_index, error)
+    elif isinstance(error, StoreError):
+        _LOG.warning("round %s failed: %s", task.round_index, error)
+    else:  # In code that the site's operator may have to look at.
+        _LOG.warning("round %s failed", task.round_index, exc_info=error)
 
 
 CheckWork = Callable[[RoundTask], None]
@@ -608,6 +611,7 @@ def _kind_of(error: Exception) -> FailureKind:
         NotSetUp: FailureKind.NOT_SET_UP,
         NoState: FailureKind.NO_STATE,
         AggregatorAtFault: FailureKind.AGGREGATOR,
+        ReplayedRound: FailureKind.DUPLICATE,
         ProtocolError: FailureKind.INVALID,
         BudgetExceeded: FailureKind.BUDGET,
         update.NotFinite: FailureKind.NOT_FINITE,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cloud_adapters.transport.frame_references import PackedFrame, inline
-from federation.errors import ProtocolError, outside_of
+from federation.errors import ProtocolError, outside_of, system_errors
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -126,7 +126,9 @@ def _crashed(
         return failure(task, FailureKind.LEAVING, reason.value)
     text = outside_of(error)
     # What may quote a record stays in the site's own log.
-    if text != f"{type(error).__name__}: {error}":
+    if any(system_errors(error)):
+        _LOG.warning("a task failed: %s", error)
+    elif text != f"{type(error).__name__}: {error}":
         _LOG.warning("a task failed", exc_info=error)
     return failure(task, FailureKind.CRASHED, text)
 

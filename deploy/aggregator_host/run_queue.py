@@ -32,9 +32,11 @@ from federation.event_log import from_line
 from federation.events import (
     Event,
     ModelEvaluated,
+    RoundFinished,
     RunFinished,
     RunStarted,
     SitesLeftOut,
+    recalled,
 )
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -139,14 +141,16 @@ class QueuedRun:
 
     @property
     def away(self) -> Sequence[str]:
-        """Sites that the run currently excludes, each with the reason."""
-        event = _left_out(self.run) if self.outcome is None else None
-        return () if event is None else event.named()
+        """Sites that the run does without or waits for, each with the reason."""
+        event, awaited = _left_out(self.run) if self.outcome is None else (None, {})
+        named = () if event is None else event.named()
+        waits = (f"{site} (round {index} waits)" for site, index in awaited.items())
+        return [*named, *waits]
 
     @property
     def back(self) -> Sequence[str]:
         """Sites that left the run and take part again, each with how often."""
-        event = _left_out(self.run) if self.outcome is None else None
+        event, _ = _left_out(self.run) if self.outcome is None else (None, {})
         return () if event is None else event.back()
 
     @property
@@ -501,16 +505,24 @@ def _completed_rounds(run: RunFolder) -> int:
     return completed_rounds(_counted_events(_whole_lines(run)))
 
 
-def _left_out(run: RunFolder) -> SitesLeftOut | None:
-    """Which sites the newest coordinator excludes, according to its events."""
+def _left_out(run: RunFolder) -> tuple[SitesLeftOut | None, dict[str, int]]:
+    """Which sites the newest coordinator excludes, according to its events.
+
+    Returns:
+        Its newest event, and the round that waits for a site, by site.
+    """
     newest: SitesLeftOut | None = None
+    awaited = dict[str, int]()
     for event in _counted_events(_whole_lines(run)):
         match event:
             case RunStarted():
-                newest = None
+                newest, awaited = None, {}
             case SitesLeftOut():
+                awaited = dict.fromkeys(recalled(newest, event), event.round_index)
                 newest = event
-    return newest
+            case RoundFinished():
+                awaited = {}
+    return newest, awaited
 
 
 def _is_finishing(run: RunFolder) -> bool:

@@ -153,12 +153,13 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
     found = run_queue.connected(run)
     if found is None:
         return f"run {run.path.name} waits for its coordinator, and then for its sites"
-    there = ", ".join(found.there) or "none"
+    there = ", ".join(found.there)
     if not found.missing:
         return f"run {run.path.name} has its sites: {there}"
     return (
         f"run {run.path.name} waits up to {units.format_duration(found.seconds)} for "
-        f"{', '.join(found.missing)}; connected sites: {there}"
+        f"answers of {', '.join(found.missing)}"
+        + (f"; answered: {there}" if there else "")
     )
 
 
@@ -289,8 +290,9 @@ def _ps(options: argparse.Namespace) -> int:
         row["age"] = units.format_duration(row["age_seconds"])
         row["loss"] = "" if row["loss"] is None else units.format_number(row["loss"])
     names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
-    names += ["reason"] * any(row["reason"] for row in rows)
-    say_table(names, ([_cell(row[name]) for name in names] for row in rows))
+    cut = "reason" if any(row["reason"] for row in rows) else ""
+    names += [cut] if cut else []
+    say_table(names, ([_cell(row[name]) for name in names] for row in rows), cut=cut)
     return DONE
 
 
@@ -317,17 +319,26 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
 
     run, progress = _find(options), PlainProgress(sys.stdout)
+    over = partial(is_over, run) if options.follow else lambda: True
     with contextlib.suppress(KeyboardInterrupt), progress:
-        for line in _lines(run, partial(is_over, run), options.clock):
+        for line in _lines(run, over, options.clock):
             if options.json:
                 say(line.decode(errors="replace"))
             elif (event := from_line(line)) is not None:
                 progress(event)
             sys.stdout.flush()
+    handed = run_queue.read(run)
+    if handed is not None and handed.reason:
+        tell(f"run {run.path.name} {handed.status}: {handed.reason}")
+    elif not run.exists():
+        tell(_waits_for(run, run_queue.handed_over(run.path.parents[1])))
+    elif not is_over(run):
+        tell(f"run {run.path.name} goes on: add --follow to see what comes")
     return DONE
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
-from deploy.cli.terminal import interrupts, note, say, say_json, tell
+from deploy.cli.terminal import interrupts, say, say_json, service_log, tell
 from deploy.exit_codes import DONE, FAILED
 from deploy.service_manager import Notify
 from federation.errors import FederationError
 
 if TYPE_CHECKING:
     from deploy.site_host.service import SiteNode
+    from federation.protocols import Clock
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def _aggregator_up(options: argparse.Namespace) -> int:
         config=aggregator_file.load(options.config),
         config_path=options.config,
         clock=options.clock,
-        listener=_told_to(notify),
+        listener=_told_to(notify, options.clock),
         notify=notify,
     )
     with interrupts(lambda _: service.stopped.set()):
@@ -72,7 +73,8 @@ def _site_up(options: argparse.Namespace) -> int:
             return FAILED
 
     with interrupts(lambda _: stopped.set()):
-        agents = several.Agents(run, clock=options.clock, listener=note)
+        log = service_log(options.clock)
+        agents = several.Agents(run, clock=options.clock, listener=log)
         agents.serve(several.configs_below(options.config), stopped)
     return DONE
 
@@ -84,16 +86,16 @@ def _agent(options: argparse.Namespace) -> int:
     from federation.messages import LeaveReason  # noqa: PLC0415 -- imports numpy
 
     notify = service_manager.notify_from_environment()
-    departure = Departure()
+    departure, log = Departure(), service_log(options.clock)
 
     def code() -> int:
         if not departure.lost:
             return DONE
-        tell(departure.lost)  # It would be the error, if the process ended by itself.
+        log(departure.lost)  # It would be the error, if the process ended by itself.
         return FAILED
 
     end = graceful_exit.GracefulExit(
-        departure.stopped, tell, code, departure.await_kept, departure.last_words
+        departure.stopped, log, code, departure.await_kept, departure.last_words
     )
 
     def stop(number: int) -> None:
@@ -111,11 +113,12 @@ def _agent(options: argparse.Namespace) -> int:
             options.config,
             departure=departure,
             clock=options.clock,
-            listener=_told_to(notify),
+            listener=_told_to(notify, options.clock),
             begun=begun,
             standby=lambda: notify(service_manager.READY),
             take_over=options.take_over,
         )
+        log("the agent has ended on request; no task was at work")
         graceful_exit.leave()
     return DONE
 
@@ -130,7 +133,7 @@ def _site_relay(options: argparse.Namespace) -> int:
             port=options.port,
             stopped=stopped,
             clock=options.clock,
-            listener=note,
+            listener=service_log(options.clock),
         )
     return DONE
 
@@ -148,11 +151,12 @@ def _site_model(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _told_to(notify: Notify) -> Callable[[str], None]:
+def _told_to(notify: Notify, clock: "Clock") -> Callable[[str], None]:
     """Return a function that reports to a person and to the service manager."""
+    log = service_log(clock)
 
     def listener(text: str) -> None:
-        note(text)
+        log(text)
         notify(service_manager.status(text))
 
     return listener

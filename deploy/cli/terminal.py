@@ -9,7 +9,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from clients.user_code import frames_of, last_frames, origin
 from deploy import exit_codes
@@ -17,8 +18,12 @@ from deploy.exit_codes import FAILED
 from federation.errors import FederationError, JobError, QuorumNotMet, SiteError
 from federation.typed_json import encode
 
+if TYPE_CHECKING:  # Imports numpy.
+    from federation.protocols import Clock
+
 # Width of tables that do not go to a terminal.
 _PIPE_COLUMNS = 200
+_DOTS = 3
 
 
 def say(text: str) -> None:
@@ -46,8 +51,27 @@ def tell(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Write one line of a service's log: what others have sent begins no line."""
+    """Write a message in one line: what others have sent begins no line."""
     tell(" ".join(text.splitlines()))
+
+
+def service_log(clock: "Clock") -> Callable[[str], None]:
+    """Give every line of a service's log its time, in UTC.
+
+    Returns:
+        What writes one line: what others have sent begins none.
+    """
+
+    class Stamped(_OneLine):
+        def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+            return f"{stamp()} {super().formatMessage(record)}"
+
+    def stamp() -> str:
+        return f"{datetime.fromtimestamp(clock.now(), UTC):%Y-%m-%d %H:%M:%SZ}"
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Stamped())
+    return lambda text: show(f"{stamp()} crossfed: {' '.join(text.splitlines())}")
 
 
 class _OneLine(logging.Formatter):
@@ -89,19 +113,35 @@ def console() -> Any:
     return Console(highlight=False, width=width)
 
 
-def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table without lines, with a heading."""
+def say_table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], *, cut: str = ""
+) -> None:
+    """Write a table without lines, with a heading.
+
+    Args:
+        names: Heads of its columns.
+        rows: Texts of its cells.
+        cut: The last column, if its cells are cut so that each row is one line.
+    """
     from rich.table import Table  # noqa: PLC0415 -- keeps `--help` fast
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(box=None, pad_edge=False)
+    table, output = Table(box=None, pad_edge=False), console()
+    cells = [[" ".join(_plain(cell).split("\n")) for cell in row] for row in rows]
+    if cut:
+        columns = [*zip(names, *cells, strict=True)][:-1]
+        taken = sum(max(map(len, column)) + 2 for column in columns)
+        left = max(output.width - taken, len(cut) + _DOTS)
+        for row in cells:
+            if len(row[-1]) > left:
+                row[-1] = f"{row[-1][: left - _DOTS].rstrip()}..."
     for name in names:
         # A run's name is copied from here: it stays in one line.
-        table.add_column(name, overflow="fold", no_wrap=name == "run")
-    for row in rows:
+        table.add_column(name, overflow="fold", no_wrap=name in {"run", cut})
+    for row in cells:
         # As text: a folder's name may look like markup.
-        table.add_row(*(Text(_plain(cell)) for cell in row))
-    console().print(table)
+        table.add_row(*map(Text, row))
+    output.print(table)
 
 
 @contextmanager

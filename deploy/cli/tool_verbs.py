@@ -13,6 +13,7 @@ from typing import Any
 from deploy.cli.arguments import service
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
+from federation.errors import JobError
 
 
 def _new_key(options: argparse.Namespace) -> int:
@@ -169,14 +170,17 @@ def _recover(options: argparse.Namespace) -> int:
 def _ledger(options: argparse.Namespace) -> int:
     from deploy.tools import ledger_reader as ledger  # noqa: PLC0415 -- imports torch
 
-    if options.action == "recover":
+    if options.action == "recover" and options.run is not None:
         return _recover(options)
+    if options.action is not None and options.run is not None:
+        raise JobError(f"ledger {options.action} is unknown: write ledger recover RUN")
+    name = options.action  # A single word names a run.
     with ExitStack() as stack:
         root, key = options.root, None
         if options.config is not None:
             site = ledger.of_site(options.config, tell)
             root, key = stack.enter_context(site)
-        paths = ledger.find(options.run, root)
+        paths = ledger.find(name or ledger.only_run(root), root)
         findings = [ledger.examine(path, key) for path in paths]
     damaged = sum(finding.contents is None for finding in findings)
     if options.json:

@@ -429,7 +429,9 @@ class RunWatch:
         pool = self._deployment.pools[LOCAL]
         for node in pool.nodes({DEPLOYMENT: self._deployment.name}):
             lines = log_of(pool, node.id).splitlines()
-            found = Counter(line for line in lines if line.startswith(CANNOT_LOAD))
+            # Their times come first: without them, equal lines are one.
+            texts = (CANNOT_LOAD + line.partition(CANNOT_LOAD)[2] for line in lines)
+            found = Counter(text for text in texts if text != CANNOT_LOAD)
             for line, times in found.items():
                 if is_new and times > self._lines[node.id, line]:
                     self._tell(f"{node.name}: {line}")

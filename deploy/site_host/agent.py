@@ -16,6 +16,7 @@ from pathlib import Path
 from clients.models.model_pool import ModelPool
 from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
+from clients.privacy.ledger_memory import lifetime
 from clients.privacy.site_policy import Faults, check_job, function_faults
 from clients.privacy.source_check import check_deployed
 from clients.privacy.stated_bounds import need_fault
@@ -37,11 +38,13 @@ from deploy.site_host.run import (
     OpenRun,
     ProposedRun,
     SiteKeys,
+    lifetime_budget,
     note_limits,
     open_run,
     order_seed,
     private_sites,
     runs_folder,
+    site_memory,
 )
 from deploy.site_host.run_lines import RunLines, lost_work
 from deploy.wiring import parts as wiring, store_meters
@@ -227,8 +230,21 @@ class SiteAgent:
             job=run.met.job,
             promise=run.promise,
             listener=self.listener,
+            total=self._total_spent,
         )
         self._lines.begin()
+
+    def _total_spent(self) -> str:
+        """Say what all runs on the site's records have spent, and what is allowed."""
+        budget = lifetime_budget(self.config)
+        found = lifetime(site_memory(self.config), budget)
+        if found is None or budget.epsilon is None:
+            return ""
+        left = max(0.0, budget.epsilon - found.epsilon)
+        return (
+            f"; all runs on {budget.dataset!r} together {found.epsilon:.3g} of "
+            f"{budget.epsilon:g}, {left:.3g} left (policy.total_epsilon)"
+        )
 
     def _close_run(self) -> None:
         run, self._run, self._met = self._run, None, None

@@ -23,7 +23,7 @@ from federation.job.spec import JobSpec
 _LOG = logging.getLogger(__name__)
 
 CANNOT_LOAD = "cannot load the data of site"
-"""Begins the line of a site's log that says why its data cannot be loaded."""
+"""Begins the message in a site's log that says why its data cannot be loaded."""
 
 
 def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:

@@ -26,6 +26,7 @@ class RunLines:
         job: As proposed, with the rounds of extensions.
         promise: What the site has promised; None without differential privacy.
         listener: Called with each line.
+        total: Says what all runs on the site's records have spent together.
     """
 
     run_id: RunId
@@ -33,6 +34,7 @@ class RunLines:
     job: JobSpec
     promise: SitePrivacy | None
     listener: Callable[[str], None]
+    total: Callable[[], str]
     _rounds: set[int] = field(default_factory=set, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
     _is_over: bool = field(default=False, init=False)
@@ -71,8 +73,13 @@ class RunLines:
             return
         self._is_over = True
         spent = ""
-        if self._spent is not None:
-            spent = f", epsilon {self._spent.epsilon:.3g} spent"
+        if self._spent is not None and self.promise is not None:
+            cap = f"{self.promise.epsilon_cap:.3g}"
+            spent = f", epsilon {self._spent.epsilon:.3g} of {cap} spent on training"
+            held_out = self._spent.held_out_epsilon
+            if held_out is not None:
+                spent += f" and {held_out:.3g} of {cap} on evaluations"
+            spent += self.total()
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
             f"run {self.run_id} {how}: job {self.job.name!r}, {self.job.rounds} "

@@ -82,6 +82,19 @@ class Finding:
     checked: str = ""
 
 
+def only_run(root: Path) -> str:
+    """Return the only run below a folder that has ledgers.
+
+    Raises:
+        RunNotFound: There are none, or several.
+    """
+    runs = sorted({path.parents[2] for path in root.glob(f"**/{PLACES}")})
+    if len(runs) == 1:
+        return str(runs[0])
+    found = f"choose one of {', '.join(run.name for run in runs)}" if runs else ""
+    raise RunNotFound(found or f"no run in {root} has a ledger ({PLACES})")
+
+
 def find(name: str, root: Path) -> list[Path]:
     """Find the ledgers of a name from the command line.
 

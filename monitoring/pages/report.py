@@ -50,7 +50,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.NOT_FINITE: "the update contained NaN or infinity",
     FailureKind.INVALID: "wrong length, wrong model or wrong round",
     FailureKind.AGGREGATOR: "the aggregator sent something wrong; no site is to blame",
-    FailureKind.DUPLICATE: "a second update for the same task",
+    FailureKind.DUPLICATE: "the site has answered this round already",
     FailureKind.LATE: "an update that came after its round ended",
     FailureKind.UNKNOWN: "an update from a site that was not asked",
     FailureKind.LEAVING: "the site left the run",

@@ -26,10 +26,10 @@ from federation.events import (
     SitesLeftOut,
     Warned,
 )
-from federation.messages import FailureKind
 from federation.protocols import Clock
 from monitoring import privacy_words
 from monitoring.terminal.progress import (
+    DECLINED,
     attempt_failed,
     extended,
     introduced,
@@ -100,9 +100,10 @@ class LiveProgress(Closing):
             self._rounds = event.rounds
             if self._fold.has_started and self._fold.view().finished is None:
                 self._console.print(Text(killed_before(event), style="yellow"))
+        left_before = self._fold.view().left_out if self._fold.has_started else None
         with self._lock:
             self._fold.add(event)
-        for notice in _notices(event, self._rounds):
+        for notice in _notices(event, self._rounds, left_before):
             self._console.print(notice)
         if isinstance(event, RunFinished) and event.status != INTERRUPTED:
             self.close()
@@ -142,15 +143,16 @@ def picture(view: RunView, console: Console, *, now: float) -> RenderableType:
     return Group(*parts)
 
 
-def _notices(event: Event, rounds: int) -> Iterator[Text]:
+def _notices(
+    event: Event, rounds: int, left_before: SitesLeftOut | None
+) -> Iterator[Text]:
     """The notices above the view."""
     match event:
         case SiteFailed(round_index=index):
             # After the last round there is one more exchange, to evaluate.
             place = f"round {index}" if index <= rounds else "last evaluation"
             line = f"{place}: {event.site}: {event.kind}: "
-            # A budget that is kept to is no fault.
-            style = "yellow" if event.kind == FailureKind.BUDGET else "red"
+            style = "yellow" if event.kind in DECLINED else "red"
             yield Text(printable(line + event.message), style=style)
         case PrivacyPlanned():
             for line in privacy_words.lines(event, MAX_SITE_ROWS):
@@ -159,14 +161,15 @@ def _notices(event: Event, rounds: int) -> Iterator[Text]:
             yield Text(printable(f"examples: {introduced(event)}", limit=500))
         case RunFinished():
             yield from _end_notice(event)
+        case SitesLeftOut():
+            text = left_out(event, left_before)
+            yield Text(printable(text, limit=500), style="red")
         case _:
             yield from _trouble(event)
 
 
 def _trouble(event: Event) -> Iterator[Text]:
     match event:
-        case SitesLeftOut():
-            yield Text(printable(left_out(event), limit=500), style="red")
         case RunExtended():
             yield Text(printable(extended(event)))
         case Warned(message=message):
@@ -383,8 +386,8 @@ def _site_cells(
         return [state, "", "", ""]
     seconds = format_duration(report.answered_seconds - report.asked_seconds)
     if isinstance(report, SiteFailed):
-        if report.kind == FailureKind.BUDGET:
-            return [Text("declined (budget)", style="yellow"), seconds, "", ""]
+        if report.kind in DECLINED:
+            return [Text(f"declined ({report.kind})", style="yellow"), seconds, "", ""]
         return [Text(f"failed ({report.kind})", style="red"), seconds, "", ""]
     told = Text(training_loss(report, view.is_secret), "dim" if view.is_secret else "")
     if view.privacy is not None:

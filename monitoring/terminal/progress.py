@@ -25,6 +25,7 @@ from federation.events import (
     SitesIntroduced,
     SitesLeftOut,
     Warned,
+    recalled,
 )
 from federation.job.metrics import LANGUAGE
 from federation.messages import FailureKind
@@ -46,6 +47,9 @@ _LONG_MESSAGE, _MOST_MESSAGES = 60, 100
 # With more sites than this, only failures get a line of their own.
 MAX_SITES_WITH_LINES = 8
 
+# A site that keeps to its budget, or answers a round only once, has not failed.
+DECLINED = frozenset({FailureKind.BUDGET, FailureKind.DUPLICATE})
+
 ANOTHER = "the service starts another, which resumes from the newest checkpoint"
 
 
@@ -64,10 +68,12 @@ def introduced(event: SitesIntroduced) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def left_out(event: SitesLeftOut) -> str:
-    """Which sites rounds exclude, and why; and which have come back."""
-    away = f"sites away: {'; '.join(event.named()) or 'none'}"
-    return f"{away}; back: {', '.join(event.back())}" if event.back() else away
+def left_out(event: SitesLeftOut, before: SitesLeftOut | None) -> str:
+    """Which sites rounds exclude, and why; which are awaited, and have come back."""
+    text = f"sites away: {'; '.join(event.named()) or 'none'}"
+    if awaited := recalled(before, event):
+        text = f"round {event.round_index} waits for {', '.join(awaited)}"
+    return f"{text}; back: {', '.join(event.back())}" if event.back() else text
 
 
 def attempt_failed(event: RunFinished) -> str:
@@ -109,6 +115,7 @@ class PlainProgress(Closing):
         self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
         self._waiting: list[RoundFinished | str] = []  # In the order of events.
         self._evaluated: dict[int, ModelEvaluated] = {}
+        self._left_out: SitesLeftOut | None = None
         self._failures: dict[str, str] = {}  # Where each long message was written.
 
     def __call__(self, event: Event) -> None:
@@ -140,15 +147,19 @@ class PlainProgress(Closing):
 
     def _start(self, event: RunStarted) -> None:
         if self._is_at_work:
-            self._write(killed_before(event))
+            self._put(killed_before(event))
         self._is_at_work = True
-        self._waiting = [line for line in self._waiting if isinstance(line, str)]
-        self.close()
+        # A round that was completed before is evaluated after this.
+        self._waiting = [
+            each
+            for each in self._waiting
+            if isinstance(each, str) or each.round_index < event.first_round
+        ]
         self._is_language = event.task in LANGUAGE
         self._is_secret = event.secure_aggregation
         self._rounds, self._num_sites = event.rounds, len(event.sites)
         verb = "resumes" if event.first_round > 1 else "starts"
-        self._write(
+        self._put(
             f"run {event.run_id} {verb}  {event.job_name}  "
             f"{format_count(event.rounds, 'round')}  "
             f"{format_count(len(event.sites), 'site')}  "
@@ -174,8 +185,7 @@ class PlainProgress(Closing):
         place = f"{self._place(event.round_index)}  {event.site}"
         seconds = format_duration(event.answered_seconds - event.asked_seconds)
         if isinstance(event, SiteFailed):
-            # A site that keeps to its budget has not failed.
-            verb = "declined" if event.kind == FailureKind.BUDGET else "failed"
+            verb = "declined" if event.kind in DECLINED else "failed"
             message = self._once(event)
             self._write(f"{verb} {place}  {event.kind}  {message}  {seconds}")
         elif self._num_sites <= MAX_SITES_WITH_LINES:
@@ -204,13 +214,14 @@ class PlainProgress(Closing):
             case SitesIntroduced():
                 self._write(f"examples  {introduced(event)}")
             case SitesLeftOut():
-                self._write(left_out(event))
+                self._put(left_out(event, self._left_out))
+                self._left_out = event
             case GroupsCompared() if event.groups != self._groups:
                 self._groups = event.groups
                 named = (", ".join(group) for group in event.groups)
                 self._write(f"groups  {'  |  '.join(named)}")
             case Warned(message=message):
-                self._write(f"warning  {message}")
+                self._put(f"warning  {message}")
             case RunExtended():
                 self._write(extended(event))
             case CheckpointSkipped(key=key, reason=reason):
@@ -276,9 +287,10 @@ class PlainProgress(Closing):
             text += f"  accuracy {noisy}{format_fraction(accuracy)}"
             noise = privacy_words.accuracy_noise(self._privacy, event)
             text += "" if noise is None else f" +-{privacy_words.format_points(noise)}"
-        missing = self._num_sites - len(event.sites)
         # Losses over other sites are losses over other data: do not compare them.
-        return f"{text} without {format_count(missing, 'site')}" if missing else text
+        if len(event.sites) < self._num_sites:
+            text += f" (at {len(event.sites)} of {self._num_sites} sites)"
+        return text
 
     def _place(self, round_index: int) -> str:
         width = len(str(self._rounds))

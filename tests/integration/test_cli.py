@@ -122,7 +122,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "ps": common | {"--aggregator"},
         "watch": common | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},
-        "logs": common | {"run", "--aggregator"},
+        "logs": common | {"run", "--aggregator", "--follow"},
         "plan": common
         | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
         | {"--budget", "--deadline", "--plot"},

@@ -215,7 +215,7 @@ def test_redelivered_task_is_refused_as_answered():
         for index, answer in twice[0].second.items()
         if isinstance(answer, SiteFailure)
     }
-    refused = (FailureKind.INVALID, True)
+    refused = (FailureKind.DUPLICATE, True)
     assert kinds == dict.fromkeys(range(1, ROUNDS + 2), refused)
     assert {index for index, _ in sent.wholes} == {1}
 

@@ -9,8 +9,10 @@ NOTHING_THERE = frozenset(
 )
 
 ADVICE: Mapping[int, str] = {
-    errno.ENOSPC: "the disk is full; free some space and resume the run",
-    errno.EDQUOT: "the disk quota is used up; free some space and resume the run",
+    errno.ENOSPC: "the disk is full; free some space, and resume the run if it has "
+    "ended",
+    errno.EDQUOT: "the disk quota is used up; free some space, and resume the run if "
+    "it has ended",
     errno.EFBIG: "the file would be larger than the process or the file system "
     "allows; raise the limit (ulimit -f) or use another disk",
     errno.EACCES: "permission is denied; make the folder writable for this user or "

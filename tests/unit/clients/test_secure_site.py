@@ -64,11 +64,11 @@ def after_a_run() -> Recording:
     return kept[0]
 
 
-def refused(site: Site, task: Task) -> str:
+def refused(site: Site, task: Task, kind: FailureKind = FailureKind.INVALID) -> str:
     """What a site says of a task that it refuses."""
     answer = site.handle(task)
     assert isinstance(answer, SiteFailure)
-    assert answer.kind is FailureKind.INVALID
+    assert answer.kind is kind
     return answer.message
 
 
@@ -83,7 +83,9 @@ def test_own_model_is_not_evaluated_in_secret(after_a_run: Recording):
 def test_round_is_answered_once(after_a_run: Recording, place: int):
     """Two answers under one mask would differ by the difference of two updates."""
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
-    assert "round" in refused(after_a_run.site, rounds[place])
+    # A round of an older state is refused before its number is looked at.
+    kind = FailureKind.DUPLICATE if place == len(rounds) - 1 else FailureKind.INVALID
+    assert "round" in refused(after_a_run.site, rounds[place], kind)
 
 
 @pytest.mark.parametrize("step", [SecureStep.SURVIVORS, SecureStep.REVEAL])

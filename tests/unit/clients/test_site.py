@@ -1,5 +1,7 @@
 """A site's answers to tasks."""
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from clients.training.kept_steps import LeftAtStep
 from clients.training.local_federation import state_of
 from clients.training.site import Site, Work
 from clients.training.site_state import SiteState
+from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.compression import change
@@ -428,6 +431,32 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
     assert "record 17 of J. Doe" in caplog.text
     assert "record 18 of J. Doe" in caplog.text
     assert "record 19 of J. Doe" in caplog.text
+
+
+def test_a_full_disk_is_one_line_and_names_no_folder_outside(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+):
+    """Each round fails until there is space: a traceback would say nothing more."""
+
+    def make_trainer() -> AddOne:
+        with file_errors("write", Path("/srv/site/x")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    state = SiteState(SITE, LAYOUT, store)
+    site = Site(
+        SITE,
+        make_trainer=make_trainer,
+        state=state,
+        clock=SystemClock(),
+        tells_all=False,
+    )
+    answer = site.handle(task())
+    assert isinstance(answer, SiteFailure)
+    assert "/srv" not in answer.message
+    assert "No space left" in answer.message
+    record = caplog.records[-1]
+    assert record.exc_info is None
+    assert " failed: cannot write '/srv/site/x': the disk" in record.getMessage()
 
 
 def test_a_site_that_leaves_says_so_in_one_line(

@@ -73,6 +73,22 @@ def test_every_site_of_a_run_is_shown(run: Path, capsys: pytest.CaptureFixture[s
     assert "spent       nothing" in right
 
 
+def test_a_run_need_not_be_named_if_only_one_has_ledgers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Otherwise those that have are named."""
+    for name in ("one", "two"):
+        folder = tmp_path / "job" / name / "sites" / "left"
+        folder.mkdir(parents=True)
+        (folder / "ledger.jsonl").write_text("not a ledger\n")
+        code, out, err = show("--root", str(tmp_path), capsys=capsys)
+        if name == "one":
+            assert code == 1
+            assert str(folder) in out
+    assert code == 2
+    assert "one, two" in err
+
+
 @pytest.mark.slow
 def test_json_has_the_same(run: Path, capsys: pytest.CaptureFixture[str]):
     """Counted afresh, and in order: the bound is above, the estimate is close."""

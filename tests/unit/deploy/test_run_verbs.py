@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from deploy.exit_codes import STOPPED
 from federation import folder_lock
 from federation.clock import VirtualClock
 from federation.event_log import EventWriter
-from federation.events import ModelEvaluated, Warned
+from federation.events import ModelEvaluated, SitesLeftOut, Warned
 from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder
 
@@ -82,8 +83,8 @@ def test_run_whose_sites_are_missing_names_them(
     run_verbs._await_start(run, Meets(0.0))
     waits = "waits up to 10 min 00 s for"
     assert capsys.readouterr().err.splitlines()[1:] == [
-        f"crossfed: run one {waits} east, west; connected sites: none",
-        f"crossfed: run one {waits} east; connected sites: west",
+        f"crossfed: run one {waits} answers of east, west",
+        f"crossfed: run one {waits} answers of east; answered: west",
         "crossfed: run one has its sites: west, east",
     ]
 
@@ -128,6 +129,29 @@ def test_ps_shows_age_loss_and_why_a_run_failed(
     assert "east was away" in said
 
 
+def test_ps_names_a_site_that_a_round_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It is asked again because the quorum needs it, although it is not back."""
+    path = aggregator_toml(tmp_path)
+    run = RunFolder(aggregator_file.load(path).runs / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    away = SitesLeftOut(
+        at=1.0, round_index=1, sites=("a",), reasons=("spot",), standings=("gone",)
+    )
+    recalled = replace(away, round_index=2, sites=(), reasons=(), standings=())
+    options = argparse.Namespace(aggregator=path, clock=VirtualClock(0.0), json=True)
+    with EventWriter(run.events) as write:
+        for event, expected in (
+            (away, ["a (gone: spot)"]),
+            (recalled, ["a (round 2 waits)"]),
+        ):
+            write(event)
+            assert run_verbs._ps(options) == 0
+            (row,) = json.loads(capsys.readouterr().out)
+            assert row["without"] == expected
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_logs_are_lines_and_with_json_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool
@@ -139,12 +163,43 @@ def test_logs_are_lines_and_with_json_events(
         write(Warned(at=1.0, message="updates are scaled down"))
     run_queue.leave_outcome(run, run_queue.Outcome(code=0, message=""))
     options = argparse.Namespace(
-        aggregator=path, clock=VirtualClock(0.0), json=as_json, run="one"
+        aggregator=path,
+        clock=VirtualClock(0.0),
+        json=as_json,
+        run="one",
+        follow=True,
     )
     assert run_verbs._logs(options) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert "updates are scaled down" in line
     assert line.startswith("{") == as_json
+
+
+def test_logs_end_and_say_why_there_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Of a run that goes on, of one that waits, and of one that was refused."""
+    path = aggregator_toml(tmp_path)
+    runs = aggregator_file.load(path).runs
+    options = argparse.Namespace(
+        aggregator=path, clock=VirtualClock(0.0), json=False, follow=False
+    )
+    for name in ("first", "second", "third"):
+        run_queue.submit(small_job(), RunFolder(runs / "small" / name), at=0.0)
+    first, third = (RunFolder(runs / "small" / name) for name in ("first", "third"))
+    with EventWriter(first.events) as write:
+        write(Warned(at=1.0, message="updates are scaled down"))
+    why = run_queue.Outcome(code=2, message="the run cannot start: east refuses")
+    run_queue.leave_outcome(third, why)
+    told = []
+    for name in ("first", "second", "third"):
+        assert run_verbs._logs(argparse.Namespace(**vars(options), run=name)) == 0
+        out, err = capsys.readouterr()
+        assert bool(out) == (name == "first")
+        told.append(err)
+    assert "first goes on: add --follow" in told[0]
+    assert "for run first" in told[1]
+    assert told[2] == "crossfed: run third failed: the run cannot start: east refuses\n"
 
 
 def test_run_that_lost_its_coordinator_says_so(

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 
 from deploy.cli import terminal
+from federation.clock import VirtualClock
 from federation.errors import FederationError, JobError
 from federation.typed_json import refuse_constant
 
@@ -38,6 +39,35 @@ def test_what_others_send_begins_no_line_of_a_log(
     assert not any(line.startswith("crossfed: all") for line in said.splitlines())
     assert "\nb c" in said
     assert "\x1b" not in said
+
+
+def test_each_line_of_a_services_log_has_its_time(capsys: pytest.CaptureFixture[str]):
+    """Also those of libraries; what others send begins no line."""
+    log = terminal.service_log(VirtualClock(86_400.0))
+    log("refused: a\ncrossfed: all is well")
+    logging.getLogger("x.y").propagate = False
+    logging.lastResort.handle(  # type: ignore[union-attr]
+        logging.LogRecord("a", logging.ERROR, "f", 1, "b\nc", (), None)
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "1970-01-02 00:00:00Z crossfed: refused: a crossfed: all is well",
+        "1970-01-02 00:00:00Z b c",
+    ]
+    terminal.keep_records_in_lines()
+
+
+def test_a_row_is_one_line_if_its_last_cell_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for width in ("60", "200"):
+        monkeypatch.setattr(terminal, "_PIPE_COLUMNS", int(width))
+        rows = [["one", f"a\n{'b' * 300}"], ["two", "short"]]
+        terminal.say_table(["run", "reason"], rows, cut="reason")
+        _, first, second = capsys.readouterr().out.splitlines()
+        assert first.startswith("one  a bbb")
+        assert first.rstrip().endswith("b...")
+        assert len(first.rstrip()) <= int(width)
+        assert second.split() == ["two", "short"]
 
 
 def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):

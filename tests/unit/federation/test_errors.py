@@ -17,6 +17,19 @@ from federation.errors import (
 )
 
 
+def test_no_folder_of_a_site_leaves_it():
+    """Nor what a user's code says in an error of the system."""
+    full = StoreUnavailable("cannot write /data/Hospital A/site/x: no space")
+    full.__cause__ = OSError(errno.ENOSPC, "record 17 of J. Doe", "/data/Hospital A/x")
+    assert full.outside == (
+        "the disk of the site cannot be used: No space left on device"
+    )
+    gone = CorruptObject("/srv/a.b/memory/x.json is damaged; see '/home/me/y z'")
+    assert gone.outside == "x.json is damaged; see 'y z'"
+    told = "at https://a.example/b/c, s3://bucket/key and 1 / (10 n) or docs/howto/a.md"
+    assert SiteError(told).outside == told
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [

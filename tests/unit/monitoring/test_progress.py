@@ -178,7 +178,7 @@ def test_plain_metrics_over_fewer_sites_say_so():
     """A loss that lacks a site's data is not passed off as everybody's."""
     lines = _lines([_without_second_site(e) for e in event_samples.two_sites(1)])
     (line,) = (line for line in lines if line.startswith("round"))
-    assert " without 1 site " in line
+    assert " (at 1 of 2 sites) " in line
 
 
 def _without_second_site(event: Event) -> Event:
@@ -495,7 +495,11 @@ def test_killed_coordinator_is_explained():
         "the previous coordinator was killed, or its machine failed; another resumes "
         "at round 3"
     )
-    assert _lines(events).count(text) == 1
+    lines = _lines(events)
+    assert lines.count(text) == 1
+    # The model of the round before is evaluated by the next coordinator.
+    rounds = [line[:12] for line in lines if line.startswith("round ")]
+    assert rounds == [f"round  {n:2}/10" for n in range(1, 11)]
     assert text in " ".join(_live(events, color_system=None).split())
     assert text not in _lines(_interrupted())
 
@@ -576,6 +580,12 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     gone = replace(event, sites=("a",), reasons=("spot",), standings=("gone",))
     seen.insert(-1, gone)
     assert "sites away: a (gone: spot)" in _lines(seen)
+    none = replace(gone, sites=(), reasons=(), standings=())
+    seen.insert(-1, none)
+    assert "round 1 waits for a" in _lines(seen)
+    assert "round 1 waits for a" in _live(seen, color_system=None, height=40)
+    seen[-2] = replace(none, returned=("a",), times=(1,))
+    assert "sites away: none; back: a (returned 1x)" in _lines(seen)
     assert "a (gone: spot)</li>" in _page_without_figures(event, gone)
     none = replace(event, sites=(), reasons=())
     seen.insert(-1, none)
