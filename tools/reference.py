@@ -237,6 +237,9 @@ def _combinations() -> Iterator[str]:
             if method.name in each.excludes
         )
         yield from _table(("Not with", "Why, and what to do"), (*rows, *others))
+        if method.private_because:
+            because = method.private_because
+            yield from (f"Where differential privacy is not refused, {because}.", "")
         for thing in method.only_with_it:
             yield from (f"Nothing else can use {thing}.", "")
 

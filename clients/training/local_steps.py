@@ -281,10 +281,7 @@ def _takes_sparse(job: JobSpec) -> bool:
         optimizer.name == "sgd" and optimizer.momentum == optimizer.weight_decay == 0
     )
     return (is_plain or is_function(optimizer.name)) and not (
-        training.proximal_mu
-        or training.clip_grad_norm
-        or any(method.adds_to_gradients for method in used_by(job))
-        or training.precision == "fp16"
+        training.clip_grad_norm or any(method.needs_dense for method in used_by(job))
     )
 
 

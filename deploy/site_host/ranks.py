@@ -31,7 +31,6 @@ from deploy.site_host.config import LocalDataSpec, SiteFile
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_file
-from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.methods.method import Thing
 from federation.methods.registry import excluding
@@ -94,38 +93,10 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "its operator to set compute.ranks = 1",
             key="privacy.differential_privacy.unit",
         )
-    one = "ask its operator for compute.ranks = 1 without compute.compile"
-    for refused, reason, key in (
-        (
-            job.training.optimizer.state == "keep",
-            (
-                "ranks cannot keep the optimiser's state between rounds: "
-                f'{one}, or use "fresh"'
-            ),
-            "training.optimizer.state",
-        ),
-        (
-            job.training.task == TRAINER,
-            f"a Trainer's loop runs in one process: {one}, or name another task",
-            "training.task",
-        ),
-        (
-            bool(job.model.personal),
-            f"ranks keep no personal parts: {one}, or remove this key",
-            "model.personal",
-        ),
-        (
-            job.training.overlap_steps > 0,
-            f"ranks do not work ahead: {one}, or remove this key",
-            "training.overlap_steps",
-        ),
-        *(
-            (True, f"{reason}, or remove this key", method.dotted_key)
-            for method, reason in excluding(job, Thing.RANKS)
-        ),
-    ):
-        if refused:
-            raise JobError(f"{site}, but {reason}", key=key)
+    for method, reason in excluding(job, Thing.RANKS):
+        raise JobError(
+            f"{site}, but {reason}, or {method.instead}", key=method.places(job)[0]
+        )
     if job.training.device.startswith("cuda:"):
         raise JobError(
             f"{site}, but {job.training.device!r} is a single device: use cuda or auto",

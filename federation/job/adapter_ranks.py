@@ -24,8 +24,8 @@ from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
+from federation.methods.adapter_ranks import FEWER_RANKS
 from federation.vectors import AVERAGED, Layout, Role, TensorSpec
 
 # The axis of the rank in peft's tensors, by a part of their names.
@@ -35,7 +35,6 @@ _AXES: Mapping[str, int] = {
     "lora_B": 1,
     "lora_embedding_B": 1,
 }
-_PUBLIC_COMBINE = ("mean", "contributor_mean")
 # Sites of the same rank, and contributors to a column: with two, each of them knows
 # the other's part.
 _FEWEST_ALIKE, _FEWEST_PRIVATE = 3, 2
@@ -128,56 +127,16 @@ def fewest_alike(job: JobSpec) -> int:
 
 
 def check_ranks(job: JobSpec) -> None:
-    """Refuse ranks by site where an update of zeros would count as a vote.
+    """Refuse secure sums of which a part would hold the update of few sites.
 
     Raises:
         JobError: The first such thing, with its key and what to write instead.
     """
-    index = next((i for i, s in enumerate(job.sites) if s.lora_rank is not None), None)
-    if index is None:
-        return
-    key = f"sites[{index}].lora_rank"
-    for is_refused, reason in (
-        (
-            job.training.task == TRAINER,
-            "a Trainer's loop trains all ranks: name another task",
-        ),
-        (
-            job.aggregation.combine not in _PUBLIC_COMBINE,
-            (
-                f"{job.aggregation.combine} compares values of sites, and this site "
-                "sends 0 for the rest: use mean or contributor_mean as "
-                "aggregation.combine"
-            ),
-        ),
-        (
-            job.training.overlap_steps > 0,
-            (
-                "steps taken ahead mix older values into what the site does not train: "
-                "remove training.overlap_steps"
-            ),
-        ),
-        (
-            bool(job.relays) or any(site.flower_app for site in job.sites),
-            "relays and Flower apps know one rank only: leave them out",
-        ),
-    ):
-        if is_refused:
-            raise JobError(f"{reason}; or remove this key", key=key)
-    _check_sums(job, key)
-
-
-def _check_sums(job: JobSpec, key: str) -> None:
-    """Refuse secure sums of which a part would hold the update of few sites."""
+    places = FEWER_RANKS.places(job)
     secure, private = job.privacy.secure_aggregation, job.privacy.differential_privacy
-    if not secure.enabled:
+    if not places or not secure.enabled:
         return
-    if secure.groups is not None:
-        raise JobError(
-            "sites of one group may all have a small rank, and the rest would be of "
-            "few sites: remove privacy.secure_aggregation.groups, or this key",
-            key=key,
-        )
+    key = places[0]
     absent = len(job.sites) - job.minimum_sites
     if private.enabled:
         if fewest_contributors(job) < _FEWEST_PRIVATE:

@@ -85,14 +85,6 @@ def check_exact(job: JobSpec) -> None:
         "codecs round the factors: leave out communication.codec and down_codec": (
             {links.up.name, links.down.name} != {"identity"}
         ),
-        "relays and Flower apps send no factors of single sites": (
-            bool(job.relays) or any(site.flower_app for site in job.sites)
-        ),
-        "kept optimiser state would be of other factors: leave out "
-        "training.optimizer.state": job.training.optimizer.state == "keep",
-        "overlap_steps mixes an older weight with the residual of the round": (
-            job.training.overlap_steps > 0
-        ),
         "an average of the models of several rounds mixes factors of different "
         'products: set selection.model to "best" or "last"': (
             job.selection is not None and job.selection.averages

@@ -1,7 +1,8 @@
 """What a job must not request: rules over several values.
 
 Combinations that are unsafe or cannot work are refused here, each with its key and
-what to write instead; those of differential privacy are in ``privacy_checks``.
+what to write instead; those of differential privacy are in ``privacy_checks``, those
+of optional methods in ``federation.methods``.
 """
 
 import difflib
@@ -14,11 +15,8 @@ from federation.errors import JobError, joined
 from federation.ids import check_name
 from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
-from federation.job.local_work_checks import check_larger_steps, check_local_work
-from federation.job.loop_checks import check_loop
 from federation.job.method_checks import check_methods
 from federation.job.metrics import check_objective, is_function
-from federation.job.personal_checks import check_clusters, check_personal
 from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
@@ -30,8 +28,8 @@ from federation.job.spec import (
     LearningRateSpec,
     OptimizerSpec,
     PartitionSpec,
-    TrainingSpec,
 )
+from federation.methods.local_work import CHOSEN_STEPS
 
 TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
 MEANS = ("mean", "contributor_mean")
@@ -45,6 +43,8 @@ OPTIMIZERS = (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FACTOR = 2  # Between the fewest and the most local steps of a round.
+_PAIR = 2
 
 
 def check(job: JobSpec) -> JobSpec:
@@ -58,25 +58,20 @@ def check(job: JobSpec) -> JobSpec:
     for rule in (
         check_flower_apps,
         _check_data,
-        check_loop,
+        check_methods,
         check_objective,
         _check_training,
-        check_local_work,
-        check_larger_steps,
+        _check_local_work,
+        _check_larger_steps,
         _check_optimizer,
-        _check_normalized_steps,
         _check_codecs,
         check_secure_aggregation,  # First: it sets the quorum.
         check_differential_privacy,
-        check_methods,
         _check_quorum,
         _check_robust_rule,
         _check_dynamic_weights,
         _check_buffers,
-        check_clusters,
-        check_personal,
         check_ranks,
-        _check_zeros,
         _check_tokenizers,
         _check_simulation,
         check_relays,
@@ -158,7 +153,6 @@ def _check_training(job: JobSpec) -> None:
             key="training.learning_rate.name",
         )
     _check_schedule(training.learning_rate)
-    _check_overlap(job)
     device = training.device
     known = device in {"auto", "cpu", "cuda"} or (
         device.startswith("cuda:") and device[5:].isdecimal()
@@ -198,34 +192,39 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     )
 
 
-def _check_overlap(job: JobSpec) -> None:
-    """Refuse steps ahead of their round where they would do something else."""
-    training, key = job.training, "training.overlap_steps"
-    if not training.overlap_steps:
-        if training.overlap_mix != TrainingSpec().overlap_mix:
-            raise JobError(
-                "nothing is mixed without overlap_steps: set it, or remove this key",
-                key="training.overlap_mix",
-            )
+def _check_local_work(job: JobSpec) -> None:
+    """Refuse ranges that leave no choice of a number of steps.
+
+    With twice the fewest steps allowed, the steps of a run always divide into rounds
+    that are neither too short nor too long, and rounds can differ enough to measure.
+    """
+    most, low = job.schedule.max_local_steps, job.training.local_steps
+    if not CHOSEN_STEPS.is_on(job) or low is None:
         return
-    if training.local_steps is None or training.overlap_steps >= training.local_steps:
+    if most is None or most < _FACTOR * low:
         raise JobError(
-            "some steps of a round must follow the model: use fewer than local_steps, "
-            "which this needs",
-            key=key,
+            f"'auto' needs room to choose: set at least {_FACTOR * low}, twice "
+            "training.local_steps",
+            key="schedule.max_local_steps",
         )
-    if training.proximal_mu:
-        raise JobError(
-            "the proximal term pulls towards a model that has not arrived yet: remove "
-            "one of the two keys",
-            key=key,
-        )
-    if job.privacy.differential_privacy.enabled:
-        raise JobError(
-            "private steps are charged with their round, and these would be taken "
-            "before it: remove this key",
-            key=key,
-        )
+
+
+def _check_larger_steps(job: JobSpec) -> None:
+    before = 1
+    for index, pair in enumerate(job.training.accumulate_from):
+        key = f"training.accumulate_from[{index}]"
+        if len(pair) != _PAIR or pair[1] < 1:
+            raise JobError(
+                "must be [first round, batches of a step], with at least 1 batch",
+                key=key,
+            )
+        if not before < pair[0] <= job.rounds:
+            raise JobError(
+                f"round {pair[0]} must be after round {before} and at most the last "
+                f"one, {job.rounds}",
+                key=key,
+            )
+        before = pair[0]
 
 
 def _check_optimizer(job: JobSpec) -> None:
@@ -275,11 +274,6 @@ def _check_optimizer_name(optimizer: OptimizerSpec, table: str) -> None:
 def _check_sgd(optimizer: OptimizerSpec, table: str) -> None:
     if optimizer.nesterov and not optimizer.momentum:
         raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
-    if optimizer.state == "keep" and not optimizer.momentum:
-        raise JobError(
-            "plain sgd has no state to keep: set a momentum, or remove this key",
-            key=f"{table}.state",
-        )
 
 
 def _check_muon(optimizer: OptimizerSpec, table: str) -> None:
@@ -293,27 +287,6 @@ def _check_muon(optimizer: OptimizerSpec, table: str) -> None:
             "'muon' always takes Nesterov's form: remove this key",
             key=f"{table}.nesterov",
         )
-
-
-def _check_normalized_steps(job: JobSpec) -> None:
-    """Refuse FedNova where a step does not count 1 in the update, or all are equal."""
-    training, optimizer = job.training, job.training.optimizer
-    if training.normalized_steps is None:
-        return
-    reason = ""
-    if training.local_epochs is None:
-        reason = "every site takes local_steps steps: use local_epochs"
-    elif optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
-        reason = (
-            "a step counts 1 in the update only with plain sgd, without momentum and "
-            "weight decay: use it"
-        )
-    elif training.proximal_mu:
-        reason = "the proximal term shrinks earlier steps: set proximal_mu to 0"
-    elif training.learning_rate.warmup_steps:
-        reason = "steps of a warm-up count less than others: set warmup_steps to 0"
-    if reason:
-        raise JobError(f"{reason}, or remove this key", key="training.normalized_steps")
 
 
 def _check_quorum(job: JobSpec) -> None:
@@ -443,37 +416,6 @@ def _check_tokenizers(job: JobSpec) -> None:
                 "case: clients.models.tokenizer shows it if none is given",
                 key=f"model.tokenizers[{index}]",
             )
-
-
-def _check_zeros(job: JobSpec) -> None:
-    """Refuse ``keep_zeros`` where values would not stay zero at the sites."""
-    if not job.model.keep_zeros:
-        return
-    training, options = job.training, job.model.options
-    for refused, reason in (
-        (
-            job.model.weights is None,
-            "it needs weights to start from: set model.weights",
-        ),
-        (
-            job.privacy.differential_privacy.enabled,
-            "noise is added to every value, also to those that are zero",
-        ),
-        (
-            any(options.get(name) for name in ("lora", "prompt")),
-            "adapters begin with zeros, which would never be trained",
-        ),
-        (
-            training.optimizer.name == "muon",
-            "muon mixes the values of a matrix, so zeros would not stay",
-        ),
-        (
-            job.communication.down_content != "model",
-            'sites must receive whole models: set down_content = "model"',
-        ),
-    ):
-        if refused:
-            raise JobError(f"{reason}; or remove this key", key="model.keep_zeros")
 
 
 def _check_simulation(job: JobSpec) -> None:

@@ -24,8 +24,6 @@ EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 # Keys that came after runs of earlier releases, with the value that does what those
 # did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
-    (("model", "keep_zeros"), False),
-    (("training", "optimizer", "state"), "fresh"),
     (("training", "optimizer", "adamw_parameters"), []),
     (("training", "metrics"), {}),
     (("training", "classes"), []),
@@ -34,23 +32,19 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "optimizer", "options"), {}),
     (("training", "learning_rate", "options"), {}),
     (("training", "max_tokens"), 1 << 16),
-    (("training", "overlap_steps"), 0),
-    (("training", "overlap_mix"), 0.5),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
     (("communication", "fragments"), 1),
-    (("privacy", "secure_aggregation", "levels"), None),
-    (("relays",), []),
-    (("model", "personal"), []),
-    (("schedule", "local_work"), "fixed"),
-    (("schedule", "max_local_steps"), None),
-    (("schedule", "training_share"), 0.97),
     (("privacy", "differential_privacy", "records_per_person"), 8),
-    (("training", "accumulate_from"), []),
     (("model", "tokenizers"), []),
     (("model", "frozen"), []),
     (("privacy", "differential_privacy", "max_noise_multiplier"), None),
-    *((method.key, method.off) for method in METHODS),
+    *(
+        (path, list(value) if isinstance(value, tuple) else value)
+        for method in METHODS
+        if not method.always_decides
+        for path, value in {method.key: method.off, **method.parts}.items()
+    ),
 )
 
 

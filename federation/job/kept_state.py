@@ -38,20 +38,12 @@ def _keeper(method: Method) -> Keeper:
 
 
 KEEPERS: Mapping[str, Keeper] = {
-    "state of the optimiser": Keeper(
-        lambda job, _: job.training.optimizer.state == "keep"
-    ),
-    "own weights of overlap": Keeper(lambda job, _: job.training.overlap_steps > 0),
-    "scale of float16's loss": Keeper(lambda job, _: job.training.precision == "fp16"),
+    **{method.name: _keeper(method) for method in METHODS if method.keeps},
     "residual of a codec": Keeper(lambda job, _: job.communication.links.feedback > 0),
-    "residual of levels, drift of fragments": Keeper(
-        lambda job, _: job.privacy.secure_aggregation.levels is not None
-    ),
     "personal parts": Keeper(lambda _, layout: layout.num_personal > 0, evaluates=True),
     "integers of its own": Keeper(
         lambda _, layout: bool(layout.integer_mask(Role.KEEP).any()), evaluates=True
     ),
-    **{method.name: _keeper(method) for method in METHODS if method.keeps},
 }
 
 

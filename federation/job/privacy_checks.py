@@ -6,13 +6,11 @@ nothing.
 
 from collections.abc import Iterator
 
-from federation.compression import codec
 from federation.errors import JobError
 from federation.job.metrics import LANGUAGE
 from federation.job.privacy_job import (
     LEVELS,
     DifferentialPrivacySpec,
-    SecureAggregationSpec,
 )
 from federation.job.spec import JobSpec
 
@@ -22,22 +20,7 @@ Faults = Iterator[JobError]
 def check_secure_aggregation(job: JobSpec) -> Faults:
     """Yield what secure aggregation cannot do or would not protect."""
     secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
-    yield from _refuse(
-        not secure.enabled and secure.levels is not None,
-        f"{table}.levels",
-        f"levels are of masked sums: set {table}.enabled, or communication.codec",
-    )
     if not secure.enabled:
-        yield from _refuse(
-            job.communication.links.sums,
-            "communication.down_content",
-            "only secure aggregation opens a sum to send: use model or change",
-        )
-        yield from _refuse(
-            job.communication.fragments > 1,
-            "communication.fragments",
-            f"only sums in few levels ({table}.levels) are exchanged in fragments",
-        )
         return
     rule, num_sites = job.aggregation.combine, len(job.sites)
     yield from _refuse(
@@ -84,7 +67,12 @@ def check_secure_aggregation(job: JobSpec) -> Faults:
         f"{table}.ring_bits",
         f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
     )
-    yield from _check_levels(job)
+    yield from _refuse(
+        secure.levels not in {None, *LEVELS},
+        f"{table}.levels",
+        f"{secure.levels} levels are not supported: choose one of "
+        f"{', '.join(map(str, LEVELS))}",
+    )
     yield from _refuse(
         secure.element_bound is not None
         and secure.element_bound > job.update_clip_norm,
@@ -117,65 +105,6 @@ def check_secure_aggregation(job: JobSpec) -> Faults:
     )
     yield from _check_threshold(job)
     yield from _check_groups(job)
-
-
-def _check_levels(job: JobSpec) -> Faults:
-    """Refuse what updates in few levels cannot be combined with."""
-    secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
-    private, key = job.privacy.differential_privacy, f"{table}.levels"
-    yield from _refuse(
-        job.communication.links.sums and secure.levels is None,
-        "communication.down_content",
-        f"only sums in few levels are smaller than the model: set {key}, or use model",
-    )
-    yield from _refuse(
-        job.communication.fragments > 1 and secure.levels is None,
-        "communication.fragments",
-        f"only sums in few levels are exchanged in fragments: set {key}",
-    )
-    if secure.levels is None:
-        return
-    yield from _refuse(
-        secure.levels not in LEVELS,
-        key,
-        f"{secure.levels} levels are not supported: choose one of "
-        f"{', '.join(map(str, LEVELS))}",
-    )
-    yield from _refuse(
-        secure.ring_bits != SecureAggregationSpec().ring_bits,
-        f"{table}.ring_bits",
-        "values in few levels are no words of the ring: remove one of the two keys",
-    )
-    yield from _refuse(
-        job.communication.links.sums
-        and job.communication.links.down is not codec.IDENTITY,
-        "communication.down_codec.name",
-        "sites that compute the model from sums need it whole at first: use identity",
-    )
-    yield from _refuse(
-        private.unit == "joint",
-        key,
-        "joint noise is calibrated for one plain step a round, and what earlier rounds "
-        "left out would change its sensitivity: remove this key, or protect records "
-        'alone (unit = "record")',
-    )
-    yield from _refuse(
-        private.unit == "site",
-        key,
-        "what earlier rounds left out is added to an update after clipping, and few "
-        'levels have no room for noise: remove this key, or use unit = "record"',
-    )
-    yield from _refuse(
-        secure.element_bound is not None,
-        f"{table}.element_bound",
-        "levels have a bound of their own, and what lies beyond it is sent later: "
-        "remove this key",
-    )
-    yield from _refuse(
-        secure.groups is not None,
-        key,
-        "groups have sums of their own, with no common steps: remove one of the two",
-    )
 
 
 def _check_groups(job: JobSpec) -> Faults:
@@ -251,12 +180,6 @@ def check_differential_privacy(job: JobSpec) -> Faults:
         "aggregation.weights",
         f"{job.aggregation.weights} weights reveal how many records a site holds, "
         'which differential privacy hides: set weights = "uniform"',
-    )
-    yield from _refuse(
-        job.training.precision == "fp16" and private.unit != "site",
-        "training.precision",
-        "a step that is skipped because a gradient overflows reveals something about "
-        'its records, and the clip norm is of gradients without a scale: use "bf16"',
     )
     yield from _refuse(
         job.training.clip_grad_norm is not None and private.unit != "site",
@@ -385,12 +308,6 @@ def _check_joint(job: JobSpec) -> Faults:
         bool(optimizer.weight_decay),
         "training.optimizer.weight_decay",
         "the sum may hold only clipped gradients: set this to 0",
-    )
-    yield from _refuse(
-        bool(training.proximal_mu),
-        "training.proximal_mu",
-        "the proximal term is zero for a single step from the global weights: set this "
-        "to 0",
     )
     yield from _refuse(
         training.learning_rate.name != "constant"

@@ -1,4 +1,7 @@
-"""What a job must not ask of relays."""
+"""What the tables of relays must not hold.
+
+What a job with relays must not ask for is in ``federation.methods.relays``.
+"""
 
 from federation.errors import JobError
 from federation.ids import check_name
@@ -16,7 +19,6 @@ def check_relays(job: JobSpec) -> None:
         return
     _check_names(job)
     _check_sites(job)
-    _check_sums(job)
     largest = max(job.relays, key=lambda relay: len(relay.sites))
     left, quorum = len(job.sites) - len(largest.sites), job.minimum_sites
     if left < quorum:
@@ -67,36 +69,6 @@ def _check_sites(job: JobSpec) -> None:
                     key=key,
                 )
             relay_of[site] = relay.name
-
-
-def _check_sums(job: JobSpec) -> None:
-    """Refuse sums that a relay cannot make a part of."""
-    if job.privacy.secure_aggregation.groups is not None:
-        raise JobError(
-            "groups are drawn by the sites, and a relay has fixed sites: omit one of "
-            "them",
-            key="relays",
-        )
-    if job.aggregation.combine != "mean":
-        raise JobError(
-            f"{job.aggregation.combine} compares sites, and a relay sends their mean: "
-            "use mean, or no relays",
-            key="aggregation.combine",
-        )
-    if job.communication.codec.name != "identity":
-        raise JobError(
-            "a relay would have to encode its sites' mean again, in "
-            f"{job.communication.codec.name}, and leave out more: use identity, or "
-            "secure aggregation with levels",
-            key="communication.codec.name",
-        )
-    if job.schedule.sites_per_round is not None:
-        raise JobError(
-            "a relay asks all its sites in each round: omit this key or the relays",
-            key="schedule.sites_per_round",
-        )
-    if any(site.flower_app is not None for site in job.sites):
-        raise JobError("sites that run a Flower app cannot use relays", key="relays")
 
 
 def _check_lines(job: JobSpec) -> None:

@@ -28,13 +28,6 @@ def check_selection(job: JobSpec) -> None:
     if spec is None:
         return
     _check_effect(spec)
-    if job.model.personal and spec.model != "last":
-        raise JobError(
-            "the job has personal parts, and sites keep those of the last round, which "
-            "belong to no other model: use 'last', which stops early too, or remove "
-            "model.personal",
-            key="selection.model",
-        )
     if spec.compares:
         if not job.evaluation.every:
             raise JobError(

@@ -35,7 +35,7 @@ CONTROL_VARIATES = Method(
     off=False,
     keeps=True,
     follows_counted=True,
-    adds_to_gradients=True,
+    needs_dense=True,
     excludes={
         Thing.EPOCHS: _SAME_STEPS,
         Thing.CHOSEN_STEPS: _SAME_STEPS,
@@ -48,12 +48,11 @@ CONTROL_VARIATES = Method(
         Thing.OVERLAP: _EVERY_STEP,
         Thing.FLOAT16: _EVERY_STEP,
         Thing.PRIVACY: (
-            "with differential privacy, updates hold noise and clipped gradients: "
-            "train without"
+            "with differential privacy, updates hold noise and clipped gradients"
         ),
         Thing.RELAYS: (
             "a round must go on without any one relay, and then its sites could not "
-            "follow the mean: leave out [[relays]]"
+            "follow the mean"
         ),
         Thing.PARTIAL_ROUNDS: (
             "a site that is absent from a completed round cannot follow the mean: let "
@@ -71,20 +70,10 @@ CONTROL_VARIATES = Method(
         Thing.CLUSTERS: (
             "a site trains one cluster, and the mean is of all: use one model"
         ),
-        Thing.FEWER_RANKS: (
-            "all sites must train the same values: leave out lora_rank"
-        ),
-        Thing.EXACT_ADAPTERS: (
-            "control variates would be of other factors: leave out "
-            "training.control_variates"
-        ),
-        Thing.FLOWER_APPS: (
-            "Flower apps do not correct their gradients: let sites train the job's "
-            "model on data of their own"
-        ),
-        Thing.TRAINER: (
-            "a Trainer's loop does not correct gradients: name another task"
-        ),
+        Thing.FEWER_RANKS: "all sites must train the same values",
+        Thing.EXACT_ADAPTERS: "control variates would be of other factors",
+        Thing.FLOWER_APPS: "Flower apps do not correct their gradients",
+        Thing.TRAINER: "a Trainer's loop does not correct gradients",
         Thing.RANKS: f"ranks keep no control variates: {ONE_RANK}",
     },
 )

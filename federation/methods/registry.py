@@ -2,11 +2,30 @@
 
 from collections.abc import Iterator
 
+from federation.methods.adapter_ranks import FEWER_RANKS
 from federation.methods.control_variates import CONTROL_VARIATES
 from federation.methods.feddyn import FEDDYN
+from federation.methods.flower_apps import FLOWER_APPS
+from federation.methods.half_precision import FLOAT16
+from federation.methods.kept_optimizer import KEPT_OPTIMIZER
+from federation.methods.kept_zeros import KEPT_ZEROS
+from federation.methods.levels import LEVELS
+from federation.methods.local_work import CHOSEN_STEPS, LARGER_STEPS
 from federation.methods.method import Method
+from federation.methods.normalized_steps import NORMALIZED_STEPS
+from federation.methods.overlap import OVERLAP
+from federation.methods.personal import CLUSTERS, PERSONAL
+from federation.methods.proximal import PROXIMAL
+from federation.methods.relays import RELAYS
+from federation.methods.users_loop import USERS_LOOP
 
-METHODS: tuple[Method, ...] = (CONTROL_VARIATES, FEDDYN)
+METHODS: tuple[Method, ...] = (
+    *(PROXIMAL, NORMALIZED_STEPS, CONTROL_VARIATES, FEDDYN),
+    *(OVERLAP, CHOSEN_STEPS, LARGER_STEPS),
+    *(FLOAT16, KEPT_OPTIMIZER, KEPT_ZEROS, FEWER_RANKS),
+    *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
+    *(RELAYS, LEVELS),
+)
 
 
 def used_by(job: object) -> Iterator[Method]:

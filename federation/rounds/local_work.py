@@ -235,7 +235,7 @@ def _is_flat(times: Sequence[RoundTime], wanted: int) -> bool:
 def _of_what_is_left(wanted: int, left: int, low: int) -> int:
     """Leave no rest that is shorter than a round may be; ``wanted`` is long enough.
 
-    Two rounds of ``low`` steps are no longer than one may be: ``local_work_checks``.
+    Two rounds of ``low`` steps are no longer than one may be: ``job_checks``.
     """
     if wanted >= left:
         return left

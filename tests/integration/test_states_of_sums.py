@@ -96,7 +96,7 @@ def test_nothing_is_lost_and_every_round_begins_with_the_one_before():
     ("tables", "more"),
     [
         ({}, ""),
-        ({"levels": 4}, ", residual of levels, drift of fragments"),
+        ({"levels": 4}, ", levels"),
         ({"model": MLP}, ", personal parts"),
     ],
 )
@@ -108,7 +108,7 @@ def test_where_all_must_answer_a_lost_file_costs_a_round_and_the_state(
     assert found.statuses() == ["completed", "completed", "lost", *["completed"] * 2]
     assert kinds(found) == [(3, SITE, "no_state")]
     assert [each.named for each in sites.values()] == [[0, 1, 2, 0, 4]] * 4
-    kept = f"state of the optimiser{more}"
+    kept = f"kept optimiser state{more}"
     said = [
         message for message in found.warnings() if "all sites begin with" in message
     ]

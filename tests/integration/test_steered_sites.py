@@ -286,16 +286,16 @@ CASES: Mapping[str, Callable[[int], JobSpec]] = {
     "nothing": case(FULL),
     "nothing, minibatches": case(SMALL),
     "record": private,
-    "state of the optimiser": case(SMALL | {"optimizer": MOMENTUM}),
+    "kept optimiser state": case(SMALL | {"optimizer": MOMENTUM}),
     "control variates": case(FULL | {"control_variates": True}),
     "control variates, minibatches": case(SMALL | {"control_variates": True}),
     "FedDyn": case(
         FULL | {"dynamic_alpha": 0.1},
         aggregation={"server_optimizer": {"name": "running_sum"}},
     ),
-    "own weights of overlap": case(SMALL | {"overlap_steps": 1}),
-    "scale of float16's loss": case(SMALL | {"precision": "fp16"}),
-    "residual of levels, drift of fragments": case(FULL, secure={"levels": 4}),
+    "overlap": case(SMALL | {"overlap_steps": 1}),
+    "float16": case(SMALL | {"precision": "fp16"}),
+    "levels": case(FULL, secure={"levels": 4}),
     "fragments": case(
         SMALL,
         secure={"levels": 4},
@@ -353,7 +353,7 @@ def test_a_site_that_is_steered_computes_what_it_would_or_opens_no_sum(name: str
 
 def test_states_of_one_round_with_different_histories_open_no_sum():
     """Round 2 is lost, since one site's task was different; all have kept it."""
-    job = CASES["state of the optimiser"](4)
+    job = CASES["kept optimiser state"](4)
     sites: dict[str, Steered] = {}
 
     def own(name: str) -> Change:

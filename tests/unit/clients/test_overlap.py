@@ -36,11 +36,6 @@ def job_of(**training: Any):
     return small_job(training={"optimizer": {"lr": LR}, **keys, **training})
 
 
-def epochs_job():
-    keys = {"overlap_steps": AHEAD, "local_epochs": 1, "batch_size": BATCH}
-    return small_job(training={"optimizer": {"lr": LR}, **keys})
-
-
 def trainer_of(**training: Any) -> tuple[TorchTrainer, ModelPool]:
     job = job_of(**training)
     pool = ModelPool(job)
@@ -275,27 +270,6 @@ def test_virtual_time_counts_steps_ahead_as_waiting(waited: float, took: float):
     begun = clock.monotonic()
     fit(timed, *weights, round_index=2, kept=first.kept)
     assert clock.monotonic() - begun == took
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"overlap_steps": STEPS}, "fewer than local_steps"),
-        ({"proximal_mu": 0.1}, "proximal term"),
-    ],
-)
-def test_what_overlap_cannot_do_is_refused(keys: dict[str, Any], reason: str):
-    """At the job, with the key."""
-    with pytest.raises(JobError, match=reason) as caught:
-        job_of(**keys)
-    assert caught.value.key == "training.overlap_steps"
-
-
-def test_epochs_have_no_first_steps():
-    """Sites of different sizes would take different shares of a round ahead."""
-    with pytest.raises(JobError, match="fewer than local_steps") as caught:
-        epochs_job()
-    assert caught.value.key == "training.overlap_steps"
 
 
 def test_private_steps_are_never_taken_ahead():

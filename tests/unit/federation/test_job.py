@@ -113,11 +113,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "printable names",
     ),
     "class without a name": (classes("a", ""), "training.classes", "printable names"),
-    "confusion matrix of an app of Flower": (
-        classes("a", "b") | with_app(),
-        "training.classes",
-        "no confusion matrix",
-    ),
     "one bound": (own(error=[1.0]), "training.metrics.error", "[low, high]"),
     "bounds the wrong way": (
         own(error=[1.0, 1.0]),
@@ -144,11 +139,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         own(table=secret(max_examples=9), loss=[0.0, 1.0], error=[]),
         "training.metrics.error",
         "secure aggregation sums it without seeing",
-    ),
-    "app of Flower with counts of its own": (
-        with_app({"training": {"local_steps": 1, "task": "binary"}}),
-        "training.task",
-        "not the counts of this task",
     ),
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
     "no site": ({"sites": []}, "sites", "add at least one"),
@@ -226,11 +216,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.optimizer.adamw_parameters",
         "has no effect with 'adam', which steps all parameters: remove this key",
     ),
-    "FedNova of equal steps": (
-        {"training": {"normalized_steps": 2}},
-        "training.normalized_steps",
-        "every site takes local_steps steps: use local_epochs",
-    ),
     "one beta": (
         {"training": {"optimizer": {"betas": [0.9]}}},
         "training.optimizer.betas",
@@ -296,11 +281,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "aggregation.weights",
         "set evaluation.every = 1",
     ),
-    "plain sgd without a state": (
-        {"training": {"local_steps": 1, "optimizer": {"state": "keep"}}},
-        "training.optimizer.state",
-        "plain sgd has no state to keep: set a momentum",
-    ),
     "role of a buffer": (
         {"model": {"integer_buffers": {"*count": "mean"}}},
         "model.integer_buffers.*count",
@@ -320,32 +300,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.integer_buffers.*count",
         "use keep or from_server",
     ),
-    "clusters whose choice is averaged": (
-        own("clients.models.clusters:best_cluster", loss=[0.0, 9.0]),
-        "model.personal",
-        'add "choice.*" to this list',
-    ),
     "clusters in a sum without noise": (
         secret()
         | own("clients.models.clusters:best_cluster", loss=[0.0, 9.0])
         | {"model": {"factory": "toy:net", "personal": ["choice.*"]}},
-        "privacy.secure_aggregation.enabled",
+        "training.task",
         "a cluster that one site chooses would hold its update",
     ),
     "clusters of private records": (
         private()
         | own("clients.models.clusters:best_cluster", loss=[0.0, 9.0])
         | {"model": {"factory": "toy:net", "personal": ["choice.*"]}},
-        "privacy.differential_privacy.unit",
+        "training.task",
         "a site chooses a cluster by losses of its records",
-    ),
-    "personal parts with steps ahead": (
-        {
-            "model": {"factory": "toy:net", "personal": ["head.*"]},
-            "training": {"local_steps": 2, "overlap_steps": 1},
-        },
-        "training.overlap_steps",
-        "the job has personal parts, and steps taken ahead begin with",
     ),
     "fault of no site": (
         fault(site="z"),
@@ -385,16 +352,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             "privacy.secure_aggregation.ring_bits bits: choose identity here, and "
             "fewer bits there, or privacy.secure_aggregation.levels"
         ),
-    ),
-    "few levels in a ring of few bits": (
-        secret(levels=4, ring_bits=16),
-        "privacy.secure_aggregation.ring_bits",
-        "values in few levels are no words of the ring: remove one of the two keys",
-    ),
-    "a mix without overlap": (
-        {"training": {"local_steps": 2, "overlap_mix": 0.3}},
-        "training.overlap_mix",
-        "nothing is mixed without overlap_steps: set it, or remove this key",
     ),
     "secret sum of a subset": (
         {"communication": {"codec": {"name": "subset"}}} | secret(),
@@ -515,57 +472,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "app in a secret sum": (
         with_app(secret(two_sites_waiver=True)),
-        "privacy.secure_aggregation.enabled",
-        "site 'b' runs a Flower app: it cannot mask its update",
+        "sites[1].flower_app",
+        "it cannot mask its update",
     ),
     "private app": (
         with_app(private()),
-        "privacy.differential_privacy.unit",
+        "sites[1].flower_app",
         "nothing there clips its gradients",
-    ),
-    "dynamic weight of an app": (
-        with_app({"aggregation": {"weights": "dynamic"}}),
-        "aggregation.weights",
-        "it does not evaluate its trained model",
-    ),
-    "app near the global weights": (
-        with_app({"training": {"proximal_mu": 0.1}}),
-        "training.proximal_mu",
-        "nothing there keeps it near the global weights",
-    ),
-    "app without personal parts": (
-        with_app({"model": {"factory": "toy:net", "personal": ["head.*"]}}),
-        "model.personal",
-        "it sends its whole model",
-    ),
-    "app that may train what is frozen": (
-        with_app({"model": {"factory": "toy:net", "frozen": ["body.*"]}}),
-        "model.frozen",
-        "it may train whatever it is given",
-    ),
-    "app with a tokeniser that nobody sees": (
-        with_app({"model": {"factory": "toy:net", "tokenizers": ["0" * 64]}}),
-        "model.tokenizers",
-        "nothing there says which tokeniser",
-    ),
-    "app with another loss than the other sites": (
-        with_app(
-            {"training": {"local_steps": 1, "options": {"class_weights": [1, 2]}}}
-        ),
-        "training.options",
-        "it computes its own loss",
-    ),
-    "app that keeps its optimiser": (
-        with_app(
-            {
-                "training": {
-                    "local_steps": 1,
-                    "optimizer": {"momentum": 0.9, "state": "keep"},
-                }
-            }
-        ),
-        "training.optimizer.state",
-        "nothing there keeps its optimiser state",
     ),
     "data of an app": (
         {"sites": [{"name": "a", "flower_app": {}, "data": {"source": "m:f"}}]},
@@ -636,45 +549,6 @@ def test_rate_schedule_over_epochs():
     with pytest.raises(JobError, match="'cosine' needs to know how") as caught:
         job_file.parse(toy.document() | {"training": rate})
     assert caught.value.key == "training.learning_rate.name"
-
-
-PLAIN = "a step counts 1 in the update only with plain sgd"
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [
-        ({"optimizer": {"name": "adam"}}, PLAIN),
-        ({"optimizer": {"momentum": 0.9}}, PLAIN),
-        ({"optimizer": {"weight_decay": 0.1}}, PLAIN),
-        ({"proximal_mu": 0.1}, "set proximal_mu to 0"),
-        ({"learning_rate": {"warmup_steps": 3}}, "set warmup_steps to 0"),
-    ],
-)
-def test_fednova_of_steps_that_count_unequally(training: dict[str, Any], reason: str):
-    """What their number is divided by would not be their norm."""
-    nova = {"local_epochs": 1, "normalized_steps": 4}
-    job_file.parse(toy.document() | {"training": nova})  # Is not refused.
-    with pytest.raises(JobError, match=reason) as caught:
-        job_file.parse(toy.document() | {"training": nova | training})
-    assert caught.value.key == "training.normalized_steps"
-
-
-def test_fednova_with_personal_parts():
-    """It scales what is averaged."""
-    nova = {"local_epochs": 1, "normalized_steps": 4}
-    model = {"factory": "toy:net", "personal": ["head.*"]}
-    with pytest.raises(JobError, match="personal parts are not") as caught:
-        job_file.parse(toy.document() | {"training": nova, "model": model})
-    assert caught.value.key == "training.normalized_steps"
-
-
-def test_fednova_with_an_app_of_flower():
-    """The app scales nothing."""
-    nova = {"local_epochs": 1, "normalized_steps": 4}
-    with pytest.raises(JobError, match="not report its steps") as caught:
-        job_file.parse(toy.document(with_app()) | {"training": nova})
-    assert caught.value.key == "training.normalized_steps"
 
 
 def test_no_data_for_a_site():

@@ -12,7 +12,6 @@ from aggregator.manifest import _encode_work, _parse_work
 from aggregator.weighting import most_trained_on
 from federation.errors import JobError, ProtocolError
 from federation.job.job_digest import deciding, digest
-from federation.job.local_work_checks import check_larger_steps
 from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
 from federation.protocols import RoundTime, RunProgress
@@ -286,8 +285,6 @@ def test_damaged_work_is_no_checkpoint(entry: dict[str, Any]):
 @pytest.mark.parametrize(
     ("changes", "key", "text"),
     [
-        ({"max_local_steps": 9}, "schedule.max_local_steps", "has no effect"),
-        ({"training_share": 0.5}, "schedule.training_share", "has no effect"),
         ({"local_work": "auto"}, "schedule.max_local_steps", "at least 4"),
         (
             {"local_work": "auto", "max_local_steps": 3},
@@ -300,35 +297,6 @@ def test_ranges_without_a_choice(changes: dict[str, Any], key: str, text: str):
     with pytest.raises(JobError, match=text) as caught:
         toy.job({"schedule": changes})
     assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {
-                "aggregation": {"weights": "uniform"},
-                "privacy": {
-                    "differential_privacy": {"unit": "record", "target_epsilon": 8.0}
-                },
-            },
-            "charged before the run",
-        ),
-        ({"sites": [{"name": "a"}, {"name": "b", "flower_app": {}}]}, "app of Flower"),
-    ],
-)
-def test_work_that_must_be_planned(changes: dict[str, Any], text: str):
-    schedule = {"local_work": "auto", "max_local_steps": 9}
-    with pytest.raises(JobError, match=text) as caught:
-        toy.job({"schedule": schedule, **changes})
-    assert caught.value.key == "schedule.local_work"
-
-
-def test_epochs_are_no_number_of_steps():
-    document = toy.document({"schedule": {"local_work": "auto", "max_local_steps": 9}})
-    document["training"] = {"local_epochs": 1}
-    with pytest.raises(JobError, match="instead of local_epochs"):
-        toy.job_file.parse(document)
 
 
 # What travels.
@@ -370,11 +338,6 @@ def test_a_step_has_the_batches_of_its_round():
         ({"training": {"accumulate_from": [[1, 2]]}}, "must be after round 1"),
         ({"training": {"accumulate_from": [[3, 2], [3, 4]]}}, "after round 3"),
         ({"training": {"accumulate_from": [[9, 2]]}}, "the last one, 8"),
-        ({"training": {**GROWING, "overlap_steps": 1}}, "overlap_steps"),
-        (
-            {"schedule": {"local_work": "auto", "max_local_steps": 10}},
-            "use 'fixed'",
-        ),
     ],
 )
 def test_steps_that_must_be_alike_do_not_grow(tables: dict[str, Any], said: str):
@@ -383,14 +346,6 @@ def test_steps_that_must_be_alike_do_not_grow(tables: dict[str, Any], said: str)
     with pytest.raises(JobError, match=said) as caught:
         toy.job({"rounds": 8, **tables, "training": training})
     assert str(caught.value.key).startswith("training.accumulate_from")
-
-
-def test_steps_do_not_grow_in_epochs():
-    """A round has as many batches as a site has records for."""
-    job = toy.job({"rounds": 8, "training": GROWING})
-    training = replace(job.training, local_steps=None, local_epochs=1)
-    with pytest.raises(JobError, match="not local_epochs"):
-        check_larger_steps(replace(job, training=training))
 
 
 def test_a_job_with_other_sizes_of_steps_is_another_job():

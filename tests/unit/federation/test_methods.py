@@ -1,6 +1,8 @@
 """Methods that are described as data, and what each of them excludes."""
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,68 +19,133 @@ from deploy.site_host.config import (
     SiteFile,
 )
 from federation.errors import JobError
-from federation.job import job_digest, job_file
+from federation.job import job_digest, job_file, method_checks
 from federation.job.adapters import check_exact
 from federation.job.method_checks import IN_A_JOB
-from federation.job.personal_checks import CLUSTERS
+from federation.job.spec import JobSpec
 from federation.methods.method import Method, Thing
+from federation.methods.personal import CLUSTERS
 from federation.methods.registry import METHODS
 
+
+def training(**keys: Any) -> dict[str, Any]:
+    return {"training": keys}
+
+
+def secure(**keys: Any) -> dict[str, Any]:
+    return {"privacy": {"secure_aggregation": {"enabled": True, **keys}}}
+
+
+def private(unit: str, **keys: Any) -> dict[str, Any]:
+    """A job with a unit of privacy, and with a secure sum if its noise is in one."""
+    keys = {"unit": unit, "target_epsilon": 8.0, **keys}
+    return {
+        "aggregation": {"weights": "uniform"},
+        "training": {"optimizer": {"name": "sgd"}},
+        "privacy": {
+            "differential_privacy": keys,
+            "secure_aggregation": {"enabled": unit in {"joint", "site"}},
+        },
+    }
+
+
+NINE = "cabdefghi"
+MOMENTUM = {"name": "sgd", "momentum": 0.9}
 # What switches each method on.
 ON: dict[str, dict[str, Any]] = {
-    "control variates": {"training": {"control_variates": True}},
+    Thing.PROXIMAL: training(proximal_mu=0.1),
+    Thing.NORMALIZED: training(local_epochs=1, normalized_steps=2),
+    "control variates": training(control_variates=True),
     "FedDyn": {
-        "training": {"dynamic_alpha": 0.1},
+        **training(dynamic_alpha=0.1),
         "aggregation": {"server_optimizer": {"name": "running_sum"}},
     },
-}
-SECURE = {"enabled": True, "two_sites_waiver": True}
-PRIVATE = {"unit": "site", "clip_norm": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}
-# What asks for each thing that follows from the job alone.
-ASKS: dict[str, dict[str, Any]] = ON | {
-    Thing.EPOCHS: {"training": {"local_epochs": 1}},
+    Thing.OVERLAP: training(local_steps=2, overlap_steps=1),
     Thing.CHOSEN_STEPS: {"schedule": {"local_work": "auto", "max_local_steps": 9}},
-    Thing.OTHER_OPTIMIZERS: {"training": {"optimizer": {"momentum": 0.9}}},
-    Thing.CLIPPED_STEPS: {"training": {"clip_grad_norm": 1.0}},
-    Thing.PROXIMAL: {"training": {"proximal_mu": 0.1}},
-    Thing.NORMALIZED: {"training": {"local_epochs": 1, "normalized_steps": 2}},
-    Thing.OVERLAP: {"training": {"overlap_steps": 1}},
-    Thing.FLOAT16: {"training": {"precision": "fp16"}},
-    Thing.TRAINER: {"training": {"task": "trainer"}},
+    Thing.LARGER_STEPS: training(accumulate_from=[[2, 2]]),
+    Thing.FLOAT16: training(precision="fp16"),
+    Thing.KEPT_OPTIMIZER: training(optimizer={**MOMENTUM, "state": "keep"}),
+    Thing.KEPT_ZEROS: {
+        "model": {"keep_zeros": True, "weights": "a.safetensors@" + 64 * "0"}
+    },
+    Thing.FEWER_RANKS: {
+        "sites": [
+            {"name": name} | ({"lora_rank": 2} if name in "ghi" else {})
+            for name in NINE
+        ]
+    },
+    Thing.PERSONAL: {"model": {"personal": ["choice.*"]}},
+    Thing.CLUSTERS: {
+        **training(task=CLUSTERS.on, metrics={"loss": [0.0, 9.0]}),
+        "model": {"personal": ["choice.*"]},
+    },
+    Thing.TRAINER: training(task="trainer", metrics={"loss": [0.0, 9.0]}),
     Thing.FLOWER_APPS: {
         "sites": [{"name": "c"}, {"name": "a"}, {"name": "b", "flower_app": {}}]
     },
-    Thing.CLUSTERS: {
-        "training": {"task": CLUSTERS},
-        "model": {"personal": ["choice.*"]},
+    Thing.RELAYS: {
+        "relays": [{"name": "r", "sites": ["a"]}],
+        "schedule": {"minimum_sites": 2},
     },
-    Thing.FEWER_RANKS: {
-        "model": {"options": {"lora": {"rank": 4, "method": "ffa"}}},
-        "sites": [{"name": "c", "lora_rank": 2}, {"name": "a"}, {"name": "b"}],
-    },
-    Thing.RELAYS: {"relays": [{"name": "r", "sites": ["a"]}]},
+    Thing.LEVELS: secure(levels=4),
+}
+# What asks for each thing that follows from the job alone.
+ASKS: dict[str, dict[str, Any]] = ON | {
+    Thing.STEPS: training(local_epochs=None, local_steps=2),
+    Thing.EPOCHS: training(local_epochs=1),
+    Thing.OTHER_OPTIMIZERS: training(optimizer=MOMENTUM),
+    Thing.PLAIN_SGD: training(optimizer={"name": "sgd", "momentum": 0.0}),
+    Thing.MUON: training(optimizer={"name": "muon", "momentum": 0.9}),
+    Thing.WEIGHT_DECAY: training(optimizer={"weight_decay": 0.1}),
+    Thing.WARM_UP: training(learning_rate={"warmup_steps": 2}),
+    Thing.CLIPPED_STEPS: training(clip_grad_norm=1.0),
+    Thing.ALL_AHEAD: training(local_steps=1, overlap_steps=1),
+    Thing.NO_WEIGHTS: {"model": {"weights": None}},
+    Thing.ADAPTERS: {"model": {"options": {"lora": {"rank": 4, "method": "ffa"}}}},
+    Thing.OTHER_COUNTS: training(task="binary"),
+    Thing.WEIGHTED_LOSS: training(options={"label_smoothing": 0.1}),
+    Thing.MEASURES: training(measures=["calibration"]),
+    Thing.CLASSES: training(classes=["cat", "dog"]),
+    Thing.FROZEN: {"model": {"frozen": ["body.*"]}},
+    Thing.TOKENIZERS: {"model": {"tokenizers": [64 * "0"]}},
+    Thing.SHARED_CHOICE: {"model": {"personal": []}},
     Thing.PARTIAL_ROUNDS: {"schedule": {"minimum_sites": 1}},
+    Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 2}},
     Thing.OTHER_COMBINE: {"aggregation": {"combine": "median", "weights": "uniform"}},
+    Thing.ROBUST: {"aggregation": {"combine": "median", "weights": "uniform"}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
     Thing.PLAIN_MEAN: {"aggregation": {"server_optimizer": {"name": "average"}}},
     Thing.RUNNING_SUM: {"aggregation": {"server_optimizer": {"name": "running_sum"}}},
     Thing.SERVER_STEP: {"aggregation": {"server_optimizer": {"name": "adam"}}},
-    Thing.CODECS: {"communication": {"codec": {"name": "int8"}}},
-    Thing.LEVELS: {
-        "privacy": {"secure_aggregation": SECURE | {"levels": 4}},
-        "aggregation": {"weights": "uniform"},
+    Thing.OTHER_MODEL: {"selection": {"model": "best"}},
+    Thing.CODECS: {"communication": {"down_codec": {"name": "bf16"}}},
+    Thing.CODECS_UP: {"communication": {"codec": {"name": "int8"}}},
+    Thing.NOT_WHOLE: {"communication": {"down_content": "change"}},
+    Thing.SUMS_DOWN: {"communication": {"down_content": "sum"}, **secure(levels=4)},
+    Thing.SUMS_OF_ROUNDED: {
+        "communication": {"down_content": "sum", "down_codec": {"name": "bf16"}},
+        **secure(levels=4),
     },
-    Thing.RING_16: {"privacy": {"secure_aggregation": SECURE | {"ring_bits": 16}}},
-    Thing.CLIP_ELEMENTS: {
-        "privacy": {
-            "secure_aggregation": SECURE | {"element_bound": 0.1, "clip_elements": True}
-        }
+    Thing.FRAGMENTS: {"communication": {"fragments": 2}, **secure(levels=4)},
+    Thing.OPEN_UPDATES: {"privacy": {"secure_aggregation": {"enabled": False}}},
+    Thing.SECURE: secure(),
+    Thing.OPEN_SUMS: secure(),
+    Thing.GROUPS: {
+        **secure(groups=3),
+        "aggregation": {"combine": "median", "weights": "uniform"},
+        "sites": [{"name": name} for name in NINE],
     },
-    Thing.PRIVACY: {
-        "privacy": {"differential_privacy": PRIVATE},
-        "aggregation": {"weights": "uniform"},
-    },
+    Thing.RING_16: secure(ring_bits=16),
+    Thing.OTHER_RINGS: secure(ring_bits=24),
+    Thing.ELEMENT_BOUND: secure(element_bound=0.1),
+    Thing.CLIP_ELEMENTS: secure(element_bound=0.1, clip_elements=True),
+    Thing.PRIVACY: {**private("site"), "evaluation": {"every": 0}},
+    Thing.RECORDS: private("record"),
+    Thing.WHOLE_SITES: {**private("site"), "evaluation": {"every": 0}},
+    Thing.JOINT: toy.merged(private("joint"), training(local_steps=1)),
+    Thing.SITE_RESULTS: private("site", held_out="public"),
 }
+FIRST_DIGEST = "351f8c8dd479a766c2fe67082a88d615bc7f91b716ce0e4f1620bb43ef8529fd"
 # Where a method's arithmetic would silently not happen, or its promise not hold.
 NEVER_BY_DEFAULT = {
     Thing.PRIVACY,
@@ -88,37 +155,117 @@ NEVER_BY_DEFAULT = {
     Thing.EXACT_ADAPTERS,
 }
 
+FOLLOWING = [method for method in METHODS if method.follows_counted]
+# Refused whatever else a job asks for, or a part of a method.
+NOT_ALONE = {Thing.ALL_AHEAD, Thing.RUNNING_SUM, Thing.SUMS_OF_ROUNDED}
+PRIVATE_SITES = {**private("site"), "evaluation": {"every": 0}}
+
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 
 
 def document(*changes: dict[str, Any]) -> dict[str, Any]:
+    """A job's tables, with the sites of all; None takes a key out."""
     found = functools.reduce(toy.merged, changes, toy.document())
-    training = found["training"]
-    if "local_epochs" in training:
-        training = {k: v for k, v in training.items() if k != "local_steps"}
-    return found | {"training": training}
+    both = itertools.zip_longest(*(each.get("sites", ()) for each in changes))
+    sites = [functools.reduce(toy.merged, filter(None, each), {}) for each in both]
+    if found["training"].get("local_epochs"):
+        del found["training"]["local_steps"]
+    return pruned(found | ({"sites": sites} if sites else {}))
+
+
+def pruned(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: pruned(value) if isinstance(value, dict) else value
+        for name, value in table.items()
+        if value is not None
+    }
+
+
+def parsed(*changes: dict[str, Any]) -> JobSpec | JobError:
+    try:
+        return job_file.parse(document(*changes))
+    except JobError as error:
+        return error
+
+
+@pytest.mark.parametrize("thing", IN_A_JOB)
+def test_each_thing_is_seen_in_a_job_that_asks_for_it(thing: str):
+    if thing not in NOT_ALONE:
+        assert IN_A_JOB[thing](job_file.parse(document(ASKS[thing])))
 
 
 @each_method
-def test_excluded_things_are_refused_and_others_are_not(method: Method):
-    assert not method.is_on(job_file.parse(document()))
+def test_what_a_method_excludes_is_refused_with_its_reason(method: Method):
     assert method.is_on(job_file.parse(document(ON[method.name])))
-    for thing, is_in in IN_A_JOB.items():
-        other = {each.name: each.excludes for each in METHODS}.get(thing, {})
-        if thing == method.name or method.name in other:
-            continue  # The other one says why.
-        both = document(ON[method.name], ASKS[thing])
-        if thing not in method.excludes:
-            job = job_file.parse(both)
-            assert is_in(job), thing
-            continue
+    for thing in method.excludes.keys() & IN_A_JOB.keys():
         with pytest.raises(JobError) as caught:
-            job_file.parse(both)
-        assert method.excludes[thing] in str(caught.value), thing
-        assert method.dotted_key in str(caught.value), thing
+            job_file.parse(document(ON[method.name], ASKS[thing]))
+        # A thing may come with others that the method excludes too.
+        said = str(caught.value)
+        assert any(each in said for each in method.excludes.values()), thing
+        assert method.key[-1] in said, thing
 
 
 @each_method
+def test_what_no_method_excludes_is_not_refused_for_a_method(method: Method):
+    """Other rules may refuse it: they have other keys."""
+    reasons = {each for other in METHODS for each in other.excludes.values()}
+    reasons |= {each for other in METHODS for each in other.ignores.values()}
+    known = {each.dotted_key for each in METHODS}
+    for thing, is_in in IN_A_JOB.items():
+        excluded = {thing} & method.excludes.keys()
+        other = {each.name: each for each in METHODS}.get(thing, method)
+        if excluded or method.name in other.excludes or method.key == other.key:
+            continue
+        job = parsed(ON[method.name], ASKS[thing])
+        if isinstance(job, JobError):
+            by_method = any(each in str(job) for each in reasons)
+            assert by_method or job.key not in known, (thing, str(job))
+        else:
+            assert is_in(job), thing
+            assert method.is_on(job), thing
+
+
+@each_method
+def test_privacy_is_refused_unless_somebody_says_why_it_holds(method: Method):
+    silent = replace(method, private_because="", excludes={}, name="a new method")
+    job = job_file.parse(document(PRIVATE_SITES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method_checks, "METHODS", (silent,))
+        patch.setattr(Method, "places", lambda *_: ["its.key"])
+        (fault,) = method_checks.check_methods(job)
+    assert fault.key == "its.key"
+    assert "promises" in fault.reason
+
+
+def test_keys_without_effect_are_refused():
+    cases: dict[str, dict[str, Any]] = {
+        "training.overlap_mix": training(overlap_mix=0.3),
+        "schedule.max_local_steps": {"schedule": {"max_local_steps": 9}},
+        "schedule.training_share": {"schedule": {"training_share": 0.5}},
+    }
+    parts = {path for method in METHODS for path in method.parts}
+    assert {".".join(path) for path in parts} == cases.keys()
+    trainer = {
+        "training.optimizer": training(optimizer={"lr": 0.5}),
+        "training.learning_rate": training(learning_rate={"name": "linear"}),
+        "training.clip_grad_norm": training(clip_grad_norm=1.0),
+        "training.precision": training(precision="bf16"),
+        "training.options": training(options={"a": 1}),
+        "training.max_tokens": training(max_tokens=9),
+        "evaluation.batch_size": {"evaluation": {"batch_size": 8}},
+    }
+    ignored = {path for method in METHODS for path in method.ignores}
+    assert {".".join(path) for path in ignored} == trainer.keys()
+    on = ON[Thing.TRAINER]
+    cases |= {key: toy.merged(on, asks) for key, asks in trainer.items()}
+    for key, asks in cases.items():
+        with pytest.raises(JobError, match="has no effect with") as caught:
+            job_file.parse(document(asks))
+        assert caught.value.key == key
+
+
+@pytest.mark.parametrize("method", FOLLOWING, ids=lambda m: m.name)
 def test_places_that_do_not_know_a_method_refuse_it(method: Method):
     assert method.excludes.keys() >= NEVER_BY_DEFAULT
     job = job_file.parse(document(ON[method.name]))
@@ -137,18 +284,18 @@ def test_places_that_do_not_know_a_method_refuse_it(method: Method):
     assert method.excludes[Thing.EXACT_ADAPTERS] in str(caught.value)
 
 
-@each_method
-def test_job_without_a_method_has_the_digest_of_before(method: Method):
-    deciding = job_digest.deciding(job_file.parse(document()))
-    table = functools.reduce(dict.get, method.key[:-1], deciding)
-    assert method.key[-1] not in (table or {})
+def test_job_without_methods_has_the_digest_of_before():
+    """That of the first release, computed with its code."""
+    found = job_digest.digest(job_file.parse(document())).hex()
+    assert found == FIRST_DIGEST
 
 
 def test_part_of_a_method_is_refused_without_it():
     for method in METHODS:
         for thing in method.only_with_it:
+            off: Any = functools.reduce(lambda t, k: {k: t}, method.key[::-1], None)
             with pytest.raises(JobError, match=f"{thing} is a part of") as caught:
-                job_file.parse(document(ASKS[thing]))
+                job_file.parse(document(ASKS[thing], off))
             assert caught.value.key == method.dotted_key
 
 
@@ -156,6 +303,7 @@ def test_descriptions_agree_with_one_another():
     names = {method.name for method in METHODS}
     assert len(names) == len(METHODS)
     in_rooms_of_their_own = {Thing.RANKS, Thing.EXACT_ADAPTERS}
+    assert names == ON.keys()
     assert IN_A_JOB.keys() | in_rooms_of_their_own == names | set(Thing)
     for method in METHODS:
         assert method.excludes.keys() <= names | set(Thing), method.name

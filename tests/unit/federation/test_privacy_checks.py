@@ -115,7 +115,7 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "personal parts": (
         {"model": {"factory": "toy:net", "personal": ["head.*"]}},
-        f"{DP}.unit",
+        "model.personal",
         "noise is added to the sum only",
     ),
     "muon": (
@@ -192,8 +192,8 @@ WHOLE_SITES: dict[str, tuple[dict[str, Any], str, str]] = {
             "evaluation": {"every": 1},
             **_private(held_out="public"),
         },
-        "evaluation.every",
-        "its own model, whose personal part has no noise: set this to 0",
+        "model.personal",
+        "its own model, whose personal part has no noise",
     ),
 }
 
@@ -470,27 +470,10 @@ UNIFORM = {"aggregation": {"weights": "uniform"}, "evaluation": {"every": 0}}
         (_secure(levels=2), f"{SECURE}.levels", "must be at least 3"),
         (_secure(levels=257), f"{SECURE}.levels", "must be at most 256"),
         (
-            _secure(enabled=False) | {"communication": None},
-            f"{SECURE}.levels",
-            "are of masked sums",
-        ),
-        (
-            _secure(enabled=False, levels=None),
-            DOWN,
-            "only secure aggregation opens",
-        ),
-        (_secure(levels=None), DOWN, r"only sums in few .*smaller"),
-        (
             {"communication": {"down_content": "change"}},
             DOWN,
             "sign the digest .*whole model",
         ),
-        (
-            {"communication": {"down_codec": {"name": "bf16"}}},
-            "communication.down_codec.name",
-            "need it whole at first: use identity",
-        ),
-        (_secure(element_bound=0.1), f"{SECURE}.element_bound", "bound of their own"),
         (
             _private(unit="joint", target_epsilon=8.0) | UNIFORM,
             f"{SECURE}.levels",
@@ -500,11 +483,6 @@ UNIFORM = {"aggregation": {"weights": "uniform"}, "evaluation": {"every": 0}}
             _private(unit="site", target_epsilon=8.0) | UNIFORM,
             f"{SECURE}.levels",
             r"few levels have no .*noise",
-        ),
-        (
-            _secure(groups=3) | {"aggregation": {"combine": "median"}},
-            f"{SECURE}.levels",
-            "sums of their own",
         ),
     ],
 )

@@ -42,16 +42,6 @@ ENOUGH = {"schedule": {"minimum_sites": 2}}
             "a round needs 3",
         ),
         (
-            {"communication": {"codec": {"name": "int8"}}},
-            "communication.codec.name",
-            "leave out more",
-        ),
-        (
-            {"aggregation": {"combine": "median", "weights": "uniform"}},
-            "aggregation.combine",
-            "compares sites",
-        ),
-        (
             {"simulation": {"relays": [{"relay": "nowhere"}]}},
             "simulation.relays[0].relay",
             "there is no relay 'nowhere'",
