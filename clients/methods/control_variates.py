@@ -31,7 +31,7 @@ from clients.methods.counted import CountedArrays, corrupt
 from clients.methods.guest import Guest, LocalRound, gradient_of
 from federation.mapped import give_back, own
 from federation.methods.control_variates import CONTROL_VARIATES
-from federation.vectors import Arrays, Vector, chunks
+from federation.vectors import Arrays, IntegerVector, Vector, chunks
 
 _PREFIX = "variates/"
 _VARIATE, _WEIGHTS = _PREFIX + "variate", _PREFIX + "weights"
@@ -59,7 +59,7 @@ class ControlVariates(Guest):
         for parameter, variate in self._variates:
             gradient_of(parameter).add_(variate)
 
-    def arrays(self, local_d: Vector) -> Arrays:
+    def arrays(self, local_d: Vector, _local_m: IntegerVector) -> Arrays:
         """Return what the next round begins with to correct its gradients."""
         # Of all steps, also where the site has left before the last one: variates
         # cancel only if all sites divide by the same sum.

@@ -29,7 +29,7 @@ from clients.methods.guest import Guest, LocalRound, gradient_of
 from federation.errors import SiteError
 from federation.mapped import give_back, own
 from federation.methods.feddyn import FEDDYN
-from federation.vectors import Arrays, Vector, chunks
+from federation.vectors import Arrays, IntegerVector, Vector, chunks
 
 _PREFIX = "feddyn/"
 _GRADIENT, _UPDATE = _PREFIX + "gradient", _PREFIX + "update"
@@ -62,7 +62,7 @@ class FedDyn(Guest):
             gradient = gradient_of(parameter)
             gradient.add_(parameter - origin, alpha=self._alpha).sub_(linear)
 
-    def arrays(self, local_d: Vector) -> Arrays:
+    def arrays(self, local_d: Vector, _local_m: IntegerVector) -> Arrays:
         """Return what the next round begins with."""
         return {
             _GRADIENT: self._gradient_d,

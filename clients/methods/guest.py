@@ -12,8 +12,19 @@ from functools import cached_property
 import torch
 
 from clients.models import weights
+from clients.ranks.peers import NO_PEERS, Peers
+from federation.errors import SiteError
 from federation.job.spec import JobSpec
-from federation.vectors import NO_ARRAYS, Arrays, Layout, Role, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
+
+UNSTABLE = (
+    "training produced NaN or infinite weights: lower the learning rate, that of "
+    "aggregation.server_optimizer included, or set training.clip_grad_norm"
+)
+
+
+class NotFinite(SiteError):
+    """Training left the finite numbers."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class LocalRound:
         weights_d: The global weights, shape ``(d,)``.
         kept: Arrays that the site has kept of an earlier round.
         lora_rank: Ranks of adapters that the site trains; None for all.
+        peers: The site's ranks, which take the same steps.
     """
 
     job: JobSpec
@@ -39,12 +51,14 @@ class LocalRound:
     weights_d: Vector
     kept: Arrays
     lora_rank: int | None = None
+    peers: Peers = NO_PEERS
 
     @cached_property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters by their names in the layout."""
-        found = weights.parameters_by_name(self.model)
-        return {name: p for name, p in found.items() if p.requires_grad}
+        """Trained parameters by their names in the layout, tied ones once."""
+        by_name = weights.parameters_by_name(self.model)
+        first = {parameter: name for name, parameter in reversed(by_name.items())}
+        return {n: p for n, p in by_name.items() if p.requires_grad and first[p] == n}
 
     @cached_property
     def anchor(self) -> list[torch.Tensor]:
@@ -76,10 +90,24 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class Guest:
-    """A method in one round at a site. By default it does nothing."""
+    """A method in one round at a site. By default it does nothing.
 
-    def gradient_(self) -> None:
-        """Change the gradients of a step, before they are clipped."""
+    Attributes:
+        skipped: Steps of the round that were not taken because of it.
+    """
+
+    skipped: int = 0
+
+    def loss_(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of which gradients are to be taken."""
+        return loss
+
+    def gradient_(self) -> bool | None:
+        """Change the gradients of a step, before they are clipped.
+
+        Returns:
+            False if the step must not be taken; no later guest sees its gradients then.
+        """
 
     def after_step_(self) -> None:
         """Change the parameters after a step."""
@@ -91,10 +119,25 @@ class Guest:
             num_steps: Steps that were taken.
         """
 
-    def arrays(self, local_d: Vector) -> Arrays:  # noqa: ARG002 -- of the seam
+    def arrays(
+        self,
+        local_d: Vector,  # noqa: ARG002 -- of the seam
+        local_m: IntegerVector,  # noqa: ARG002 -- of the seam
+    ) -> Arrays:
         """Return what the next round begins with.
 
         Args:
             local_d: The site's weights after its steps, shape ``(d,)``.
+            local_m: Its integer values after them, shape ``(m,)``.
         """
         return NO_ARRAYS
+
+    def state(self) -> Arrays:
+        """Return what ``restore`` continues an interrupted round from.
+
+        Not what a guest has of the round's beginning, which is there again then.
+        """
+        return NO_ARRAYS
+
+    def restore(self, state: Arrays) -> None:
+        """Put the ``state`` of the same round in place; it has that of others too."""

@@ -5,8 +5,6 @@ Section 5, with plain SGD, where the norm of ``a_i`` is the number of steps. Its
 own updates, and a sum of them, also a secure one, is all that the aggregator needs.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from clients.methods.guest import Guest, LocalRound
@@ -15,20 +13,15 @@ from clients.methods.guest import Guest, LocalRound
 class NormalizedSteps(Guest):
     """Scales what a round's steps have changed."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        anchor: Sequence[torch.Tensor],
-        wanted: int,
-    ) -> None:
+    def __init__(self, start: LocalRound, wanted: int) -> None:
         """Hold on to the global weights.
 
         Args:
-            parameters: Trained parameters.
-            anchor: The same as the round began.
+            start: The round.
             wanted: Steps that every update stands for.
         """
-        self._parameters, self._anchor, self._wanted = parameters, anchor, wanted
+        self._wanted = wanted
+        self._pairs = list(zip(start.trained.values(), start.anchor, strict=True))
 
     @torch.no_grad()
     def end_(self, num_steps: int) -> None:
@@ -36,13 +29,11 @@ class NormalizedSteps(Guest):
         if num_steps in {0, self._wanted}:
             return
         scale = self._wanted / num_steps
-        for parameter, origin in zip(self._parameters, self._anchor, strict=True):
+        for parameter, origin in self._pairs:
             parameter.copy_(origin + (parameter - origin) * scale)
 
 
 def begin(start: LocalRound) -> NormalizedSteps | None:
     """Begin a round, if the job scales updates."""
     wanted = start.job.training.normalized_steps
-    if wanted is None:
-        return None
-    return NormalizedSteps([*start.trained.values()], start.anchor, wanted)
+    return None if wanted is None else NormalizedSteps(start, wanted)

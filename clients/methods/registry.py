@@ -1,29 +1,39 @@
 """All local methods, in the order in which they change a gradient."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clients.methods import (
     control_variates,
     feddyn,
     fixed_ranks,
+    half_precision,
+    kept_zeros,
     normalized_steps,
+    overlap,
+    personal_parts,
     proximal,
 )
 from clients.methods.counted import CountedArrays
 from clients.methods.guest import Guest, LocalRound
 from federation.ids import SiteId
-from federation.vectors import Arrays, Vector
+from federation.vectors import Arrays, IntegerVector, Vector
 
 Begin = Callable[[LocalRound], Guest | None]
 
 LOCAL_METHODS: Sequence[Begin] = (
+    half_precision.begin,
     fixed_ranks.begin,
     control_variates.begin,
     feddyn.begin,
     proximal.begin,
     normalized_steps.begin,
+    kept_zeros.begin,
+    personal_parts.begin,
+    overlap.begin,
 )
 # What methods keep that may only follow updates which counted.
 COUNTED: Sequence[CountedArrays] = (control_variates.KEPT, feddyn.KEPT)
@@ -34,11 +44,20 @@ def begin(start: LocalRound) -> Sequence[Guest]:
     return [guest for each in LOCAL_METHODS if (guest := each(start)) is not None]
 
 
-def arrays(guests: Sequence[Guest], local_d: Vector) -> Arrays:
-    """Return what all guests keep for the next round, at the site's weights."""
-    return {
-        name: array for guest in guests for name, array in guest.arrays(local_d).items()
-    }
+def arrays(guests: Sequence[Guest], local_d: Vector, local_m: IntegerVector) -> Arrays:
+    """Return what all guests keep for the next round; see ``Guest.arrays``."""
+    found: dict[str, NDArray[Any]] = {}
+    for guest in guests:
+        found |= guest.arrays(local_d, local_m)
+    return found
+
+
+def states(guests: Sequence[Guest]) -> dict[str, NDArray[Any]]:
+    """Return what all guests continue an interrupted round from."""
+    found: dict[str, NDArray[Any]] = {}
+    for guest in guests:
+        found |= guest.state()
+    return found
 
 
 def if_counted(

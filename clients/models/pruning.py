@@ -1,20 +1,17 @@
-"""Set small weights of a trained model to zero, and keep them there.
+"""Set small weights of a trained model to zero.
 
-``pruned`` makes the weights that a run starts from (``model.weights``); with
-``model.keep_zeros`` the run trains the others only. Zeros are the mask: nothing else
-is stored or sent.
+``prune_`` makes the weights that a run starts from (``model.weights``); with
+``model.keep_zeros`` the run trains the others only (``clients.methods.kept_zeros``).
+Zeros are the mask: nothing else is stored or sent.
 
 Shape suffixes: d float values of the model, n outputs of a layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from clients.models import personal
-from clients.models.weights import parameters_by_name
 from federation.errors import JobError
 
 KINDS = ("value", "channel")
@@ -115,39 +112,3 @@ def _prune_channels_(layer: Layer, fraction: float) -> None:
     weight[out] = 0
     if bias is not None:
         bias[out] = 0
-
-
-@contextmanager
-def holding_zeros(
-    model: torch.nn.Module, *, enabled: bool, personal_patterns: Sequence[str] = ()
-) -> Iterator[None]:
-    """Let no gradient reach trained values that are zero, while the block lasts.
-
-    An optimiser that moves each value by its own gradient then leaves them at zero.
-    Sharded parameters are left out: their zeros come back at the aggregator. So are
-    personal parts: they begin as the factory made them, and nothing has pruned them.
-
-    Args:
-        model: Its trained zeros get no gradient.
-        enabled: Whether to do anything.
-        personal_patterns: See ``ModelSpec.personal``.
-    """
-    with ExitStack() as stack:
-        for name, parameter in parameters_by_name(model).items() if enabled else ():
-            if personal.match(name, personal_patterns):
-                continue
-            if parameter.requires_grad and not hasattr(parameter, "to_local"):
-                mask = _GradientMask(parameter.detach() != 0)
-                hook = parameter.register_hook(mask)  # type: ignore[no-untyped-call]
-                stack.callback(hook.remove)
-        yield
-
-
-class _GradientMask:
-    """Multiplies a gradient by a mask."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self._mask = mask
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._mask

@@ -1,8 +1,8 @@
 """The steps of one round that may be interrupted: what is copied, and put back.
 
-Copied are the model's values, personal ones too, buffers that are not part of its
-state, the optimiser's state, sums over batches, generators that were drawn from, and
-how many steps were taken. Which examples come next follows from that number.
+Copied are the model's values, buffers that are not part of its state, the states of the
+optimiser and of all guests, sums over batches, generators that were drawn from, and how
+many steps were taken. Which examples come next follows from that number.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.models import personal, weights
+from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.randomness import global_generators
 from clients.ranks.peers import Sums
@@ -95,9 +95,6 @@ class InterruptedSteps:
             found.arrays[_WEIGHTS],
             found.arrays[_INTEGERS],
         )
-        own_p = personal.own_part(found.arrays)
-        if own_p is not None:
-            personal.load(self._model, self._layout, own_p)
         buffers = _other_buffers(self._model)
         for name, array in _below(_BUFFER, found.arrays).items():
             buffers[name].copy_(torch.tensor(array))
@@ -107,16 +104,18 @@ class InterruptedSteps:
         sums.continue_from(found.arrays[_SUMS], int(found.facts[_COUNT]))
         return int(found.facts[_POSITION])
 
-    def after_step(self, position: int, sums: Sums) -> None:
+    def after_step(self, before: int, sums: Sums, number: int) -> None:
         """Keep the state if it is time to.
 
         Args:
-            position: Steps that were taken in this round.
-            sums: Over their batches.
+            before: Steps of the run before this round.
+            sums: Over the batches of steps of this round.
+            number: Number of the step that was taken, counted over the run from 0.
 
         Raises:
             LeftAtStep: The site leaves.
         """
+        position = number + 1 - before
         self._kept.after_step(
             self._round_index, self._start, lambda: self._snapshot(position, sums)
         )
@@ -138,7 +137,6 @@ class InterruptedSteps:
             _INTEGERS: values_m,
             _SUMS: added,
             **self._optimizer.state(),
-            **personal.to_keep(self._model, self._layout),
         }
         for name, buffer in _other_buffers(self._model).items():
             arrays[_BUFFER + name] = _array(buffer)

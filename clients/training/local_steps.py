@@ -12,11 +12,10 @@ from clients.data.datasets import Indices
 from clients.factories import call_factory, import_factory
 from clients.float32_muon import Float32Muon
 from clients.learning_rate import rate_of
+from clients.methods import registry as methods
 from clients.methods.guest import Guest
 from clients.models.hidden_matrices import hidden_matrices
-from clients.ranks.peers import NO_PEERS, Peers
 from clients.sixteen_bits import multiplies_bfloat16
-from clients.training.half_precision import LossScale
 from federation.errors import JobError
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
@@ -139,7 +138,6 @@ class LocalOptimizer:
         job: JobSpec,
         kept: Arrays = NO_ARRAYS,
         *,
-        peers: Peers = NO_PEERS,
         guests: Sequence[Guest] = (),
     ) -> None:
         """Begin a round of a model that holds the global weights.
@@ -148,14 +146,12 @@ class LocalOptimizer:
             model: Trained in place.
             job: Sets the optimiser and its schedule.
             kept: What an earlier round has kept, if the job asks for that.
-            peers: The site's ranks, which take the same steps.
             guests: Methods that take part in each step.
         """
         self._job = job
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._guests = guests
-        self._scale = LossScale(job.training.precision, peers)
+        self.guests = guests
         self._takes_sparse = _takes_sparse(job)
         self._optimizers = make_optimizers(model, job.training.optimizer)
         self._rates = [
@@ -172,13 +168,12 @@ class LocalOptimizer:
         self._idle: set[torch.nn.Parameter] | None = None
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
-            self.restore(kept)
-        self._scale.begin(kept)
+            self._restore(kept)
 
     @property
     def skipped(self) -> int:
-        """Steps of the round that were not taken, since gradients overflowed."""
-        return self._scale.skipped
+        """Steps of the round that were not taken, since a method said so."""
+        return sum(guest.skipped for guest in self.guests)
 
     @property
     def idle(self) -> Collection[torch.nn.Parameter]:
@@ -187,12 +182,14 @@ class LocalOptimizer:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of which gradients are to be taken."""
-        return self._scale.scaled(loss)
+        for guest in self.guests:
+            loss = guest.loss_(loss)
+        return loss
 
     def step(self, number: int) -> None:
         """Take a step along the gradients that are there, and clear them.
 
-        In float16, one whose gradients overflow is skipped.
+        Unless a method says after ``gradient_`` that it must not be taken.
 
         Args:
             number: Number of the step, counted over the run from 0.
@@ -203,15 +200,15 @@ class LocalOptimizer:
                     parameter.grad = parameter.grad.to_dense()
         before = self._parameters if self._idle is None else self._idle
         self._idle = {parameter for parameter in before if parameter.grad is None}
-        if self._scale.unscale_(self._parameters):
+        if not any(guest.gradient_() is False for guest in self.guests):
             self._take(number)
+            for guest in self.guests:
+                guest.after_step_()
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def _take(self, number: int) -> None:
         training = self._job.training
-        for guest in self._guests:
-            guest.gradient_()
         if training.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
         rate, full = rate_of(self._job, number), self._job.training.optimizer.lr
@@ -220,25 +217,26 @@ class LocalOptimizer:
                 # A user's groups may have rates of their own.
                 group["lr"] = rate if own == full else own * rate / full
             optimizer.step()
-        for guest in self._guests:
-            guest.after_step_()
 
     def kept(self) -> Arrays:
-        """Return copies of the optimiser's state, if the job keeps it.
-
-        bfloat16, which NumPy lacks, goes as float32 and comes back the same. The scale
-        of losses in float16 is always kept: a round would begin with steps to skip.
-        """
-        return self.state() if self._keeps else self._scale.state()
+        """Return copies of the optimiser's state, if the job keeps it."""
+        return self._state() if self._keeps else NO_ARRAYS
 
     def state(self) -> Arrays:
-        """Return copies of the optimiser's state, of which ``restore`` takes a copy."""
+        """Return copies of what ``restore`` continues a round from."""
+        return self._state() | methods.states(self.guests)
+
+    def _state(self) -> dict[str, NDArray[Any]]:
+        """Copy the optimiser's state.
+
+        bfloat16, which NumPy lacks, goes as float32 and comes back the same.
+        """
         return {
             f"{_KEPT}{name}/{kind}": _array(value)
             for name, parameter in self._named.items()
             for kind, value in self._state_of[parameter].items()
             if value is not None
-        } | dict(self._scale.state())
+        }
 
     def groups_text(self) -> str:
         """What its groups hold beside parameters and rates, which steps set."""
@@ -258,8 +256,13 @@ class LocalOptimizer:
             for value in self._state_of[parameter].values()
         )
 
-    def restore(self, kept: Arrays) -> None:
-        """Put a state of the same model's optimiser in place of the present one."""
+    def restore(self, state: Arrays) -> None:
+        """Put the ``state`` of the same round in place of the present one."""
+        self._restore(state)
+        for guest in self.guests:
+            guest.restore(state)
+
+    def _restore(self, kept: Arrays) -> None:
         for full_name, array in kept.items():
             if not full_name.startswith(_KEPT):
                 continue
@@ -268,7 +271,6 @@ class LocalOptimizer:
             if kind != _STEP:
                 value = value.to(dtype=parameter.dtype, device=parameter.device)
             self._state_of[parameter][kind] = value
-        self._scale.restore(kept)
 
 
 def _takes_sparse(job: JobSpec) -> bool:

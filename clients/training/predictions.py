@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.data.reading import BatchReader
+from clients.methods.half_precision import autocast
 from clients.models.applying import apply_model
 from clients.models.trained import trained_model
 from clients.ranks.peers import NO_PEERS, Sums
-from clients.training.half_precision import autocast
 from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
 from federation.job.spec import JobSpec, TrainingSpec

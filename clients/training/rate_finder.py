@@ -13,7 +13,6 @@ Gradients and losses here have no noise: not for jobs with differential privacy.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +24,9 @@ from clients.data.datasets import Indices
 from clients.learning_rate import rate_of
 from clients.methods import registry as methods
 from clients.methods.guest import LocalRound
-from clients.models.pruning import holding_zeros
+from clients.methods.half_precision import autocast
 from clients.models.starting_weights import initial_weights
 from clients.randomness import seeded_globally, torch_seed
-from clients.training.half_precision import autocast
 from clients.training.local_federation import Federation
 from clients.training.local_steps import LocalOptimizer, groups
 from federation.errors import JobError, SiteError
@@ -285,14 +283,8 @@ class _RangeTest:
             site=self._site,
         )
         record = RangeRecord()
-        with self._pool.borrow() as model, ExitStack() as stack:
+        with self._pool.borrow() as model:
             model.load(*self._start)
-            zeros = holding_zeros(
-                model.module,
-                enabled=job.model.keep_zeros,
-                personal_patterns=job.model.personal,
-            )
-            stack.enter_context(zeros)
             start = LocalRound(
                 job=job,
                 round_index=1,

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from clients.methods.guest import NotFinite
 from clients.methods.registry import if_counted
 from clients.training import update
 from clients.training.error_feedback import ErrorFeedback
@@ -614,7 +615,7 @@ def _kind_of(error: Exception) -> FailureKind:
         ReplayedRound: FailureKind.DUPLICATE,
         ProtocolError: FailureKind.INVALID,
         BudgetExceeded: FailureKind.BUDGET,
-        update.NotFinite: FailureKind.NOT_FINITE,
+        NotFinite: FailureKind.NOT_FINITE,
         BeyondCodec: FailureKind.NOT_FINITE,
     }
     found = (kind for of, kind in kinds.items() if isinstance(error, of))

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Unpack
 
+from clients.methods.overlap import own_model
 from clients.training.forwarding import ForwardingTrainer
-from clients.training.overlap import own_weights
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
 from federation.protocols import (
@@ -51,7 +51,7 @@ class TimedTrainer(ForwardingTrainer):
         """Train, and let virtual time pass."""
         result = super().fit(weights_d, integers_m, **arguments)
         ahead = 0.0
-        if self._waits_since is not None and own_weights(
+        if self._waits_since is not None and own_model(
             arguments.get("kept", NO_ARRAYS)
         ):
             waited = self._clock.monotonic() - self._waits_since

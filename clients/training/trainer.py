@@ -1,17 +1,16 @@
 """Local training with torch: from the global weights to the site's own.
 
-One round at a site, as FedAvg's ClientUpdate (McMahan et al. 2017,
-arXiv:1602.05629, Algorithm 1) with the proximal term of FedProx (Li et al. 2020,
-arXiv:1812.06127, equation 2) and the scaling of FedNova (Wang et al. 2020,
-arXiv:2007.07481, section 5) if the job asks for them. The trainer itself keeps nothing
-between rounds: optimiser state comes and goes with each of them, if the job keeps any.
+One round at a site is FedAvg's ClientUpdate (McMahan et al. 2017, arXiv:1602.05629,
+Algorithm 1): for each batch loss, backward and a step, in which the methods of the job
+are guests (``clients.methods``). The trainer itself keeps nothing between rounds: what
+optimiser and methods keep comes and goes with each of them.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
 from typing import Unpack
@@ -31,30 +30,22 @@ from clients.data.datasets import (
 from clients.data.privacy_units import held_out_units, num_units, persons_of
 from clients.data.reading import BatchReader
 from clients.methods import registry as methods
-from clients.methods.guest import Guest, LocalRound
-from clients.models import personal, weights
+from clients.methods.guest import UNSTABLE, LocalRound, NotFinite
+from clients.methods.half_precision import autocast
+from clients.methods.overlap import AheadSteps, Beginning, WorkAhead, own_model
+from clients.models import weights
 from clients.models.evaluation_notes import EvaluationNotes
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record, stays_finite
-from clients.models.pruning import holding_zeros
 from clients.randomness import SECRET_BYTES, Seed, torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.sixteen_bits import note_slow
 from clients.training.filled_parts import check_filled
-from clients.training.half_precision import autocast
 from clients.training.interrupted_steps import InterruptedSteps
 from clients.training.kept_steps import KeptSteps, start_digest
 from clients.training.local_steps import LocalOptimizer, groups
-from clients.training.overlap import (
-    AheadSteps,
-    OwnWeights,
-    WorkAhead,
-    arrived,
-    mixed,
-    own_weights,
-)
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -62,7 +53,6 @@ from clients.training.private_steps import (
     sampling_rate,
     takes_private_steps,
 )
-from clients.training.update import UNSTABLE, NotFinite
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.adapter_ranks import ranks_of, sent_places
@@ -77,7 +67,6 @@ from federation.rounds.local_work import (
     first_rounds,
     in_round,
     is_auto,
-    total_steps,
 )
 from federation.tree import map_tree, num_records
 from federation.vectors import (
@@ -174,7 +163,7 @@ class TorchTrainer:
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective
         self._lora_rank = ranks_of(job).get(self.site)
-        self._ahead = WorkAhead(self._first_steps)
+        self._ahead = WorkAhead(job, self._first_steps)
         self._notes = EvaluationNotes(
             job,
             self.site,
@@ -220,20 +209,20 @@ class TorchTrainer:
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
         seed = self._draws_of(self._seed, "training", self.site, round_index, *mine)
-        if self.job.training.overlap_steps and own_weights(kept) is not None:
-            first = self._ahead.take(round_index, kept, steps.start)
-            return self._fit_overlapped(
-                weights_d, integers_m, round_index, first, steps=steps, seed=seed
-            )
+        begin = self._ahead.beginning(
+            round_index,
+            (weights_d, integers_m),
+            kept,
+            layout=self.pool.layout,
+            first_step=steps.start,
+        )
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
-                model.load(weights_d, integers_m, kept)
+                model.load(begin.weights_d, begin.integers_m, begin.kept)
                 if self.private is not None and self.private.in_sum:
                     return self._one_step(model.module, self.private, integers_m)
-                return self._train(
-                    model.module, round_index, weights_d, kept, steps=steps
-                )
+                return self._train(model.module, round_index, weights_d, begin, steps)
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
@@ -243,70 +232,36 @@ class TorchTrainer:
         """Begin with a round's first steps; see ``federation.protocols.WorksAhead``."""
         if first_step is None:
             first_step = self._steps_of(round_index).start
-        if own_weights(kept) is not None and first_step < total_steps(self.job):
-            self._ahead.begin(round_index, kept, first_step)
-
-    def _fit_overlapped(
-        self,
-        weights_d: Vector,
-        integers_m: IntegerVector,
-        round_index: int,
-        first: AheadSteps,
-        *,
-        steps: range,
-        seed: Seed,
-    ) -> LocalWeights:
-        """Train on from steps that were taken ahead, mixed with the global weights."""
-        training = self.job.training
-        start_d = mixed(first.weights_d, weights_d, mix=training.overlap_mix)
-        arrived_m = arrived(first.integers_m, integers_m, self.pool.layout)
-        with self.pool.borrow() as model:
-
-            def train() -> LocalWeights:
-                model.load(start_d, arrived_m)
-                return self._train(
-                    model.module,
-                    round_index,
-                    weights_d,
-                    first.kept,
-                    steps=steps,
-                    is_overlapped=True,
-                )
-
-            result = self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
-        both = result.training
-        if both is not None:
-            both = both + first.training
-        num_steps = result.num_steps + training.overlap_steps
-        return replace(result, training=both, num_steps=num_steps)
+        self._ahead.begin(round_index, kept, first_step)
 
     def _first_steps(
         self, round_index: int, kept: Arrays, first_step: int
     ) -> AheadSteps:
         """Take a round's first steps from the site's own weights."""
-        own = own_weights(kept)
+        own = own_model(kept)
         assert own is not None  # noqa: S101 -- as both callers have seen
         seed = self._draws_of(self._seed, "training ahead", self.site, round_index)
+        # How many more the round takes may not be known yet.
+        steps = range(first_step, first_step + bounds(self.job)[0])
         with self.pool.borrow() as model:
 
             def train() -> AheadSteps:
-                model.load(own.weights_d, own.integers_m)
+                model.load(*own)
+                optimizer = self._optimizer(
+                    model.module, round_index, own[0], kept, steps
+                )
+                sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
                 stop = self.job.training.overlap_steps
-                # How many more the round takes may not be known yet.
-                steps = range(first_step, first_step + bounds(self.job)[0])
-                guests = self._guests(
-                    model.module, round_index, own.weights_d, kept, steps
+                gradients = self._gradients(
+                    model.module, round_index, optimizer, sums, steps, stop=stop
                 )
-                optimizer = LocalOptimizer(model.module, self.job, kept, guests=guests)
-                sums, _ = self._steps(
-                    model.module, round_index, optimizer, steps=steps, stop=stop
-                )
+                self._take_steps(gradients, optimizer)
                 weights_d, integers_m = weights.read(model.module, self.pool.layout)
                 return AheadSteps(
                     weights_d=weights_d,
                     integers_m=integers_m,
-                    kept=optimizer.kept(),
-                    training=sums,
+                    kept={**optimizer.kept(), **methods.states(optimizer.guests)},
+                    training=sums.metrics(),
                 )
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
@@ -340,64 +295,43 @@ class TorchTrainer:
         model: torch.nn.Module,
         round_index: int,
         weights_d: Vector,
-        kept: Arrays,
-        *,
+        begin: Beginning,
         steps: range,
-        is_overlapped: bool = False,
     ) -> LocalWeights:
-        """Train a model that holds the weights to begin with.
+        """Take a round's steps with a model that holds the weights to begin with.
 
         Args:
             model: Trained in place.
             round_index: Number of the round, from 1.
             weights_d: The global weights.
-            kept: What an earlier round has kept, or the first steps of this one.
+            begin: What the site has kept, and steps that were taken ahead.
             steps: Those of the round, counted over the run from 0.
-            is_overlapped: Whether the first steps were taken ahead.
         """
         layout = self.pool.layout
         lost_d = None
         if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
-            lost_d = weights_d - weights.read(model, layout)[0]
+            lost_d = begin.weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
+        start = weights_d, before_m, begin.kept
         training: MetricSums | None = None
-        guests = self._guests(model, round_index, weights_d, kept, steps)
-        optimizer = LocalOptimizer(
-            model, self.job, kept, peers=self.peers, guests=guests
-        )
-        overlap = self.job.training.overlap_steps
-        begin = overlap if overlap and is_overlapped else 0
+        optimizer = self._optimizer(model, round_index, weights_d, begin.kept, steps)
         if self.private is None:
-            with holding_zeros(
-                model,
-                enabled=self.job.model.keep_zeros,
-                personal_patterns=self.job.model.personal,
-            ):
-                training, num_steps = self._steps(
-                    model,
-                    round_index,
-                    optimizer,
-                    steps=steps,
-                    begin=begin,
-                    interrupted=self._interrupted(
-                        model,
-                        round_index,
-                        optimizer,
-                        (weights_d, before_m, kept, self._chosen(steps)),
-                    ),
-                )
+            training, num_steps = self._steps(
+                model, round_index, optimizer, steps, begin=begin, start=start
+            )
         else:
-            num_steps = self._private_steps(model, round_index, optimizer, self.private)
+            gradients = self._private_gradients(model, round_index, self.private)
+            num_steps = self._take_steps(gradients, optimizer)
         num_steps = self._num_taken(optimizer, round_index, num_steps)
         check_filled(
             self.job, layout, weights.parameters_by_name(model), optimizer.idle
         )
-        for guest in guests:
+        for guest in optimizer.guests:
             guest.end_(num_steps)
         local_d, local_m = weights.read(model, layout)
         has_finite_loss = training is None or math.isfinite(training.loss_sum)
         if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
-            self._check_finite(round_index, steps, (weights_d, before_m, kept))
+            self._check_finite(round_index, steps, start)
         if not has_finite_loss and optimizer.skipped:
             training = None  # Of a step that was not taken; a secure sum has no NaN.
         if lost_d is not None:
@@ -414,11 +348,37 @@ class TorchTrainer:
             num_steps=num_steps,
             training=training,
             kept={
-                **self._kept(optimizer, local_d, local_m),
-                **methods.arrays(guests, local_d),
-                **self._personal(model, kept),
+                **optimizer.kept(),
+                **methods.arrays(optimizer.guests, local_d, local_m),
             },
         )
+
+    def _take_steps(
+        self,
+        gradients: Generator[int],
+        optimizer: LocalOptimizer,
+        after_step: Callable[[int], None] | None = None,
+    ) -> int:
+        """Take a step for each gradient, until the site must leave.
+
+        Args:
+            gradients: Yields the number of each step when its gradients are there.
+            optimizer: Takes the steps, with the guests of the round.
+            after_step: Called with the number of each step.
+
+        Returns:
+            How many there were.
+        """
+        num_steps = 0
+        with closing(gradients):
+            for number in gradients:
+                optimizer.step(number)
+                num_steps += 1
+                if after_step is not None:
+                    after_step(number)
+                if self.ends_early():
+                    break
+        return num_steps
 
     def _num_taken(
         self, optimizer: LocalOptimizer, round_index: int, num_steps: int
@@ -435,30 +395,15 @@ class TorchTrainer:
             )
         return num_steps - optimizer.skipped
 
-    def _personal(self, model: torch.nn.Module, kept: Arrays) -> Arrays:
-        """What the site keeps of its personal parts.
-
-        Raises:
-            NotFinite: Training left the finite numbers: every later round would begin
-                with these. Not where whole sites are protected, whose answer must
-                not tell this: then the parts are those that the round began with.
-        """
-        own = personal.to_keep(model, self.pool.layout)
-        if all(map(is_finite, own.values())):
-            return own
-        if self.private is not None or not self._is_protected:
-            raise NotFinite(UNSTABLE)
-        return personal.unchanged(kept)
-
-    def _guests(
+    def _optimizer(
         self,
         model: torch.nn.Module,
         round_index: int,
         weights_d: Vector,
         kept: Arrays,
         steps: range,
-    ) -> Sequence[Guest]:
-        """Begin a round of each method that takes part in local steps."""
+    ) -> LocalOptimizer:
+        """Begin a round of the optimiser and of each method that is its guest."""
         start = LocalRound(
             job=self.job,
             round_index=round_index,
@@ -468,54 +413,65 @@ class TorchTrainer:
             weights_d=weights_d,
             kept=kept,
             lora_rank=self._lora_rank,
+            peers=self.peers,
         )
-        return methods.begin(start)
-
-    def _kept(
-        self, optimizer: LocalOptimizer, local_d: Vector, local_m: IntegerVector
-    ) -> Arrays:
-        """What the next round begins with, besides global model and personal parts."""
-        if not self.job.training.overlap_steps:
-            return optimizer.kept()
-        own = OwnWeights(weights_d=local_d, integers_m=local_m)
-        return {**optimizer.kept(), **own.arrays()}
+        return LocalOptimizer(model, self.job, kept, guests=methods.begin(start))
 
     def _steps(
         self,
         model: torch.nn.Module,
         round_index: int,
         optimizer: LocalOptimizer,
-        *,
         steps: range,
-        begin: int = 0,
-        stop: int | None = None,
-        interrupted: InterruptedSteps | None = None,
+        *,
+        begin: Beginning,
+        start: tuple[Vector, IntegerVector, Arrays],
     ) -> tuple[MetricSums, int]:
-        """Take a round's local steps, ``steps`` of the run, from ``begin`` to ``stop``.
+        """Take a round's steps, those left that were not taken ahead or kept.
 
         Raises:
             LeftAtStep: The site leaves in the middle.
         """
-        training = self.job.training
+        sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
         model.train()
-        sums = Sums(self.pool.device, self.peers, metrics_of(training))
-        wrapped = self.peers.wrap(model)
-        before = steps.start
-        first_step = before + begin
+        interrupted = self._interrupted(model, round_index, optimizer, steps, start)
         with interrupted or nullcontext():
+            taken, after_step = 0, None
             if interrupted is not None:
-                begin += interrupted.resume(sums)
-            step = before + begin
-            with self._reader(round_index, steps, begin, stop) as reader:
-                for group in groups(iter(reader), accumulate_in(training, round_index)):
-                    self._add_gradients(wrapped, reader, group, sums, optimizer.scaled)
-                    optimizer.step(step)
-                    step += 1
-                    if interrupted is not None:
-                        interrupted.after_step(step - before, sums)
-                    if self.ends_early():
-                        break
-        return sums.metrics(), step - first_step
+                taken = interrupted.resume(sums)
+                after_step = partial(interrupted.after_step, steps.start, sums)
+            first = begin.num_steps + taken
+            gradients = self._gradients(
+                model, round_index, optimizer, sums, steps, first=first
+            )
+            num_steps = first + self._take_steps(gradients, optimizer, after_step)
+        found = sums.metrics()
+        return found if begin.training is None else found + begin.training, num_steps
+
+    def _gradients(
+        self,
+        model: torch.nn.Module,
+        round_index: int,
+        optimizer: LocalOptimizer,
+        sums: Sums,
+        steps: range,
+        *,
+        first: int = 0,
+        stop: int | None = None,
+    ) -> Generator[int]:
+        """Compute the gradients of a round's steps from ``first`` to ``stop``.
+
+        Yields:
+            The number of each step, counted over the run, when its gradients are there.
+        """
+        model.train()
+        wrapped = self.peers.wrap(model)
+        size = accumulate_in(self.job.training, round_index)
+        with self._reader(round_index, steps, first, stop) as reader:
+            every = groups(iter(reader), size)
+            for number, group in enumerate(every, start=steps.start + first):
+                self._add_gradients(wrapped, reader, group, sums, optimizer.scaled)
+                yield number
 
     def _reader(
         self, round_index: int, steps: range, begin: int, stop: int | None
@@ -532,15 +488,18 @@ class TorchTrainer:
         model: torch.nn.Module,
         round_index: int,
         optimizer: LocalOptimizer,
-        start: tuple[Vector, IntegerVector, Arrays, range | None],
+        steps: range,
+        start: tuple[Vector, IntegerVector, Arrays],
     ) -> InterruptedSteps | None:
         """What keeps a round's steps, if anything does; ranks keep none."""
         if self.kept_steps is None or self.peers.count > 1:
             return None
+        # Steps are a part of what a round begins with where its number does not say.
+        chosen = steps if is_auto(self.job) else None
         return InterruptedSteps(
             self.kept_steps,
             round_index,
-            partial(start_digest, *start),
+            partial(start_digest, *start, chosen),
             pool=self.pool,
             model=model,
             optimizer=optimizer,
@@ -638,16 +597,16 @@ class TorchTrainer:
         scaled(mean).backward()  # type: ignore[no-untyped-call]
         sums.add(loss.loss, loss.count, loss.metrics)
 
-    def _private_steps(
-        self,
-        model: torch.nn.Module,
-        round_index: int,
-        optimizer: LocalOptimizer,
-        private: PrivateTraining,
-    ) -> int:
-        """Take this round's local steps with differentially private gradients.
+    def _private_gradients(
+        self, model: torch.nn.Module, round_index: int, private: PrivateTraining
+    ) -> Generator[int]:
+        """Compute differentially private gradients of this round's local steps.
 
-        Nothing is counted on the way: sums over the samples would have no noise.
+        Nothing is counted on the way: sums over the samples would have no noise. All
+        steps were charged, so that fewer cost no more.
+
+        Yields:
+            The number of each step, counted over the run, when its gradient is there.
         """
         size, persons = len(self.train), self._persons
         job = in_round(self.job, round_index)  # As it is charged for.
@@ -660,19 +619,13 @@ class TorchTrainer:
             persons=persons,
             peers=self.peers,
         )
-        num_steps = num_private_steps(job, size if persons is None else persons.count)
-        first_step = (round_index - 1) * num_steps
-        step = first_step
-        while step < first_step + num_steps:
+        count = num_private_steps(job, size if persons is None else persons.count)
+        for number in range((round_index - 1) * count, round_index * count):
             for drawn in gradient.draw():
                 loss = self._private_loss(model, drawn.records)
                 gradient.add_(loss, drawn)
             gradient.release_()
-            optimizer.step(step)
-            step += 1
-            if self.ends_early():  # All steps were charged: fewer cost no more.
-                break
-        return step - first_step
+            yield number
 
     def _one_step(
         self,
@@ -787,10 +740,6 @@ class TorchTrainer:
         """Steps of the run that a round takes if every round takes as many."""
         count = self._steps_per_round()
         return range((round_index - 1) * count, round_index * count)
-
-    def _chosen(self, steps: range) -> range | None:
-        """The steps of a round, if its number does not say them."""
-        return steps if is_auto(self.job) else None
 
     def _steps_per_round(self) -> int:
         training = self.job.training

@@ -5,19 +5,10 @@ Shape suffixes: d float values of the model.
 
 import numpy as np
 
+from clients.methods.guest import UNSTABLE, NotFinite
 from federation.compression.codec import Codec, encoded_over
-from federation.errors import SiteError
 from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import Vector, Words, is_finite
-
-UNSTABLE = (
-    "training produced NaN or infinite weights: lower the learning rate, that of "
-    "aggregation.server_optimizer included, or set training.clip_grad_norm"
-)
-
-
-class NotFinite(SiteError):
-    """Training left the finite numbers."""
 
 
 def local_weights(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:

@@ -1,4 +1,4 @@
-"""Training in float16, with a scaled loss; see ``clients.training.half_precision``."""
+"""Training in float16, with a scaled loss; see ``clients.methods.half_precision``."""
 
 from federation.methods.method import Method, Thing
 

@@ -1,4 +1,4 @@
-"""Local steps while models are on their way; see ``clients.training.overlap``."""
+"""Local steps while models are on their way; see ``clients.methods.overlap``."""
 
 from federation.methods.method import ONE_RANK, Method, Thing
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.numpy import save_file
 
 from clients.data import batches
+from clients.methods.half_precision import autocast
 from clients.models.starting_weights import initial_weights
 from clients.models.weights import read
-from clients.training.half_precision import autocast
 from clients.training.local_federation import Federation
 from clients.training.local_steps import LocalOptimizer
 from crossfed import load_job

@@ -352,3 +352,15 @@ def logits_of_others(model: nn.Module, inputs: Any, targets: Any) -> dict[str, A
     found = with_logits(model, inputs, targets)
     logits = found["logits"]
     return {"loss": found["loss"], "logits": logits - logits.mean(0)}
+
+
+class Half(nn.Linear):
+    """A layer whose parameters have 16 bits, of records with 4 values."""
+
+    def __init__(self) -> None:
+        """Give every value of a record a weight for each class."""
+        super().__init__(4, 3, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute logits in 16 bits, and return them in 32."""
+        return super().forward(x.bfloat16()).float()

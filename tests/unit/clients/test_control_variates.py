@@ -27,6 +27,7 @@ TRAINING = {
 JOB = small_job(training=TRAINING)
 X = np.zeros(15, np.float32)
 Y = np.ones(15, np.float32)
+NO_INTEGERS = np.zeros(0, np.int64)
 
 
 GONE: dict[str, np.ndarray] = {}
@@ -55,7 +56,7 @@ def begun(
 
 
 def kept_of_round_3():
-    return dict(begun({}, X).arrays(Y))
+    return dict(begun({}, X).arrays(Y, NO_INTEGERS))
 
 
 def counted_of(
@@ -110,7 +111,7 @@ def test_sites_go_back_to_the_round_that_counted():
     """One that has trained since begins with the same variate as one that has not."""
     kept = kept_of_round_3()
     later = begun(kept, Y / 4, round_index=4)
-    lost = dict(later.arrays(Y / 2)) | {"optimizer/a": X}
+    lost = dict(later.arrays(Y / 2, NO_INTEGERS)) | {"optimizer/a": X}
     found = counted_of(dict(lost), 3, dict(kept))
     np.testing.assert_array_equal(variate(found, Y / 8), variate(dict(kept), Y / 8))
     assert "optimizer/a" in found
@@ -121,7 +122,7 @@ def test_sites_go_back_to_the_round_that_counted():
 def test_round_without_a_learning_rate_changes_nothing():
     """A user's schedule may return 0 for a whole round."""
     idle = control_variates.variate_now(kept_of_round_3(), X)
-    kept = dict(begun(kept_of_round_3(), X, round_index=4).arrays(X))
+    kept = dict(begun(kept_of_round_3(), X, round_index=4).arrays(X, NO_INTEGERS))
     kept["variates/rates"] = np.zeros(1)
     np.testing.assert_array_equal(variate(kept, X), idle)
 

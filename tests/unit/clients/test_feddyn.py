@@ -18,6 +18,7 @@ ALPHA = 0.5
 SITE = SiteId("site-a")
 X = np.zeros(15, np.float32)
 Y = np.ones(15, np.float32)
+NO_INTEGERS = np.zeros(0, np.int64)
 
 
 def begun(kept: Arrays, weights_d: np.ndarray) -> FedDyn:
@@ -44,7 +45,7 @@ def begun(kept: Arrays, weights_d: np.ndarray) -> FedDyn:
 
 
 def kept_of_round_3() -> dict[str, np.ndarray]:
-    return dict(begun({}, X).arrays(Y))
+    return dict(begun({}, X).arrays(Y, NO_INTEGERS))
 
 
 def test_gradient_gets_the_pull_and_the_linear_term():

@@ -9,11 +9,12 @@ import torch
 from support.small_jobs import blobs, small_job
 
 from clients.data.datasets import as_dataset
+from clients.methods.guest import NotFinite
 from clients.models.model_pool import ModelPool
 from clients.training.first_batch import check_first_batches
 from clients.training.local_federation import Federation
 from clients.training.trainer import TorchTrainer
-from clients.training.update import NotFinite, prepare
+from clients.training.update import prepare
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import DataSpec

@@ -11,13 +11,14 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 
 from clients.data.datasets import as_dataset
+from clients.methods import half_precision
+from clients.methods.guest import NotFinite
+from clients.methods.half_precision import LossScale
 from clients.models.model_pool import ModelPool
 from clients.ranks.control import LOSS_SCALE, kept_from
 from clients.ranks.ranked_trainer import fit_of
-from clients.training import half_precision, rank
-from clients.training.half_precision import LossScale
+from clients.training import rank
 from clients.training.trainer import TorchTrainer
-from clients.training.update import NotFinite
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -60,7 +61,8 @@ def test_scales_are_those_of_torch(monkeypatch: pytest.MonkeyPatch):
     """Overflows at some steps; growth after three steps without one."""
     monkeypatch.setattr(half_precision, "_GROWTH_STEPS", 3)
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
-    ours, parameter = LossScale("fp16"), nn.Parameter(torch.zeros(2))
+    parameter = nn.Parameter(torch.zeros(2))
+    ours = LossScale([parameter])
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     overflows = [True, True, False, False, False, False, True, False, False, False]
     for overflow in overflows:
@@ -70,7 +72,7 @@ def test_scales_are_those_of_torch(monkeypatch: pytest.MonkeyPatch):
         parameter.grad = torch.full((2,), torch.inf if overflow else ours.scale)
         expected = parameter.grad / ours.scale
         gradient = parameter.grad.clone()
-        assert ours.unscale_([parameter]) is not overflow
+        assert ours.gradient_() is not overflow
         assert torch.equal(parameter.grad, expected)
         parameter.grad = gradient
         theirs.step(optimizer)
@@ -133,10 +135,11 @@ def test_a_round_of_skipped_steps_changes_nothing():
 
 def test_what_no_scale_makes_finite_is_not_skipped_for_ever():
     """Then training is told to be unstable, as in other precisions."""
-    scale, parameter = LossScale("fp16"), nn.Parameter(torch.zeros(1))
+    parameter = nn.Parameter(torch.zeros(1))
+    scale = LossScale([parameter])
     parameter.grad = torch.full((1,), torch.nan)
     nan = torch.full((1,), torch.nan)
-    while not scale.unscale_([parameter]):
+    while not scale.gradient_():
         parameter.grad = nan.clone()
     assert scale.skipped == 30  # From 2^16 to 2^-14.
 

@@ -12,8 +12,8 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 
 from clients.data.datasets import as_dataset
+from clients.methods import half_precision
 from clients.models.model_pool import ModelPool
-from clients.training import half_precision
 from clients.training.kept_steps import KeptSteps, LeftAtStep, most_bytes
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.disk.store import LocalStore

@@ -1,6 +1,7 @@
 """Steps that are taken before the model has come."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from torch.nn import functional
 
 from clients.data.batches import stepwise
 from clients.data.datasets import as_dataset
+from clients.methods import overlap
+from clients.methods.overlap import AheadSteps, Overlap, WorkAhead
 from clients.models.model_pool import ModelPool
-from clients.training import overlap
-from clients.training.overlap import AheadSteps, WorkAhead
 from clients.training.timed_trainer import TimedTrainer
 from clients.training.trainer import TorchTrainer
 from federation.clock import VirtualClock
@@ -128,6 +129,25 @@ def test_a_site_without_state_takes_every_step_from_the_model():
     )
 
 
+def test_what_bfloat16_rounds_away_is_that_of_the_mixed_weights():
+    """A model in 16 bits begins with the mix, and not with the global weights."""
+    job = small_job(
+        model={"factory": "support.users_module:Half"},
+        training={
+            "overlap_steps": AHEAD,
+            "local_steps": STEPS,
+            "batch_size": BATCH,
+            "optimizer": {"lr": 1e-30},
+        },
+    )
+    pool = ModelPool(job)
+    trainer = TorchTrainer(job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT)
+    weights_d, integers_m = pool.initial_weights()
+    own = dict(Overlap().arrays(weights_d + 1, integers_m))
+    found = fit(trainer, weights_d, integers_m, round_index=2, kept=own)
+    np.testing.assert_allclose(found.weights_d, weights_d + 0.5, atol=1e-2)
+
+
 def test_nothing_is_begun_after_the_last_round():
     """No one would use it."""
     trainer, pool = trainer_of()
@@ -168,26 +188,35 @@ def test_a_counter_continues_by_its_role(role: str, calls: int):
 
 
 def state_of(value: float) -> dict[str, np.ndarray]:
-    own = overlap.OwnWeights(
-        weights_d=np.full(3, value, np.float32), integers_m=np.zeros(0, np.int64)
-    )
-    return dict(own.arrays())
+    own = np.full(3, value, np.float32), np.zeros(0, np.int64)
+    return dict(Overlap().arrays(*own))
 
 
 def steps_taken(calls: list[int], entered: threading.Event) -> WorkAhead:
     def steps(round_index: int, kept: Any, _first: int) -> AheadSteps:
         calls.append(round_index)
         entered.set()
-        own = overlap.own_weights(kept)
+        own = overlap.own_model(kept)
         assert own is not None
         return AheadSteps(
-            weights_d=own.weights_d + round_index,
-            integers_m=own.integers_m,
+            weights_d=own[0] + round_index,
+            integers_m=own[1],
             kept={},
             training=WHATEVER,
         )
 
-    return WorkAhead(steps)
+    return WorkAhead(replace(job_of(), rounds=9), steps)
+
+
+def weights_of(ahead: WorkAhead, number: int, value: float, first: int) -> list[float]:
+    """A round's weights after its first steps; the model that arrives is 0."""
+    model = np.zeros(3, np.float32), np.zeros(0, np.int64)
+    layout = Layout.build([("weight", (3,), "float32", Role.PARAMETER)])
+    found = ahead.beginning(
+        number, model, state_of(value), layout=layout, first_step=first
+    )
+    assert found.num_steps == AHEAD
+    return list(2 * found.weights_d)
 
 
 def test_work_is_begun_before_it_is_taken():
@@ -197,7 +226,7 @@ def test_work_is_begun_before_it_is_taken():
     ahead = steps_taken(calls, entered)
     ahead.begin(2, state_of(1.0), FIRST)
     assert entered.wait(10)
-    assert ahead.take(2, state_of(1.0), FIRST).weights_d.tolist() == [3.0, 3.0, 3.0]
+    assert weights_of(ahead, 2, 1.0, FIRST) == [3.0, 3.0, 3.0]
     assert calls == [2]
 
 
@@ -212,7 +241,7 @@ def test_work_of_another_round_or_state_is_not_used(
     calls: list[int] = []
     ahead = steps_taken(calls, threading.Event())
     ahead.begin(2, state_of(1.0), FIRST)
-    assert ahead.take(number, state_of(value), first).weights_d[0] == number + value
+    assert weights_of(ahead, number, value, first)[0] == number + value
     assert calls == [2, number]
 
 
@@ -222,10 +251,10 @@ def test_an_error_of_the_steps_ahead_is_the_round_s():
     def fails(_round: int, _kept: Any, _first: int) -> AheadSteps:
         raise FloatingPointError("in the model")
 
-    ahead = WorkAhead(fails)
+    ahead = WorkAhead(replace(job_of(), rounds=9), fails)
     ahead.begin(2, state_of(1.0), FIRST)
     with pytest.raises(FloatingPointError, match="in the model"):
-        ahead.take(2, state_of(1.0), FIRST)
+        weights_of(ahead, 2, 1.0, FIRST)
 
 
 def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
@@ -236,20 +265,20 @@ def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
         own["calls"] += 1
         if own["calls"] == 1:
             raise FloatingPointError("in the model")
-        found = overlap.own_weights(kept)
+        found = overlap.own_model(kept)
         assert found is not None
         return AheadSteps(
-            weights_d=found.weights_d,
-            integers_m=found.integers_m,
+            weights_d=found[0],
+            integers_m=found[1],
             kept={},
             training=WHATEVER,
         )
 
-    ahead = WorkAhead(fails_once)
+    ahead = WorkAhead(replace(job_of(), rounds=9), fails_once)
     ahead.begin(2, state_of(1.0), FIRST)
     assert ahead._begun is not None
     assert ahead._begun[2].exception(10) is not None
-    assert ahead.take(3, state_of(1.0), FIRST).weights_d[0] == 1.0
+    assert weights_of(ahead, 3, 1.0, FIRST)[0] == 1.0
 
 
 @pytest.mark.parametrize(("waited", "took"), [(0.0, 10.0), (3.0, 7.0), (60.0, 6.0)])

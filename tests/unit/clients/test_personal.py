@@ -12,6 +12,7 @@ from torch import nn
 
 from aggregator.model_export import file_pieces, named_arrays
 from clients.data.datasets import as_dataset
+from clients.methods.guest import NotFinite
 from clients.models import personal, weights
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, pinned
@@ -20,7 +21,6 @@ from clients.training.private_steps import PrivateTraining
 from clients.training.site import Site
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer
-from clients.training.update import NotFinite
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.errors import JobError

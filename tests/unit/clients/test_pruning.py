@@ -1,9 +1,15 @@
 """Small weights become zero, and stay so."""
 
+import numpy as np
 import pytest
 import torch
+from support.small_jobs import small_job
 
-from clients.models.pruning import holding_zeros, prune_
+from clients.methods import kept_zeros
+from clients.methods.guest import Guest, LocalRound
+from clients.methods.kept_zeros import KeptZeros
+from clients.models import weights
+from clients.models.pruning import prune_
 from federation.errors import JobError
 
 
@@ -60,17 +66,18 @@ def test_weights_that_are_computed_are_left_out():
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_training_leaves_zeros_alone(name: str):
-    """In the block; after it they move again."""
+    """As long as the guest is there; without it they move again."""
     model = two_layers()
     prune_(model, 0.5)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
 
-    def step() -> None:
+    def step(guest: Guest | None = None) -> None:
         model(torch.ones(3, 2)).square().sum().backward()
+        if guest is not None:
+            guest.gradient_()
         optimizer.step()
 
-    with holding_zeros(model, enabled=True):
-        step()
+    step(KeptZeros(model.parameters()))
     assert model[0].weight.tolist() == [[0, 0], [0, 0]]
     step()
     assert not (model[0].weight == 0).all()
@@ -81,7 +88,21 @@ def test_personal_parts_were_not_pruned():
     model = two_layers()
     torch.nn.init.zeros_(model[2].bias)
     torch.nn.init.zeros_(model[0].bias)
-    with holding_zeros(model, enabled=True, personal_patterns=["2.*"]):
-        model(torch.ones(3, 2)).square().sum().backward()
+    weights_of_run = {"keep_zeros": True, "weights": "w@" + 64 * "0"}
+    start = LocalRound(
+        job=small_job(
+            model={"factory": "net:make", "personal": ["2.*"], **weights_of_run}
+        ),
+        round_index=1,
+        steps=range(1),
+        model=model,
+        layout=weights.layout_of(model, {}),
+        weights_d=np.zeros(12, np.float32),
+        kept={},
+    )
+    guest = kept_zeros.begin(start)
+    assert guest is not None
+    model(torch.ones(3, 2)).square().sum().backward()
+    guest.gradient_()
     assert not model[0].bias.grad.any()
     assert model[2].bias.grad.all()

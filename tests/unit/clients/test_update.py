@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clients.training.update import NotFinite, prepare
+from clients.methods.guest import NotFinite
+from clients.training.update import prepare
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights
 

@@ -8,15 +8,17 @@ it is doubled, as ``torch.amp.GradScaler`` does. bfloat16 has the exponents of f
 and needs none of this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
+from clients.methods.guest import Guest, LocalRound
 from clients.ranks.control import LOSS_SCALE
 from clients.ranks.peers import NO_PEERS, Peers
-from federation.vectors import NO_ARRAYS, Arrays
+from federation.methods.half_precision import FLOAT16
+from federation.vectors import Arrays, IntegerVector, Vector
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Those of GradScaler.
@@ -34,41 +36,40 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return torch.autocast(device.type, dtype=_TYPES[precision])
 
 
-class LossScale:
-    """What the loss of a site is multiplied by, if it trains in float16.
+class LossScale(Guest):
+    """What the loss of a site is multiplied by in float16.
 
     Attributes:
-        scale: The factor, a power of two; 1 in other precisions.
+        scale: The factor, a power of two.
         skipped: Steps of this round that were not taken.
     """
 
-    def __init__(self, precision: str, peers: Peers = NO_PEERS) -> None:
+    def __init__(
+        self, parameters: Collection[torch.nn.Parameter], peers: Peers = NO_PEERS
+    ) -> None:
         """Begin with a large scale.
 
         Args:
-            precision: Precision of the job.
+            parameters: Trained parameters, each once.
             peers: The site's ranks, which skip the same steps.
         """
-        self._is_used = precision == "fp16"
-        self._peers = peers
+        self._parameters, self._peers = parameters, peers
         self._since_change = 0
-        self.scale = _FIRST_SCALE if self._is_used else 1.0
+        self.scale = _FIRST_SCALE
         self.skipped = 0
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def loss_(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss, of which gradients are to be taken."""
-        return loss * self.scale if self._is_used else loss
+        return loss * self.scale
 
-    def unscale_(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    def gradient_(self) -> bool:
         """Divide gradients by the scale, and set the scale of the next step.
 
         Returns:
             Whether the step may be taken: all gradients are finite, or a smaller scale
             would not make them so.
         """
-        if not self._is_used:
-            return True
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale)  # Exact: a power of two.
         overflows = self._peers.total(_count_not_finite(gradients)) > 0
@@ -83,24 +84,31 @@ class LossScale:
             self._since_change = 0
         return True
 
+    def arrays(self, _local_d: Vector, _local_m: IntegerVector) -> Arrays:
+        """Return the scale: a round would begin with steps to skip without it."""
+        return self.state()
+
     def state(self) -> Arrays:
-        """What ``restore`` continues from."""
-        if not self._is_used:
-            return NO_ARRAYS
+        """Return scale and counters."""
         values = [self.scale, self._since_change, self.skipped]
         return {LOSS_SCALE: np.array(values, np.float64)}
 
-    def begin(self, kept: Arrays) -> None:
-        """Begin a round with the scale that an earlier one has left, if any."""
-        self.restore(kept)
-        self.skipped = 0
-
-    def restore(self, kept: Arrays) -> None:
+    def restore(self, state: Arrays) -> None:
         """Put a kept state in place, if there is one."""
-        if self._is_used and LOSS_SCALE in kept:
-            scale, since_change, skipped = kept[LOSS_SCALE].tolist()
+        if LOSS_SCALE in state:
+            scale, since_change, skipped = state[LOSS_SCALE].tolist()
             self.scale, self._since_change = scale, int(since_change)
             self.skipped = int(skipped)
+
+
+def begin(start: LocalRound) -> LossScale | None:
+    """Begin a round in float16 with the scale that an earlier one has left, if any."""
+    if not FLOAT16.is_on(start.job):
+        return None
+    found = LossScale(start.trained.values(), start.peers)
+    found.restore(start.kept)
+    found.skipped = 0
+    return found
 
 
 def _count_not_finite(gradients: Sequence[torch.Tensor]) -> int:

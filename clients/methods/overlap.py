@@ -22,7 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from clients.methods.guest import Guest, LocalRound
+from federation.job.spec import JobSpec
 from federation.messages import MetricSums
+from federation.methods.overlap import OVERLAP
+from federation.rounds.local_work import total_steps
 from federation.vectors import Arrays, IntegerVector, Layout, Role, Vector
 
 _WEIGHTS, _INTEGERS = "overlap/weights", "overlap/integers"
@@ -46,22 +50,40 @@ class AheadSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnWeights:
-    """A site's own model at the end of a round."""
+class Beginning:
+    """What the rest of a round begins with, after steps that were taken ahead.
+
+    Attributes:
+        weights_d: Weights to load, shape ``(d,)``.
+        integers_m: Integer values to load, shape ``(m,)``.
+        kept: What the site has kept of an earlier round, or of steps taken ahead.
+        num_steps: Steps that were taken ahead.
+        training: Sums over these; None for none.
+    """
 
     weights_d: Vector
     integers_m: IntegerVector
+    kept: Arrays
+    num_steps: int = 0
+    training: MetricSums | None = None
 
-    def arrays(self) -> Arrays:
-        """Copies to store with the site's state."""
-        return {_WEIGHTS: self.weights_d.copy(), _INTEGERS: self.integers_m.copy()}
+
+class Overlap(Guest):
+    """Keeps a site's own model at the end of a round, for steps of the next."""
+
+    def arrays(self, local_d: Vector, local_m: IntegerVector) -> Arrays:
+        """Return copies of the site's own values."""
+        return {_WEIGHTS: local_d.copy(), _INTEGERS: local_m.copy()}
 
 
-def own_weights(kept: Arrays) -> OwnWeights | None:
+def begin(start: LocalRound) -> Overlap | None:
+    """Begin a round, if the job takes steps ahead."""
+    return Overlap() if OVERLAP.is_on(start.job) else None
+
+
+def own_model(kept: Arrays) -> tuple[Vector, IntegerVector] | None:
     """Find a site's own model in its state; None if there is none."""
-    if _WEIGHTS not in kept:
-        return None
-    return OwnWeights(weights_d=kept[_WEIGHTS], integers_m=kept[_INTEGERS])
+    return (kept[_WEIGHTS], kept[_INTEGERS]) if _WEIGHTS in kept else None
 
 
 def mixed(own_d: Vector, weights_d: Vector, *, mix: float) -> Vector:
@@ -89,25 +111,66 @@ def arrived(
 class WorkAhead:
     """Takes a round's first steps in a thread of its own, if there is time for that."""
 
-    def __init__(self, steps: Callable[[int, Arrays, int], AheadSteps]) -> None:
-        """Take steps with ``steps``: round, site's state, steps of the run before."""
-        self._steps = steps
+    def __init__(
+        self, job: JobSpec, steps: Callable[[int, Arrays, int], AheadSteps]
+    ) -> None:
+        """Prepare for a run.
+
+        Args:
+            job: Says how many steps are taken ahead.
+            steps: Takes them; called with the round, the site's state, and the number
+                of the first one, counted over the run.
+        """
+        self._training, self._steps = job.training, steps
+        self._last_step = total_steps(job) if OVERLAP.is_on(job) else 0
         self._pool: ThreadPoolExecutor | None = None
         self._begun: tuple[tuple[int, int], Arrays, Future[AheadSteps]] | None = None
 
     def begin(self, round_index: int, kept: Arrays, first_step: int) -> None:
-        """Begin with a round's first steps; it returns immediately."""
+        """Begin with a round's first steps, if there is one; it returns immediately."""
+        if own_model(kept) is None or first_step >= self._last_step:
+            return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         future = self._pool.submit(self._steps, round_index, kept, first_step)
         self._begun = (round_index, first_step), kept, future
 
-    def take(self, round_index: int, kept: Arrays, first_step: int) -> AheadSteps:
-        """Return the first steps of a round, which are taken now if they were not.
+    def beginning(
+        self,
+        round_index: int,
+        model: tuple[Vector, IntegerVector],
+        kept: Arrays,
+        *,
+        layout: Layout,
+        first_step: int,
+    ) -> Beginning:
+        """Mix what a round's first steps have led to with the model that has arrived.
+
+        Args:
+            round_index: Number of the round, from 1.
+            model: The global weights and integers.
+            kept: The site's state. Without a model of its own, nothing is mixed.
+            layout: Layout of the model.
+            first_step: The first of the round's steps, counted over the run.
 
         Raises:
             Exception: What the steps raise.
         """
+        weights_d, integers_m = model
+        if not self._last_step or own_model(kept) is None:
+            return Beginning(weights_d=weights_d, integers_m=integers_m, kept=kept)
+        ahead = self._take(round_index, kept, first_step)
+        mix = self._training.overlap_mix
+        return Beginning(
+            weights_d=mixed(ahead.weights_d, weights_d, mix=mix),
+            integers_m=arrived(ahead.integers_m, integers_m, layout),
+            kept=ahead.kept,
+            num_steps=self._training.overlap_steps,
+            training=ahead.training,
+        )
+
+    def _take(self, round_index: int, kept: Arrays, first_step: int) -> AheadSteps:
+        """Return the first steps of a round, which are taken now if they were not."""
         begun, self._begun = self._begun, None
         if begun is not None:
             which, before, future = begun

@@ -1,0 +1,46 @@
+"""What guests of a round are given."""
+
+import numpy as np
+import torch
+from support.small_jobs import small_job
+
+from clients.methods import normalized_steps, proximal
+from clients.methods.guest import LocalRound
+from clients.models import weights
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share their weight, as an embedding and a head do."""
+
+    def __init__(self) -> None:
+        """Tie them."""
+        super().__init__()
+        self.body = torch.nn.Linear(3, 3, bias=False)
+        self.head = torch.nn.Linear(3, 3, bias=False)
+        self.head.weight = self.body.weight
+
+
+def test_a_tied_weight_is_pulled_and_scaled_once():
+    model = Tied()
+    job = small_job(
+        training={"local_epochs": 1, "proximal_mu": 0.5},
+    )
+    start = LocalRound(
+        job=job,
+        round_index=1,
+        steps=range(1),
+        model=model,
+        layout=weights.layout_of(model, {}),
+        weights_d=np.zeros(9, np.float32),
+        kept={},
+    )
+    pull, scale = proximal.begin(start), normalized_steps.NormalizedSteps(start, 4)
+    assert pull is not None
+    before = model.body.weight.detach().clone()
+    with torch.no_grad():
+        model.body.weight.add_(1.0)
+    pull.gradient_()
+    assert model.body.weight.grad is not None
+    torch.testing.assert_close(model.body.weight.grad, torch.full((3, 3), 0.5))
+    scale.end_(2)
+    torch.testing.assert_close(model.body.weight.detach(), before + 2)
