@@ -1,6 +1,5 @@
 """Properties of the combine rules, for any updates."""
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -69,28 +68,6 @@ def test_mean_is_the_float64_mean(updates: list[WeightedUpdate]):
     np.testing.assert_allclose(expected, actual, rtol=0, atol=_tolerance(updates))
 
 
-@given(updates=_updates(), data=st.data())
-def test_mean_does_not_depend_on_order(
-    updates: list[WeightedUpdate], data: st.DataObject
-):
-    """To a few roundings of float32."""
-    other = data.draw(st.permutations(updates))
-    np.testing.assert_allclose(
-        _run(combine.weighted_mean, updates),
-        _run(combine.weighted_mean, other),
-        rtol=0,
-        atol=2 * _tolerance(updates),
-    )
-
-
-@given(updates=_updates())
-def test_mean_lies_between_the_updates(updates: list[WeightedUpdate]):
-    """No coordinate leaves the range of the sites' values."""
-    mean_d, slack = _run(combine.weighted_mean, updates), _tolerance(updates)
-    assert (mean_d >= _matrix(updates).min(axis=0) - slack).all()
-    assert (mean_d <= _matrix(updates).max(axis=0) + slack).all()
-
-
 @given(updates=_updates(min_sites=5), data=st.data())
 def test_robust_rules_do_not_depend_on_order(
     updates: list[WeightedUpdate], data: st.DataObject
@@ -103,28 +80,6 @@ def test_robust_rules_do_not_depend_on_order(
     for name, rule in ROBUST.items():
         expected = _run(rule, updates).tobytes()
         assert expected == _run(rule, other).tobytes(), name
-
-
-@given(updates=_updates(min_sites=5))
-def test_updates_are_not_modified(updates: list[WeightedUpdate]):
-    """They still hold what they held."""
-    before = _matrix(updates)
-    for name, rule in RULES.items():
-        _run(rule, updates)
-        np.testing.assert_array_equal(before, _matrix(updates), err_msg=name)
-
-
-@given(updates=_updates(), data=st.data())
-def test_mean_does_not_depend_on_whose_memory_is_used(
-    updates: list[WeightedUpdate], data: st.DataObject
-):
-    """Not by a single bit."""
-    expected = _run(combine.weighted_mean, updates).tobytes()
-    owned = [
-        replace(u, delta_d=u.delta_d.copy(), handed_over=data.draw(st.booleans()))  # type: ignore[attr-defined]
-        for u in updates
-    ]
-    assert expected == _run(combine.weighted_mean, owned).tobytes()
 
 
 @given(updates=_updates(min_sites=7), data=st.data())
@@ -188,24 +143,6 @@ def test_krum_chooses_an_honest_update(
     np.testing.assert_array_equal(
         np.mean(honest, axis=0, dtype=np.float64).astype(np.float32), averaged_d
     )
-
-
-@given(weights=st.lists(st.sampled_from([0.0, 1.0, 5.0]), min_size=1, max_size=8))
-def test_mean_holds_one_update_at_a_time(weights: list[float]):
-    """Every update is gone when the next one is asked for."""
-    arrays = []
-
-    def fresh() -> Vector:
-        assert all(array() is None for array in arrays)
-        delta_d = np.ones(4, np.float32)
-        arrays.append(weakref.ref(delta_d))
-        return delta_d
-
-    stream = (
-        WeightedUpdate(site=f"s{i}", delta_d=fresh(), weight=weight)
-        for i, weight in enumerate([*weights, 1.0])
-    )
-    combine.weighted_mean(stream, np.empty(4, np.float32))
 
 
 @given(values=st.lists(EVERY_FLOAT, max_size=30))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from privacy.dp.mechanism import GaussianMechanism
-from privacy.dp.noise import MAX_SIGMA, MIN_SIGMA, RoundedGaussian
+from privacy.dp.noise import MIN_SIGMA, RoundedGaussian
 from privacy.dp.poisson import poisson_indices
 from privacy.keystream import Keystream
 
@@ -56,30 +56,6 @@ def test_neighbours_stay_within_the_sensitivity(
     assume(distance <= mechanism.clip_norm)
     released_d = _release(mechanism, sum_d, key) - _release(mechanism, other_d, key)
     assert np.linalg.norm(released_d) <= mechanism.sensitivity
-
-
-@given(sigma=st.floats(1025, MAX_SIGMA))
-def test_noise_is_never_less_than_asked_for(sigma: float):
-    """The levels' standard deviation, and what the mechanism tells the accountant."""
-    gaussian = RoundedGaussian(sigma=sigma)
-    assert sigma <= gaussian.std <= sigma * (1 + 1e-12)
-    assert gaussian.std**2 < gaussian.variance < gaussian.std**2 * 1.001
-
-
-@given(
-    clip_norm=st.floats(2.0**-60, 2.0**60),
-    noise_multiplier=st.floats(1e-3, 100.0),
-    size=st.integers(1, 10**9),
-)
-def test_mechanism_gives_what_was_asked_for(
-    clip_norm: float, noise_multiplier: float, size: int
-):
-    """A multiplier that is no smaller, and a sensitivity that is hardly larger."""
-    mechanism = GaussianMechanism(
-        clip_norm=clip_norm, noise_multiplier=noise_multiplier, size=size
-    )
-    assert mechanism.effective_multiplier >= noise_multiplier
-    assert clip_norm < mechanism.sensitivity <= 1.002 * clip_norm
 
 
 @settings(max_examples=20)

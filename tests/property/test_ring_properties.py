@@ -99,20 +99,6 @@ def test_stream_does_not_depend_on_where_it_is_cut(
     np.testing.assert_array_equal(whole, parts)
 
 
-@given(sizes=st.lists(st.integers(0, 100), max_size=8), key=KEYS)
-def test_both_ways_to_a_stream_agree(sizes: list[int], key: bytes):
-    """Read in pieces of any length."""
-    out = np.zeros((2, sum(sizes) + prg.SPARE_BYTES), np.uint8)
-    for row, stream in zip(
-        out, [prg.Keystream(key), prg.FrontKeystream(key)], strict=True
-    ):
-        start = 0
-        for size in sizes:
-            stream.read_into(row[start:], size)
-            start += size
-    np.testing.assert_array_equal(*out)
-
-
 @given(values=st.lists(st.integers(0, 2**24 - 1), max_size=50))
 def test_packing_round_trips(values: list[int]):
     words = np.array(values, np.uint32)
@@ -129,14 +115,3 @@ def test_order_of_masks_does_not_matter(keys: list[bytes], order: random.Random)
     order.shuffle(masks)
     prg.apply_masks_(words[1], masks)
     assert words[0].tolist() == words[1].tolist()
-
-
-@pytest.mark.parametrize("bits", [16, 24, 32])
-def test_mask_and_its_opposite_are_nothing(bits: int):
-    update_d = np.linspace(-1, 1, 999, dtype=np.float32)
-    spec = RingSpec(bits=bits, num_sites=2, clip_norm=100.0)
-    encoded = encode_(update_d, spec, weight=1.0, rounding_key=bytes(32)).words_w
-    before = encoded.copy()
-    for sign in (1, -1):
-        prg.apply_masks_(encoded, [Mask(key=bytes([5]) * 32, sign=sign)])
-    np.testing.assert_array_equal(before, encoded)

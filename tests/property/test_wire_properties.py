@@ -45,19 +45,6 @@ def test_encoding_is_canonical(message: wire.WireMessage):
     assert data == wire.encode_bytes(wire.decode(data))
 
 
-@given(messages)
-def test_size_is_exact(message: wire.WireMessage):
-    """The size is known without encoding."""
-    assert len(wire.encode_bytes(message)) == wire.encoded_size(message)
-
-
-@given(messages, st.data())
-def test_truncation_is_refused(message: wire.WireMessage, data: st.DataObject):
-    """A frame that ends early is refused."""
-    frame = wire.encode_bytes(message)
-    refused(frame[: data.draw(st.integers(0, len(frame) - 1))])
-
-
 @given(messages, st.data())
 def test_mutation_is_refused(message: wire.WireMessage, data: st.DataObject):
     """Any other byte anywhere is noticed."""

@@ -389,13 +389,6 @@ def test_contributor_mean_leaves_out_sites_that_sent_nothing():
     assert found.tolist() == [5.0, 8.0, 5.0, 0.0]
 
 
-def test_contributor_mean_of_whole_updates_is_the_mean():
-    updates = _updates(5)
-    expected = _run(combine.weighted_mean, updates)
-    found = _run(combine.contributor_mean, updates)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_contributor_mean_refuses_what_is_not_finite():
     """And counts an update without weight for nothing."""
     refused: list[str] = []

@@ -133,24 +133,6 @@ def test_result_does_not_depend_on_threads(bits: int, threads: int):
     np.testing.assert_array_equal(alone, together)
 
 
-@ALL_BITS
-@pytest.mark.parametrize("num_sites", [2, 3, 5, 8])
-def test_pairwise_masks_cancel(bits: int, num_sites: int):
-    """Site i adds what it shares with j > i and subtracts what it shares with j < i."""
-    rng = np.random.default_rng(num_sites)
-    keys = {(i, j): rng.bytes(32) for j in range(num_sites) for i in range(j)}
-    words = rng.integers(0, 256, _zeros(bits, 301).nbytes, np.uint8).view(DTYPES[bits])
-    total = words.copy()
-    for site in range(num_sites):
-        masks = [
-            Mask(key=key, sign=1 if site == i else -1)
-            for (i, j), key in keys.items()
-            if site in (i, j)
-        ]
-        prg.apply_masks_(total, masks)
-    np.testing.assert_array_equal(words, total)
-
-
 def test_no_masks_change_nothing():
     words = np.arange(5, dtype=np.uint32)
     prg.apply_masks_(words, [])
