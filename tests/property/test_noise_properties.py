@@ -18,9 +18,9 @@ SMALL_SIGMAS = st.floats(MIN_SIGMA, 50.0)
 def _release(
     mechanism: GaussianMechanism, sum_d: np.ndarray, key: bytes
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    released = sum_d.copy()
+    released = sum_d.astype(np.float64)  # Float32 would round after the noise, too.
     mechanism.release_(released, lambda _size: key)
-    return released.astype(np.float64)
+    return released
 
 
 @st.composite
