@@ -161,44 +161,6 @@ def test_fednova_averages_updates_per_step(*, is_secure: bool):
     assert np.abs(tau * expected - plain).max() > 0.01
 
 
-class _Slope(nn.Module):
-    """One weight, whose gradient has one sign as long as it is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.slope * x[:, :3]
-
-
-def slope() -> nn.Module:
-    return _Slope()
-
-
-U = np.arange(5) / 5  # Three steps of warm-up, and five for the rest of the way.
-
-
-@pytest.mark.parametrize(
-    ("name", "down"),
-    [
-        ("constant", 1 + 0 * U),
-        ("linear", 1 - U),
-        ("cosine", np.cos(np.pi * U / 2) ** 2),
-    ],
-)
-def test_learning_rates_move_over_the_whole_run(name: str, down: np.ndarray):
-    """With gradients clipped to one length a weight moves by the sum of the rates."""
-    floor = 0.0 if name == "constant" else 0.1
-    factors = [1 / 3, 2 / 3, 1, *(floor + (1 - floor) * down)]
-    plan = {"name": name, "warmup_steps": 3, "final_fraction": 0.1}
-    training = {"local_steps": 4, "clip_grad_norm": 0.01, "learning_rate": plan}
-    model = {"factory": f"{__name__}:slope"}
-    result = simulate(job_of((0, 60), training, rounds=2, model=model))
-    expected = LR * 0.01 * sum(factors)
-    assert float(result.weights["slope"]) == pytest.approx(expected, rel=1e-3)
-
-
 def under_a_wide_base() -> nn.Module:
     """Ten thousand values to train on a million that stay as they are."""
     base = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000))
