@@ -463,15 +463,6 @@ class ObjectStore(Protocol):
         """Remove an object; nothing happens if there is none."""
         ...
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object inside the store, with its metadata.
-
-        Raises:
-            ObjectNotFound: There is no ``source``.
-            ObjectExists: ``if_absent`` and ``target`` is taken.
-        """
-        ...
-
     def close(self) -> None:
         """Close connections; the store is not used afterwards."""
         ...

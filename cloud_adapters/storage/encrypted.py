@@ -197,20 +197,6 @@ class EncryptedStore:
         """Remove an object; nothing happens if there is none."""
         self.store.delete(key)
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object by way of this machine; see ``ObjectStore.copy``.
-
-        The content is encrypted again, with a new data key: an object is bound
-        to its key in the store.
-        """
-        check_key(target)
-        info = self.stat(source)
-        pieces = (
-            self.read(source, start=start, length=_COPY_BYTES, if_version=info.version)
-            for start in range(0, info.size, _COPY_BYTES)
-        )
-        return self.put(target, pieces, if_absent=if_absent, metadata=info.metadata)
-
     def rewrap(self, key: str, *, keys: KeyService | None = None) -> ObjectInfo:
         """Wrap an object's data key again, as after the change of a wrapping key.
 

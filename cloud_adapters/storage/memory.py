@@ -71,13 +71,6 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(key, None)
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object; see ``ObjectStore.copy``."""
-        check_key(target)
-        content, info = self._find(source)
-        put = CheckedPut(if_absent=if_absent)
-        return self._write(content, replace(info, key=target), put)
-
     def close(self) -> None:
         """Do nothing: there are no connections."""
 

@@ -125,11 +125,6 @@ class MeteredStore:
         with self._call("delete"):
             self._store.delete(key)
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object inside the store; see ``ObjectStore.copy``."""
-        with self._call("copy"):
-            return self._store.copy(source, target, if_absent=if_absent)
-
     def close(self) -> None:
         """Let go of connections."""
         self._store.close()

@@ -31,7 +31,6 @@ class Patterns:
         read: Of a content.
         stat: Of ``there``.
         listing: Of a page.
-        copy: To ``key``, under a condition.
     """
 
     write: str
@@ -39,7 +38,6 @@ class Patterns:
     read: str
     stat: str
     listing: str
-    copy: str
 
 
 @dataclass(kw_only=True)
@@ -122,7 +120,6 @@ def s3_line(server: s3_server.S3Server, proxy: FaultyProxy) -> Iterator[Line]:
             read="GET .*/key",
             stat="HEAD .*/there",
             listing="GET .*list-type",
-            copy="PUT .*/key.*partNumber=1",
         ),
         throttled=lambda *headers: s3_error(503, "SlowDown", *headers),
         down=s3_error(500, "InternalError"),
@@ -154,7 +151,6 @@ def gcs_line(server: FakeGcs, proxy: FaultyProxy) -> Iterator[Line]:
             read="GET .*alt=media",
             stat="GET .*/run%2Fthere",
             listing="GET .*/o[?]",
-            copy="POST .*rewriteTo",
         ),
         throttled=lambda *headers: google_error(429, "rateLimitExceeded", *headers),
         down=google_error(503, "backendError"),

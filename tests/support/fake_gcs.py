@@ -1,6 +1,6 @@
 """Google Cloud Storage on loopback: its JSON API, as far as clients use it.
 
-Generations, preconditions, checksums, ranges, pages, resumable uploads and rewrites
+Generations, preconditions, checksums, ranges, pages and resumable uploads
 behave as Google documents them; requests and answers are checked against the
 discovery document. Not here: versioning, ACLs, holds, batches, and the XML API except
 for signed URLs.
@@ -59,19 +59,10 @@ class Upload:
     answer: Answer | None = None
 
 
-@dataclass(slots=True)
-class Rewrite:
-    """A copy that takes several calls."""
-
-    resource: Resource
-    done: int = 0
-
-
 class FakeGcs(GoogleServer):
     """The service, with the buckets it begins with.
 
     Attributes:
-        rewrite_step: Bytes that one call of a rewrite copies.
         kept_at_once: Bytes of a chunk that an upload keeps at most.
         max_page: Objects in a page of a listing.
         allows: Whether the caller has a permission such as ``storage.objects.get``
@@ -80,14 +71,12 @@ class FakeGcs(GoogleServer):
 
     def __init__(self, *buckets: str) -> None:
         """Begin to serve."""
-        self.rewrite_step = 1 << 62
         self.kept_at_once = 1 << 62
         self.max_page = 1000
         self.allows: Callable[[str, str, str], bool] = lambda *_: True
         self.uploads: dict[str, Upload] = {}
         self._api = Api("storage.v1")
         self._objects: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
-        self._rewrites: dict[str, Rewrite] = {}
         self._numbers = itertools.count(1)
         self._state = threading.RLock()
         self._methods: Mapping[str, Callable[[Params, Request], Answer | Resource]] = {
@@ -96,7 +85,6 @@ class FakeGcs(GoogleServer):
             "storage.objects.get": self._get,
             "storage.objects.list": self._list,
             "storage.objects.patch": self._patch,
-            "storage.objects.rewrite": self._rewrite,
         }
         super().__init__(self._serve)
 
@@ -283,39 +271,6 @@ class FakeGcs(GoogleServer):
         self._api.check_answer("storage.objects.insert", written)
         self._objects[bucket][name] = Stored(content, written)
         return written
-
-    def _rewrite(self, params: Params, request: Request) -> Resource:
-        source = self._find(
-            params["sourceBucket"],
-            params["sourceObject"],
-            {"generation": params["sourceGeneration"]}
-            if "sourceGeneration" in params
-            else {},
-        )
-        self._check_conditions(source, params, "Source")
-        said = _json_of(request)
-        kept = {key: source.resource.get(key) for key in ("contentType", "metadata")}
-        resource = said or {key: value for key, value in kept.items() if value}
-        resource["name"] = params["destinationObject"]
-        bucket, size = params["destinationBucket"], len(source.content)
-        self._need_to_write(bucket, resource["name"])
-        self._check_conditions(self._objects[bucket].get(resource["name"]), params)
-        token = params.get("rewriteToken") or f"rewrite-{next(self._numbers)}"
-        rewrite = self._rewrites.setdefault(token, Rewrite(resource))
-        rewrite.done = min(size, rewrite.done + self.rewrite_step)
-        answer = {
-            "kind": "storage#rewriteResponse",
-            "totalBytesRewritten": str(rewrite.done),
-            "objectSize": str(size),
-            "done": rewrite.done == size,
-        }
-        if rewrite.done < size:
-            return {**answer, "rewriteToken": token}
-        conditions = {k: v for k, v in params.items() if k.startswith("ifGen")}
-        if "destinationKmsKeyName" in params:
-            conditions["kmsKeyName"] = params["destinationKmsKeyName"]
-        written = self._write(bucket, rewrite.resource, source.content, conditions)
-        return {**answer, "resource": written}
 
     # Uploading.
 

@@ -50,9 +50,6 @@ class FaultyStore:
     def delete(self, key: str) -> None:
         self.store.delete(key)
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        return self.store.copy(source, target, if_absent=if_absent)
-
     def close(self) -> None:
         self.store.close()
 

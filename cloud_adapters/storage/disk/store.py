@@ -48,7 +48,6 @@ from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 PARTIAL_FOLDER = ".partial"
 
 _HIDDEN = frozenset({PARTIAL_FOLDER, local_records.RECORD_FOLDER})
-_COPY_BYTES = 8 << 20
 
 
 class LocalStore:
@@ -122,33 +121,13 @@ class LocalStore:
                 os.fsync(folder)
                 local_records.forget(records, key)
 
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object; see ``ObjectStore.copy``.
-
-        The copy gets its name only if it has the source's checksum.
-        """
-        self._segments(target)
-        with self._errors("read", source), self._object(source) as (file, info):
-            pieces = (
-                read_range(file, start, _COPY_BYTES)
-                for start in range(0, info.size, _COPY_BYTES)
-            )
-            about = replace(info, key=target)
-            put = CheckedPut(if_absent=if_absent)
-            return self._put(about, pieces, put, source=source)
-
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
 
     def _put(
-        self,
-        about: ObjectInfo,
-        data: Iterable[Buffer],
-        put: CheckedPut,
-        *,
-        source: str | None = None,
+        self, about: ObjectInfo, data: Iterable[Buffer], put: CheckedPut
     ) -> ObjectInfo:
-        """Write an object with its metadata, and perhaps a checksum.
+        """Write an object with its metadata.
 
         The numbers are those of ``put``.
         """
@@ -162,7 +141,6 @@ class LocalStore:
             self._sweep_once(partials)
             with partial_file(partials) as (partial, file):
                 info = _write(file, about, data)  # 1.
-                self._verify(source or key, about.crc32c, info.crc32c)
                 with self._record_folder(key) as records:
                     self._check(key, folder, put)
                     with local_records.recorded(records, info):  # 2.

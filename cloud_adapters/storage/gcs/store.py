@@ -39,7 +39,7 @@ from cloud_adapters.storage.gcs.upload import (
     decoded,
     insert,
 )
-from cloud_adapters.storage.gcs.write import ABSENT, ObjectWrite, Rewrite
+from cloud_adapters.storage.gcs.write import ABSENT, ObjectWrite
 from cloud_adapters.storage.object_keys import (
     CheckedPut,
     CheckedRead,
@@ -279,27 +279,6 @@ class GcsStore:
             self._retry.call(lambda _: self._http.send(ask))
         except ObjectNotFound:
             return  # Never there, or the answer to an earlier attempt was lost.
-
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object inside the service; see ``ObjectStore.copy``."""
-        doing = f"copy {source!r} to {target!r} in {self.url}"
-        self._name(target)
-        found = self._stat(source, doing)
-        metadata = {**found.get("metadata", {})}
-        metadata.pop(PUT_ID, None)
-        new = self._new(target, metadata, doing)
-        writing = ObjectWrite(
-            http=self._http,
-            retry=self._retry,
-            new=new,
-            generation=ABSENT if if_absent else None,
-        )
-        resource = writing.repeated(Rewrite(self._http, found, new))
-        size = number_in(found, "size", doing)
-        if "crc32c" not in found:
-            raise gcs_errors.UNCLEAR.told(doing, "no crc32c in its answer")
-        self._check(resource, new, size=size, crc32c=decoded(found["crc32c"]))
-        return _info(target, resource)
 
     def close(self) -> None:
         """Let go of connections."""

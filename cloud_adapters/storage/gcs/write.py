@@ -8,13 +8,10 @@ fails, the put-id in the object's metadata tells whether it was ours that came f
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from cloud_adapters.storage.gcs import errors as gcs_errors
-from cloud_adapters.storage.gcs.http import Ask, GcsHttp, json_of, quoted
+from cloud_adapters.storage.gcs.http import GcsHttp
 from cloud_adapters.storage.gcs.lookup import (
     Resource,
     lookup,
-    number_in,
-    object_path,
 )
 from cloud_adapters.storage.gcs.upload import (
     PUT_ID,
@@ -131,57 +128,3 @@ class ObjectWrite:
     def _is_ours(self, there: Resource) -> bool:
         metadata: Mapping[str, str] = there.get("metadata", {})
         return metadata.get(PUT_ID) == self.new.put_id
-
-
-class Rewrite:
-    """A copy inside the service, which may take several calls.
-
-    Source: https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite.
-    """
-
-    def __init__(self, http: GcsHttp, source: Resource, new: NewObject) -> None:
-        """Prepare to copy the object ``source``, as it is now, to ``new``."""
-        self._http = http
-        self._source = source
-        self._new = new
-        self._token = ""
-
-    def __call__(self, generation: str | None) -> Resource:
-        """Copy, from where the last attempt stopped; see ``insert`` for errors."""
-        said = self._new.resource(None)
-        kept = ("contentType", "contentEncoding")
-        body = {
-            "metadata": said["metadata"],
-            **{name: self._source[name] for name in kept if name in self._source},
-        }
-        copied, doing = -1, self._new.doing
-        while True:
-            ask = self._ask(generation, body)
-            answer = json_of(self._http.send(ask), doing)
-            if answer.get("done"):
-                resource: Resource = answer["resource"]
-                return resource
-            before, copied = copied, number_in(answer, "totalBytesRewritten", doing)
-            if copied <= before:
-                raise gcs_errors.UNCLEAR.told(
-                    doing, f"{copied} bytes copied, as before"
-                )
-            self._token = str(answer.get("rewriteToken", ""))
-
-    def _ask(self, generation: str | None, body: Mapping[str, object]) -> Ask:
-        params = {"sourceGeneration": str(self._source["generation"])}
-        if generation is not None:
-            params["ifGenerationMatch"] = generation
-        if self._new.kms_key is not None:
-            params["destinationKmsKeyName"] = self._new.kms_key
-        if self._token:
-            params["rewriteToken"] = self._token
-        source = object_path(self._new.bucket, str(self._source["name"]))
-        target = f"/b/{self._new.bucket}/o/{quoted(self._new.name)}"
-        return Ask(
-            doing=self._new.doing,
-            method="POST",
-            url=f"{source}/rewriteTo{target}",
-            params=params,
-            json=body,
-        )

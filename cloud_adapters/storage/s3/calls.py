@@ -38,14 +38,12 @@ NUM_CONNECTIONS = 32
 # What the service says in every answer to an operation that went well.
 _ALWAYS_THERE = {
     "complete_multipart_upload": ("ETag",),
-    "copy_object": ("CopyObjectResult",),
     "create_multipart_upload": ("UploadId",),
     "get_object": ("ETag", "ContentLength"),
     "head_object": ("ETag", "ContentLength"),
     "list_objects_v2": ("IsTruncated",),
     "put_object": ("ETag",),
     "upload_part": ("ETag",),
-    "upload_part_copy": ("CopyPartResult",),
 }
 
 Answer = Mapping[str, Any]

@@ -25,7 +25,6 @@ from cloud_adapters.storage.object_keys import (
 )
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import (
-    copy as s3_copy,
     leftovers as s3_leftovers,
     upload as s3_upload,
 )
@@ -179,17 +178,6 @@ class S3Store:
             self._calls.call("delete_object", f"delete {self._where(key)}", Key=name)
         except ObjectNotFound:
             return
-
-    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
-        """Copy an object inside the service; see ``ObjectStore.copy``."""
-        self._check(source)
-        write = s3_upload.Write(
-            key=self._check(target),
-            metadata={},
-            put_id=secrets.token_hex(16),
-            if_absent=if_absent,
-        )
-        return s3_copy.copy(self._calls, source, write)
 
     def remove_unfinished(self, *, older_seconds: float) -> int:
         """Remove parts of killed uploads; see ``probe.RemovesUnfinished``."""

@@ -117,7 +117,6 @@ def keys(tmp_path: Path) -> KeyFile:
 VERBS: dict[str, Callable[[EncryptedStore], object]] = {
     "range": lambda store: store.read("key", start=0, length=len(CONTENT)),
     "to the end": lambda store: store.read("key", start=1),
-    "copy": lambda store: store.copy("key", "copy"),
     "rewrap": lambda store: store.rewrap("key"),
 }
 

@@ -148,7 +148,6 @@ def test_own_metadata_is_not_shown(gcs_store: GcsStore):
     """What the store adds for itself is no metadata of the writer's."""
     gcs_store.put("key", [b"x"], metadata={"who": "me"})
     assert gcs_store.stat("key").metadata == {"who": "me"}
-    assert gcs_store.copy("key", "copy").metadata == {"who": "me"}
 
 
 @pytest.mark.parametrize(
@@ -187,28 +186,15 @@ def test_listing_passes_over_what_is_no_key(gcs_server: FakeGcs):
     assert [info.key for info in store.list()] == ["key"]
 
 
-def test_copy_may_take_several_calls(
-    gcs_server: FakeGcs, gcs_store: GcsStore, monkeypatch: pytest.MonkeyPatch
-):
-    """Between places the service copies piece by piece."""
-    monkeypatch.setattr(gcs_server, "rewrite_step", 100_000)
-    gcs_store.put("source", [BIG])
-    gcs_server.requests.clear()
-    info = gcs_store.copy("source", "target", if_absent=True)
-    assert gcs_store.read("target", if_version=info.version) == BIG
-    assert gcs_server.methods()["POST"] == 7
-
-
 def test_customer_managed_key(gcs_server: FakeGcs):
     """It is named to the service at every way of writing."""
     store = gcs_stores.store(gcs_server, kms_key=KMS_KEY)
     store.put("small", [b"x"])
     store.put("large", iter([BIG]))
-    store.copy("small", "copy")
     objects = gcs_server._objects[store._bucket]
     keys = {name: stored.resource["kmsKeyName"] for name, stored in objects.items()}
     used = f"{KMS_KEY}/cryptoKeyVersions/1"
-    assert keys == {"small": used, "large": used, "copy": used}
+    assert keys == {"small": used, "large": used}
 
 
 def test_spoilt_object(gcs_server: FakeGcs, gcs_store: GcsStore):
@@ -229,7 +215,6 @@ VERBS: dict[str, Callable[[GcsStore], object]] = {
     "stat": lambda store: store.stat("key"),
     "list": lambda store: list(store.list()),
     "delete": lambda store: store.delete("key"),
-    "copy": lambda store: store.copy("key", "target"),
 }
 
 

@@ -80,7 +80,6 @@ def test_a_torn_record_counts_as_none(tmp_path: Path, kept: Callable[[bytes], by
     info = store.stat("object")
     assert (info.version, info.crc32c, info.sha256) == (version, None, None)
     assert store.read("object") == b"x"
-    assert store.copy("object", "copy").crc32c is not None
     with pytest.raises(ObjectExists):
         store.put("object", [b"y"], if_absent=True)
     store.put("object", [b"y"], if_version=version)

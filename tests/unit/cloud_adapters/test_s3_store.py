@@ -17,7 +17,7 @@ from support.buckets import quick_retry
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.s3 import copy as s3_copy, upload as s3_upload
+from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.calls import Clients, ServerSideEncryption
 from cloud_adapters.storage.s3.store import S3Store
 from federation.clock import VirtualClock
@@ -26,7 +26,6 @@ from federation.errors import (
     NotAuthenticated,
     ObjectChanged,
     ObjectExists,
-    ObjectNotFound,
     StoreUnavailable,
 )
 
@@ -269,54 +268,6 @@ def test_list_goes_on_over_pages(store: S3Store, monkeypatch: pytest.MonkeyPatch
     assert found == sorted(names)[2:]
 
 
-@pytest.mark.parametrize("if_absent", [False, True])
-@pytest.mark.parametrize("size", [0, 10, len(BIG)])
-def test_copy_keeps_metadata_and_digests(store: S3Store, size: int, *, if_absent: bool):
-    """Server-side, in one request or by parts."""
-    before = store.put("key", [BIG[:size]], metadata={"round": "3"})
-    info = store.copy("key", "copy", if_absent=if_absent)
-    found = store.stat("copy")
-    assert (found.size, found.metadata) == (size, {"round": "3"})
-    assert (found.crc32c, found.sha256) == (before.crc32c, before.sha256)
-    assert found.version == info.version
-    assert store.read("copy") == BIG[:size]
-    with pytest.raises(ObjectExists):
-        store.copy("key", "copy", if_absent=True)
-
-
-def test_copy_to_itself(store: S3Store):
-    """S3 refuses that; here it changes nothing."""
-    before = store.put("key", [b"x"])
-    assert store.copy("key", "key").version == before.version
-    with pytest.raises(ObjectExists):
-        store.copy("key", "key", if_absent=True)
-    with pytest.raises(ObjectNotFound):
-        store.copy("none", "none")
-
-
-def test_large_copy_goes_by_parts(store: S3Store, monkeypatch: pytest.MonkeyPatch):
-    """Over 5 GiB one request does not do; here the limit is lower."""
-    monkeypatch.setattr(s3_copy, "MAX_COPY_BYTES", 8 * MIB)
-    monkeypatch.setattr(s3_copy, "COPY_PART_BYTES", 5 * MIB)
-    store.put("key", iter([BIG]))
-    assert store.copy("key", "copy").version.endswith("-2")
-    assert store.read("copy") == BIG
-
-
-@pytest.mark.parametrize("size", [1, 5 * 2**30 + 1, 5 * 2**40])
-def test_copied_ranges_cover_the_object(size: int):
-    """No byte is left out or copied twice, in at most 10,000 parts of 5 GiB."""
-    num_parts = s3_copy.num_parts(size)
-    assert 1 <= num_parts <= 10_000
-    expected = 0
-    for number in range(1, num_parts + 1):
-        first, last = s3_copy.copy_range(number, size)
-        assert first == expected
-        assert 0 < last + 1 - first <= 5 * 2**30
-        expected = last + 1
-    assert expected == size
-
-
 @pytest.mark.parametrize(
     ("encryption", "algorithm"),
     [
@@ -327,13 +278,11 @@ def test_copied_ranges_cover_the_object(size: int):
 def test_encryption_is_asked_for_wherever_objects_are_made(
     s3_server: servers.S3Server, encryption: ServerSideEncryption, algorithm: str
 ):
-    """In single writes, in uploads of parts, in copies of both kinds."""
+    """In single writes and in uploads of parts."""
     store = s3_server.store(encryption=encryption)
     store.put("whole", [b"x"])
     store.put("parts", iter([BIG]))
-    store.copy("whole", "copy")
-    store.copy("whole", "new", if_absent=True)
-    for key in ("whole", "parts", "copy", "new"):
+    for key in ("whole", "parts"):
         answer = head(store, key)
         assert answer["ServerSideEncryption"] == algorithm
         assert answer.get("SSEKMSKeyId") == encryption.kms_key
@@ -359,11 +308,9 @@ def test_bucket_owner_is_named_in_every_request(s3_server: servers.S3Server):
     store.put("key", [b"x"])
     store.put("parts", iter([BIG]))
     store.read("key")
-    store.copy("key", "copy")
-    store.copy("key", "new", if_absent=True)
     list(store.list())
     store.delete("key")
-    assert len(seen) == 10
+    assert len(seen) == 7
     assert set(seen.values()) == {servers.ACCOUNT}
 
 
