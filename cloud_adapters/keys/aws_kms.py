@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from cloud_adapters.keys.context import check_data_key, mark, unmark
 from cloud_adapters.net import aws_session
-from cloud_adapters.storage.meanings import Meaning
+from cloud_adapters.storage.error_table import Meaning
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import errors as s3_errors
 from federation.errors import (

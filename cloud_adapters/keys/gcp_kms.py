@@ -8,6 +8,9 @@ Checksums go with everything in both directions, as Google's guide to data integ
 asks: https://cloud.google.com/kms/docs/data-integrity-guidelines. A wrapped key holds
 the name of the key that wrapped it, since the service does not tell a wrong key from
 damage.
+
+The requests are ours, two of them, and not google-cloud-kms's: that puts the plaintext
+of data keys into its log records at the level DEBUG.
 """
 
 import base64
@@ -23,6 +26,7 @@ import google.auth
 import google_crc32c
 import requests
 from google.auth.credentials import AnonymousCredentials, Credentials
+from google.auth.transport.requests import AuthorizedSession
 
 from cloud_adapters.keys.context import (
     DATA_KEY_BYTES,
@@ -31,9 +35,9 @@ from cloud_adapters.keys.context import (
     mark,
     unmark,
 )
-from cloud_adapters.storage.gcs.http import Ask, GcsHttp, translated
-from cloud_adapters.storage.meanings import Meaning
-from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.error_table import Meaning
+from cloud_adapters.storage.gcs.errors import translated
+from cloud_adapters.storage.retry import Retry, seconds_left
 from federation.errors import (
     CorruptObject,
     KeyRefused,
@@ -53,9 +57,10 @@ _NAME = re.compile(
     r"projects/[a-z0-9.:-]{1,100}/locations/[a-z0-9-]{1,63}/keyRings/[\w-]{1,63}"
     r"/cryptoKeys/[\w-]{1,63}"
 )
-_ANY_STATUS = range(200, 600)
 _OK = 200
 _MAX_WORDS = 300
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 60.0
 
 # By the status of google.rpc.Code, which says more than that of HTTP.
 STATUSES: Mapping[str, Meaning] = {
@@ -139,11 +144,11 @@ class GcpKms:
                 "(projects/P/locations/L/keyRings/R/cryptoKeys/K)"
             )
         self._key = key
-        self._endpoint = endpoint or DEFAULT_ENDPOINT
+        self._endpoint = (endpoint or DEFAULT_ENDPOINT).rstrip("/")
         self._credentials = credentials
         self._retry = retry or Retry()
         self._lock = threading.Lock()
-        self._http: GcsHttp | None = None
+        self._session: AuthorizedSession | None = None
 
     @property
     def name(self) -> str:
@@ -191,8 +196,8 @@ class GcpKms:
     def close(self) -> None:
         """End the connections."""
         with self._lock:
-            if self._http is not None:
-                self._http.close()
+            if self._session is not None:
+                self._session.close()
 
     def _call(
         self,
@@ -203,32 +208,30 @@ class GcpKms:
     ) -> Mapping[str, Any]:
         doing = f"{verb} with {self.name}"
         about = _encoded("additionalAuthenticatedData", context_bytes(context))
-        ask = Ask(
-            doing=doing,
-            method="POST",
-            url=f"/v1/{self._key}:{method}",
-            json={**fields, **about},
-            ok=_ANY_STATUS,
-        )
 
         def once(_attempt: int) -> Mapping[str, Any]:
-            with self._connected(doing).send(ask) as response:
-                return _answer(response, doing, is_decrypt=method == "decrypt")
+            with translated(doing):
+                response = self._connected().post(
+                    f"{self._endpoint}/v1/{self._key}:{method}",
+                    json={**fields, **about},
+                    timeout=(CONNECT_SECONDS, min(READ_SECONDS, seconds_left())),
+                    allow_redirects=False,
+                )
+            return _answer(response, doing, is_decrypt=method == "decrypt")
 
         return self._retry.call(once)
 
-    def _connected(self, doing: str) -> GcsHttp:
+    def _connected(self) -> AuthorizedSession:
         with self._lock:
-            if self._http is None:
-                credentials = self._credentials or self._find_credentials(doing)
-                self._http = GcsHttp(self._endpoint, credentials)
-            return self._http
+            if self._session is None:
+                credentials = self._credentials or self._find_credentials()
+                self._session = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+            return self._session
 
-    def _find_credentials(self, doing: str) -> Credentials:
+    def _find_credentials(self) -> Credentials:
         if urlsplit(self._endpoint).scheme == "http":
             return AnonymousCredentials()  # type: ignore[no-untyped-call]
-        with translated(doing):
-            found: Credentials = google.auth.default(scopes=[SCOPE])[0]
+        found: Credentials = google.auth.default(scopes=[SCOPE])[0]
         return found
 
     def _decoded(self, answer: Mapping[str, Any], name: str, verb: str) -> bytes:

@@ -1,8 +1,6 @@
 """Parts of an object, workers that fetch them, and buffers that hold them."""
 
-import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,26 +61,3 @@ def fetch_all(
                 future.result()
         finally:
             stop.set()
-
-
-class Buffers:
-    """Buffers of parts that have been sent, to be filled again.
-
-    Fresh memory costs more than the copy into it.
-    """
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._free: deque[bytearray] = deque()
-
-    def take(self, size: int) -> bytearray:
-        """Give one of so many bytes; what is in it does not matter."""
-        with contextlib.suppress(IndexError):
-            while len(buffer := self._free.pop()) != size:
-                pass  # Left from smaller parts.
-            return buffer
-        return bytearray(size)
-
-    def give_back(self, buffer: bytearray) -> None:
-        """Take back one that is no longer read."""
-        self._free.append(buffer)

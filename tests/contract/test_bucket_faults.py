@@ -12,7 +12,7 @@ from support import tcp_proxy
 from support.bad_lines import CORRUPT_ATTEMPTS, LOST_REPLY, Line
 from support.tcp_proxy import Fault
 
-from cloud_adapters.storage import pace
+from cloud_adapters.storage import min_throughput
 from federation.clock import VirtualClock
 from federation.errors import (
     CorruptObject,
@@ -162,7 +162,7 @@ def test_pinned_read_says_that_the_object_changed(line: Line):
 
 def test_trickling_body_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch):
     """Bytes that come in time each, but never end, do not hold a reader for ever."""
-    monkeypatch.setattr(pace, "WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(min_throughput, "WINDOW_SECONDS", 0.05)
     time_passes(line)
     line.near.put("key", [b"x" * 1000])
     line.proxy.fail(line.patterns.read, Fault(bytes_per_second=50), times=1000)
@@ -178,7 +178,7 @@ def test_trickling_body_gets_another_attempt(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ):
     """It continues behind what has arrived, long before the time for a read is up."""
-    monkeypatch.setattr(pace, "WINDOW_SECONDS", 0.5)
+    monkeypatch.setattr(min_throughput, "WINDOW_SECONDS", 0.5)
     time_passes(line)
     content = CONTENT[:5_000]
     line.near.put("key", [content])
@@ -191,8 +191,8 @@ def test_trickling_body_gets_another_attempt(
 
 def test_slow_body_is_no_failure(line: Line, monkeypatch: pytest.MonkeyPatch):
     """Above the lowest speed a read continues as long as it takes."""
-    monkeypatch.setattr(pace, "WINDOW_SECONDS", 0.01)
-    monkeypatch.setattr(pace, "BYTES_PER_SECOND", 10)
+    monkeypatch.setattr(min_throughput, "WINDOW_SECONDS", 0.01)
+    monkeypatch.setattr(min_throughput, "BYTES_PER_SECOND", 10)
     time_passes(line)
     line.near.put("key", [b"x" * 1000])
     line.proxy.fail(line.patterns.read, Fault(bytes_per_second=10_000))

@@ -251,7 +251,7 @@ class FakeGcs(GoogleServer):
                 message = f"Provided {kind} does not match calculated {kind}"
                 raise GoogleError(400, "invalid", message)
         number = 1_700_000_000_000_000 + next(self._numbers)
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
         written = {
             "contentType": "application/octet-stream",
             **resource,

@@ -8,8 +8,7 @@ from google.auth.credentials import AnonymousCredentials
 from support.buckets import borrowed, quick_retry
 from support.fake_gcs import FakeGcs
 
-from cloud_adapters.storage.gcs.store import GcsStore
-from cloud_adapters.storage.gcs.upload import BLOCK_BYTES
+from cloud_adapters.storage.gcs.store import BLOCK_BYTES, GcsStore
 
 _numbers = itertools.count(1)
 

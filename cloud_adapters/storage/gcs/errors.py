@@ -5,14 +5,16 @@ it. Messages hold bucket, key, reason and what the service says; never a header,
 token, or the URL of an upload session, which is a permission by itself.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import google.auth.exceptions as auth
 import requests
 import urllib3.exceptions
+from google.resumable_media import DataCorruption, InvalidResponse
 
-from cloud_adapters.storage.meanings import (
+from cloud_adapters.storage.error_table import (
     CHANGED,
     CONFLICT,
     CORRUPT,
@@ -163,6 +165,9 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     auth.RefreshError: _NOT_RENEWED,
     auth.TransportError: UNREACHABLE,
     auth.GoogleAuthError: _NOT_ACCEPTED,
+    # Those of google-cloud-storage, which takes long to import, are subclasses.
+    DataCorruption: CORRUPT,
+    InvalidResponse: UNCLEAR,
     requests.exceptions.SSLError: _TLS,
     requests.exceptions.InvalidURL: REFUSED,
     requests.exceptions.InvalidSchema: REFUSED,
@@ -170,6 +175,9 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     urllib3.exceptions.HTTPError: UNREACHABLE,
     OSError: UNREACHABLE,
 }
+
+# What to translate; all else that is raised on the way is a mistake in the code.
+FAILURES = tuple(EXCEPTIONS)
 
 _MAX_WORDS = 300
 
@@ -210,9 +218,13 @@ def of_exception(error: Exception, doing: str) -> StoreError:
     return meaning.told(doing, type(error).__name__)
 
 
-def corrupt(doing: str, details: str) -> StoreError:
-    """Report that our checksum differs from the service's."""
-    return CORRUPT.told(doing, details)
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn failures of connections, credentials and the library into errors of ours."""
+    try:
+        yield
+    except FAILURES as error:
+        raise of_exception(error, doing) from error
 
 
 def _meaning(status: int, reason: str, words: str) -> Meaning:

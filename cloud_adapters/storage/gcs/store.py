@@ -1,44 +1,24 @@
 """Objects in a bucket of Google Cloud Storage.
 
 An object's version is its generation, which the service never gives twice. Not here:
-errors (``gcs_errors``), connections (``gcs_http``), contents (``gcs_upload``,
-``gcs_read``), and what makes writes safe to repeat (``gcs_write``).
+errors (``errors``), single requests (``calls``, over ``transport``), and what makes
+writes safe to repeat (``write``).
 
 Importing this takes a while: ``cloud_adapters.urls`` does so when such a store is
 opened.
 """
 
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
-from itertools import chain, count
+from collections.abc import Generator, Iterable, Iterator
 from typing import Unpack
 
+import requests
 from google.auth.credentials import Credentials
+from google.cloud.storage import Blob, Bucket
 
-from cloud_adapters.storage.checksums import Checksums, checksums_of
 from cloud_adapters.storage.gcs import errors as gcs_errors
-from cloud_adapters.storage.gcs.http import Ask, GcsHttp, json_of
-from cloud_adapters.storage.gcs.lookup import (
-    Resource,
-    lookup,
-    number_in,
-    object_path,
-    told_apart,
-)
-from cloud_adapters.storage.gcs.read import ObjectRead
-from cloud_adapters.storage.gcs.upload import (
-    BLOCK_BYTES,
-    CHUNK_BYTES,
-    PUT_ID,
-    SHA256,
-    NewObject,
-    Piece,
-    UploadSession,
-    chunks,
-    decoded,
-    insert,
-)
+from cloud_adapters.storage.gcs.calls import PUT_ID, GcsCalls, decoded, info_of
 from cloud_adapters.storage.gcs.write import ABSENT, ObjectWrite
 from cloud_adapters.storage.object_keys import (
     CheckedPut,
@@ -47,14 +27,17 @@ from cloud_adapters.storage.object_keys import (
     key_in,
     name_in,
 )
+from cloud_adapters.storage.resumed_read import PIECE_BYTES, Answer, ResumedRead
 from cloud_adapters.storage.retry import Retry
-from federation.errors import ObjectChanged, ObjectNotFound, StoreError, StoreForbidden
+from federation.errors import ObjectChanged, ObjectNotFound, StoreForbidden
 from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
-MAX_SESSIONS = 3  # Of one write, where the service forgets them.
+BLOCK_BYTES = 256 * 1024  # Chunks are multiples of this, but for the last.
+# Each waits for an answer, so few and large ones: benchmarks/storage_cloud.py.
+CHUNK_BYTES = 32 * 1024 * 1024
 
-_FIELDS = "name,size,generation,crc32c,metadata,updated"
-_OWN_METADATA = frozenset({PUT_ID, SHA256})
+_FIELDS = "nextPageToken,items(name,size,generation,crc32c,metadata,updated)"
+_BEYOND = 416  # The range begins behind the object's end.
 
 
 class GcsStore:
@@ -91,17 +74,20 @@ class GcsStore:
         """
         if chunk_bytes <= 0 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, not a multiple of 256 KiB")
-        self._bucket = bucket
         self._prefix = folder_of(prefix)
-        self._http = GcsHttp(endpoint, credentials)
+        self._calls = GcsCalls(
+            bucket,
+            endpoint=endpoint,
+            credentials=credentials,
+            retry=retry or Retry(),
+        )
         self._kms_key = kms_key
-        self._retry = retry or Retry()
         self._chunk_bytes = chunk_bytes
 
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"gs://{self._bucket}/{self._prefix}".rstrip("/")
+        return f"gs://{self._calls.bucket_name}/{self._prefix}".rstrip("/")
 
     def put(
         self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
@@ -113,121 +99,64 @@ class GcsStore:
         contents of one chunk and of those that can be gone through twice, such as
         lists and files, and None of streams.
         """
-        writing = self._writing(key, options)
-        new = writing.new
-        parts = chunks(data, self._chunk_bytes)
-        first = next(parts)
-        if not first.is_last:
-            again = None if iter(data) is data else data
-            parts = chain([first], parts)
-            return self._upload(writing, parts, checksums_of(data), again=again)
-        whole = Checksums()
-        whole.update(first.content)
-        resource = writing.repeated(
-            lambda it: insert(self._http, new, first.content, whole, it)
-        )
-        self._check(resource, new, size=whole.size, crc32c=whole.crc32c)
-        return _info(key, resource)
+        write = self._write(key, options)
+        return info_of(key, write.put(data, self._chunk_bytes, in_parts=False))
 
     def put_in_parts(
         self, key: str, content: bytes, **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write even a small content by a session; see ``probe.WritesInParts``."""
-        writing = self._writing(key, options)
-        parts = chunks([content], self._chunk_bytes)
-        return self._upload(writing, parts, checksums_of([content]))
+        write = self._write(key, options)
+        return info_of(key, write.put([content], self._chunk_bytes, in_parts=True))
 
-    def _writing(self, key: str, options: PutArguments) -> ObjectWrite:
-        put = CheckedPut(**options)
-        new = self._new(key, put.kept, f"write {key!r} to {self.url}")
-        generation = ABSENT if put.if_absent else _generation(put.if_version, new.doing)
+    def _write(self, key: str, options: PutArguments) -> ObjectWrite:
+        put, doing = CheckedPut(**options), f"write {key!r} to {self.url}"
         return ObjectWrite(
-            http=self._http, retry=self._retry, new=new, generation=generation
+            calls=self._calls,
+            name=name_in(self._prefix, key),
+            metadata={**put.kept, PUT_ID: secrets.token_hex(16)},
+            generation=ABSENT if put.if_absent else _generation(put.if_version, doing),
+            kms_key=self._kms_key,
+            doing=doing,
         )
-
-    def _upload(
-        self,
-        writing: ObjectWrite,
-        parts: Iterable[Piece],
-        known: Checksums | None,
-        *,
-        again: Iterable[Buffer] | None = None,
-    ) -> ObjectInfo:
-        """Send a content by an upload session.
-
-        Args:
-            writing: The write.
-            parts: The content.
-            known: Of the content, where it was read before.
-            again: The content once more, where it can be read again: for another
-                session if the service forgets the first.
-        """
-        new = writing.new
-        for number in count(1):
-            session = UploadSession(self._http, self._retry, new, known)
-            try:
-                resource = writing.through(session, parts)
-                break
-            except gcs_errors.UploadGone:
-                if again is None or number == MAX_SESSIONS:
-                    raise
-            parts = chunks(again, self._chunk_bytes)
-        sums = known or session.sums
-        self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
-        return _info(new.name.removeprefix(self._prefix), resource)
-
-    def _check(
-        self, resource: Resource, new: NewObject, *, size: int, crc32c: str
-    ) -> None:
-        """Remove an object that differs from what was sent.
-
-        Raises:
-            CorruptObject: It is not.
-        """
-        found = number_in(resource, "size", new.doing)
-        if "crc32c" not in resource:
-            raise gcs_errors.UNCLEAR.told(new.doing, "no crc32c in its answer")
-        actual = f"{found} bytes of CRC32C {decoded(resource['crc32c'])}"
-        expected = f"{size} bytes of CRC32C {crc32c}"
-        if actual != expected:
-            generation = number_in(resource, "generation", new.doing)
-            self._delete(new.name, new.doing, str(generation))
-            raise gcs_errors.corrupt(new.doing, f"{actual} instead of {expected}")
 
     def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
-        part = CheckedRead(**options)
-        path = self._path(key)
+        part, name = CheckedRead(**options), name_in(self._prefix, key)
         doing = f"read {key!r} of {self.url}"
-        version = _generation(part.if_version, doing)
+        generation = _generation(part.if_version, doing)
+        retry = self._calls.retry
         if part.length == 0:  # HTTP has no such range.
-            self._stat(key, doing, version)
+            retry.call(lambda _: self._calls.lookup(name, doing, generation))
             return b""
-        clock = self._retry.clock
-        reading = ObjectRead(self._http, path, doing, version=version, clock=clock)
+
+        def ask(begin: int, end: int | None, version: str | None) -> Answer | None:
+            # "gzip": the service sends what is stored, whatever its encoding.
+            headers = {"accept-encoding": "gzip"}
+            if begin or end is not None:
+                headers["range"] = f"bytes={begin}-{'' if end is None else end - 1}"
+            query = "" if version is None else f"&ifGenerationMatch={version}"
+            answer = self._calls.get_media(name, query, headers, doing)
+            return _taken(answer, doing)
+
+        read = ResumedRead(
+            ask,
+            doing=doing,
+            start=part.start,
+            length=part.length,
+            version=part.if_version,
+            clock=retry.clock,
+        )
         try:
-            return self._retry.call(lambda _: reading.attempt(part.start, part.length))
+            return retry.call(lambda _: read.attempt())
         except StoreForbidden as error:
-            raise self._told_apart(key, doing, error) from error
+            raise self._calls.told_apart(name, doing, error) from error
 
     def stat(self, key: str) -> ObjectInfo:
         """All that the store knows of an object; see ``ObjectStore.stat``."""
-        return _info(key, self._stat(key, f"look up {key!r} of {self.url}"))
-
-    def _stat(self, key: str, doing: str, version: str | None = None) -> Resource:
-        name = self._name(key)
-        return self._retry.call(
-            lambda _: lookup(
-                self._http, self._bucket, name, doing=doing, generation=version
-            )
-        )
-
-    def _told_apart(self, key: str, doing: str, error: StoreForbidden) -> StoreError:
-        name = self._name(key)
-        return told_apart(self._http, self._bucket, name, doing=doing, error=error)
-
-    def _json(self, ask: Ask) -> Resource:
-        return self._retry.call(lambda _: json_of(self._http.send(ask), ask.doing))
+        name, doing = name_in(self._prefix, key), f"look up {key!r} of {self.url}"
+        blob = self._calls.retry.call(lambda _: self._calls.lookup(name, doing))
+        return info_of(key, blob)
 
     def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
         """Objects under a prefix in the order of their keys; see ``ObjectStore.list``.
@@ -236,100 +165,77 @@ class GcsStore:
         console makes, are passed over.
         """
         doing = f"list {prefix!r} of {self.url}"
-        params = {
-            "prefix": self._prefix + prefix,
-            "startOffset": self._prefix + start_after,
-            "fields": f"nextPageToken,items({_FIELDS})",
-        }
-        params = {name: value for name, value in params.items() if value}
-        while True:
-            ask = Ask(
-                doing=doing,
-                method="GET",
-                url=f"/storage/v1/b/{self._bucket}/o",
-                params=params,
+        token: str | None = None
+
+        def page(bucket: Bucket) -> tuple[list[Blob], str | None]:
+            # One iterator a page: after an error it would seem to be at its end.
+            blobs = bucket.list_blobs(
+                prefix=self._prefix + prefix or None,
+                start_offset=self._prefix + start_after or None,
+                fields=_FIELDS,
+                page_token=token,
+                retry=None,
             )
-            page = self._json(ask)
-            for resource in page.get("items", ()):
-                key = key_in(self._prefix, str(resource.get("name", "")))
+            return [*next(blobs.pages)], blobs.next_page_token
+
+        while True:
+            blobs, following = self._calls.call(doing, page)
+            for blob in blobs:
+                key = key_in(self._prefix, blob.name)
                 if key is not None and key > start_after:
-                    yield _info(key, resource)
-            token = page.get("nextPageToken")
-            if token is None:
+                    yield info_of(key, blob)
+            if following is None:
                 return
-            if token == params.get("pageToken"):
+            if following == token:
                 raise gcs_errors.UNCLEAR.told(doing, "the same page follows itself")
-            params = {**params, "pageToken": token}
+            token = following
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
-        doing = f"delete {key!r} of {self.url}"
+        name, doing = name_in(self._prefix, key), f"delete {key!r} of {self.url}"
         try:
-            self._delete(self._name(key), doing, None)
+            self._calls.delete(name, doing)
         except StoreForbidden as error:
-            refusal = self._told_apart(key, doing, error)
+            refusal = self._calls.told_apart(name, doing, error)
             if not isinstance(refusal, ObjectNotFound):
                 raise
 
-    def _delete(self, name: str, doing: str, generation: str | None) -> None:
-        params = {} if generation is None else {"ifGenerationMatch": generation}
-        url = object_path(self._bucket, name)
-        ask = Ask(doing=doing, method="DELETE", url=url, params=params, ok=_DELETED)
-        try:
-            self._retry.call(lambda _: self._http.send(ask))
-        except ObjectNotFound:
-            return  # Never there, or the answer to an earlier attempt was lost.
-
     def close(self) -> None:
         """Let go of connections."""
-        self._http.close()
-
-    def _name(self, key: str) -> str:
-        return name_in(self._prefix, key)
-
-    def _path(self, key: str) -> str:
-        return object_path(self._bucket, self._name(key))
-
-    def _new(self, key: str, metadata: Mapping[str, str], doing: str) -> NewObject:
-        return NewObject(
-            bucket=self._bucket,
-            name=self._name(key),
-            metadata=metadata,
-            put_id=secrets.token_hex(16),
-            kms_key=self._kms_key,
-            doing=doing,
-        )
+        self._calls.close()
 
 
-_DELETED = frozenset({200, 204})
-
-
-def _generation(version: str | None, doing: str) -> str | None:
+def _generation(version: str | None, doing: str) -> int | None:
     """Read a version as a generation.
 
     Raises:
         ObjectChanged: It is none, so no object has it. The service takes 0 for "no
             object", and refuses what is no number.
     """
-    if version is None or (version.isdecimal() and int(version) > 0):
-        return version
+    if version is None:
+        return None
+    if version.isascii() and version.isdecimal() and int(version) > 0:
+        return int(version)
     raise ObjectChanged(f"cannot {doing}: no object has the version {version[:40]!r}")
 
 
-def _info(key: str, resource: Resource) -> ObjectInfo:
-    """Read an object's information from the API's resource."""
-    metadata: Mapping[str, str] = resource.get("metadata", {})
-    doing = f"look at {key!r}"
-    crc = resource.get("crc32c")
-    updated = resource.get("updated")
-    return ObjectInfo(
-        key=key,
-        size=number_in(resource, "size", doing),
-        version=str(number_in(resource, "generation", doing)),
-        crc32c=None if crc is None else decoded(crc),
-        sha256=metadata.get(SHA256),
-        metadata={k: v for k, v in metadata.items() if k not in _OWN_METADATA},
-        updated=None
-        if updated is None
-        else datetime.fromisoformat(updated).timestamp(),
+def _taken(answer: requests.Response, doing: str) -> Answer | None:
+    if answer.status_code == _BEYOND:
+        answer.close()
+        return None
+
+    def pieces() -> Generator[bytes, None, None]:
+        with answer, gcs_errors.translated(doing):
+            # read() would lose what came before a cut.
+            while piece := answer.raw.read1(PIECE_BYTES, decode_content=False):
+                yield piece
+
+    # "bytes 3-7/10", or all there is.
+    size = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    crc32c = re.search(r"crc32c=([^,]+)", answer.headers.get("X-Goog-Hash", ""))
+    return Answer(
+        version=answer.headers.get("X-Goog-Generation"),
+        size=int(size) if size.isdecimal() else None,
+        crc32c=None if crc32c is None else decoded(crc32c[1]),
+        pieces=pieces(),
     )

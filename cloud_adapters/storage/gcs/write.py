@@ -1,25 +1,33 @@
 """Writes to Google Cloud Storage that may be repeated.
 
-An answer can be lost after the write was carried out. So no attempt but the first
-goes out without a condition on the generation that it replaces, and where a condition
+A content of one chunk goes in one request or, if it has more than the 8 MB that the
+library sends so, in two. A larger one goes through an upload session: the service
+keeps what has arrived, and gives the object its name when all is there, so that a
+broken connection costs a chunk. One chunk is in memory.
+
+An answer can be lost after a write was carried out. So no attempt but the first goes
+out without a condition on the generation that it replaces, and where a condition
 fails, the put-id in the object's metadata tells whether it was ours that came first.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import io
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 
-from cloud_adapters.storage.gcs.http import GcsHttp
-from cloud_adapters.storage.gcs.lookup import (
-    Resource,
-    lookup,
-)
-from cloud_adapters.storage.gcs.upload import (
+import numpy as np
+from google.cloud.storage import Blob, Bucket
+
+from cloud_adapters.storage.checksums import Checksums, checksums_of
+from cloud_adapters.storage.error_table import CORRUPT
+from cloud_adapters.storage.gcs import errors as gcs_errors
+from cloud_adapters.storage.gcs.calls import (
     PUT_ID,
-    NewObject,
-    Piece,
-    UploadSession,
+    SHA256,
+    GcsCalls,
+    encoded,
+    number_in,
 )
-from cloud_adapters.storage.retry import Retry
 from federation.errors import (
     ObjectChanged,
     ObjectExists,
@@ -27,104 +35,256 @@ from federation.errors import (
     StoreError,
     StoreUnavailable,
 )
+from federation.protocols import Buffer
 
-ABSENT = "0"  # The generation of what is not there.
+ABSENT = 0  # The generation of what is not there.
+MAX_SESSIONS = 3  # Of one write, where the service forgets them.
+_MULTIPART_BYTES = 8 * 1024 * 1024  # What the library sends in one request.
+_BINARY = "application/octet-stream"
+_SMALL_BYTES = 256 * 1024
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-def find(http: GcsHttp, new: NewObject) -> Resource | None:
-    """Return what is under a new object's name, or None; one attempt."""
-    try:
-        return lookup(http, new.bucket, new.name, doing=new.doing)
-    except ObjectNotFound:
-        return None
+class ChunkReader:
+    """A content as the file that the library reads, chunk by chunk.
+
+    The first chunk is read at once, to see whether there are more. All chunks are in
+    one buffer: fresh memory costs more than the copy into it. They are arrays, the one
+    kind of buffer that the library's CRC32C takes and that may be written again.
+    """
+
+    def __init__(self, data: Iterable[Buffer], chunk_bytes: int) -> None:
+        """Read the first chunk."""
+        self._pieces = iter(data)
+        self._rest = memoryview(b"")
+        self._buffer = np.empty(min(chunk_bytes, _SMALL_BYTES), np.uint8)
+        self._at = 0
+        self._first: Bytes | None = self._next(chunk_bytes)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of the content has been read."""
+        return self._first is None and not self._fill()
+
+    def whole(self) -> bytes | None:
+        """Return the content if it is one chunk."""
+        if self._first is None or self._fill():
+            return None
+        return self._first.tobytes()
+
+    def tell(self) -> int:
+        """Return how many bytes the library has read."""
+        return self._at
+
+    def read(self, size: int) -> Bytes:
+        """Return the next chunk: fewer bytes than ``size`` only at the end.
+
+        It is good until the next one is read.
+        """
+        chunk, self._first = self._first, None
+        if chunk is None:
+            chunk = self._next(size)
+        self._at += len(chunk)
+        return chunk
+
+    def _next(self, size: int) -> Bytes:
+        filled = 0
+        while filled < size and self._fill():
+            if filled == len(self._buffer):  # Most contents are small.
+                larger = np.empty(size, np.uint8)
+                larger[:filled] = self._buffer
+                self._buffer = larger
+            taken = self._rest[: min(size, len(self._buffer)) - filled]
+            self._buffer.data[filled : filled + taken.nbytes] = taken
+            self._rest = self._rest[taken.nbytes :]
+            filled += taken.nbytes
+        return self._buffer[:filled]
+
+    def _fill(self) -> bool:
+        while not self._rest.nbytes:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            view = memoryview(piece)
+            self._rest = view.cast("B") if view.nbytes else memoryview(b"")
+        return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ObjectWrite:
     """One write.
 
     Attributes:
-        http: The way to the service.
-        retry: How often to try.
-        new: The object.
+        calls: To the bucket.
+        name: The whole name of the object.
+        metadata: As the caller gave it, and a random put-id, which tells this write
+            from every other.
         generation: That the object must have before; ``ABSENT``, or None for any.
+        kms_key: Customer-managed key to encrypt it with; None for the bucket's.
+        doing: For messages.
     """
 
-    http: GcsHttp
-    retry: Retry
-    new: NewObject
-    generation: str | None
+    calls: GcsCalls
+    name: str
+    metadata: Mapping[str, str]
+    generation: int | None
+    kms_key: str | None
+    doing: str
 
-    def repeated(self, send: Callable[[str | None], Resource]) -> Resource:
-        """Write, with another attempt where the last may not have arrived.
+    def put(self, data: Iterable[Buffer], chunk_bytes: int, *, in_parts: bool) -> Blob:
+        """Write a content.
 
         Args:
-            send: Makes one attempt, given the generation to replace.
+            data: The content.
+            chunk_bytes: What a session sends in one request.
+            in_parts: Whether even a small content goes through a session.
 
         Raises:
             ObjectExists: Another object has the name, and none should.
             ObjectChanged: The object has not the generation that was named.
-            StoreError: What ``send`` raised last.
+            CorruptObject: Other bytes arrived than were sent.
+            StoreError: See ``gcs.errors``.
         """
-        return self.retry.call(lambda attempt: self._attempt(send, attempt))
+        content = ChunkReader(data, chunk_bytes)
+        whole = content.whole()
+        if whole is not None and len(whole) <= _MULTIPART_BYTES and not in_parts:
+            return self._checked(self._insert(whole), len(whole))
+        known = checksums_of(data if whole is None else [whole])
+        again = None if iter(data) is data else data
+        for number in count(1):
+            try:
+                blob = self._upload(content, chunk_bytes, known)
+                break
+            except gcs_errors.UploadGone:
+                if again is None or number == MAX_SESSIONS:
+                    raise
+            content = ChunkReader(again, chunk_bytes)
+        while not content.is_done:  # A service that ended early has made an object.
+            content.read(chunk_bytes)
+        return self._checked(blob, content.tell())
 
-    def through(self, session: UploadSession, parts: Iterable[Piece]) -> Resource:
-        """Write by a session, which tries again by itself; errors as above."""
+    def _blob(self, bucket: Bucket, known: Checksums | None) -> Blob:
+        blob = bucket.blob(self.name, kms_key_name=self.kms_key)
+        blob.metadata = {**self.metadata}
+        if known is not None:
+            blob.metadata = {**self.metadata, SHA256: known.sha256}
+            blob.crc32c = encoded(known.crc32c)  # The service compares.
+        return blob
+
+    def _insert(self, content: bytes) -> Blob:
+        """Write in one request, with another attempt where it may not have arrived."""
+        sums = Checksums()
+        sums.update(content)
+
+        def attempt(number: int) -> Blob:
+            generation = self.generation
+            if generation is None and number > 1:
+                there = self._find()
+                if there is not None and self._is_ours(there):
+                    return there
+                generation = ABSENT if there is None else there.generation
+            try:
+                return self.calls.once(self.doing, lambda b: send(b, generation))
+            except ObjectChanged as error:
+                ours = self._ours()
+                if ours is None:
+                    raise self._refusal(error) from error.__cause__
+                return ours
+
+        def send(bucket: Bucket, generation: int | None) -> Blob:
+            blob = self._blob(bucket, sums)
+            blob.upload_from_file(
+                io.BytesIO(content),
+                size=len(content),
+                content_type=_BINARY,
+                if_generation_match=generation,
+                checksum=None,
+                retry=None,
+            )
+            return blob
+
+        return self.calls.retry.call(attempt)
+
+    def _upload(
+        self, content: ChunkReader, chunk_bytes: int, known: Checksums | None
+    ) -> Blob:
+        """Write by a session, each request of which is tried again by itself."""
+
+        def send(bucket: Bucket) -> Blob:
+            blob = self._blob(bucket, known)
+            blob.chunk_size = chunk_bytes
+            blob.upload_from_file(
+                content,
+                content_type=_BINARY,
+                if_generation_match=self.generation,
+                checksum="crc32c",
+                retry=None,
+            )
+            return blob
+
         try:
-            return session.upload(parts, self.generation)
-        except ObjectChanged as error:
-            ours = self._ours_at_last()
-            if ours is None:
-                raise self._refusal(error) from error.__cause__
-            return ours
-        except StoreUnavailable:
+            return self.calls.once(self.doing, send)
+        except BaseException as error:
+            self.calls.abandon_upload()
+            if isinstance(error, ObjectChanged):
+                ours = self.calls.retry.call(lambda _: self._ours())
+                if ours is None:
+                    raise self._refusal(error) from error.__cause__
+                return ours
             # The answer to the last chunk may be lost, and the session gone with it.
-            ours = self._ours_at_last() if session.is_all_sent else None
+            if not isinstance(error, StoreUnavailable) or not content.is_done:
+                raise
+            ours = self.calls.retry.call(lambda _: self._ours())
             if ours is None:
                 raise
             return ours
 
-    def _attempt(self, send: Callable[[str | None], Resource], number: int) -> Resource:
-        generation = self.generation
-        if generation is None and number > 1:
-            there = find(self.http, self.new)
-            if there is not None and self._is_ours(there):
-                return there
-            generation = ABSENT if there is None else str(there["generation"])
-        try:
-            return send(generation)
-        except ObjectChanged as error:
-            ours = self._ours()
-            if ours is None:
-                raise self._refusal(error) from error.__cause__
-            return ours
+    def _checked(self, blob: Blob, size: int) -> Blob:
+        """Remove an object that has another size than the content.
+
+        Its checksum was compared by the service or the library.
+
+        Raises:
+            CorruptObject: It has.
+        """
+        found = number_in(blob, "size", self.doing)
+        if found != size:
+            generation = number_in(blob, "generation", self.doing)
+            self.calls.delete(self.name, self.doing, generation)
+            raise CORRUPT.told(
+                self.doing, f"{found} bytes of the content instead of {size}"
+            )
+        return blob
 
     def _refusal(self, error: ObjectChanged) -> StoreError:
         if self.generation is None:  # Someone wrote between our two requests.
             return StoreUnavailable(str(error), temporary=True)
         if self.generation == ABSENT:
-            return ObjectExists(f"cannot {self.new.doing}: an object has this key")
+            return ObjectExists(f"cannot {self.doing}: an object has this key")
         return error
 
-    def _ours_at_last(self) -> Resource | None:
-        """Return what ``_ours`` does, with further attempts."""
-        return self.retry.call(lambda _: self._ours())
-
-    def _ours(self) -> Resource | None:
-        """Return the object under the name if this write made it.
+    def _ours(self) -> Blob | None:
+        """Return the object under the name if this write made it; one attempt.
 
         Raises:
             StoreError: It cannot be known now; taking that for a "no" would
                 report a conflict with itself.
         """
         try:
-            there = find(self.http, self.new)
+            there = self._find()
         except StoreError as error:
             if error.temporary:
                 raise
             return None  # Who may write and not read keeps the first answer.
         return there if there is not None and self._is_ours(there) else None
 
-    def _is_ours(self, there: Resource) -> bool:
-        metadata: Mapping[str, str] = there.get("metadata", {})
-        return metadata.get(PUT_ID) == self.new.put_id
+    def _find(self) -> Blob | None:
+        try:
+            return self.calls.lookup(self.name, self.doing)
+        except ObjectNotFound:
+            return None
+
+    def _is_ours(self, there: Blob) -> bool:
+        found: Mapping[str, str] = there.metadata or {}
+        return found.get(PUT_ID) == self.metadata[PUT_ID]

@@ -1,7 +1,7 @@
 """Requests to one bucket of S3: how they are made, tried again and understood.
 
-Not here: what an object store promises (``s3``), uploads (``s3_upload``) and bodies
-that break off (``s3_read``).
+Not here: what an object store promises (``s3.store``), uploads (``s3.upload``) and
+bodies that break off (``resumed_read``).
 """
 
 import base64

@@ -13,7 +13,7 @@ import botocore.exceptions as boto
 import urllib3.exceptions
 from botocore.parsers import ResponseParserError
 
-from cloud_adapters.storage.meanings import (
+from cloud_adapters.storage.error_table import (
     BUSY,
     CHANGED,
     CONFLICT,

@@ -11,9 +11,10 @@ which can be gone through twice, has both.
 Not here: client-side encryption, caches, downloads to files.
 """
 
+import contextlib
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Unpack
 
 from cloud_adapters.storage.object_keys import (
@@ -23,11 +24,13 @@ from cloud_adapters.storage.object_keys import (
     key_in,
     name_in,
 )
-from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.s3 import (
-    leftovers as s3_leftovers,
-    upload as s3_upload,
+from cloud_adapters.storage.resumed_read import (
+    PIECE_BYTES,
+    Answer as Asked,
+    ResumedRead,
 )
+from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.s3 import errors as s3_errors, upload as s3_upload
 from cloud_adapters.storage.s3.calls import (
     Answer,
     Clients,
@@ -35,11 +38,17 @@ from cloud_adapters.storage.s3.calls import (
     S3Calls,
     ServerSideEncryption,
     check_said,
+    if_match,
+    info_of,
     updated_of,
     version_of,
 )
-from cloud_adapters.storage.s3.read import Read
-from federation.errors import ObjectChanged, ObjectNotFound
+from federation.errors import (
+    ObjectChanged,
+    ObjectNotFound,
+    StoreForbidden,
+    StoreUnavailable,
+)
 from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -137,8 +146,52 @@ class S3Store:
             if part.if_version not in {None, found.version}:
                 raise ObjectChanged(f"{self._calls.where(key)} has changed")
             return b""
-        read = Read(self._calls, key, start=part.start, length=part.length)
-        return self._calls.retry.call(lambda _: read.attempt(part.if_version))
+        read = ResumedRead(
+            lambda *asked: self._ask(key, *asked),
+            doing=f"read {self._where(key)}",
+            start=part.start,
+            length=part.length,
+            version=part.if_version,
+            clock=self._calls.retry.clock,
+        )
+        return self._calls.retry.call(lambda _: read.attempt())
+
+    def _ask(
+        self, key: str, begin: int, end: int | None, version: str | None
+    ) -> Asked | None:
+        """Ask once for bytes of an object; see ``resumed_read.Ask``."""
+        calls, doing = self._calls, f"read {self._where(key)}"
+        wanted: Answer = {}
+        if begin or end is not None:
+            wanted = {"Range": f"bytes={begin}-{'' if end is None else end - 1}"}
+        try:
+            answer = calls.once(
+                "get_object",
+                doing,
+                Key=calls.prefix + key,
+                ChecksumMode="ENABLED",
+                **wanted,
+                **if_match(version),
+            )
+        except StoreForbidden as error:
+            calls.check_absent(key, error)
+            raise
+        except StoreUnavailable as error:
+            if s3_errors.code_of(error.__cause__) in {"InvalidRange", "416"}:
+                return None
+            raise
+        if wanted and "ContentRange" not in answer:
+            answer["Body"].close()
+            raise StoreUnavailable(
+                f"cannot {doing}: the endpoint does not support ranges"
+            )
+        info = info_of(key, answer)
+        return Asked(
+            version=info.version,
+            size=info.size,
+            crc32c=info.crc32c,
+            pieces=_pieces(calls, doing, answer),
+        )
 
     def stat(self, key: str) -> ObjectInfo:
         """All that is known of an object; see ``ObjectStore.stat``."""
@@ -181,7 +234,7 @@ class S3Store:
 
     def remove_unfinished(self, *, older_seconds: float) -> int:
         """Remove parts of killed uploads; see ``probe.RemovesUnfinished``."""
-        return s3_leftovers.remove(self._calls, older_seconds=older_seconds)
+        return s3_upload.remove_unfinished(self._calls, older_seconds=older_seconds)
 
     def close(self) -> None:
         """Let go of connections; the store is not used afterwards."""
@@ -206,3 +259,21 @@ def _listed(key: str, entry: Answer) -> ObjectInfo:
         version=version_of(entry),
         updated=updated_of(entry),
     )
+
+
+def _pieces(calls: S3Calls, doing: str, answer: Answer) -> Generator[bytes, None, None]:
+    """Yield the pieces of a body as they come, and check its length."""
+    body, missing = answer["Body"], int(answer["ContentLength"])
+    # read() of the public stream waits for all that it is asked for, and no timeout
+    # ends that; read1() gives what is there.
+    read = getattr(body._raw_stream, "read1", body.read)  # noqa: SLF001
+    with contextlib.closing(body):
+        while piece := calls.understand(doing, lambda: read(PIECE_BYTES)):
+            missing -= len(piece)
+            yield piece
+    if missing:
+        raise StoreUnavailable(
+            f"cannot {doing}: the connection broke with {missing} bytes missing; check "
+            "network and proxy",
+            temporary=True,
+        )

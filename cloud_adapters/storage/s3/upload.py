@@ -6,12 +6,15 @@ the whole against the CRC32C and the size of all that the source gave.
 
 import contextlib
 import itertools
+import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 
 from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of, crc32c
-from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.request_count import carried
 from cloud_adapters.storage.s3.calls import (
     CRC32C,
@@ -32,6 +35,8 @@ from federation.errors import (
     StoreUnavailable,
 )
 from federation.protocols import Buffer, ObjectInfo
+
+_LOG = logging.getLogger(__name__)
 
 PART_BYTES = 8 * 1024 * 1024
 MAX_PARTS = 10_000
@@ -72,6 +77,29 @@ class Write:
 def part_bytes(number: int) -> int:
     """Size of a part, from its number (1 to ``MAX_PARTS``)."""
     return PART_BYTES << (number - 1) // PARTS_OF_ONE_SIZE
+
+
+class Buffers:
+    """Buffers of parts that have been sent, to be filled again.
+
+    Fresh memory costs more than the copy into it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._free: deque[bytearray] = deque()
+
+    def take(self, size: int) -> bytearray:
+        """Give one of so many bytes; what is in it does not matter."""
+        with contextlib.suppress(IndexError):
+            while len(buffer := self._free.pop()) != size:
+                pass  # Left from smaller parts.
+            return buffer
+        return bytearray(size)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Take back one that is no longer read."""
+        self._free.append(buffer)
 
 
 def cut(data: Iterable[Buffer], buffers: Buffers) -> Iterator[bytearray]:
@@ -343,7 +371,7 @@ def abort(calls: S3Calls, upload: Answer, doing: str, error: BaseException) -> N
     """Remove the parts of an upload that failed with ``error``.
 
     Not for long: a service that was out of reach for a whole deadline is not to hold
-    the caller for another one, and what is left is removed later (``s3_leftovers``).
+    the caller for another one, and ``remove_unfinished`` removes later what is left.
     """
     retry = replace(calls.retry, deadline_seconds=REMOVAL_SECONDS)
     try:
@@ -399,3 +427,68 @@ def _info(write: Write, sums: Checksums | Crc32c, *, sha256: str | None) -> Obje
 def _metadata(write: Write, crc32c: str | None, sha256: str | None) -> Answer:
     added = {PUT_ID: write.put_id, CRC32C: crc32c, SHA256: sha256}
     return {**write.metadata, **{name: v for name, v in added.items() if v is not None}}
+
+
+def remove_unfinished(calls: S3Calls, *, older_seconds: float) -> int:
+    """Remove the parts of uploads that were started long ago, and return how many.
+
+    A service that does not list uploads, or not to these credentials, ends no run:
+    the log says so, and the bucket's lifecycle rule does the same.
+
+    Args:
+        calls: To the bucket; what is not below its prefix stays.
+        older_seconds: Uploads that were started later stay: they may be in progress.
+
+    Raises:
+        ValueError: The prefix is empty: uploads of others would go.
+    """
+    if not calls.prefix:
+        raise ValueError("uploads are removed below a prefix, not in a whole bucket")
+    try:
+        return _remove_unfinished(calls, older_seconds)
+    except StoreError as error:
+        _LOG.info("parts of killed uploads stay below %s: %s", calls.where(), error)
+        return 0
+
+
+def _remove_unfinished(calls: S3Calls, older_seconds: float) -> int:
+    doing, removed = f"list unfinished uploads below {calls.where()}", 0
+    asked: Answer = {}
+    while True:
+        answer = calls.call(
+            "list_multipart_uploads", doing, Prefix=calls.prefix, **asked
+        )
+        now = _now(answer)
+        for upload in answer.get("Uploads", ()):
+            begun = upload.get("Initiated")
+            if now is None or not isinstance(begun, datetime):
+                continue
+            if (now - begun).total_seconds() <= older_seconds:
+                continue
+            removed += _remove_one(calls, str(upload["Key"]), str(upload["UploadId"]))
+        if not answer.get("IsTruncated"):
+            return removed
+        asked = {
+            "KeyMarker": answer["NextKeyMarker"],
+            "UploadIdMarker": answer["NextUploadIdMarker"],
+        }
+
+
+def _remove_one(calls: S3Calls, name: str, upload_id: str) -> int:
+    if not name.startswith(calls.prefix):  # A service that ignores the prefix.
+        return 0
+    doing = f"remove an unfinished upload of s3://{calls.bucket}/{name}"
+    try:
+        calls.call("abort_multipart_upload", doing, Key=name, UploadId=upload_id)
+    except ObjectNotFound:  # Someone else was quicker.
+        return 0
+    return 1
+
+
+def _now(answer: Answer) -> datetime | None:
+    """The service's time; None if it does not say it."""
+    said = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    try:
+        return parsedate_to_datetime(said)
+    except ValueError:
+        return None

@@ -84,20 +84,6 @@ def test_listing_in_pages(bucket: storage.Bucket, server: FakeGcs):
     assert [blob.name for blob in found] == ["p/b", "p/c", "p/d"]
 
 
-def test_rewrite_in_steps(bucket: storage.Bucket, server: FakeGcs):
-    """A large copy takes several calls, and keeps the metadata."""
-    server.rewrite_step = 4
-    source, target = bucket.blob("source"), bucket.blob("target")
-    source.metadata = {"who": "me"}
-    source.upload_from_string(b"0123456789", retry=None)
-    token, done, size = target.rewrite(source, retry=None)
-    assert (done, size) == (4, 10)
-    while token is not None:
-        token, done, size = target.rewrite(source, token=token, retry=None)
-    assert target.download_as_bytes(retry=None) == b"0123456789"
-    assert target.metadata == {"who": "me"}
-
-
 def test_what_is_not_there(bucket: storage.Bucket):
     """Missing objects and buckets are told apart by the words alone."""
     blob = bucket.blob("missing")

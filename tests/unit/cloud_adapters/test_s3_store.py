@@ -15,7 +15,6 @@ from support import s3_server as servers
 from support.buckets import quick_retry
 
 from cloud_adapters.storage.checksums import crc32c
-from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.calls import Clients, ServerSideEncryption
@@ -177,7 +176,7 @@ def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 2)
     content = bytes(range(50))
     pieces = [content[:1], content[1:1], content[1:30], content[30:]]
-    buffers = Buffers()
+    buffers = s3_upload.Buffers()
     parts = [bytes(part) for part in s3_upload.cut(pieces, buffers)]
     assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
     assert b"".join(parts) == content
@@ -187,7 +186,7 @@ def test_buffers_are_filled_again(monkeypatch: pytest.MonkeyPatch):
     """Parts that were given back are used for later ones, and hold their content."""
     monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
     monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 3)
-    buffers, content, used = Buffers(), bytearray(), set()
+    buffers, content, used = s3_upload.Buffers(), bytearray(), set()
     for part in s3_upload.cut([bytes(range(50))], buffers):
         content += part
         used.add(id(part))
