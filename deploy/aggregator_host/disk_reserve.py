@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud_adapters.storage.disk.space import reserve
+from cloud_adapters.storage.disk.files import reserve
 
 NAME = "reserve"
 # A book of sites of 16 MiB, its copy, and the list of revoked certificates.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloud_adapters.storage.disk import transfer
-from cloud_adapters.storage.disk.strays import strays
+from cloud_adapters.storage.disk.store import strays
 from federation.errors import CorruptObject, ObjectNotFound, ProtocolError
 from federation.protocols import ObjectStore
 from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity

@@ -1,11 +1,15 @@
-"""Files and folders by descriptor: no path is resolved twice, no link followed."""
+"""Files and folders by descriptor, room for them, and what the system's errors mean.
+
+No path is resolved twice, and no link followed.
+"""
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +22,45 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 FLUSH_BYTES = 64 << 20  # What a disk takes in a moment.
+
+# Reading a path that is not the store's finds nothing.
+NOTHING_THERE = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG}
+)
+
+ADVICE: Mapping[int, str] = {
+    errno.ENOSPC: "the disk is full; free some space, and resume the run if it has "
+    "ended",
+    errno.EDQUOT: "the disk quota is used up; free some space, and resume the run if "
+    "it has ended",
+    errno.EFBIG: "the file would be larger than the process or the file system "
+    "allows; raise the limit (ulimit -f) or use another disk",
+    errno.EACCES: "permission is denied; make the folder writable for this user or "
+    "choose another storage.url",
+    errno.EPERM: "the operation is not permitted; the folder is protected, or its "
+    "file system has no hard links: choose another storage.url",
+    errno.EROFS: "the file system is read-only; mount it writable or choose another "
+    "storage.url",
+    errno.ELOOP: (
+        "a symbolic link is in the way of a folder; move it or choose another "
+        "storage.url"
+    ),
+    errno.ENOTDIR: (
+        "a file or a symbolic link is in the way of a folder; move it or choose "
+        "another storage.url"
+    ),
+    errno.EISDIR: "a folder is in the way; move it",
+    errno.ENOENT: (
+        "its folder was removed while it was being written; do not change the store's "
+        "folder during a run"
+    ),
+    errno.EXDEV: "a folder of the store is on another file system; keep the whole "
+    "store on one",
+    errno.ENAMETOOLONG: "a part of it is longer than the file system allows; choose "
+    "shorter names",
+    errno.EMFILE: "this process has too many open files; raise the limit (ulimit -n)",
+    errno.EIO: "the disk reports an error; check its health before you continue",
+}
 
 
 def open_inner(folder: int, name: str, *, create: bool) -> int:
@@ -165,3 +208,48 @@ def read_range(file: int, start: int, length: int) -> bytes:
         start += len(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def allocate(file: int, size: int) -> None:
+    """Give a file at least a size, if the disk has room for all of it.
+
+    Linux reserves it. Where Python has no ``posix_fallocate``, as on macOS, the free
+    space is compared, and the file gets its size without blocks of its own: then
+    another file may still take the space.
+
+    Args:
+        file: An open file.
+        size: In bytes, above 0.
+
+    Raises:
+        OSError: The disk is full: ``errno.ENOSPC``.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    there = os.fstat(file).st_size
+    if size <= there:
+        return
+    disk = os.fstatvfs(file)
+    if size - there > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(file, size)
+
+
+def reserve(file: int, size: int) -> None:
+    """Take blocks of the disk for an empty file, so that no other file has them.
+
+    Args:
+        file: An open file of no bytes.
+        size: In bytes, above 0.
+
+    Raises:
+        OSError: The disk is full: ``errno.ENOSPC``.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    piece = bytes(1 << 20)
+    for start in range(0, size, len(piece)):
+        os.pwrite(file, piece[: size - start], start)
+    os.fsync(file)

@@ -10,19 +10,82 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.storage.disk.errors import ADVICE
-from cloud_adapters.storage.disk.files import FOLDER_FLAGS, Flushes, read_range
-from cloud_adapters.storage.disk.space import allocate
-from cloud_adapters.storage.parts import Part
+from cloud_adapters.storage.disk.files import (
+    ADVICE,
+    FOLDER_FLAGS,
+    Flushes,
+    allocate,
+    read_range,
+)
 from federation.errors import StoreUnavailable
+
+PART_BYTES = 8 << 20
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _SUFFIX = ".partial"
 _PARTS_SUFFIX = ".parts"
 _THERE = b"1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes ``[start, start + length)``, the ``number``-th part from 0."""
+
+    number: int
+    start: int
+    length: int
+
+
+def parts_of(size: int, part_bytes: int) -> Iterator[Part]:
+    """Yield the parts of so many bytes, in order; none of an empty object.
+
+    Raises:
+        ValueError: ``part_bytes`` is not positive.
+    """
+    if part_bytes < 1:
+        raise ValueError(f"a part cannot have {part_bytes} bytes: at least one")
+    for number, start in enumerate(range(0, size, part_bytes)):
+        yield Part(number=number, start=start, length=min(part_bytes, size - start))
+
+
+def fetch_all(
+    parts: Iterable[Part], fetch: Callable[[Part], None], *, workers: int
+) -> None:
+    """Fetch parts in threads; each worker holds one at a time.
+
+    After a failure, or when the caller is interrupted, no further part is started.
+
+    Raises:
+        Exception: What ``fetch`` raised first.
+        ValueError: There is no worker.
+    """
+    todo, lock, stop = iter(parts), threading.Lock(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                part = next(todo, None)
+            if part is None:
+                return
+            try:
+                fetch(part)
+            except BaseException:
+                stop.set()
+                raise
+
+    with ThreadPoolExecutor(workers, "parts") as pool:
+        try:
+            futures = [pool.submit(work) for _ in range(workers)]
+            for future in futures:
+                future.result()
+        finally:
+            stop.set()
 
 
 @contextlib.contextmanager

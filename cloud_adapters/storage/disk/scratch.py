@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cloud_adapters.storage.disk.files import allocate
 from cloud_adapters.storage.disk.part_file import file_errors
-from cloud_adapters.storage.disk.space import allocate
 from federation.mapped import ScratchMap
 from federation.vectors import Allocate, Vector, in_memory
 

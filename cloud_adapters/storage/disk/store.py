@@ -22,9 +22,10 @@ from typing import Unpack
 
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.disk import records as local_records
-from cloud_adapters.storage.disk.errors import ADVICE, NOTHING_THERE
 from cloud_adapters.storage.disk.files import (
+    ADVICE,
     FOLDER_FLAGS,
+    NOTHING_THERE,
     READ_FLAGS,
     make_root,
     open_inner,
@@ -47,6 +48,7 @@ from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 # Holds the files that are being written; no object's key starts with it.
 PARTIAL_FOLDER = ".partial"
 
+_SCHEME = "file://"
 _HIDDEN = frozenset({PARTIAL_FOLDER, local_records.RECORD_FOLDER})
 
 
@@ -345,3 +347,34 @@ def _info(key: str, found: os.stat_result) -> ObjectInfo:
         version=local_records.version_of(found),
         updated=found.st_mtime,
     )
+
+
+def strays(url: str) -> Iterator[str]:
+    """Yield paths that ``LocalStore.list`` leaves out, relative to the folder.
+
+    These are links, pipes and other special files, and names that no key can have.
+    The store never reads them, but a program that opens the folder itself would.
+
+    Args:
+        url: URL of a store. Others than folders have no strays.
+    """
+    if not url.startswith(_SCHEME):
+        return
+    root = Path(url.removeprefix(_SCHEME))
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        own = _HIDDEN if here == root else frozenset[str]()
+        for name in (*folders, *files):
+            path = here / name
+            is_usual = path.is_dir() if name in folders else path.is_file()
+            if path.is_symlink() or not is_usual or not _is_key(path, root):
+                yield path.relative_to(root).as_posix()
+        folders[:] = [name for name in folders if name not in own]
+
+
+def _is_key(path: Path, root: Path) -> bool:
+    try:
+        check_key(path.relative_to(root).as_posix())
+    except ValueError:
+        return False
+    return True

@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Unpack
 
 from cloud_adapters.storage.checksums import Checksums, Crc32c, crc32c
-from cloud_adapters.storage.disk.part_file import PartFile, file_errors
-from cloud_adapters.storage.parts import PART_BYTES, Part, fetch_all, parts_of
+from cloud_adapters.storage.disk.part_file import (
+    PART_BYTES,
+    Part,
+    PartFile,
+    fetch_all,
+    file_errors,
+    parts_of,
+)
 from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject, ObjectChanged, StoreUnavailable
 from federation.protocols import ObjectInfo, ObjectStore, PutArguments

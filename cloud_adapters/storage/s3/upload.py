@@ -2,6 +2,13 @@
 
 The service checks each part against a CRC32C that was computed before it left, and
 the whole against the CRC32C and the size of all that the source gave.
+
+Parts are sent by own code over boto3's client. Its ``upload_fileobj`` fails these
+tests: it takes no condition (``test_conditions_hold_for_many_parts``), leaves a stream
+without CRC32C (``test_streams_are_read_once``), tries again for a number of times and
+not until a deadline (``test_outage_of_90_seconds_is_outlasted``,
+``test_failed_upload_leaves_nothing``), and not at all what changed on its way
+(``test_wrong_bytes_of_a_part``).
 """
 
 import contextlib
@@ -224,27 +231,30 @@ class _Upload:
     def __post_init__(self) -> None:
         """Begin nothing yet."""
         self._doing = f"write {self.calls.where(self.write.key)}"
-        self._upload: Answer = {}
+        self._upload: Answer = {}  # What each of its requests names.
 
     def put(self, parts: Iterator[bytearray]) -> ObjectInfo:
-        known = self.known
-        self._upload = begin(  # 1.
-            self.calls,
-            self.write,
-            crc32c=known.crc32c if known else None,
-            sha256=known.sha256 if known else None,
+        name, known = self.calls.prefix + self.write.key, self.known
+        answer = self.calls.call(  # 1.
+            "create_multipart_upload",
+            self._doing,
+            Key=name,
+            Metadata=_metadata(
+                self.write, known and known.crc32c, known and known.sha256
+            ),
+            ChecksumAlgorithm="CRC32C",
+            ChecksumType="FULL_OBJECT",
+            **self.calls.encryption.parameters(),
         )
+        self._upload = {"Key": name, "UploadId": answer["UploadId"]}
         try:
             sent = self._send_all(parts)  # 2.
-            return complete(  # 3.
-                self.calls,
-                self.write,
-                upload=self._upload,
-                parts=[part.entry() for part in sent],
-                written=self._written(sent),
+            written = self._written(sent)
+            return self.calls.retry.call(  # 3.
+                lambda attempt: self._complete(sent, written, attempt)
             )
         except BaseException as error:
-            abort(self.calls, self._upload, self._doing, error)
+            self._abort(error)
             raise
 
     def _send_all(self, parts: Iterator[bytearray]) -> list[_SentPart]:
@@ -298,6 +308,56 @@ class _Upload:
         known = None if self.known is None else self.known.sha256
         return _info(self.write, whole, sha256=known)
 
+    def _complete(
+        self, sent: list[_SentPart], written: ObjectInfo, attempt: int
+    ) -> ObjectInfo:
+        """Make the parts an object, unless the write's condition fails; once."""
+        try:
+            answer = self.calls.once(
+                "complete_multipart_upload",
+                self._doing,
+                **self._upload,
+                MultipartUpload={"Parts": [part.entry() for part in sent]},
+                ChecksumType="FULL_OBJECT",
+                ChecksumCRC32C=encode_crc32c(str(written.crc32c)),
+                MpuObjectSize=written.size,
+                **self.write.condition(),
+            )
+        except StoreError as error:
+            if error.temporary:
+                raise
+            found = _ours(self.calls, self.write, written) if attempt > 1 else None
+            if found is not None:
+                return found
+            if isinstance(error, ObjectChanged | ObjectNotFound):
+                raise refusal(self.calls, self.write) from error
+            raise
+        return replace(written, version=version_of(answer))
+
+    def _abort(self, error: BaseException) -> None:
+        """Remove the parts of an upload that failed with ``error``.
+
+        Not for long: a service that was out of reach for a whole deadline is not to
+        hold the caller for another one, and ``remove_unfinished`` removes later what is
+        left.
+        """
+        retry = replace(self.calls.retry, deadline_seconds=REMOVAL_SECONDS)
+        doing = f"{self._doing}, remove its parts"
+        try:
+            retry.call(
+                lambda _: self.calls.once(
+                    "abort_multipart_upload", doing, **self._upload
+                )
+            )
+        except ObjectNotFound:
+            pass
+        except StoreError:
+            error.add_note(
+                "The parts that had been sent could not be removed, and cost storage "
+                "until the bucket's lifecycle rule AbortIncompleteMultipartUpload ends "
+                "them."
+            )
+
 
 def _ended(pending: dict[Future[_SentPart], int]) -> list[_SentPart]:
     """Wait until a part has been sent, and take all that are out of ``pending``."""
@@ -305,88 +365,6 @@ def _ended(pending: dict[Future[_SentPart], int]) -> list[_SentPart]:
     for future in done:
         del pending[future]
     return [future.result() for future in done]
-
-
-def begin(
-    calls: S3Calls, write: Write, *, crc32c: str | None, sha256: str | None
-) -> Answer:
-    """Begin a multipart upload, and return what each of its requests names."""
-    name = calls.prefix + write.key
-    answer = calls.call(
-        "create_multipart_upload",
-        f"write {calls.where(write.key)}",
-        Key=name,
-        Metadata=_metadata(write, crc32c, sha256),
-        ChecksumAlgorithm="CRC32C",
-        ChecksumType="FULL_OBJECT",
-        **calls.encryption.parameters(),
-    )
-    return {"Key": name, "UploadId": answer["UploadId"]}
-
-
-def complete(
-    calls: S3Calls,
-    write: Write,
-    *,
-    upload: Answer,
-    parts: list[Answer],
-    written: ObjectInfo,
-) -> ObjectInfo:
-    """Make the parts an object, unless the write's condition fails.
-
-    Raises:
-        ObjectExists: The write is ``if_absent`` and the key is taken.
-        ObjectChanged: The object is not of the write's ``if_version``.
-        StoreError: Anything else.
-    """
-    checks = {"ChecksumType": "FULL_OBJECT", "MpuObjectSize": written.size}
-    if written.crc32c is not None:
-        checks["ChecksumCRC32C"] = encode_crc32c(written.crc32c)
-
-    def request(attempt: int) -> ObjectInfo:
-        try:
-            answer = calls.once(
-                "complete_multipart_upload",
-                f"write {calls.where(write.key)}",
-                **upload,
-                MultipartUpload={"Parts": parts},
-                **checks,
-                **write.condition(),
-            )
-        except StoreError as error:
-            if error.temporary:
-                raise
-            found = _ours(calls, write, written) if attempt > 1 else None
-            if found is not None:
-                return found
-            if isinstance(error, ObjectChanged | ObjectNotFound):
-                raise refusal(calls, write) from error
-            raise
-        return replace(written, version=version_of(answer))
-
-    return calls.retry.call(request)
-
-
-def abort(calls: S3Calls, upload: Answer, doing: str, error: BaseException) -> None:
-    """Remove the parts of an upload that failed with ``error``.
-
-    Not for long: a service that was out of reach for a whole deadline is not to hold
-    the caller for another one, and ``remove_unfinished`` removes later what is left.
-    """
-    retry = replace(calls.retry, deadline_seconds=REMOVAL_SECONDS)
-    try:
-        retry.call(
-            lambda _: calls.once(
-                "abort_multipart_upload", f"{doing}, remove its parts", **upload
-            )
-        )
-    except ObjectNotFound:
-        pass
-    except StoreError:
-        error.add_note(
-            "The parts that had been sent could not be removed, and cost storage until "
-            "the bucket's lifecycle rule AbortIncompleteMultipartUpload ends them."
-        )
 
 
 def refusal(calls: S3Calls, write: Write) -> StoreError:

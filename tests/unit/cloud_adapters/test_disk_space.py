@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloud_adapters.storage.disk.files import allocate
 from cloud_adapters.storage.disk.scratch import ScratchVectors
-from cloud_adapters.storage.disk.space import allocate
 from deploy.aggregator_host import disk_reserve
 from federation.errors import StoreUnavailable
 

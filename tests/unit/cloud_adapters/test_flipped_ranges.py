@@ -54,7 +54,6 @@ CALLERS = {
 }
 PASSING_ON = {
     "cloud_adapters/storage/metered.py",
-    "cloud_adapters/storage/s3/store.py",
 }
 
 
