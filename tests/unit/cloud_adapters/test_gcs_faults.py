@@ -1,16 +1,22 @@
 """What only Cloud Storage does over a bad network; see also tests/contract."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import gcs_stores, tcp_proxy
 from support.bad_lines import LOST_REPLY, Line, google_error
 from support.fake_gcs import KIB_256, FakeGcs, Upload
-from support.google_server import Answer, Request
+from support.google_server import Answer, GoogleServer, Request, json_answer
 from support.tcp_proxy import Fault
 
+from cloud_adapters.storage.checksums import Crc32c
+from cloud_adapters.storage.gcs.calls import encoded
 from cloud_adapters.storage.gcs.store import GcsStore
 from cloud_adapters.storage.gcs.write import MAX_SESSIONS
 from federation.errors import (
@@ -222,3 +228,57 @@ def test_answer_that_is_no_object(gcs_line: Line):
     gcs_line.proxy.fail("GET", fault, times=1000)
     with pytest.raises(StoreUnavailable, match="not a JSON object"):
         gcs_line.far.stat("key")
+
+
+PUT_AND_DIE = """
+import os, signal, sys
+from cloud_adapters.storage.checksums import Crc32c
+from cloud_adapters.storage.gcs.calls import encoded
+from cloud_adapters.storage.gcs.store import GcsStore
+url, bucket = sys.argv[1:]
+store = GcsStore(bucket, "run", endpoint=url, chunk_bytes=256 * 1024)
+def pieces():
+    for _ in range(4):
+        yield bytes(256 * 1024)
+    os.kill(os.getpid(), signal.SIGKILL)
+store.put("key", pieces(), if_absent=True)
+"""
+
+
+def test_killed_upload_leaves_no_object(gcs_line: Line, gcs_server: FakeGcs):
+    """Its session shows nowhere, and the next process creates the object."""
+    command = [sys.executable, "-c", PUT_AND_DIE, gcs_server.url, gcs_line.bucket]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (left,) = gcs_server.uploads.values()
+    assert len(left.content) == 4 * KIB_256
+    assert list(gcs_line.near.list()) == []
+    gcs_line.near.put("key", gcs_line.pieces(), if_absent=True)
+    assert gcs_line.near.read("key") == gcs_line.big
+
+
+def test_upload_holds_one_chunk():
+    """However large the content is."""
+    chunk, sums = 4 * KIB_256, Crc32c()
+
+    def serve(request: Request) -> Answer:
+        if request.method == "POST":
+            host = request.headers["host"]
+            return Answer(200, {"Location": f"http://{host}/up?upload_id=1"})
+        sums.update(request.body)
+        if request.headers["content-range"].endswith("/*"):
+            return Answer(308, {"Range": f"bytes=0-{sums.size - 1}"})
+        said = {"size": str(sums.size), "generation": "1"}
+        return json_answer({**said, "crc32c": encoded(sums.crc32c)})
+
+    with GoogleServer(serve) as server:
+        store = GcsStore("b", endpoint=server.url, chunk_bytes=chunk)
+        tracemalloc.start()
+        try:
+            info = store.put("key", (bytes(100_000) for _ in range(400)))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        store.close()
+    assert info.size == 40_000_000
+    # One here, and one or two that the server reads.
+    assert peak < 6 * chunk
