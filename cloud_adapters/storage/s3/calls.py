@@ -92,11 +92,18 @@ class Clients:
     not hang beyond the deadline of their call. The second is made when it is needed.
     """
 
-    def __init__(self, *, endpoint_url: str | None, region: str | None) -> None:
+    def __init__(
+        self, *, endpoint_url: str | None, region: str | None, given: Any = None
+    ) -> None:
         """Make the first client.
 
         Credentials come from the library's own chain: environment, profile, role. Both
         clients share them.
+
+        Args:
+            endpoint_url: URL of a service other than Amazon's.
+            region: By default that of the profile.
+            given: A client to use for every attempt instead, whose own retries are off.
 
         Raises:
             NotAuthenticated: The profile that the environment names is not there.
@@ -107,7 +114,9 @@ class Clients:
         )
         self._endpoint_url = endpoint_url
         self._lock = threading.Lock()
-        self._hasty: Any = None
+        self.patient = self._hasty = given
+        if given is not None:
+            return
         try:
             self._session = aws_session.new_session()
             self._region = region or self._session.region_name or "us-east-1"
@@ -140,22 +149,6 @@ class Clients:
         with self._lock:
             if self._hasty is not None:
                 self._hasty.close()
-
-
-class GivenClient:
-    """One given client, for every attempt."""
-
-    def __init__(self, client: Any) -> None:
-        """Use it; its own retries are to be off."""
-        self.patient = client
-
-    def client(self) -> Any:
-        """The one there is."""
-        return self.patient
-
-    def close(self) -> None:
-        """End its connections."""
-        self.patient.close()
 
 
 def _config(
@@ -194,7 +187,7 @@ class S3Calls:
         owner: Account number that the bucket must belong to; None for any.
     """
 
-    clients: Clients | GivenClient
+    clients: Clients
     bucket: str
     prefix: str
     retry: Retry

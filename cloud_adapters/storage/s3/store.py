@@ -34,7 +34,6 @@ from cloud_adapters.storage.s3 import errors as s3_errors, upload as s3_upload
 from cloud_adapters.storage.s3.calls import (
     Answer,
     Clients,
-    GivenClient,
     S3Calls,
     ServerSideEncryption,
     check_said,
@@ -95,9 +94,7 @@ class S3Store:
         if not _BUCKET.fullmatch(bucket):
             raise ValueError(f"{bucket[:80]!r} cannot be a bucket name")
         self._calls = S3Calls(
-            clients=GivenClient(client)
-            if client is not None
-            else Clients(endpoint_url=endpoint_url, region=region),
+            clients=Clients(endpoint_url=endpoint_url, region=region, given=client),
             bucket=bucket,
             prefix=folder_of(prefix),
             retry=retry or Retry(),
