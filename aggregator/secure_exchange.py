@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from aggregator.masked_round import MaskedRound, check_sender
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
-from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.members import Standing
 from federation.messages import (
@@ -27,7 +26,7 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 from federation.rounds.failures import failure
-from federation.rounds.gather import revoke_all, whole_sums
+from federation.rounds.gather import exchange, revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites

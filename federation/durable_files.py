@@ -19,8 +19,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from federation.errors import CorruptObject, FederationError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import (
+    CorruptObject,
+    FederationError,
+    StoreUnavailable,
+    os_errors,
+)
 from federation.typed_json import decode, encode, refuse_constant
 
 if TYPE_CHECKING:

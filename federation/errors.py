@@ -48,6 +48,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -388,3 +389,21 @@ class KeyRefused(StoreUnavailable):
 
 class BucketNotFound(StoreUnavailable):
     """The bucket does not exist, or is in another region or project."""
+
+
+@contextmanager
+def os_errors(
+    kind: type[FederationError], doing: str, advice: str = ""
+) -> Iterator[None]:
+    """Raise an error of ours for one of the system, which becomes its cause.
+
+    Args:
+        kind: What to raise.
+        doing: What cannot be done: ``write PATH``.
+        advice: What a person can do; empty if nothing is known.
+    """
+    try:
+        yield
+    except OSError as error:
+        said = f"cannot {doing}: {error.strerror or error}"
+        raise kind(f"{said}; {advice}" if advice else said) from error

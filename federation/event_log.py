@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast, get_args
 
-from federation.closing import Closing
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.events import Event
+from federation.protocols import Closing
 from federation.typed_json import decode, encode, refuse_constant
 
 KINDS: Mapping[str, type[Event]] = types.MappingProxyType(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from federation.clock import SystemClock
-from federation.errors import FederationError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import FederationError, StoreUnavailable, os_errors
 
 if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
     from federation.protocols import Clock

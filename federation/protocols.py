@@ -11,6 +11,7 @@ passes.
 Shape suffixes: d float values of the model.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import (
     Callable,
@@ -21,7 +22,15 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, fields
-from typing import Any, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import (
+    Any,
+    NotRequired,
+    Protocol,
+    Self,
+    TypedDict,
+    Unpack,
+    runtime_checkable,
+)
 
 from federation.ids import SiteId, TaskId
 from federation.members import EVERYBODY, Members
@@ -66,8 +75,8 @@ class Grid(Protocol):
     """The way to the sites. Implementations: in one process, over Flower.
 
     Tasks of several rounds may be open at once. A task is open until a reply with its
-    id is taken, or until it is withdrawn. ``federation.exchange`` sends tasks and waits
-    for all of them.
+    id is taken, or until it is withdrawn. ``federation.rounds.gather`` sends tasks and
+    waits for all of them.
 
     Nothing is promised about the order, number or content of replies: the caller checks
     them with ``federation.rounds.round_verdicts``.
@@ -692,3 +701,19 @@ class Checkpoints(Protocol):
             StoreUnavailable: The store is full, read-only or unreachable.
         """
         ...
+
+
+class Closing(ABC):
+    """A context manager that closes itself."""
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close it."""
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release its resources; a second call does nothing."""

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from federation.durable_files import private_draft
-from federation.os_errors import os_errors
+from federation.errors import os_errors
 from privacy.secagg.errors import KeyFileRefused
 
 MAX_KEY_FILE_BYTES = 1 << 14

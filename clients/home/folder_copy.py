@@ -24,8 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from clients.home.lease import StoredFile, StoredPiece
 from federation.durable_files import replace_file
-from federation.errors import CorruptObject, ObjectNotFound, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import CorruptObject, ObjectNotFound, StoreUnavailable, os_errors
 from federation.protocols import ObjectStore
 from privacy import own_folder
 from privacy.secret_files import replace_private

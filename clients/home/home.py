@@ -37,8 +37,8 @@ from federation.errors import (
     JobError,
     StoreError,
     StoreUnavailable,
+    os_errors,
 )
-from federation.os_errors import os_errors
 from federation.protocols import Clock
 from privacy.dp.ledger import ledger_files, ledger_format
 from privacy.dp.ledger.ledger import FileLedger

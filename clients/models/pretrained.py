@@ -23,8 +23,7 @@ from safetensors import SafetensorError
 from clients.factories import check_options
 from clients.models.adapters import with_lora, with_prompt
 from clients.models.tokenizers import note_tokenizer
-from federation.errors import JobError, MissingExtra
-from federation.os_errors import os_errors
+from federation.errors import JobError, MissingExtra, os_errors
 
 _KEY = "model.options"
 # What tokenisers of transformers read: vocabularies have many names, such as spm.model,

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 from federation import folder_lock
 from federation.durable_files import flush
-from federation.errors import CorruptObject, StoreUnavailable
+from federation.errors import CorruptObject, StoreUnavailable, os_errors
 from federation.ids import check_name
-from federation.os_errors import os_errors
 from privacy.secret_files import replace_private
 
 VERSION = 1

@@ -27,10 +27,39 @@ from google.api_core.retry import Retry, if_exception_type
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import compute_v1
 
-from cloud_adapters.compute import gce_errors, gce_types
+from cloud_adapters.compute import gce_errors
 from cloud_adapters.compute.machine_types import MachineType
 from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
+
+# GiB of one GPU. Source: Google Cloud documentation, "GPU machine types", 2026.
+_GPU_MEMORY_GB: Mapping[str, float] = {
+    "nvidia-a100-80gb": 80,
+    "nvidia-b200": 180,
+    "nvidia-h100-80gb": 80,
+    "nvidia-h100-mega-80gb": 80,
+    "nvidia-h200-141gb": 141,
+    "nvidia-l4": 24,
+    "nvidia-tesla-a100": 40,
+    "nvidia-tesla-t4": 16,
+    "nvidia-tesla-v100": 16,
+}
+
+
+def machine_type(described: Any, zones: Sequence[str]) -> MachineType:
+    """Translate a type that some zones have."""
+    accelerators = described.accelerators
+    gpu = accelerators[0].guest_accelerator_type if accelerators else ""
+    return MachineType(
+        name=described.name,
+        gpus=sum(each.guest_accelerator_count for each in accelerators),
+        gpu=gpu,
+        gpu_memory_gb=float(_GPU_MEMORY_GB.get(gpu, 0)),
+        cpus=described.guest_cpus,
+        memory_gb=described.memory_mb / 1024,
+        zones=sorted(zones),
+    )
+
 
 # The digest of a launch's token; labels take 63 characters.
 TOKEN_LABEL = "crossfed-token"  # noqa: S105 -- the name of a label
@@ -187,7 +216,7 @@ class GcePool:
             for each in self._call(list_them, doing, request):
                 if each.name in names:
                     found.setdefault(each.name, (each, []))[1].append(zone)
-        return [gce_types.machine_type(*each) for each in found.values()]
+        return [machine_type(*each) for each in found.values()]
 
     def _found(self, filters: Sequence[str]) -> list[Node]:
         request = {

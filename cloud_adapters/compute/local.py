@@ -38,8 +38,7 @@ from cloud_adapters.compute.pool import (
     NodeState,
 )
 from federation import folder_lock
-from federation.errors import ComputeError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import ComputeError, StoreUnavailable, os_errors
 
 if TYPE_CHECKING:
     from federation.protocols import Clock

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from federation import durable_files
-from federation.errors import ComputeError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import ComputeError, StoreUnavailable, os_errors
 
 NODE = "node.json"
 LOCK, STOP = "lock", "stop"

@@ -41,8 +41,7 @@ from cloud_adapters.compute.local_files import (
 from cloud_adapters.local.child_process import Child
 from federation import folder_lock
 from federation.clock import SystemClock
-from federation.errors import FederationError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import FederationError, StoreUnavailable, os_errors
 
 if TYPE_CHECKING:
     from federation.protocols import Clock

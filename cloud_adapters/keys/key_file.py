@@ -30,8 +30,7 @@ from cloud_adapters.keys.context import (
     unmark,
 )
 from federation.durable_files import private_draft
-from federation.errors import CorruptObject, KeyRefused
-from federation.os_errors import os_errors
+from federation.errors import CorruptObject, KeyRefused, os_errors
 from federation.protocols import DataKey
 
 KIND = "file"

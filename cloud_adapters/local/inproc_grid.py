@@ -27,7 +27,6 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 
-from federation.closing import Closing
 from federation.errors import WireError
 from federation.ids import SiteId, TaskId
 from federation.messages import (
@@ -38,7 +37,7 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
-from federation.protocols import Clock, SiteHandler
+from federation.protocols import Clock, Closing, SiteHandler
 from federation.rounds.failures import failure, no_answer, still_working
 from federation.wire import frame as wire
 

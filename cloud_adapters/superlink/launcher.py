@@ -20,16 +20,14 @@ from typing import Any
 from cloud_adapters.flower.private.bundle import Fab, fab_from_proto
 from cloud_adapters.flower.private.http import ProtobufClientInterceptor
 from cloud_adapters.flower.private.runtime import (
+    ExecutionSpec,
+    LaunchResult,
     RuntimeHttpClient,
+    TaskType,
     http_grid,
     mirror_output_to_queue,
     restore_output,
     serverapp_module,
-)
-from cloud_adapters.flower.private.superexec import (
-    ExecutionSpec,
-    LaunchResult,
-    TaskType,
     superexec_module,
 )
 from cloud_adapters.local import process_end

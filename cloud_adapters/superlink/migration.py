@@ -16,7 +16,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from cloud_adapters.flower.private.migrations import (
+from cloud_adapters.flower.private.superlink import (
     build_alembic_config,
     run_migrations,
 )

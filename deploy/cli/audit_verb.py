@@ -13,8 +13,7 @@ from clients.user_code import unable_to_exit
 from deploy.cli.arguments import load_job
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, INCONCLUSIVE
-from federation.errors import RunConflict, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import RunConflict, StoreUnavailable, os_errors
 
 if TYPE_CHECKING:
     from federation.events import Event

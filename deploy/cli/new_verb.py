@@ -10,9 +10,8 @@ from pathlib import Path
 
 from deploy.cli.terminal import say, say_json
 from deploy.exit_codes import DONE
-from federation.errors import JobError
+from federation.errors import JobError, os_errors
 from federation.ids import check_name
-from federation.os_errors import os_errors
 
 _FILES = ("README.md", "job.toml", "work.py", "test_work.py")
 _COPIED = (".md", ".py", ".toml")  # Of an example: no bytecode, and no runs.

@@ -69,9 +69,9 @@ def _plan(options: argparse.Namespace) -> int:
     ways = _ways(wanted.file, found, known, sizes_of, terms)
     best = _recommended(options, ways)
     if options.plot:
-        from monitoring.pages import plan_plot  # noqa: PLC0415 -- imports matplotlib
+        from monitoring.pages import plots  # noqa: PLC0415 -- imports matplotlib
 
-        plan_plot.write(_points(ways), options.plot)
+        plots.write_plan(_points(ways), options.plot)
     _tell_notices(options, wanted, job, notices)
     for notice in planning.beyond_budget(wanted.file.max_dollars, ways[0]):
         notices(notice)

@@ -22,8 +22,7 @@ from deploy.fleet import reconcile
 from deploy.fleet.machine_spec import AWS, KUBERNETES, LOCAL
 from deploy.fleet.spec import DeploymentPlan
 from federation import durable_files, folder_lock
-from federation.errors import CorruptObject, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import CorruptObject, StoreUnavailable, os_errors
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.keystream import RandomBytes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from clients.data.privacy_units import note_on_persons
 from clients.factories import call_factory
 from clients.models.tokenizers import check_tokenizers, noted_tokenizers
-from clients.privacy import data_digest
+from clients.privacy import dataset_name
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
 from clients.training.local_federation import SiteData
@@ -74,7 +74,7 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
         return
     parts = dict(zip(("train", "held_out"), data, strict=True))
     with _told_to_the_log(file):
-        digest = call_factory(data_digest.digest, parts)
+        digest = call_factory(dataset_name.digest, parts)
     if note_content(memory, file.data.name, digest):
         _LOG.warning(
             "the data of site %s has changed since an earlier run: %s",

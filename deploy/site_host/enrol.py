@@ -21,8 +21,8 @@ from deploy.site_host import config as site_file
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrolment_connection import PASSING, Aggregator, Way
 from deploy.site_host.enrolment_roster import check_own_entry, parse_roster
+from federation.errors import os_errors
 from federation.ids import SiteId
-from federation.os_errors import os_errors
 from federation.protocols import Clock
 from privacy.membership import certificates, messages as enrolment
 from privacy.membership.certificates import (

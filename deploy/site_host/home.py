@@ -20,9 +20,9 @@ from federation.errors import (
     HomeConflict,
     StoreError,
     StoreUnavailable,
+    os_errors,
 )
 from federation.messages import LeaveReason
-from federation.os_errors import os_errors
 from federation.protocols import Clock, ObjectStore
 from privacy import own_folder
 from privacy.secagg.agreement import identity

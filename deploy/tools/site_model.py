@@ -21,11 +21,10 @@ from deploy.tools.export import MODEL
 from deploy.wiring.encryption import encrypted
 from deploy.wiring.run_store import open_kept
 from federation.durable_files import replace_file
-from federation.errors import JobError, ObjectExists, RunNotFound
+from federation.errors import JobError, ObjectExists, RunNotFound, os_errors
 from federation.ids import RunId, SiteId, check_name
 from federation.job import job_file
 from federation.job.spec import MAX_ROUNDS, JobSpec
-from federation.os_errors import os_errors
 from federation.protocols import Buffer, ObjectStore
 from federation.vectors import Layout, Role
 from monitoring.runs.run_folder import RunFolder

@@ -13,9 +13,14 @@ from deploy.tuning.selection_checks import check_sound
 from deploy.tuning.space import Choice, Space
 from deploy.tuning.spending import may_have_spent
 from deploy.wiring import simulation
-from federation.errors import FederationError, JobError, RunConflict, StoreUnavailable
+from federation.errors import (
+    FederationError,
+    JobError,
+    RunConflict,
+    StoreUnavailable,
+    os_errors,
+)
 from federation.events import Event, ModelEvaluated, RunFinished
-from federation.os_errors import os_errors
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import history
 from monitoring.views.run_fold import RunFold

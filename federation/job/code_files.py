@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from federation.errors import JobError
-from federation.os_errors import os_errors
+from federation.errors import JobError, os_errors
 
 # Folders in which this process and its children look for such files.
 FOLDERS = "CROSSFED_CODE"

@@ -19,12 +19,11 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from federation.errors import JobError, joined
+from federation.errors import JobError, joined, os_errors
 from federation.job import code_files
 from federation.job.job_checks import check
 from federation.job.job_keys import documented, keys_below
 from federation.job.spec import JobSpec
-from federation.os_errors import os_errors
 
 MAX_JOB_FILE_BYTES = 1 << 20
 

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from federation.errors import InvalidUpdate, QuorumNotMet
-from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members
@@ -29,6 +28,7 @@ from federation.messages import (
     SiteEvaluation,
     SiteUpdate,
     StateName,
+    Task,
     TaskKind,
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
@@ -36,6 +36,31 @@ from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
 from federation.vectors import Layout, Vector, Words
+
+
+def exchange(
+    grid: Grid, tasks: Sequence[Task], *, deadline_seconds: float
+) -> Iterator[Reply]:
+    """Send tasks and yield every reply until all tasks are closed.
+
+    Among the replies are those to earlier tasks. Nothing else may receive from the grid
+    meanwhile. What is still open when the caller stops is withdrawn.
+
+    Raises:
+        ValueError: A task is for a site that the grid does not have.
+    """
+    still_open = set(grid.send(tasks, deadline_seconds=deadline_seconds))
+    try:
+        while still_open:
+            replies = grid.receive()
+            if not replies:
+                return
+            while replies:
+                still_open.discard(replies[0].task_id)
+                yield replies.popleft()  # Only the receiver holds an update now.
+    finally:
+        grid.withdraw(still_open)
+
 
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate)
 

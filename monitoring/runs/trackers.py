@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from cloud_adapters.extras import naming_extras
 from federation import folder_lock
-from federation.errors import FederationError, StoreUnavailable
+from federation.errors import FederationError, StoreUnavailable, os_errors
 from federation.events import CheckpointSaved, Emit, Event, RunStarted
-from federation.os_errors import os_errors
 from federation.protocols import Clock
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import history

@@ -12,7 +12,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from federation.closing import Closing
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -26,7 +25,7 @@ from federation.events import (
     SitesLeftOut,
     Warned,
 )
-from federation.protocols import Clock
+from federation.protocols import Clock, Closing
 from monitoring import privacy_words
 from monitoring.terminal.progress import (
     DECLINED,

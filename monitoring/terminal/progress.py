@@ -8,7 +8,6 @@ reaches a terminal. The picture for a terminal is in ``live``.
 import math
 from typing import TextIO
 
-from federation.closing import Closing
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -29,6 +28,7 @@ from federation.events import (
 )
 from federation.job.metrics import LANGUAGE
 from federation.messages import FailureKind
+from federation.protocols import Closing
 from monitoring import privacy_words
 from monitoring.units import (
     format_bytes,

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from federation.errors import os_errors
 from federation.ids import check_name
-from federation.os_errors import os_errors
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement import identity
 from privacy.secagg.agreement.identity import Identity

@@ -24,7 +24,6 @@ from deploy.aggregator_host.handshake import SignedHandshake
 from federation import events
 from federation.clock import VirtualClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
-from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -33,6 +32,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.gather import exchange
 from federation.wire import frame as wire
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction

@@ -19,7 +19,6 @@ from cloud_adapters.flower.handshake import Attendance
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.transport.frames import INLINE, THRESHOLD_BYTES, Frames
 from federation.clock import SystemClock
-from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.mapped import give_back
 from federation.messages import (
@@ -29,6 +28,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.gather import exchange
 from federation.vectors import chunks
 
 RUN = RunId("run-1")

@@ -23,10 +23,10 @@ from support.grid_script import EVERY_SITE, FAULTY, JOB_TEXT, Played
 
 from cloud_adapters.flower.simulation import import_flower, run_on_flower_simulation
 from federation.clock import SystemClock
-from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.messages import Reply, RoundTask, SiteUpdate, TaskKind
 from federation.protocols import Grid
+from federation.rounds.gather import exchange
 
 PATIENCE = 30  # Seconds.
 

@@ -10,7 +10,6 @@ import numpy as np
 from support import toy_sites
 
 from federation.clock import SystemClock
-from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import (
     FailureKind,
@@ -23,6 +22,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid
+from federation.rounds.gather import exchange
 
 SITES = [SiteId(name) for name in ("delta", "alpha-bad", "charlie", "bravo")]
 # The script asks none of these; see ``support.flower_story``.

@@ -15,9 +15,9 @@ from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
 from cloud_adapters.flower.handshake import Attendance
 from federation.clock import SystemClock
-from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import RoundTask, SiteUpdate, TaskKind
+from federation.rounds.gather import exchange as exchange_over
 
 DEADLINE_SECONDS = 600.0
 

@@ -1,4 +1,4 @@
-"""Runtime: the coordinator's grid, and the process that it runs in."""
+"""The coordinator's grid, the process that it runs in, and SuperExec, which starts it."""
 
 import importlib
 from collections.abc import Iterable
@@ -12,11 +12,16 @@ from flwr.proto.runtime_pb2 import (
     PullAppMessagesRequest as PullAppMessagesRequest,
     PushAppMessagesRequest as PushAppMessagesRequest,
 )
+from flwr.supercore.constant import TaskType as TaskType
 from flwr.supercore.logger import (
     mirror_output_to_queue as mirror_output_to_queue,
     restore_output as restore_output,
 )
 from flwr.supercore.runtime import RuntimeHttpClient as RuntimeHttpClient
+from flwr.supercore.superexec.executor import (
+    ExecutionSpec as ExecutionSpec,
+    LaunchResult as LaunchResult,
+)
 from flwr.superlink.grid import http_grid as http_grid
 from flwr.superlink.grid.http_grid import HttpGrid as HttpGrid
 
@@ -34,3 +39,8 @@ def pull_request(message_ids: Iterable[str]) -> Any:
 def serverapp_module() -> Any:
     """Flower's ServerApp process; a function of the same name hides the module."""
     return importlib.import_module("flwr.superlink.runtime.run_serverapp")
+
+
+def superexec_module() -> Any:
+    """Flower's SuperExec; a function of the same name hides the module."""
+    return importlib.import_module("flwr.supercore.superexec.run_superexec")

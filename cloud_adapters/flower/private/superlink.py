@@ -1,4 +1,4 @@
-"""Inside the SuperLink's own process: handlers, state and stored objects."""
+"""Inside the SuperLink's own process: handlers, state, its migrations, stored objects."""
 
 from flwr.common.constant import (
     SUPERLINK_NODE_ID as SUPERLINK_NODE_ID,
@@ -27,6 +27,10 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.primitives.asymmetric import (
     bytes_to_public_key as bytes_to_public_key,
     verify_signature as verify_signature,
+)
+from flwr.supercore.state.alembic.utils import (
+    build_alembic_config as build_alembic_config,
+    run_migrations as run_migrations,
 )
 from flwr.supercore.utils import uint64_to_int64 as uint64_to_int64
 from flwr.superlink.cli import flower_superlink as flower_superlink

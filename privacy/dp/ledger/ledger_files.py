@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from federation.durable_files import flush
-from federation.errors import FederationError, StoreUnavailable
-from federation.os_errors import os_errors
+from federation.errors import FederationError, StoreUnavailable, os_errors
 from privacy.dp.errors import LedgerBusy, LedgerDamaged, LedgerShortened
 from privacy.dp.ledger import ledger_format
 from privacy.dp.ledger.ledger_format import Contents

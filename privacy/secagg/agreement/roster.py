@@ -35,9 +35,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from federation.errors import os_errors
 from federation.ids import SiteId, check_name
 from federation.job import job_file
-from federation.os_errors import os_errors
 from privacy.secagg.agreement.canonical import MAX_U64, fields, u64
 from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
 from privacy.secagg.errors import RosterRefused, StaleRoster, UnknownSite

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from federation import folder_lock
-from federation.errors import CorruptObject, StoreUnavailable
+from federation.errors import CorruptObject, StoreUnavailable, os_errors
 from federation.ids import RunId, check_name
-from federation.os_errors import os_errors
 from privacy.secagg.errors import ReplayedRound
 from privacy.secret_files import replace_private
 

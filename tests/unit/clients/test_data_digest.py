@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from clients.data.datasets import Dataset, Examples, as_dataset
-from clients.privacy.data_digest import SAMPLED_EXAMPLES, digest
+from clients.privacy.dataset_name import SAMPLED_EXAMPLES, digest
 from clients.privacy.ledger_memory import note_content
 from clients.privacy.site_memory import InMemory
 from clients.shards.dataset import open_dataset

@@ -14,7 +14,6 @@ from support import toy, toy_sites
 from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import SiteError
-from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -30,6 +29,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.gather import exchange
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)

@@ -17,7 +17,6 @@ from cloud_adapters.transport import frames as frames_module
 from cloud_adapters.transport.frames import Frames
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
-from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import (
     Reply,
@@ -27,6 +26,7 @@ from federation.messages import (
     SiteUpdate,
     Task,
 )
+from federation.rounds.gather import exchange as exchange_over
 from federation.vectors import Layout, Role
 
 if importlib.util.find_spec("flwr") is None:

@@ -17,7 +17,6 @@ from support import toy_sites
 from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
-from federation.exchange import exchange as exchange_over
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -32,6 +31,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.rounds.failures import failure
+from federation.rounds.gather import exchange as exchange_over
 from federation.wire import frame as wire
 
 if importlib.util.find_spec("flwr") is None:

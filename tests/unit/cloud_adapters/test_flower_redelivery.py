@@ -13,7 +13,6 @@ from support import toy, toy_sites
 
 from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
-from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -23,6 +22,7 @@ from federation.messages import (
     SiteUpdate,
     Task,
 )
+from federation.rounds.gather import exchange as exchange_over
 from federation.vectors import Layout
 
 if importlib.util.find_spec("flwr") is None:

@@ -30,7 +30,6 @@ from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
 from cloud_adapters.transport.relay_lines import RelayLines  # noqa: E402
 from federation.clock import VirtualClock  # noqa: E402
 from federation.errors import JobError, ProtocolError  # noqa: E402
-from federation.exchange import exchange  # noqa: E402
 from federation.ids import RunId, SiteId  # noqa: E402
 from federation.messages import (  # noqa: E402
     FailureKind,
@@ -40,6 +39,7 @@ from federation.messages import (  # noqa: E402
     TaskKind,
 )
 from federation.rounds.failures import failure  # noqa: E402
+from federation.rounds.gather import exchange  # noqa: E402
 from federation.wire import frame as wire  # noqa: E402
 from federation.wire.relayed import down_frames_in, with_models  # noqa: E402
 

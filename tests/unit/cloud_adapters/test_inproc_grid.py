@@ -20,7 +20,6 @@ from support.scripted_grid import reply_to
 from cloud_adapters.local import inproc_grid
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from federation.clock import SystemClock, VirtualClock
-from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -31,6 +30,7 @@ from federation.messages import (
     SiteUpdate,
 )
 from federation.protocols import Clock
+from federation.rounds.gather import exchange
 from federation.wire import frame as wire
 
 SITES = toy.SITES

@@ -20,7 +20,7 @@ from alembic import command  # noqa: E402
 from alembic.script import ScriptDirectory  # noqa: E402
 from sqlalchemy import Engine, create_engine, event  # noqa: E402
 
-from cloud_adapters.flower.private.migrations import build_alembic_config  # noqa: E402
+from cloud_adapters.flower.private.superlink import build_alembic_config  # noqa: E402
 from cloud_adapters.superlink import migration  # noqa: E402
 
 pytestmark = [

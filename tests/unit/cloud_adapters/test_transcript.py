@@ -24,10 +24,10 @@ from federation.errors import (
     StoreUnavailable,
     WireError,
 )
-from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
 from federation.rounds.coordinator import run_federation
+from federation.rounds.gather import exchange
 from federation.wire import frame as wire
 from privacy.secagg.protocol.messages import Confirms, Decline, Head, MaskedAnswer
 

@@ -410,19 +410,19 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
 @pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """As SVG or PNG; another ending is refused, and an error shows no one's code."""
-    from monitoring.pages import plan_plot  # noqa: PLC0415 (imports matplotlib)
+    from monitoring.pages import plots  # noqa: PLC0415 (imports matplotlib)
 
     points = {"as it is": (10.0, 2.0), "half": (5.0, 3.0)}
     for name, head in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
-        plan_plot.write(points, tmp_path / name)
+        plots.write_plan(points, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(head)
     with pytest.raises(JobError, match=r"must end in .svg or .png"):
-        plan_plot.write(points, tmp_path / "p.jpg")
+        plots.write_plan(points, tmp_path / "p.jpg")
     for name in ("no folder/p.svg", "no folder/p.png"):
         with pytest.raises(
             StoreUnavailable, match=r"no folder/p\..*name another"
         ) as no:
-            plan_plot.write(points, tmp_path / name)
+            plots.write_plan(points, tmp_path / name)
         assert terminal.complain(no.value, Namespace(verbose=False)) == 1
         assert "site-packages" not in capsys.readouterr().err
 

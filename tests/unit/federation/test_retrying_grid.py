@@ -8,10 +8,10 @@ from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
 from federation.clock import VirtualClock
-from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, SiteFailure, Task
 from federation.rounds.failures import failure
+from federation.rounds.gather import exchange
 from federation.rounds.retrying_grid import RetryingGrid
 
 DEADLINE = 32.0
