@@ -93,7 +93,10 @@ _DISCLOSURE = """\
 The last three columns show the form in which a number may exist with differential \
 privacy, with secure aggregation and in deployed runs; `-` means unrestricted. If \
 several apply, the strictest counts. A field that may not exist in the form that it \
-has is empty in `events.jsonl`, on the terminal and in the report."""
+has is empty in `events.jsonl`, on the terminal and in the report. Fields that are not \
+listed are unrestricted: they are about the whole run, all parties know them, the \
+aggregator sees them in every message, a site computes them from public settings, or \
+sites noise them."""
 
 _SEARCH_FILE = """\
 What `crossfed tune` searches ([how-to](../howto/tune.md)). `[space]` has a table for
@@ -251,13 +254,14 @@ def _disclosure() -> Iterator[str]:
     for kind, by_rule in disclosure.TABLE.items():
         for (rule, holds), names in by_rule.items():
             listed = ", ".join(f"`{name}`" for name in names.split())
-            forms = (
+            forms = [
                 "-"
                 if disclosure.strictness(form) <= disclosure.strictness(holds)
                 else form
                 for form in (rule.private, rule.secure, rule.deployed)
-            )
-            yield f"| {kind} | {listed} | {rule.why} | {' | '.join(forms)} |"
+            ]
+            if any(form != "-" for form in forms):
+                yield f"| {kind} | {listed} | {rule.why} | {' | '.join(forms)} |"
 
 
 @functools.cache
@@ -387,11 +391,18 @@ def _cli() -> Iterator[str]:
     ]
     yield from ("## Common arguments", "")
     yield from _table(("Argument", "Meaning"), common)
+    everywhere = [
+        row for row in common if all(row in rows for _, _, rows in verbs if rows)
+    ]
+    every_verb = " and ".join(flag for flag, _ in everywhere)
+    yield from (f"Every verb takes {every_verb}.", "")
     for title, text, rows in verbs:
         yield from (f"## `{title}`", "", text, "")
         if own := [row for row in rows if row not in common]:
             yield from _table(("Argument", "Meaning"), own)
-        if shared := [row[0] for row in rows if row in common]:
+        if shared := [
+            row[0] for row in rows if row in common and row not in everywhere
+        ]:
             yield from (f"[Common](#common-arguments): {', '.join(shared)}.", "")
 
 
