@@ -162,18 +162,18 @@ class Authority:
     ) -> bytes:
         """Sign the list of revoked certificates; PEM, RFC 5280 section 5.
 
-        It expires with the root and not before: it is beside the proxy that reads
-        it, and a list that is out of date would lock out everybody.
+        It is valid as long as the root: it is beside the proxy that reads it, and a
+        list that is out of date, or not valid yet after a clock was set back, would
+        lock out everybody.
 
         Args:
             revoked: When each was revoked, in seconds since 1970, by serial number.
             number: Number of the list, above that of the one before.
         """
-        now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
-            .last_update(now - dt.timedelta(seconds=EARLY_SECONDS))
+            .last_update(self.certificate.not_valid_before_utc)
             .next_update(self.certificate.not_valid_after_utc)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(

@@ -302,6 +302,21 @@ def test_certificate_that_expires_ends_with_its_connection():
             assert _status(bystander, url) == 200
 
 
+def test_a_clock_that_was_ahead_locks_nobody_out_for_good():
+    """It was right again after a certificate and a list of revoked ones were signed."""
+    with proxy_server.serve() as proxy:
+        ahead = VirtualClock(SystemClock().now() + 3600.0)
+        wrong = replace(proxy, authority=replace(proxy.authority, clock=ahead))
+        site, _ = proxy.issue("site-a")
+        early, _ = wrong.issue("site-b")
+        gone, serial = proxy.issue("site-c")
+        wrong.revoke(serial)
+        assert proxy.ask(FLEET, certificate=site) == "200"
+        assert proxy.ask(FLEET, certificate=gone) == "403"
+        # An agent tries again after this one, and ends after a 403.
+        assert proxy.ask(FLEET, certificate=early) == "503"
+
+
 def test_torn_list_is_not_taken():
     """The one before stays in force, and the operator is told."""
     with proxy_server.serve() as proxy:

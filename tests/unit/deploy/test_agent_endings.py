@@ -220,6 +220,9 @@ CAUSES: Mapping[str, Cause] = {
     "the certificate of the aggregator or relay is not valid yet, or has expired": asks(
         untrusted(9), untrusted(10), seconds=3600.0
     ),
+    "the clock of the aggregator was ahead when it signed the site's certificate": (
+        asks(status(503), seconds=3600.0)  # See tests/integration/test_proxy.py.
+    ),
     "an agent with the same key was killed a moment ago": asks(
         status(412, '{"code": 2004, "detail": "no"}')
     ),
