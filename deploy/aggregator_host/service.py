@@ -114,6 +114,8 @@ class AggregatorService:
     _dead: DeadCoordinators = field(default_factory=DeadCoordinators, init=False)
     _next_renewal: float = field(default=0.0, init=False)
     _told: set[str] = field(default_factory=set, init=False)
+    # Folders of runs that the service has started and that have not ended.
+    _at_work: set[Path] = field(default_factory=set, init=False)
     # Whether the disk has too little room for answers.
     _is_full: bool = field(default=False, init=False)
 
@@ -286,6 +288,7 @@ class AggregatorService:
         for one in queue.damaged:
             self._tell_once(f"run {one.run.path.name} is not started: {one.reason}")
         # A coordinator whose files were damaged under it is let finish.
+        self._tell_ends(queue.runs)
         is_busy = any(one.run.is_locked() for one in queue.damaged)
         if is_busy or all(one.outcome is not None for one in queue.runs):
             return
@@ -301,6 +304,13 @@ class AggregatorService:
                 )
             else:
                 self._start(control, action, action.handed.run)
+
+    def _tell_ends(self, runs: Sequence[QueuedRun]) -> None:
+        for one in runs:
+            if one.outcome is not None and one.run.path in self._at_work:
+                self._at_work.remove(one.run.path)
+                reason = f": {one.reason}" if one.reason else ""
+                self.listener(f"run {one.run.path.name} {one.status}{reason}")
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -319,6 +329,7 @@ class AggregatorService:
     def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
         run, reason = action.handed.run, action.reason
         self.listener(f"run {run.path.name} has failed: {reason}")
+        self._at_work.discard(run.path)
         # First: its coordinator, if one works, does not say otherwise when it ends.
         run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
         if action.at_work is not None:
@@ -336,6 +347,7 @@ class AggregatorService:
         )
         run_queue.note_start(action.handed, number, fruitless=action.fruitless)
         again = "" if action.handed.coordinator is None else " again"
+        self._at_work.add(run.path)
         self.listener(f"run {run.path.name} is started{again}")
 
     def _port(self) -> int:

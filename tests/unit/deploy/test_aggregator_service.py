@@ -1,15 +1,19 @@
-"""The aggregator's service, while its SuperLink does not answer."""
+"""The aggregator's service: what its log says of its SuperLink and of runs."""
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
+from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
+from deploy.aggregator_host.run_queue import Outcome
 from federation.clock import VirtualClock
 from federation.errors import FederationError
+from monitoring.runs.run_folder import RunFolder
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -34,6 +38,19 @@ class Ends:
 
     def wait(self, seconds: float) -> None:
         self.clock.sleep(seconds)
+
+
+class Answering:
+    """A SuperLink that starts what it is asked to."""
+
+    def nodes(self) -> None:
+        """Answer."""
+
+    def runs(self) -> dict[int, Any]:
+        return {}
+
+    def start(self, settings: dict[str, str]) -> int:  # noqa: ARG002
+        return 7
 
 
 class Silent:
@@ -67,3 +84,26 @@ def test_a_superlink_that_never_answers_is_reported_once(
     assert [line for line in told if "certificate" in line] == [
         "its certificate is not yet valid"
     ] * said
+
+
+def test_the_log_says_how_a_run_ended(tmp_path: Path):
+    """Once, and of no run that another service has started."""
+    told: list[str] = []
+    clock = VirtualClock()
+    file = AggregatorFile(listen="h:1", hosts=("h",))
+    service = AggregatorService(
+        config=AggregatorConfig(file=file, folder=tmp_path),
+        config_path=tmp_path,
+        clock=clock,
+        listener=told.append,
+    )
+    before, run = (RunFolder(tmp_path / "runs" / "a" / n) for n in ("before", "now"))
+    for each in (before, run):
+        run_queue.submit(small_job(), each, at=0.0)
+    run_queue.leave_outcome(before, Outcome(code=0, message="completed"))
+    control: Any = Answering()
+    service._schedule(control)
+    run_queue.leave_outcome(run, Outcome(code=2, message="east refuses"))
+    for _ in range(2):
+        service._schedule(control)
+    assert told == ["run now is started", "run now failed: east refuses"]
