@@ -192,7 +192,7 @@ def compare(*runs: "RunResult | str | Path", path: str | Path | None = None) -> 
     Raises:
         RunNotFound: There is no such run, or it was not stored.
     """
-    from deploy.cli.compare_verb import leave_comparison  # noqa: PLC0415 -- slow to import
+    from monitoring.runs.run_folder import leave_comparison  # noqa: PLC0415 -- slow to import
 
     if len(runs) < 2:  # noqa: PLR2004
         raise ValueError(f"compare takes two runs or more, not {len(runs)}")

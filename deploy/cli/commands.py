@@ -26,7 +26,6 @@ from deploy.cli import (
     run_verbs,
     service_verbs,
     simulate_verb,
-    storage_verb,
     tool_verbs,
     tune_verb,
     up_verb,
@@ -142,9 +141,8 @@ def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from deploy.cli.compare_verb import leave_comparison  # noqa: PLC0415
     from monitoring.runs.find import find_run  # noqa: PLC0415
-    from monitoring.runs.run_folder import leave_report  # noqa: PLC0415
+    from monitoring.runs.run_folder import leave_comparison, leave_report  # noqa: PLC0415
 
     runs = [find_run(name, options.root) for name in options.run]
     # The same run by two names is one run.
@@ -221,7 +219,6 @@ _MODULES = (
     run_verbs,
     service_verbs,
     simulate_verb,
-    storage_verb,
     tool_verbs,
     tune_verb,
     up_verb,

@@ -1,4 +1,4 @@
-"""Verbs of the command line besides runs: keys, doctor, transcript, ledger.
+"""Verbs of the command line besides runs: keys, doctor, transcript, ledger, storage.
 
 Arguments in and text out; the work is in the modules of the same names.
 """
@@ -8,12 +8,17 @@ import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deploy.cli.arguments import service
+from deploy.cli.arguments import key, service
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import JobError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from deploy.tools.rewrap import Place
 
 
 def _new_key(options: argparse.Namespace) -> int:
@@ -205,6 +210,53 @@ def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
         say(f"{name.replace('_', ' '):<11}  {text}")
 
 
+def _rewrap(options: argparse.Namespace) -> int:
+    from deploy.tools import rewrap  # noqa: PLC0415 -- imports torch
+    from deploy.wiring.encryption import KeyName  # noqa: PLC0415
+
+    to = KeyName(name=options.to, endpoint=options.to_endpoint, argument="--to")
+    with _opened_place(options, is_changed=True) as place:
+        done = rewrap.rewrap(place, to=to)
+    if options.json:
+        say_json(rewrap.facts(done))
+        return DONE
+    say(done.url)
+    say(f"{done.rewrapped:>8,}  rewrapped")
+    say(f"{done.already:>8,}    already had the key")
+    say(f"{done.changed:>8,}    were changed by others meanwhile, and left as they are")
+    say(f"{done.in_clear:>8,}  are not encrypted")
+    return DONE
+
+
+def _decrypt(options: argparse.Namespace) -> int:
+    from deploy.tools import rewrap  # noqa: PLC0415 -- imports torch
+
+    with _opened_place(options, is_changed=False) as place:
+        written = rewrap.decrypt(place, options.out)
+    if options.json:
+        say_json({"folder": str(options.out), "bytes": written})
+    else:
+        for name, size in written.items():
+            say(f"{size:>12,}  {options.out / name}")
+    return DONE
+
+
+def _opened_place(
+    options: argparse.Namespace, *, is_changed: bool
+) -> "AbstractContextManager[Place]":
+    from deploy.tools import rewrap  # noqa: PLC0415 -- imports torch
+
+    if options.place == "memory://":
+        raise JobError("memory:// disappears when this command ends", key="PLACE")
+    return rewrap.opened(
+        options.place,
+        options.root,
+        key=key(options),
+        service=service(options),
+        is_changed=is_changed,
+    )
+
+
 VERBS = {
     "keys new": _new_key,
     "keys show": _show_key,
@@ -213,4 +265,6 @@ VERBS = {
     "doctor": _doctor,
     "transcript": _transcript,
     "ledger": _ledger,
+    "storage rewrap": _rewrap,
+    "storage decrypt": _decrypt,
 }

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aggregator.combine import combine_rule
-from aggregator.relay import PlainRelay, SecureRelay, book_in
+from aggregator.relay import PlainRelay, SecureRelay, book_in, check_book
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from cloud_adapters.relays.task_queue import AskSites, QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.transport.frame_references import PackedFrame, Sizes
 from cloud_adapters.transport.frames import INLINE, Frames
-from deploy.site_host import enrolment_roster, relay_tasks
+from deploy.site_host import enrolment_roster
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import runs_folder
 from federation.durable_files import replace_file
@@ -34,12 +34,16 @@ from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
+    FailureKind,
     RoundTask,
     SecureStep,
     SecureTask,
+    SiteFailure,
     SiteMessage,
     Task,
 )
+from federation.protocols import Buffer
+from federation.rounds.failures import failure
 from federation.wire import frame as wire
 from federation.wire.relayed import down_frames_in, up_frames, with_models
 from privacy.membership import introduction, releases
@@ -190,7 +194,7 @@ class RelayAgent:
         """
         heads = down_frames_in(packed.frame, limit=MAX_MEMBERS)
         run = self._current(heads[0].run_id)
-        relay_tasks.check(heads, run.sites)
+        _check_tasks(heads, run.sites)
         sizes = Sizes(num_floats=run.num_values, num_integers=0)
         tasks = with_models(self.frames.receive_whole(heads, packed.references, sizes))
         try:
@@ -200,7 +204,7 @@ class RelayAgent:
                 combine.check(tasks)
         except AggregatorAtFault as error:
             self.listener(f"round {tasks[0].round_index} is refused: {error}")
-            refused = relay_tasks.refused(tasks, error, relay=self.name)
+            refused = _refused(tasks, error, relay=self.name)
             return self.frames.send_whole(up_frames(None, refused))
         answers = self._asked(tasks, seconds * SITES_SHARE, run)
         through, found = (None, answers) if combine is None else combine(tasks, answers)
@@ -223,7 +227,7 @@ class RelayAgent:
             if task.site in self.served
         }
         answers = self.ask(questions, seconds=seconds, stopped=self.stopped)
-        return [relay_tasks.read_answer(task, answers.get(task.site)) for task in tasks]
+        return [_read_answer(task, answers.get(task.site)) for task in tasks]
 
     def _combiner(
         self, task: Task, run: _RelayedRun
@@ -335,7 +339,7 @@ class RelayAgent:
         offer, book = folder / _OFFER, folder / _BOOK
         if offer.exists():
             self._contract = self._offered(offer.read_bytes(), run)
-        self._book = relay_tasks.kept_book(book, self.listener)
+        self._book = _kept_book(book, self.listener)
         return run
 
     def _note_offer(self, tasks: Sequence[Task], run: _RelayedRun) -> None:
@@ -409,3 +413,62 @@ class RelayAgent:
 
 def _counts(said: Introduction) -> SignedCounts:
     return SignedCounts(examples=said.num_examples, held_out=said.num_held_out)
+
+
+def _check_tasks(tasks: Sequence[Task], own: Collection[SiteId]) -> None:
+    """Check that tasks are of one round of a run, each for another of a relay's sites.
+
+    Raises:
+        ProtocolError: They are not.
+    """
+    sites = [task.site for task in tasks]
+    rounds = {(task.run_id, task.round_index, type(task)) for task in tasks}
+    if len(rounds) != 1 or len({*sites}) != len(sites) or not {*sites} <= {*own}:
+        raise ProtocolError(
+            f"tasks of {len(rounds)} rounds for {', '.join(sites)}, but this relay's "
+            f"sites are {', '.join(own)}"
+        )
+
+
+def _refused(
+    tasks: Sequence[Task], error: AggregatorAtFault, *, relay: SiteId
+) -> list[SiteFailure]:
+    """Answer for sites that are not asked, since the question itself is wrong."""
+    text = f"was not asked by its relay {relay!r}: {error}"
+    return [failure(task, FailureKind.AGGREGATOR, text) for task in tasks]
+
+
+def _kept_book(path: Path, listener: Callable[[str], None]) -> bytes:
+    """Read the book that a relay has stored; nothing if there is none, or no longer.
+
+    Then the relay is as one that has missed the setup.
+    """
+    if not path.exists():
+        return b""
+    found = path.read_bytes()
+    try:
+        check_book(found)
+    except AggregatorAtFault:
+        listener(
+            f"{path} is damaged, and is not used: until the next setup, an answer that "
+            "the aggregator refuses costs all sites of this relay their round"
+        )
+        return b""
+    return found
+
+
+def _read_answer(task: Task, data: Buffer | None) -> SiteMessage:
+    """Read a site's answer; what is none becomes its failure."""
+    if data is None:
+        text = "is not connected to its relay, or gave it no answer in time"
+        return failure(task, FailureKind.UNREACHABLE, text)
+    try:
+        answer = wire.decode(data)
+    except ProtocolError as error:
+        return failure(task, FailureKind.INVALID, str(error))
+    asked = task.run_id, task.round_index, task.site
+    said = answer.run_id, answer.round_index, answer.site
+    if isinstance(answer, RoundTask | SecureTask) or said != asked:
+        text = "answered its relay for another site, run or round"
+        return failure(task, FailureKind.INVALID, text)
+    return answer

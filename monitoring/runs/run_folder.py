@@ -38,6 +38,7 @@ from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 
 # What the aggregator's service has a run from; see ``deploy.aggregator_host``.
 REQUEST = "request.json"
+COMPARISON = Path("comparison.html")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 
@@ -361,6 +362,33 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
     view = run.view()
     plan = run_plan.read(run.path)
     write_report(view, run.read_job(), _versions(), path, plan=plan)
+    return path
+
+
+def leave_comparison(runs: Sequence[RunFolder], path: Path | None = None) -> Path:
+    """Write the comparison of runs from their files, and return its path.
+
+    Args:
+        runs: At least two.
+        path: Where to write; ``comparison.html`` in the working folder by default.
+
+    Raises:
+        RunNotFound: A folder holds no run, or has lost its job file.
+        StoreUnavailable: The page cannot be written.
+    """
+    from monitoring.pages.comparison import ComparedRun, write_comparison  # noqa: PLC0415 -- slow to import
+
+    path = path or COMPARISON
+    compared = [
+        ComparedRun(
+            folder=str(run.path),
+            view=run.view(),
+            job_toml=run.read_job(),
+            plan=run_plan.read(run.path),
+        )
+        for run in runs
+    ]
+    write_comparison(compared, path)
     return path
 
 
