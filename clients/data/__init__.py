@@ -210,7 +210,7 @@ def text_folder(
 
     A file's group is the first folder on its path, ``(top level)`` if there is
     none. Whole files are held out, of every group whose files allow it, so that no
-    file is on both sides. Windows lie inside a group and overlap by the one byte
+    file is on both sides. Windows lie inside a group and share the one byte
     that is the last target of one and the first input of the next. Hidden files
     and folders are left out.
 

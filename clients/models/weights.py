@@ -134,7 +134,7 @@ def _check_memory(module: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -
         loaded: Tensors of its state that are loaded in every round.
 
     Raises:
-        JobError: A hook copies or drops a tensor, or two overlap.
+        JobError: A hook copies or drops a tensor, or two share memory.
     """
     fault = ""
     again = {_memory(name, tensor) for name, tensor in module.state_dict().items()}

@@ -81,7 +81,7 @@ class Without:
             words = out.view(np.float32)
         end = 0
         for start, stop in self._sent(vector_d.size):
-            # To the front: where they overlap, NumPy copies first.
+            # To the front: NumPy copies first where both share bytes.
             words[end : end + stop - start] = vector_d[start:stop]
             end += stop - start
         return words

@@ -221,7 +221,7 @@ def site_seconds(
 ) -> Mapping[str, float]:
     """Seconds of a site in a round: ``send``, ``evaluate``, ``train``, ``return``.
 
-    Steps that overlap with messages, of this round down and of the last one up, take
+    Steps that coincide with messages, of this round down and of the last one up, take
     none. A site that waits for others has more time for them, but is not the slowest.
     """
     legs, facts = traffic.inside_legs(site, round_index), traffic.facts[site]
@@ -299,7 +299,7 @@ def phases_of_run(traffic: Traffic, speeds: Speeds) -> Mapping[str, float]:
 def trained_share(traffic: Traffic, speeds: Speeds) -> float | None:
     """Share of its time after the first round that a site trains; the least of all.
 
-    Steps that overlap with messages count, of course: they are training.
+    Steps that coincide with messages count, of course: they are training.
     """
     seconds, trained = 0.0, dict.fromkeys(traffic.facts, 0.0)
     stated = by_site(speeds)

@@ -59,7 +59,7 @@ def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
         axes.axvline(offset, color=FAINT, lw=0.8, ls=(0, (2, 3)))
         _draw_round(axes, row, offset, sites, shown)
         if offset < labelled + room:
-            continue  # Two labels would overlap.
+            continue  # Two labels would cover each other.
         labelled = offset
         axes.annotate(
             f"round {row.index}",
