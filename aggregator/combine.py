@@ -1,4 +1,4 @@
-"""Combine updates: a streaming weighted mean, and rules that tolerate bad sites.
+"""Combine updates: a streaming weighted mean, robust rules, and rules of the user's.
 
 The mean holds one update at a time. The robust rules compare sites with each
 other: they hold all of them, and count every site once, whatever its weight.
@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from federation.errors import JobError, UserCodeError
+from federation.job.code_files import unpinned
+from federation.job.metrics import is_function
 from federation.job.spec import AggregationSpec
 from federation.mapped import give_back
 from federation.protocols import CombineRule, WeightedUpdate
@@ -31,8 +34,20 @@ _ROBUST_CHUNK_VALUES = 1 << 14
 _Matrix = NDArray[np.float64]
 
 
-def combine_rule(spec: AggregationSpec) -> CombineRule:
-    """Return the rule that a job names."""
+UsersRule = Callable[[Sequence[Vector], NDArray[np.float64]], Vector]
+
+
+def combine_rule(
+    spec: AggregationSpec, load: Callable[[str], UsersRule] | None = None
+) -> CombineRule:
+    """Return the rule that a job names.
+
+    Args:
+        spec: Names it.
+        load: Imports a rule of the user's; None where a job cannot have one.
+    """
+    if load is not None and is_function(spec.combine):
+        return users_rule(load(spec.combine), name=unpinned(spec.combine))
     rules: dict[str, Callable[[], CombineRule]] = {
         "mean": lambda: weighted_mean,
         "contributor_mean": lambda: contributor_mean,
@@ -303,6 +318,56 @@ def multi_krum(*, byzantine_sites: int) -> CombineRule:
         return out_d
 
     return rule
+
+
+def users_rule(function: UsersRule, *, name: str) -> CombineRule:
+    """Combine updates with a function of the user's.
+
+    It is called with all updates, in the order of the sites' names, and their weights,
+    shape ``(n,)``. Updates are finite and can only be read. What it returns is checked
+    before it moves the model.
+
+    Memory: all N updates, their combination, and what the function takes.
+    Breakdown point: the function's.
+
+    Args:
+        function: Returns the combination, shape ``(d,)``, of floats.
+        name: The function, as the job file names it.
+    """
+
+    def rule(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        held = sorted(_sound(updates, out_d), key=lambda update: update.site)
+        weights_n = np.array([update.weight for update in held])
+        _check_weight(float(weights_n.sum()))
+        whole_nd = [_to_read(update.delta_d) for update in held]
+        try:
+            found_d = np.asarray(function(whole_nd, weights_n))
+        except Exception as error:
+            # Foreign code may raise anything. This translates and does not continue.
+            raise UserCodeError(name, error) from error
+        if found_d.shape != out_d.shape or found_d.dtype.kind != "f":
+            raise JobError(
+                f"{name} returned an array of shape {found_d.shape} and type "
+                f"{found_d.dtype}: return one of floats, of shape {out_d.shape}",
+                key="aggregation.combine",
+            )
+        for piece in chunks(out_d.size, _CHECKED_CHUNK_VALUES):
+            np.copyto(out_d[piece], found_d[piece], casting="same_kind")
+        if not is_finite(out_d):
+            raise JobError(
+                f"{name} returned NaN or infinite values for finite updates",
+                key="aggregation.combine",
+            )
+        return out_d
+
+    return rule
+
+
+def _to_read(delta_d: Values) -> Vector:
+    """Return an update as a whole vector that cannot be written to."""
+    whole_d = delta_d[0 : delta_d.size].view()
+    whole_d.flags.writeable = False
+    return whole_d
 
 
 def _check(update: WeightedUpdate, out_d: Vector) -> None:

@@ -15,7 +15,7 @@ from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
-from federation.job.spec import JobSpec
+from federation.job.spec import AggregationSpec, JobSpec
 from federation.rounds.local_work import bounds, is_auto
 from federation.vectors import Layout
 from privacy.secagg.agreement.code_hash import code_hash
@@ -491,6 +491,8 @@ def _named_functions(job: JobSpec, *, has_data: bool) -> list[tuple[str, str]]:
     named += [(key, text) for key, text in sources if text and "://" not in text]
     # All texts that `import_factory` would take, wherever they are: our own functions
     # import names from their options, and a user's may do so.
+    # The aggregator alone calls `aggregation.combine`.
+    job = replace(job, aggregation=AggregationSpec())
     texts = _texts(job_file.document(job), "")
     return named + [(key, text) for key, text in texts if is_function(text)]
 

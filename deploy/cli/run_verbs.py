@@ -54,7 +54,8 @@ def _run(options: argparse.Namespace) -> int:
     else:
         check(job, Parties.load(config.folder))
         # Its coordinator builds the model; only sites load data.
-        needed = {key: job_file.document(job)[key] for key in ("model", "training")}
+        tables = ("model", "training", "aggregation")
+        needed = {key: job_file.document(job)[key] for key in tables}
         code_files.check_present(needed, options.aggregator.parent)
         if job.model.weights is not None:  # The coordinator looks for it there.
             from clients.models import starting_weights  # noqa: PLC0415

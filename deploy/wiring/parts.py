@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from aggregator.exact_adapters import ExactAdapters
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
+from clients.factories import import_factory
 from clients.models.model_pool import ModelPool
 from clients.models.tokenizers import check_alike, check_tokenizers, noted_tokenizers
 from clients.privacy.source_check import check_simulated
@@ -23,7 +25,7 @@ from federation.events import DataDistributed, SiteShare
 from federation.ids import RunId, SiteId
 from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
-from federation.protocols import Grid
+from federation.protocols import CombineRule, Grid
 from federation.rounds.gather import Gather, PlainGather
 
 
@@ -135,6 +137,16 @@ def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
     )
 
 
+def rule_of(job: JobSpec) -> CombineRule:
+    """Return the job's combine rule, which may be a function of the user's.
+
+    Raises:
+        JobError: There is no such function.
+    """
+    key = "aggregation.combine"
+    return combine_rule(job.aggregation, partial(import_factory, key=key))
+
+
 def plain_gather(
     federation: Federation,
     run_id: RunId,
@@ -159,7 +171,7 @@ def plain_gather(
         layout=federation.pool.layout,
         grid=grid,
         weight_of=weight_of(job.aggregation.weights, introduced=examples),
-        combine=combine_rule(job.aggregation),
+        combine=rule_of(job),
         fault_of=sums_fault(job, said),
         rule_of=ExactAdapters(pool.layout, pool.exact) if pool.exact else None,
     )

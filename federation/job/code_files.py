@@ -22,7 +22,11 @@ FOLDERS = "CROSSFED_CODE"
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 _KEYS = {"factory", "source", "task"}  # of a job and of options that name functions
-_FULL_KEYS = {"training.optimizer.name", "training.learning_rate.name"}
+_FULL_KEYS = {
+    "training.optimizer.name",
+    "training.learning_rate.name",
+    "aggregation.combine",
+}
 
 Sources = Mapping[str, tuple[str, bytes]]
 
@@ -144,7 +148,10 @@ def check_present(document: Any, folder: Path, *, key: str = "") -> None:
         try:
             file.sources(folder)
         except JobError as error:
-            advice = "put the file there, and beside the site.toml of each site"
+            # The aggregator alone calls its combine rule.
+            at_sites = ", and beside the site.toml of each site"
+            more = "" if key == "aggregation.combine" else at_sites
+            advice = f"put the file there{more}"
             raise JobError(f"{error.reason}: {advice}", key=key) from error
     elif isinstance(document, Mapping):
         for name, part in document.items():

@@ -15,7 +15,7 @@ from federation.errors import JobError, joined
 from federation.ids import check_name
 from federation.job.adapter_ranks import check_ranks, ranks_of
 from federation.job.flower_app_checks import check_flower_apps
-from federation.job.method_checks import check_methods
+from federation.job.method_checks import MEANS, check_methods
 from federation.job.metrics import check_objective, is_function
 from federation.job.privacy_checks import (
     check_differential_privacy,
@@ -32,7 +32,7 @@ from federation.job.spec import (
 from federation.methods.local_work import CHOSEN_STEPS
 
 TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
-MEANS = ("mean", "contributor_mean")
+RULES = (*MEANS, "trimmed_mean", "median", "krum", "multi_krum")
 SCHEDULES = ("constant", "linear", "cosine")
 # The first four have keys of their own. Not here: LBFGS, which calls the model several
 # times a step, and SparseAdam, whose gradients cannot be clipped.
@@ -58,6 +58,7 @@ def check(job: JobSpec) -> JobSpec:
     for rule in (
         check_flower_apps,
         _check_data,
+        _check_users_rule,
         check_methods,
         check_objective,
         _check_training,
@@ -304,9 +305,38 @@ def _check_quorum(job: JobSpec) -> None:
         )
 
 
+def _check_users_rule(job: JobSpec) -> None:
+    """Refuse a rule of the user's where nobody could keep what the job promises."""
+    rule, key = job.aggregation.combine, "aggregation.combine"
+    if rule in RULES:
+        return
+    if not is_function(rule):
+        raise JobError(_unknown(rule, RULES), key=key)
+    if job.privacy.secure_aggregation.enabled:
+        raise JobError(
+            "your own rule is given each site's update, and secure aggregation opens "
+            f"only sums: use {', '.join(RULES)}, or do without secure aggregation",
+            key=key,
+        )
+    if job.privacy.differential_privacy.enabled:
+        raise JobError(
+            "differential privacy is promised for the rules that we know: use "
+            f"{', '.join(RULES)}, or do without differential privacy",
+            key=key,
+        )
+    if job.aggregation.byzantine_sites:
+        raise JobError(
+            "has no effect with your own rule, which nobody tells how many sites are "
+            "bad: remove this key",
+            key="aggregation.byzantine_sites",
+        )
+
+
 def _check_robust_rule(job: JobSpec) -> None:
     aggregation = job.aggregation
     bad, rule = aggregation.byzantine_sites, aggregation.combine
+    if rule not in RULES:
+        return
     if rule in MEANS:
         if bad:
             raise JobError(

@@ -11,6 +11,7 @@ from federation.job.spec import JobSpec
 from federation.methods.method import Method, Path, Thing
 from federation.methods.registry import METHODS
 
+MEANS = ("mean", "contributor_mean")
 _COARSE_BITS, _RING = 16, 32
 
 
@@ -81,7 +82,7 @@ IN_A_JOB: Mapping[str, Callable[[JobSpec], bool]] = {
     Thing.PARTIAL_ROUNDS: lambda job: job.minimum_sites < len(job.sites),
     Thing.SAMPLES: lambda job: job.schedule.sites_per_round is not None,
     Thing.OTHER_COMBINE: lambda job: job.aggregation.combine != "mean",
-    Thing.ROBUST: lambda job: not job.aggregation.combine.endswith("mean"),
+    Thing.ROBUST: lambda job: job.aggregation.combine not in MEANS,
     Thing.DYNAMIC_WEIGHTS: lambda job: job.aggregation.weights == "dynamic",
     Thing.PLAIN_MEAN: lambda job: _server_step(job) is Thing.PLAIN_MEAN,
     Thing.SERVER_STEP: lambda job: _server_step(job) is Thing.SERVER_STEP,

@@ -330,7 +330,10 @@ class AggregationSpec:
         combine: `mean`; `contributor_mean`, for the codec `top_k` and sites with a
             `lora_rank`: the mean of each value over the sites that sent it; or a rule
             that tolerates `byzantine_sites` bad sites: `trimmed_mean`, `median`,
-            `krum`, `multi_krum`.
+            `krum`, `multi_krum`; or `module:function` or `./file.py:function`, your own
+            rule, called by the aggregator with the list of all updates and an array of
+            weights, which returns their combination. Not with secure aggregation or
+            differential privacy.
         weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
             (examples times the relative improvement of the loss on its held-out data).
         byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
@@ -338,17 +341,7 @@ class AggregationSpec:
         server_optimizer: Server optimiser.
     """
 
-    combine: str = key(
-        default="mean",
-        choices=(
-            "mean",
-            "contributor_mean",
-            "trimmed_mean",
-            "median",
-            "krum",
-            "multi_krum",
-        ),
-    )
+    combine: str = "mean"
     weights: str = key(default="examples", choices=("examples", "uniform", "dynamic"))
     byzantine_sites: int = key(default=0, low=0)
     server_optimizer: ServerOptimizerSpec = ServerOptimizerSpec()

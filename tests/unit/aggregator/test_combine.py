@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from support import oracles
 
 from aggregator import combine
 from federation.compression.codec import BF16, FP16, Codec
+from federation.errors import JobError, UserCodeError
 from federation.job.spec import AggregationSpec
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector
@@ -404,3 +406,64 @@ def test_contributor_mean_refuses_what_is_not_finite():
 def test_contributor_mean_is_what_a_job_names():
     rule = combine.combine_rule(AggregationSpec(combine="contributor_mean"))
     assert rule is combine.contributor_mean
+
+
+def _geometric(updates: Sequence[Vector], weights: np.ndarray) -> Vector:
+    """A rule of a user's: the weighted geometric mean of magnitudes, and the signs."""
+    logs = [w * np.log(np.abs(u)) for u, w in zip(updates, weights, strict=True)]
+    return np.exp(np.sum(logs, axis=0) / weights.sum()) * np.sign(np.sum(updates, 0))
+
+
+def test_a_users_rule_is_given_all_updates_in_the_order_of_sites():
+    updates = _updates(5, size=30)
+    expected = _geometric([u.delta_d for u in updates], _weights(updates))
+    spec = AggregationSpec(combine="rules:geometric")
+    rule = combine.combine_rule(spec, {"rules:geometric": _geometric}.__getitem__)
+    found = _run(rule, updates[::-1])
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
+    assert found.dtype == np.float32
+
+
+def test_a_users_rule_sees_no_update_that_is_not_finite():
+    updates, refused = _updates(3, size=4), []
+    bad = WeightedUpdate(
+        site="site-00",
+        delta_d=np.full(4, np.nan, np.float32),
+        weight=1.0,
+        refuse=lambda: refused.append("site-00"),
+    )
+    rule = combine.users_rule(lambda each, _: each[0], name="rules:first")
+    found = _run(rule, [bad, *updates[1:]])
+    np.testing.assert_array_equal(found, updates[1].delta_d)
+    assert refused == ["site-00"]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda each, _: each[0][:-1], JobError, r"shape \(3,\) .* \(4,\)"),
+        (lambda each, _: each[0].astype(int), JobError, "type int64"),
+        (lambda *_: None, JobError, "type object"),
+        (lambda each, _: each[0] * np.inf, JobError, "NaN or infinite"),
+        (lambda each, _: each[0].fill(0), UserCodeError, "rules:f .*read-only"),
+        (lambda each, _: each[7], UserCodeError, "rules:f .*IndexError"),
+    ],
+)
+def test_what_a_users_rule_does_wrong_moves_no_model(
+    function: combine.UsersRule, error: type[Exception], text: str
+):
+    updates = _updates(2, size=4)
+    before = [np.array(update.delta_d) for update in updates]
+    with pytest.raises(error, match=text):
+        _run(combine.users_rule(function, name="rules:f"), updates)
+    for update, values in zip(updates, before, strict=True):
+        np.testing.assert_array_equal(update.delta_d, values)
+
+
+def test_a_users_rule_needs_an_update():
+    with pytest.raises(ValueError, match="nothing to average"):
+        combine.users_rule(_geometric, name="f")(iter([]), np.zeros(2, np.float32))
+
+
+def _weights(updates: list[WeightedUpdate]) -> np.ndarray:
+    return np.array([update.weight for update in updates])

@@ -314,6 +314,12 @@ def test_all_faults_are_named_at_once_with_the_lines_that_accept_the_job():
     site_policy.check_job(job, remedied(policy, caught.value), SITE)
 
 
+def test_a_site_is_not_asked_about_a_rule_of_the_aggregators():
+    """It never calls the function; the aggregator does."""
+    job = small_job(aggregation={"combine": "rules:mine"})
+    site_policy.check_job(job, PolicySpec(**OPEN, functions=MODELS), SITE)
+
+
 def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
     """It calls none, so its operator need not list what the others use."""
     policy = PolicySpec(**OPEN, functions=("clients.models:*",))

@@ -334,6 +334,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "simulation.live_metrics[1]",
         "each once at most",
     ),
+    "a rule that nobody knows": (
+        {"aggregation": {"combine": "meen"}},
+        "aggregation.combine",
+        "did you mean 'mean'?",
+    ),
+    "own rule in a secret sum": (
+        {"aggregation": {"combine": "rules:mine"}} | secret(),
+        "aggregation.combine",
+        "your own rule is given each site's update",
+    ),
+    "own rule in secret sums of groups": (
+        {
+            "aggregation": {"combine": "rules:mine"},
+            "sites": [{"name": name} for name in "abcdefghi"],
+        }
+        | secret(groups=3),
+        "aggregation.combine",
+        "your own rule is given each site's update",
+    ),
+    "own rule under differential privacy": (
+        private(aggregation={"weights": "uniform", "combine": "./r.py:mine"}),
+        "aggregation.combine",
+        "promised for the rules",
+    ),
+    "own rule that is told of bad sites": (
+        {"aggregation": {"combine": "rules:mine", "byzantine_sites": 1}},
+        "aggregation.byzantine_sites",
+        "has no effect with your own rule",
+    ),
     "secret sum under a robust rule": (
         robust("median", byzantine_sites=1) | secret(),
         "aggregation.combine",
@@ -569,6 +598,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "Nesterov": {"training": {"optimizer": {"nesterov": True, "momentum": 0.9}}},
     "cohort and quorum": {"schedule": {"sites_per_round": 2, "minimum_sites": 1}},
     "median": robust("median", byzantine_sites=1),
+    "own rule with weights": {"aggregation": {"combine": "rules:mean"}},
     "trimmed mean": robust("trimmed_mean", byzantine_sites=1),
     "krum": robust("krum", byzantine_sites=1)
     | {"sites": [{"name": name} for name in "abcde"]},
