@@ -77,19 +77,26 @@ class GcsCalls:
         found: Credentials = google.auth.default(scopes=[SCOPE])[0]
         return found
 
-    def once(self, doing: str, request: Callable[[Bucket], _Result]) -> _Result:
+    def once(
+        self,
+        doing: str,
+        request: Callable[[Bucket], _Result],
+        *,
+        crc32c: Callable[[], str] | None = None,
+    ) -> _Result:
         """Make a request with the library.
 
         Args:
             doing: For messages: ``read gs://bucket/key``.
             request: Called with the bucket.
+            crc32c: See ``Transport.doing``.
 
         Raises:
             StoreError: It failed; see ``gcs.errors``.
         """
         with gcs_errors.translated(doing):
             client, transport = self._connected()
-        with transport.doing(doing):
+        with transport.doing(doing, crc32c):
             return request(client.bucket(self.bucket_name))
 
     def call(self, doing: str, request: Callable[[Bucket], _Result]) -> _Result:

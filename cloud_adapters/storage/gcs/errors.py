@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import google.auth.exceptions as auth
 import requests
 import urllib3.exceptions
-from google.resumable_media import DataCorruption, InvalidResponse
+from google.resumable_media import InvalidResponse
 
 from cloud_adapters.storage.error_table import (
     CHANGED,
@@ -165,8 +165,7 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     auth.RefreshError: _NOT_RENEWED,
     auth.TransportError: UNREACHABLE,
     auth.GoogleAuthError: _NOT_ACCEPTED,
-    # Those of google-cloud-storage, which takes long to import, are subclasses.
-    DataCorruption: CORRUPT,
+    # That of google-cloud-storage, which takes long to import, is a subclass.
     InvalidResponse: UNCLEAR,
     requests.exceptions.SSLError: _TLS,
     requests.exceptions.InvalidURL: REFUSED,

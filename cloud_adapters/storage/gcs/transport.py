@@ -18,7 +18,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +48,12 @@ class _Call(threading.local):
     Attributes:
         doing: For messages: ``read gs://bucket/key``.
         upload_url: The upload session that it began last.
+        crc32c: See ``Transport.doing``.
     """
 
     doing = "ask Cloud Storage"
     upload_url = ""
+    crc32c: Callable[[], str] | None = None
 
 
 class Transport:
@@ -73,14 +75,21 @@ class Transport:
         self._call = _Call()
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Name what the requests in a block are for, and translate what fails there."""
+    def doing(self, what: str, crc32c: Callable[[], str] | None) -> Iterator[None]:
+        """Name what the requests in a block are for, and translate what fails there.
+
+        Args:
+            what: For messages: ``read gs://bucket/key``.
+            crc32c: Returns the checksum of a whole content that is uploaded, in the
+                service's form, when its last chunk is sent: the service compares.
+        """
         before, self._call.doing = self._call.doing, what
+        self._call.crc32c = crc32c
         try:
             with gcs_errors.translated(what):
                 yield
         finally:
-            self._call.doing = before
+            self._call.doing, self._call.crc32c = before, None
 
     def request(
         self,
@@ -164,6 +173,8 @@ class Transport:
         self, url: str, content: Buffer, headers: Mapping[str, str]
     ) -> requests.Response:
         """Send a chunk until the service has all of it, or has made the object."""
+        if not headers["content-range"].endswith("/*") and self._call.crc32c:
+            headers = {**headers, "x-goog-hash": f"crc32c={self._call.crc32c()}"}
         span = re.fullmatch(r"bytes (\d+)-(\d+)/(.+)", headers["content-range"])
         if span is None:  # The content has ended with the chunk before.
             return self._retry.call(

@@ -18,7 +18,7 @@ from itertools import count
 import numpy as np
 from google.cloud.storage import Blob, Bucket
 
-from cloud_adapters.storage.checksums import Checksums, checksums_of
+from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of
 from cloud_adapters.storage.error_table import CORRUPT
 from cloud_adapters.storage.gcs import errors as gcs_errors
 from cloud_adapters.storage.gcs.calls import (
@@ -59,7 +59,7 @@ class ChunkReader:
         self._pieces = iter(data)
         self._rest = memoryview(b"")
         self._buffer = np.empty(min(chunk_bytes, _SMALL_BYTES), np.uint8)
-        self._at = 0
+        self.sums = Crc32c()  # Of what the library has read.
         self._first: Bytes | None = self._next(chunk_bytes)
 
     @property
@@ -67,15 +67,15 @@ class ChunkReader:
         """Whether all of the content has been read."""
         return self._first is None and not self._fill()
 
-    def whole(self) -> bytes | None:
+    def whole(self) -> memoryview | None:
         """Return the content if it is one chunk."""
         if self._first is None or self._fill():
             return None
-        return self._first.tobytes()
+        return self._first.data
 
     def tell(self) -> int:
         """Return how many bytes the library has read."""
-        return self._at
+        return self.sums.size
 
     def read(self, size: int) -> Bytes:
         """Return the next chunk: fewer bytes than ``size`` only at the end.
@@ -85,7 +85,7 @@ class ChunkReader:
         chunk, self._first = self._first, None
         if chunk is None:
             chunk = self._next(size)
-        self._at += len(chunk)
+        self.sums.update(chunk.data)
         return chunk
 
     def _next(self, size: int) -> Bytes:
@@ -149,7 +149,9 @@ class ObjectWrite:
         content = ChunkReader(data, chunk_bytes)
         whole = content.whole()
         if whole is not None and len(whole) <= _MULTIPART_BYTES and not in_parts:
-            return self._checked(self._insert(whole), len(whole))
+            sums = Checksums()
+            sums.update(whole)
+            return self._checked(self._insert(bytes(whole), sums), sums)
         known = checksums_of(data if whole is None else [whole])
         again = None if iter(data) is data else data
         for number in count(1):
@@ -162,7 +164,7 @@ class ObjectWrite:
             content = ChunkReader(again, chunk_bytes)
         while not content.is_done:  # A service that ended early has made an object.
             content.read(chunk_bytes)
-        return self._checked(blob, content.tell())
+        return self._checked(blob, known or content.sums)
 
     def _blob(self, bucket: Bucket, known: Checksums | None) -> Blob:
         blob = bucket.blob(self.name, kms_key_name=self.kms_key)
@@ -172,10 +174,8 @@ class ObjectWrite:
             blob.crc32c = encoded(known.crc32c)  # The service compares.
         return blob
 
-    def _insert(self, content: bytes) -> Blob:
+    def _insert(self, content: bytes, sums: Checksums) -> Blob:
         """Write in one request, with another attempt where it may not have arrived."""
-        sums = Checksums()
-        sums.update(content)
 
         def attempt(number: int) -> Blob:
             generation = self.generation
@@ -218,13 +218,15 @@ class ObjectWrite:
                 content,
                 content_type=_BINARY,
                 if_generation_match=self.generation,
-                checksum="crc32c",
+                checksum=None,  # It would remove whatever has the name by now.
                 retry=None,
             )
             return blob
 
         try:
-            return self.calls.once(self.doing, send)
+            return self.calls.once(
+                self.doing, send, crc32c=lambda: encoded(content.sums.crc32c)
+            )
         except BaseException as error:
             self.calls.abandon_upload()
             if isinstance(error, ObjectChanged):
@@ -240,21 +242,20 @@ class ObjectWrite:
                 raise
             return ours
 
-    def _checked(self, blob: Blob, size: int) -> Blob:
-        """Remove an object that has another size than the content.
-
-        Its checksum was compared by the service or the library.
+    def _checked(self, blob: Blob, sent: Checksums | Crc32c) -> Blob:
+        """Remove an object that differs from what was sent.
 
         Raises:
-            CorruptObject: It has.
+            CorruptObject: It does.
         """
-        found = number_in(blob, "size", self.doing)
-        if found != size:
+        if blob.crc32c is None:
+            raise gcs_errors.UNCLEAR.told(self.doing, "no crc32c in its answer")
+        found = f"{number_in(blob, 'size', self.doing)} bytes of CRC32C {blob.crc32c}"
+        expected = f"{sent.size} bytes of CRC32C {encoded(sent.crc32c)}"
+        if found != expected:
             generation = number_in(blob, "generation", self.doing)
             self.calls.delete(self.name, self.doing, generation)
-            raise CORRUPT.told(
-                self.doing, f"{found} bytes of the content instead of {size}"
-            )
+            raise CORRUPT.told(self.doing, f"{found} instead of {expected}")
         return blob
 
     def _refusal(self, error: ObjectChanged) -> StoreError:

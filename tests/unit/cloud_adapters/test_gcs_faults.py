@@ -256,6 +256,31 @@ def test_killed_upload_leaves_no_object(gcs_line: Line, gcs_server: FakeGcs):
     assert gcs_line.near.read("key") == gcs_line.big
 
 
+@pytest.mark.parametrize("content", [b"x", bytes(KIB_256 + 1)], ids=["whole", "parts"])
+def test_service_that_keeps_other_bytes_makes_no_object(content: bytes):
+    """One that passes over checksums: what it made is removed, and no newer one."""
+    size = str(len(content))
+    kept = {"size": size, "generation": "7", "crc32c": "AAAAAA=="}
+
+    def serve(request: Request) -> Answer:
+        if request.method == "DELETE":
+            return Answer(204)
+        url = f"http://{request.headers['host']}/up?upload_id=1"
+        if request.query.get("uploadType") == "resumable":
+            return Answer(200, {"Location": url})
+        if request.headers.get("content-range", "").endswith("/*"):
+            return Answer(308, {"Range": f"bytes=0-{KIB_256 - 1}"})
+        return json_answer(kept)
+
+    with GoogleServer(serve) as server:
+        store = GcsStore("b", endpoint=server.url, chunk_bytes=KIB_256)
+        with pytest.raises(CorruptObject, match=f"AAAAAA== instead of {size} bytes"):
+            store.put("key", [content])
+        store.close()
+        removed = [r.query for r in server.requests if r.path.endswith("/o/key")]
+    assert [query["ifGenerationMatch"] for query in removed] == ["7"]
+
+
 def test_upload_holds_one_chunk():
     """However large the content is."""
     chunk, sums = 4 * KIB_256, Crc32c()
