@@ -148,7 +148,7 @@ class GcpKms:
         self._credentials = credentials
         self._retry = retry or Retry()
         self._lock = threading.Lock()
-        self._session: AuthorizedSession | None = None
+        self._session: requests.Session | None = None
 
     @property
     def name(self) -> str:
@@ -221,7 +221,7 @@ class GcpKms:
 
         return self._retry.call(once)
 
-    def _connected(self) -> AuthorizedSession:
+    def _connected(self) -> requests.Session:
         with self._lock:
             if self._session is None:
                 credentials = self._credentials or self._find_credentials()

@@ -240,7 +240,9 @@ class _Upload:
             self._doing,
             Key=name,
             Metadata=_metadata(
-                self.write, known and known.crc32c, known and known.sha256
+                self.write,
+                known.crc32c if known else None,
+                known.sha256 if known else None,
             ),
             ChecksumAlgorithm="CRC32C",
             ChecksumType="FULL_OBJECT",
