@@ -28,17 +28,16 @@ import machine
 import numpy as np
 
 from deploy.fleet.sizes import (
-    SCALING,
     FederationLoad,
     MachineSize,
     MeasuredSite,
     resize,
-    resized,
 )
 
 GPU_DOLLARS = 1.25  # An hour.
 ROUND_SECONDS, OTHER_SECONDS, MOVE_SECONDS = 600.0, 30.0, 600.0
 NOISE = 0.05
+SCALING = 0.9  # What is left of the speed of twice the GPUs.
 SIZES = tuple(
     MachineSize(
         machine=f"{2**power} GPUs",
@@ -105,7 +104,12 @@ def run(
         if changes:
             took += MOVE_SECONDS
             moves += len(changes)
-            load = resized(load, changes)
+            new = {change.site: change.size for change in changes}
+            sites = [
+                replace(s, busy_seconds=(), size=new.get(s.name, s.size))
+                for s in load.sites
+            ]
+            load = replace(load, sites=sites)
         seconds += took
         dollars += took / 3600 * sum(gpus) * GPU_DOLLARS
         paid += took * sum(gpus)

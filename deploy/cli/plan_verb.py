@@ -153,9 +153,7 @@ def _document(
 
 def _day_of_prices(wanted: "DeploymentPlan", found: "RunForecast") -> str | None:
     """Day of the price table; None if no price of it counts."""
-    from deploy.fleet import forecast  # noqa: PLC0415 -- imports torch
-
-    if found.prices is None or not forecast.has_clouds(wanted.file):
+    if found.prices is None or not wanted.file.has_clouds:
         return None
     return found.prices.as_of
 

@@ -246,23 +246,21 @@ def _placement(
 
     if deployment.plan.file.deadline_hours is None:
         return None
-    progress = placement.ReadProgress(run, rounds)
+    progress = partial(placement.work_left, placement.SeenRun(run), rounds)
     return placement.Placement(deployment.plan, progress, tell)
 
 
 def _sizer(deployment: "Deployment", run: "RunFolder", rounds: int) -> "Sizer | None":
     """Who changes sizes of machines; None if no site states any."""
-    from deploy.fleet import (  # noqa: PLC0415 -- --help
-        prices,
-        sizes,
-    )
+    from deploy.fleet import prices, sizes  # noqa: PLC0415 -- --help
+    from deploy.fleet.placement import SeenRun  # noqa: PLC0415 -- --help
 
     plan = deployment.plan
     if not sizes.is_elastic(plan):
         return None
     today = prices.day_of(deployment.clock.now())
     table = prices.load(plan.prices, today=today, warn=lambda _: None)
-    return sizes.Sizer(plan, table, run, rounds, tell)
+    return sizes.Sizer(plan, table, SeenRun(run), rounds, tell)
 
 
 VERBS = {"up": _up}

@@ -11,11 +11,10 @@ from pathlib import Path
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
 from deploy.fleet import prices as price_table
-from deploy.fleet.machine_spec import CLOUDS
 from deploy.fleet.plan import SizesOf
 from deploy.fleet.plan_prices import NO_TERMS, PriceTerms, with_prices
 from deploy.fleet.prices import Prices
-from deploy.fleet.spec import DeploymentFile, DeploymentPlan
+from deploy.fleet.spec import DeploymentPlan
 from deploy.wiring import parts as wiring
 from federation.job import job_file
 from federation.job.spec import JobSpec, SiteDataSpec
@@ -114,8 +113,8 @@ def forecast(
     table = None
     if speeds is not None and traffic is not None:
         today = price_table.day_of(clock.now())
-        quiet = warn if has_clouds(plan.file) else _ignore
-        is_decisive = is_decisive and has_clouds(plan.file)
+        quiet = warn if plan.file.has_clouds else lambda _: None
+        is_decisive = is_decisive and plan.file.has_clouds
         table = price_table.load(
             prices or plan.prices,
             today=today,
@@ -138,15 +137,6 @@ def forecast(
         prices=table,
         missing=tuple(missing),
     )
-
-
-def has_clouds(file: DeploymentFile) -> bool:
-    """Whether a cloud runs one of a deployment's machines, so that prices matter."""
-    return any(site.provider in CLOUDS for site in file.sites)
-
-
-def _ignore(_text: str) -> None:
-    """Prices of clouds do not matter here."""
 
 
 def run_plan(found: RunForecast, *, submitted: float) -> RunPlan | None:

@@ -3,11 +3,9 @@
 import re
 
 from cloud_adapters.compute.machine_types import RequiresSpec
-from cloud_adapters.compute.pool import Market
 from deploy.fleet import machine_spec
 from deploy.fleet.machine_spec import (
     AWS,
-    CLOUDS,
     GCP,
     KUBERNETES,
     LOCAL,
@@ -161,9 +159,8 @@ def _check_sizes(site: SiteMachine, table: str, *, has_deadline: bool) -> None:
     if not site.sizes:
         return
     kinds = [size.type for size in site.sizes]
-    is_spot = site.machine.market == Market.SPOT.value
     for name, is_wrong, why in (
-        ("sizes", site.provider not in CLOUDS, f"is for {AWS} and {GCP}: remove it"),
+        ("sizes", not site.is_of_cloud, f"is for {AWS} and {GCP}: remove it"),
         (
             "sizes",
             site.machine.type not in kinds or len({*kinds}) < len(kinds),
@@ -186,7 +183,7 @@ def _check_sizes(site: SiteMachine, table: str, *, has_deadline: bool) -> None:
         ),
         (
             "sizes",
-            is_spot and has_deadline,
+            site.is_spot and has_deadline,
             "and deadline_hours both move a spot machine: remove one of them",
         ),
     ):

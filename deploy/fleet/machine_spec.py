@@ -272,8 +272,17 @@ class SiteMachine:
 
         What a cluster's machines cost is not known well enough to choose between them.
         """
-        is_spot = self.machine.market == Market.SPOT.value
-        return self.provider in CLOUDS and is_spot and bool(self.home.url)
+        return self.is_spot and bool(self.home.url)
+
+    @property
+    def is_of_cloud(self) -> bool:
+        """Whether a cloud runs it, whose machines have prices in the table."""
+        return self.provider in CLOUDS
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether it is on a spot machine of a cloud."""
+        return self.is_of_cloud and self.machine.market == Market.SPOT.value
 
 
 def head_service(deployment: str) -> str:

@@ -24,13 +24,14 @@ from cloud_adapters.compute.machine_types import (
 from cloud_adapters.compute.pool import ComputePool, Market, Node, NodeState
 from deploy.fleet import prices as price_table, spending
 from deploy.fleet.machine_spec import SiteMachine
-from deploy.fleet.prices import MachinePrice, Prices
+from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import pools_of
 from federation.errors import JobError
 from federation.protocols import Clock
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_view import RunView
 
 _HOUR = 3600.0
 
@@ -65,35 +66,37 @@ class WorkLeft:
         return min(max(0.0, now - self.round_began), self.round_seconds) / _HOUR
 
 
-class ReadProgress:
-    """Reads a run's progress from its events, when there are new ones."""
+class SeenRun:
+    """A run as its events say, read again when there are new ones."""
 
-    def __init__(self, run: RunFolder, rounds: int) -> None:
-        """Of a run with a number of rounds."""
-        self._run, self._rounds = run, rounds
-        self._size = -1
-        self._found: WorkLeft | None = None
+    def __init__(self, run: RunFolder) -> None:
+        """Begin; nothing is read yet."""
+        self._run, self._size = run, -1
+        self._view: RunView | None = None
 
-    def __call__(self) -> WorkLeft | None:
-        """How far it is; None before the end of its first round."""
-        if not self._run.exists():
-            return None
-        size = self._run.events.stat().st_size
-        if size != self._size:
-            self._size, self._found = size, self._read()
-        return self._found
+    def view(self) -> RunView | None:
+        """Return what its events say; None before it begins."""
+        if self._run.exists():
+            size = self._run.events.stat().st_size
+            if size != self._size:
+                self._size, self._view = size, self._run.view()
+        return self._view
 
-    def _read(self) -> WorkLeft | None:
-        view = self._run.view()
-        took = [each.finished.seconds for each in view.rounds if each.finished]
-        if not took:
-            return None
-        return WorkLeft(
-            started=view.first_started_at,
-            rounds_left=max(0, self._rounds - len(took)),
-            round_seconds=median(took),
-            round_began=None if view.current is None else view.current.started_at,
-        )
+
+def work_left(run: SeenRun, rounds: int) -> WorkLeft | None:
+    """How far a run with a number of rounds is; None before the end of its first."""
+    view = run.view()
+    if view is None:
+        return None
+    took = [each.finished.seconds for each in view.rounds if each.finished]
+    if not took:
+        return None
+    return WorkLeft(
+        started=view.first_started_at,
+        rounds_left=max(0, rounds - len(took)),
+        round_seconds=median(took),
+        round_began=None if view.current is None else view.current.started_at,
+    )
 
 
 class MissedDeadline:
@@ -388,7 +391,9 @@ def _chosen(
     site = plan.file.sites[index]
     if not isinstance(pool, MachineCatalogue):
         raise TypeError(f"{site.pool} describes no types of machines")
-    names = {each.machine for each in _priced(site, prices)}
+    where = (site.provider, site.machine.region)
+    priced = (x for x in prices.machines if (x.provider, x.region) == where)
+    names = {each.machine for each in priced}
     types = pool.machine_types(names, site.machine.zones) if names else ()
     found = offers(site, types, prices)
     if found:
@@ -397,9 +402,9 @@ def _chosen(
         f"{each.name} has {_why_not(site, each, prices)}"
         for each in sorted(types, key=lambda each: each.name)
     ]
-    where = ", ".join(site.machine.zones) or site.machine.region
+    zones = ", ".join(site.machine.zones) or site.machine.region
     raise JobError(
-        f"{plan.path}: no {site.machine.market} machine of {site.provider} in {where} "
+        f"{plan.path}: no {site.machine.market} machine of {site.provider} in {zones} "
         f"with a price in the table meets this: {'; '.join(others) or 'there is none'}"
         ". Require less, name another region that the data may be in, or add prices",
         key=f"sites[{index}].machine.requires",
@@ -413,17 +418,9 @@ def _why_not(site: SiteMachine, machine: MachineType, prices: Prices) -> str:
     return " and ".join(lacking)
 
 
-def _priced(site: SiteMachine, prices: Prices) -> Sequence[MachinePrice]:
-    where = (site.provider, site.machine.region)
-    return [each for each in prices.machines if (each.provider, each.region) == where]
-
-
 def _table_hourly(site: SiteMachine, machine: str, prices: Prices) -> float | None:
-    is_spot = site.machine.market == Market.SPOT.value
-    found = [each for each in _priced(site, prices) if each.machine == machine]
-    if not found:
-        return None
-    return found[0].spot if is_spot else found[0].on_demand
+    place = (site.provider, site.machine.region, machine)
+    return prices.machine_price(*place, spot=site.is_spot)
 
 
 def _running(plan: DeploymentPlan, site: SiteMachine, pool: ComputePool) -> Node | None:

@@ -7,7 +7,7 @@ from functools import partial
 from aggregator.checkpoint import CHUNK_BYTES
 from cloud_adapters.urls import parse_url
 from deploy.fleet import spending
-from deploy.fleet.machine_spec import AWS, CLOUDS, GCP, SiteMachine
+from deploy.fleet.machine_spec import AWS, GCP, SiteMachine
 from deploy.fleet.plan import Alternative
 from deploy.fleet.prices import HOURS_PER_MONTH, Place, Prices
 from deploy.fleet.spec import DeploymentFile
@@ -71,11 +71,10 @@ def with_prices(
     found = _Lookup(file, missing)
     stated = {site.name: site for site in file.sites}
     sent = cost.bytes_of_sites(traffic)
-    starts = any(site.provider in CLOUDS for site in file.sites)
     return replace(
         speeds,
         start_seconds=speeds.start_seconds
-        or starts * file.start.machine_minutes * _MINUTE,
+        or file.has_clouds * file.start.machine_minutes * _MINUTE,
         dollars_per_hour=speeds.dollars_per_hour or file.aggregator.dollars_per_hour,
         dollars_per_gigabyte=speeds.dollars_per_gigabyte
         or file.aggregator.dollars_per_gigabyte
@@ -140,7 +139,7 @@ def _hourly(
     """Dollars of an hour of a machine, and of its share of its region's NAT gateway."""
     hourly = spending.machine_hour(site, prices, spot=terms.spot)
     is_stated = site.dollars_per_hour is not None and terms.spot is None
-    if is_stated or site.provider not in CLOUDS:
+    if is_stated or not site.is_of_cloud:
         return hourly
     neighbours = sum(place_of(other) == place_of(site) for other in file.sites)
     return hourly + prices.nat_hour(site.provider) / neighbours
@@ -148,7 +147,7 @@ def _hourly(
 
 def place_of(site: SiteMachine) -> Place:
     """Cloud and region of a site; both empty outside of clouds."""
-    if site.provider not in CLOUDS:
+    if not site.is_of_cloud:
         return "", ""
     return site.provider, site.machine.region
 

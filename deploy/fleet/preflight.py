@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 from clients.privacy.site_policy import check_work
 from cloud_adapters.compute.machine_types import num_gpus
-from cloud_adapters.compute.pool import Market, NodeSpec, NodeState, RoutedPool
+from cloud_adapters.compute.pool import NodeSpec, NodeState, RoutedPool
 from deploy.aggregator_host.parties import check_job
 from deploy.fleet import spending, wanted
 from deploy.fleet.loop import NodesByPool
-from deploy.fleet.machine_spec import AWS, CLOUDS, KUBERNETES, LOCAL, SiteMachine
+from deploy.fleet.machine_spec import AWS, KUBERNETES, LOCAL, SiteMachine
 from deploy.fleet.reconcile import ROLE
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
@@ -94,7 +94,7 @@ def check_gpus(deployment: Deployment) -> Mapping[str, int]:
     """
     found: dict[str, int] = {}
     for index, site in enumerate(deployment.plan.file.sites):
-        if site.provider not in CLOUDS:
+        if not site.is_of_cloud:
             continue
         machine = site.machine
         gpus = machine.accelerators if machine.accelerator else 0
@@ -205,8 +205,7 @@ def check_work_allowed(plan: DeploymentPlan, job: JobSpec) -> None:
 def _check_home(plan: DeploymentPlan, index: int) -> None:
     """Refuse a deadline for a spot machine that takes its keys and ledgers along."""
     site = plan.file.sites[index]
-    is_spot = site.machine.market == Market.SPOT.value and site.provider in CLOUDS
-    if plan.file.deadline_hours is not None and is_spot and not site.home.url:
+    if plan.file.deadline_hours is not None and site.is_spot and not site.home.url:
         raise JobError(
             f"{plan.path}: is missing: deadline_hours may move the site to another "
             "machine, and without a home its keys and ledgers would be lost",
@@ -263,7 +262,7 @@ def check_start_budget(plan: DeploymentPlan, *, now: float) -> None:
     hourly = sum(spending.budget_prices(plan, now=now).values())
     minutes = _LOCAL_MINUTES
     takes = f"{minutes:g} minutes"
-    if _has_clouds(plan) and plan.file.start.machine_minutes >= minutes:
+    if plan.file.has_clouds and plan.file.start.machine_minutes >= minutes:
         minutes = plan.file.start.machine_minutes
         takes = f"start.machine_minutes = {minutes:g}"
     least = spent + hourly * minutes / 60.0
@@ -275,10 +274,6 @@ def check_start_budget(plan: DeploymentPlan, *, now: float) -> None:
             f"{math.ceil(least * 100) / 100:.2f}",
             key="max_dollars",
         )
-
-
-def _has_clouds(plan: DeploymentPlan) -> bool:
-    return any(site.provider in CLOUDS for site in plan.file.sites)
 
 
 def _runs(deployment: Deployment) -> bool:

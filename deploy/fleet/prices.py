@@ -184,8 +184,7 @@ class Prices:
             for each in self.machines
             if (each.provider, each.machine) == (provider, machine)
         ]
-        here = [each for each in same if each.region == region]
-        price = here[0].spot if spot and here else here[0].on_demand if here else None
+        price = self.machine_price(provider, region, machine, spot=spot)
         if price is None:
             places = ", ".join(each.region for each in same) or "no region"
             kind = "a spot" if spot else "an on-demand"
@@ -196,6 +195,16 @@ class Prices:
                 key="machines",
             )
         return price
+
+    def machine_price(
+        self, provider: str, region: str, machine: str, *, spot: bool
+    ) -> float | None:
+        """Dollars of an hour of a machine; None if the table does not know them."""
+        for each in self.machines:
+            known = (each.provider, each.region, each.machine)
+            if known == (provider, region, machine):
+                return each.spot if spot else each.on_demand
+        return None
 
     def per_gigabyte(
         self,
@@ -269,7 +278,7 @@ class Prices:
         """
         if not one[0] or one[0] == other[0]:
             return 0.0
-        return self._nat(one[0], "through_nat")
+        return _known(self, "transfer", "through_nat", one[0])
 
     def nat_hour(self, provider: str) -> float:
         """Dollars of an hour of a region's NAT gateway.
@@ -277,11 +286,7 @@ class Prices:
         Raises:
             JobError: The table does not know the price.
         """
-        return self._nat(provider, "nat_per_hour")
-
-    def _nat(self, provider: str, name: str) -> float:
-        rows = (getattr(x, name) for x in self.transfer if x.provider == provider)
-        return _known(next(rows, None), "transfer", name, provider)
+        return _known(self, "transfer", "nat_per_hour", provider)
 
     def disk_hour(self, provider: str, gigabytes: float) -> float:
         """Dollars of an hour of a machine's disk.
@@ -289,9 +294,7 @@ class Prices:
         Raises:
             JobError: The table does not know the price.
         """
-        name = "disk_per_gigabyte_month"
-        found = (getattr(row, name) for row in self.storage if row.provider == provider)
-        month = _known(next(found, None), "storage", name, provider)
+        month = _known(self, "storage", "disk_per_gigabyte_month", provider)
         return gigabytes * month / HOURS_PER_MONTH
 
     def gpus(self, provider: str, machine: str) -> int:
@@ -318,20 +321,19 @@ class Prices:
 
     def storage_month(self, provider: str) -> float | None:
         """Dollars of a GB that a cloud keeps for a month; None if not known."""
-        found = (e.per_gigabyte_month for e in self.storage if e.provider == provider)
-        return next(found, None)
+        return _price(self, "storage", "per_gigabyte_month", provider)
 
     def requests(self, provider: str, *, writes: int, reads: int) -> float:
         """Dollars of requests to a cloud's object storage; NaN if not known."""
-        for each in self.storage:
-            if each.provider == provider:
-                dollars = writes * each.per_thousand_writes
-                return (dollars + reads * each.per_thousand_reads) / 1000
-        return math.nan
+        names = ("per_thousand_writes", "per_thousand_reads")
+        per_write, per_read = (_price(self, "storage", x, provider) for x in names)
+        if per_write is None or per_read is None:
+            return math.nan
+        return (writes * per_write + reads * per_read) / 1000
 
     def key_month(self, provider: str) -> float | None:
         """Dollars of a key that a cloud keeps for a month; None if not known."""
-        return next((e.per_month for e in self.keys if e.provider == provider), None)
+        return _price(self, "keys", "per_month", provider)
 
 
 def load(
@@ -385,7 +387,14 @@ def _doubt(
     )
 
 
-def _known(price: float | None, table: str, name: str, provider: str) -> float:
+def _price(prices: Prices, table: str, name: str, provider: str) -> float | None:
+    """A price of a cloud in one of the tables; None if it is not known."""
+    rows = (row for row in getattr(prices, table) if row.provider == provider)
+    return getattr(next(rows, None), name, None)
+
+
+def _known(prices: Prices, table: str, name: str, provider: str) -> float:
+    price = _price(prices, table, name, provider)
     if price is None:
         raise JobError(
             f"the price table has no {name} of {provider!r}: add it to its row of "

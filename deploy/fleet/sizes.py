@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from deploy.fleet import prices as price_table, spending
-from deploy.fleet.machine_spec import SiteMachine
+from deploy.fleet.placement import SeenRun
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.fleet.spec import DeploymentPlan, Tell
+from deploy.fleet.spending import machine_hour
 from federation.errors import JobError
 from federation.events import SiteAnswered
 from federation.protocols import Clock
-from monitoring.runs.run_folder import RunFolder
 from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 
@@ -30,8 +30,6 @@ from monitoring.views.run_view import RunView
 _LEAST_SAVING = 0.05
 # A site that is made smaller must not become the straggler by a little noise.
 _MARGIN = 0.9
-# What is left of the speed of twice the GPUs.
-SCALING = 0.9
 
 _HOUR = 3600.0
 _ROUNDS = 3
@@ -246,16 +244,6 @@ def _why(
     return f"{site.name} waits {idle:.0%} of a round: {change}"
 
 
-def resized(load: FederationLoad, changes: Sequence[Resize]) -> FederationLoad:
-    """Return the federation after changes, before any round on the new machines."""
-    sizes = {change.site: change.size for change in changes}
-    sites = [
-        replace(site, busy_seconds=(), size=sizes.get(site.name, site.size))
-        for site in load.sites
-    ]
-    return replace(load, sites=sites)
-
-
 class Sizer:
     """Decides on the sizes of all sites of a deployment that state ``sizes``."""
 
@@ -263,7 +251,7 @@ class Sizer:
         self,
         plan: DeploymentPlan,
         prices: Prices | None,
-        run: RunFolder,
+        run: SeenRun,
         rounds: int,
         tell: Tell,
     ) -> None:
@@ -272,21 +260,15 @@ class Sizer:
         Args:
             plan: The deployment.
             prices: The table; None if every machine has a stated price.
-            run: Folder whose events are read after each round.
+            run: Its events are read after each round.
             rounds: Rounds of the job.
             tell: Called with a word about every change.
-
-        Raises:
-            JobError: A size has no price.
         """
         self._folder, self._prices = plan.folder, prices
         self._run, self._rounds, self._tell = run, rounds, tell
-        self._size, self._refused = -1, set[tuple[str, str]]()
+        self._refused = set[tuple[str, str]]()
         # The first round on new machines is longer than the others.
         self._skipped = self._looked = max(1, self._ended())
-        for index, site in enumerate(plan.file.sites):
-            for each in site.sizes:
-                _hourly(site.sized(each.type), prices, _key(index))
 
     def wanted(self, plan: DeploymentPlan, now: float) -> DeploymentPlan:
         """The deployment with the machines that it should have after this round.
@@ -294,15 +276,8 @@ class Sizer:
         The clock counts only for a deadline: a clock that jumps changes nothing before
         the next round has ended.
         """
-        size = self._run.events.stat().st_size if self._run.exists() else -1
-        if size == self._size:
-            return plan
-        self._size = size
-        if size < 0:
-            return plan
-        view = self._run.view()
-        ended = max((row.index for row in view.rounds if row.finished), default=0)
-        if ended <= self._looked or ended >= self._rounds:
+        view, ended = self._run.view(), self._ended()
+        if view is None or ended <= self._looked or ended >= self._rounds:
             return plan
         self._looked = ended
         changes = self._changes(plan, view, ended, now)
@@ -334,9 +309,8 @@ class Sizer:
                 )
 
     def _ended(self) -> int:
-        if not self._run.exists():
-            return 0
-        rows = self._run.view().rounds
+        view = self._run.view()
+        rows = () if view is None else view.rounds
         return max((row.index for row in rows if row.finished), default=0)
 
     def _changes(
@@ -372,7 +346,7 @@ class Sizer:
                 MachineSize(
                     machine=each.type,
                     speed=each.speed,
-                    dollars_per_hour=_hourly(site.sized(each.type), self._prices),
+                    dollars_per_hour=machine_hour(site.sized(each.type), self._prices),
                 )
                 for each in site.sizes
                 if (site.name, each.type) not in self._refused
@@ -381,7 +355,7 @@ class Sizer:
             fixed = MachineSize(
                 machine=site.machine.type,
                 speed=1.0,
-                dollars_per_hour=0.0 if own else _hourly(site, self._prices),
+                dollars_per_hour=0.0 if own else machine_hour(site, self._prices),
             )
             sites.append(
                 MeasuredSite(
@@ -429,28 +403,16 @@ def check_sizes(plan: DeploymentPlan, clock: Clock) -> None:
         for each in site.sizes:
             sized = site.sized(each.type)
             try:
-                _hourly(sized, prices, _key(index))
+                machine_hour(sized, prices)
             except JobError as error:
                 raise JobError(
                     f"{plan.path}: {error.reason}; or state its dollars_per_hour here",
-                    key=error.key,
+                    key=f"sites[{index}].sizes",
                 ) from None
             sites = [s.sized(s.machine.type) if s.sizes else s for s in plan.file.sites]
             sites[index] = sized
             changed = replace(plan, file=replace(plan.file, sites=tuple(sites)))
             spending.budget_prices(changed, now=now)
-
-
-def _key(index: int) -> str:
-    return f"sites[{index}].sizes"
-
-
-def _hourly(site: SiteMachine, prices: Prices | None, name: str = "") -> float:
-    """Dollars of an hour of a site's machine: stated, or of the table."""
-    try:
-        return spending.machine_hour(site, prices)
-    except JobError as error:
-        raise JobError(error.reason, key=name or error.key) from None
 
 
 def _measured(row: RoundView, names: Sequence[str]) -> _Round | None:

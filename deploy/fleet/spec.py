@@ -18,15 +18,12 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cloud_adapters.compute.kube_head import IN_CLUSTER
-from cloud_adapters.compute.pool import Market
 from deploy.aggregator_host.config import PlatformsSpec
 from deploy.fleet import machine_checks, machine_spec
 from deploy.fleet.machine_spec import (
-    CLOUDS,
     KUBERNETES,
     LOCAL,
     AggregatorMachine,
-    CloudMachine,
     SiteMachine,
 )
 from deploy.site_host.config import LocalDataSpec
@@ -156,13 +153,11 @@ def check_start(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
         JobError: A key is missing, wrong or without effect.
     """
     parse_window(start.window, key="start.window")
-    clouds = [site for site in sites if site.provider in CLOUDS]
-    spots = [site for site in clouds if site.machine.market == Market.SPOT.value]
     has_price = start.max_spot_dollars_per_hour is not None
     for name, is_wrong, why in (
         (
             "max_spot_dollars_per_hour",
-            has_price and not spots,
+            has_price and not any(site.is_spot for site in sites),
             "is for spot machines of clouds, and no site has one",
         ),
         (
@@ -238,6 +233,11 @@ class DeploymentFile:
     exchange: ExchangeSpec = ExchangeSpec()
     release: ReleaseSpec = ReleaseSpec()
     platforms: PlatformsSpec = PlatformsSpec()
+
+    @property
+    def has_clouds(self) -> bool:
+        """Whether a cloud runs one of its machines, so that prices matter."""
+        return any(site.is_of_cloud for site in self.sites)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,17 +427,12 @@ def on_this_host(plan: DeploymentPlan) -> DeploymentPlan:
 def _local_site(site: SiteMachine) -> SiteMachine:
     if site.provider == LOCAL:
         return replace(site, home=HomeSpec())
-    return replace(
-        site,
-        provider=LOCAL,
-        machine=CloudMachine(),
+    return SiteMachine(
+        name=site.name,
+        organisation=site.organisation,
         data=LocalDataSpec(name=site.data.name),
         compute=replace(site.compute, notices="none", gpus=0),
-        home=HomeSpec(),
-        sizes=(),
-        dollars_per_hour=None,
-        on_demand_dollars_per_hour=None,
-        dollars_per_gigabyte=None,
+        policy=site.policy,
     )
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cloud_adapters.compute.pool import Market, Node
+from cloud_adapters.compute.pool import Node
 from deploy.fleet import prices
-from deploy.fleet.machine_spec import CLOUDS, LOCAL, SiteMachine
+from deploy.fleet.machine_spec import LOCAL, SiteMachine
 from deploy.fleet.prices import Prices
 from deploy.fleet.reconcile import AGGREGATOR, ROLE
 from deploy.fleet.spec import DeploymentFile, DeploymentPlan
@@ -121,11 +121,11 @@ def machine_hour(
     """
     machine = site.machine
     is_stated = site.dollars_per_hour is not None and spot is None
-    if is_stated or site.provider not in CLOUDS:
+    if is_stated or not site.is_of_cloud:
         return site.dollars_per_hour or 0.0
     if table is None:
         raise JobError(f"no price of {machine.type} is stated", key="prices")
-    is_spot = machine.market == Market.SPOT.value if spot is None else spot
+    is_spot = site.is_spot if spot is None else spot
     hourly = table.hourly(
         site.provider, machine.region, machine.priced_as, spot=is_spot
     )

@@ -14,17 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cloud_adapters.compute.machine_types import SpotMarket
-from cloud_adapters.compute.pool import ComputePool, Market
+from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.fleet import prices as price_table, spec
-from deploy.fleet.machine_spec import CLOUDS, SiteMachine
+from deploy.fleet.machine_spec import SiteMachine
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
 from deploy.fleet.spec import DeploymentPlan, StartSpec, Tell
 from federation import durable_files
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
 
-_NAME = "start.json"
 _DAMAGED = "delete it: the wait then begins now"
 
 
@@ -64,27 +63,19 @@ def first_asked(plan: DeploymentPlan, now: float, tell: Tell) -> float:
     """
     table = repr(sorted(asdict(plan.file.start).items()))
     conditions = hashlib.sha256(table.encode()).hexdigest()
-    # A command that was killed may have made the folder after it had begun to wait.
-    for path in (_inside(plan), _beside(plan)):
-        found = durable_files.read_json(path, FirstAsk, advice=_DAMAGED)
-        # A clock that was set back must not make the wait longer.
-        if found is not None and found.conditions == conditions and found.at <= now:
-            hours = (now - found.at) / 3600.0
-            tell(
-                f"an earlier command began to wait {hours:.1f} h ago, and "
-                "start.at_latest_hours counts from then; crossfed down restarts the "
-                "wait"
-            )
-            return found.at
-    # The folder is made when the first machine starts; until then no cloud is asked.
-    path, other = _inside(plan), _beside(plan)
-    if not plan.folder.exists():
-        path, other = other, path
+    path = _record(plan)
+    found = durable_files.read_json(path, FirstAsk, advice=_DAMAGED)
+    # A clock that was set back must not make the wait longer.
+    if found is not None and found.conditions == conditions and found.at <= now:
+        hours = (now - found.at) / _HOUR
+        tell(
+            f"an earlier command began to wait {hours:.1f} h ago, and "
+            "start.at_latest_hours counts from then; crossfed down restarts the wait"
+        )
+        return found.at
     with file_errors("make", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     durable_files.write_json(path, FirstAsk(at=now, conditions=conditions))
-    with file_errors("remove", other):
-        other.unlink(missing_ok=True)
     return now
 
 
@@ -94,17 +85,14 @@ def forget_wait(plan: DeploymentPlan) -> None:
     Raises:
         StoreUnavailable: The record cannot be removed.
     """
-    for path in (_inside(plan), _beside(plan)):
-        with file_errors("remove", path):
-            path.unlink(missing_ok=True)
+    path = _record(plan)
+    with file_errors("remove", path):
+        path.unlink(missing_ok=True)
 
 
-def _inside(plan: DeploymentPlan) -> Path:
-    return plan.folder / _NAME
-
-
-def _beside(plan: DeploymentPlan) -> Path:
-    return plan.folder.with_name(f".{plan.folder.name}.{_NAME}")
+def _record(plan: DeploymentPlan) -> Path:
+    """Beside the folder, which is made when the first machine starts."""
+    return plan.folder.with_name(f".{plan.folder.name}.start.json")
 
 
 @contextmanager
@@ -213,7 +201,7 @@ class _SpotPrices:
             is_first, self._next_read = not self._found, now + _READ_SECONDS
             for site in self._plan.file.sites:
                 machine = site.machine
-                if site.provider not in CLOUDS or machine.market != Market.SPOT.value:
+                if not site.is_spot:
                     continue
                 what = f"a spot {machine.type} in {machine.region}"
                 try:

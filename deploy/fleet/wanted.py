@@ -24,7 +24,7 @@ from cloud_adapters.compute.kube_manifest import STATE, USER_DATA
 from cloud_adapters.compute.pool import Market, NodeSpec
 from deploy.fleet.bootstrap import MachineInvitation, Release, render
 from deploy.fleet.loop import NodeRequest
-from deploy.fleet.machine_spec import AWS, CLOUDS, GCP, KUBERNETES, LOCAL, SiteMachine
+from deploy.fleet.machine_spec import AWS, GCP, KUBERNETES, LOCAL, SiteMachine
 from deploy.fleet.reconcile import AGGREGATOR
 from deploy.fleet.spec import DeploymentPlan
 from federation import platform_identity
@@ -203,7 +203,7 @@ def _site_file(
     if site.provider != LOCAL:
         found["roster_signer"] = known.signer
     more: dict[str, Any] = {}
-    if site.machine.market == Market.SPOT.value and site.provider in CLOUDS:
+    if site.is_spot:
         more["notices"] = site.provider
     if gpus := known.gpus.get(site.name, 0):
         more["gpus"] = gpus

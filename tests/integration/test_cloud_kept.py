@@ -21,7 +21,7 @@ from deploy.cli.terminal import tell
 from deploy.exit_codes import DONE, STOPPED
 from deploy.fleet import spec as fleet_spec, spending, state
 from deploy.fleet.loop import NodeRequest, fill
-from deploy.fleet.placement import Placement, WorkLeft
+from deploy.fleet.placement import Placement, SeenRun, WorkLeft
 from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.reconcile import DEPLOYMENT, NUMBER, ROLE
 from deploy.fleet.sizes import Sizer
@@ -376,7 +376,7 @@ home = { url = "file:///mnt/home" }
     kept.keeper._plan = kept.plan
     kept.look()
     run = RunFolder(tmp_path / "run")
-    kept.keeper._sizer = Growing(kept.plan, PRICES, run, 10, kept.told.append)
+    kept.keeper._sizer = Growing(kept.plan, PRICES, SeenRun(run), 10, kept.told.append)
     kept.keeper._ask_to_pause = lambda: kept.told.append("asked to pause")
     kept.look()
     kept.look()

@@ -259,7 +259,8 @@ def test_changed_hours_hold_for_nodes_that_run(running: Path):
     job.write_text(longer.replace(_NET, f"{_NET}\noptions = {{ seconds = 5.0 }}"))
     told = crossfed("up", str(running), "--older", "keep", code=1).stderr
     assert told.count("its settings have changed") == len(ROLES)
-    assert "machine has ended (its 21.6 s" in told
+    # Under load, sites may have ended before the aggregator is seen to have.
+    assert " ended (its 21.6 s" in told
     wait_for(lambda: alive(running) == [], "all have ended", 60)
     job.write_text(longer)
     running.write_text(whole)

@@ -14,7 +14,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check, terminal
-from deploy.fleet import forecast, measured, plan, plan_prices, preflight, prices, spec
+from deploy.fleet import measured, plan, plan_prices, preflight, prices, spec
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.plan import recommend
 from deploy.fleet.spec import DeploymentFile, StartSpec
@@ -513,7 +513,7 @@ def test_machines_of_the_examples_have_prices():
     files = [root / "deploy" / "examples" / "two-clouds.toml"]
     for path in files:
         file = spec.load(path).file
-        assert forecast.has_clouds(file)
+        assert file.has_clouds
         for site in file.sites:
             assert plan_prices._hourly(site, file, TABLE, plan_prices.PriceTerms()) > 0
             both = [plan_prices.PriceTerms(spot=spot) for spot in (True, False)]

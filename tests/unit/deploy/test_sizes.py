@@ -11,7 +11,7 @@ from support.event_samples import TWO_SITES, Script, run as played
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.cli import up_verb
 from deploy.fleet import spec
-from deploy.fleet.placement import resolved
+from deploy.fleet.placement import SeenRun, resolved
 from deploy.fleet.prices import Prices
 from deploy.fleet.sizes import Sizer, check_sizes
 from deploy.fleet.spec import DeploymentPlan
@@ -76,7 +76,7 @@ def types(plan: DeploymentPlan) -> list[str]:
 
 
 def sizer(plan: DeploymentPlan, tell: Callable[[str], None] = print) -> Sizer:
-    return Sizer(plan, None, RunFolder(plan.folder / "run"), ROUNDS, tell)
+    return Sizer(plan, None, SeenRun(RunFolder(plan.folder / "run")), ROUNDS, tell)
 
 
 def test_an_idle_site_shrinks_and_says_why(plan: DeploymentPlan):
@@ -157,13 +157,6 @@ def test_sizes_that_a_site_could_not_move_between_are_refused(
     plan.path.write_text(text.replace(old, new, 1))
     with pytest.raises(JobError, match=rf"sites\[0\]\.{key}"):
         spec.load(plan.path)
-
-
-def test_a_size_without_a_price_is_refused_before_the_run(plan: DeploymentPlan):
-    text = plan.path.read_text()
-    plan.path.write_text(text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0"))
-    with pytest.raises(JobError, match=r"no price of g5\.xlarge"):
-        sizer(spec.load(plan.path))
 
 
 def test_a_price_that_is_missing_is_found_before_anything_starts(tmp_path: Path):
