@@ -40,7 +40,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     folder = tmp_path_factory.mktemp("relays")
     sites = [RELAY, *BEHIND, *ALONE]
     table = f'\n[exchange]\nurl = "file://{folder}/exchange"\nthreshold_mb = 1\n'
-    with deployed(folder, POLICY, sites=sites, started=False) as made:
+    with deployed(folder, POLICY, sites=sites, relays=[RELAY], started=False) as made:
         # Sites behind the relay do not need the store.
         for name in ("aggregator/aggregator.toml", RELAY, *ALONE):
             own = folder / (name if "/" in name else f"{name}/site.toml")

@@ -294,10 +294,13 @@ def deployed(
     namespaces: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
     sites: Sequence[str] = SITES,
+    relays: Sequence[str] = (),
     forked: bool = True,
     started: bool = True,
 ) -> Iterator[Deployment]:
     """Make a federation as the how-to says, and end it; its sites may be started later.
+
+    Relays are sites of it, too, which are invited as such.
 
     Its processes are started as people do, or as forks of one; see ``support.forked``.
     """
@@ -320,7 +323,10 @@ def deployed(
         log = folder / "aggregator.log"
         wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
         for site in sites:
-            invited = _prepare("aggregator", "invite", site, "--config", made.config)
+            role = ["--relay"] if site in relays else []
+            invited = _prepare(
+                "aggregator", "invite", site, *role, "--config", made.config
+            )
             _prepare("enroll", "--folder", str(folder / site), given=invited)
         for site in sites:
             _accept_roster(folder / site)
