@@ -10,18 +10,24 @@ import google.auth.exceptions
 import google.oauth2.credentials
 import pytest
 import requests
+from google.auth.credentials import AnonymousCredentials
 from hypothesis import given, strategies as st
 from support import gcs_stores
+from support.buckets import quick_retry
 from support.fake_gcs import KIB_256, FakeGcs
+from support.google_server import GoogleServer, json_answer
 
 from cloud_adapters.storage.gcs.store import GcsStore
+from cloud_adapters.storage.gcs.transport import Transport
 from cloud_adapters.storage.gcs.write import ChunkReader
 from federation.errors import (
     BucketNotFound,
     CorruptObject,
     NotAuthenticated,
     ObjectChanged,
+    ObjectNotFound,
     StoreForbidden,
+    StoreUnavailable,
 )
 
 KMS_KEY = "projects/p/locations/eu/keyRings/r/cryptoKeys/k"
@@ -387,3 +393,26 @@ def test_no_token_goes_to_an_endpoint_without_tls(
     assert store.read("key") == b"x"
     assert "authorization" not in gcs_server.requests[-1].headers
     store.close()
+
+
+def test_environment_names_proxy_and_authority(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Both count, although they are looked up once."""
+    for name in ("no_proxy", "NO_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with GoogleServer(lambda _: json_answer({}, 404)) as server:
+        monkeypatch.setenv("HTTP_PROXY", server.url)
+        store = GcsStore("b", endpoint="http://storage.invalid", retry=quick_retry())
+        with pytest.raises(ObjectNotFound):
+            store.stat("key")
+        assert server.requests[0].headers["host"] == "storage.invalid"
+        store.close()
+    authority = tmp_path / "missing.pem"
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(authority))
+    anonymous = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    transport = Transport("https://storage.invalid", anonymous, quick_retry())
+    with pytest.raises(StoreUnavailable) as caught:
+        transport.request("GET", "https://storage.invalid/b")
+    assert str(authority) in str(caught.value.__cause__)
+    transport.close()
