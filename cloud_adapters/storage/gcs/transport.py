@@ -117,6 +117,7 @@ class Transport:
         if "upload_id=" in url:
             return self._send_chunk(url, data, headers or {})
         if "uploadType=resumable" in url:
+            self._call.upload_url = ""
             # An abandoned session leaves no object: repeating is safe.
             answer = self._retry.call(lambda _: self._once(method, url, data, headers))
             self._call.upload_url = answer.headers.get("Location", "")

@@ -24,6 +24,7 @@ from federation.errors import (
     ObjectChanged,
     ObjectExists,
     ObjectNotFound,
+    StoreForbidden,
     StoreUnavailable,
 )
 
@@ -84,6 +85,15 @@ def test_session_that_is_gone_with_a_stream(gcs_line: Line):
     with pytest.raises(StoreUnavailable, match="put the object again"):
         gcs_line.far.put("key", gcs_line.pieces(), if_absent=True)
     assert list(gcs_line.near.list()) == []
+
+
+def test_upload_that_was_not_begun_ends_no_other(gcs_line: Line):
+    """The session of the upload before it has made an object."""
+    gcs_line.far.put("key", gcs_line.pieces())
+    gcs_line.proxy.fail("POST", google_error(403, "forbidden"), times=9)
+    with pytest.raises(StoreForbidden):
+        gcs_line.far.put("other", gcs_line.pieces())
+    assert gcs_line.proxy.count("DELETE") == 0
 
 
 def test_repeated_write_spares_a_newer_one(gcs_line: Line):
