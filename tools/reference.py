@@ -130,11 +130,10 @@ _WIRE_PARTS = (
     "`FailureKind`, which messages and events share."
 )
 _COMBINATIONS = (
-    "Each optional method names what a job cannot combine it with. `crossfed check` "
-    "and every start of a run refuse such a job, with the same words. A method works "
-    "with everything that its table leaves out. Pairs of keys that are not listed "
-    "here, because no method of this page is in them, have their rule in the "
-    "[job reference](job-file.md) and in the errors of `crossfed check`."
+    "Each optional method names what a job cannot combine it with. A method works with "
+    "everything that its table leaves out. `crossfed check-job` and every start of a "
+    "run refuse such a job, with the same words. Rules for other pairs of keys are in "
+    "the [job reference](job-file.md) and in the errors of `crossfed check-job`."
 )
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
