@@ -69,7 +69,8 @@ def waited_for(path: Path) -> Iterator[None]:
     Raises:
         OSError: The file cannot be made or locked.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -311,7 +311,9 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # No link: it is emptied, and others may write where the folder is.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(self.lock, flags, 0o644)
         except OSError as error:
             raise unavailable(self.path, error) from error
         try:

@@ -371,6 +371,17 @@ def test_locks_are_seen_and_let_go(tmp_path: Path):
     assert not folder_lock.is_held(path)
 
 
+def test_a_lock_that_is_a_link_is_not_written(tmp_path: Path):
+    """Somebody else has put it there: what it names would be emptied."""
+    run, other = RunFolder(tmp_path / "run"), tmp_path / "other"
+    other.write_text("precious")
+    run.path.mkdir()
+    run.lock.symlink_to(other)
+    with pytest.raises(StoreUnavailable), run.locked("7"):
+        pass
+    assert other.read_text() == "precious"
+
+
 def test_no_coordinator_is_started_where_none_could_write(tmp_path: Path):
     """The complaint names the folder; the try leaves nothing."""
     run = handed(tmp_path, "a", 1.0)
