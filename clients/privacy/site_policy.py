@@ -401,7 +401,7 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         hides = private.by_itself and not weakness_of(job, policy, private.delta)
         if not hides and not policy.accept_two_sites:
             demand = "requires record-level privacy in a run of two"
-            remedy = {"accept_two_sites": True}
+            remedy: dict[str, Any] = {"accept_two_sites": True}
             yield _UNIT, f"{demand} (policy.accept_two_sites)", remedy
     demanded = policy.fewest_in_sum(num_sites)
     if fewest < demanded:
@@ -442,7 +442,7 @@ def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     bound = secure.element_bound or job.update_clip_norm
     if policy.max_element_bound is not None and bound > policy.max_element_bound:
         demand = f"allows {policy.max_element_bound:g} (policy.max_element_bound)"
-        remedy = {"max_element_bound": bound}
+        remedy: dict[str, Any] = {"max_element_bound": bound}
         yield _ELEMENT, f"{demand}, but the job has {bound:g}", remedy
     if secure.ring_bits not in policy.ring_bits:
         accepted = ", ".join(map(str, policy.ring_bits))

@@ -181,7 +181,7 @@ def open_run(
 def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
     """Check the promise of the site's plan against the policy."""
     (promise,) = private.promises()
-    check_delta(policy, promise.site, promise.delta)
+    check_delta(policy, SiteId(promise.site), promise.delta)
     return promise
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-from federation.job.job_checks import MEANS
+from federation.job.method_checks import MEANS
 from federation.job.selection_checks import goal_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec
