@@ -40,7 +40,8 @@ def _not_flushed(file: Any) -> None:
 
 os.fsync = _not_flushed
 
-# The same examples in every run, and no wall clock: a busy machine fails no test.
+# The same examples in every run of the same code, whose constants Hypothesis tries too,
+# and no wall clock: a busy machine fails no test.
 every = settings(deadline=None, derandomize=True)
 settings.register_profile("crossfed", every, max_examples=30)
 settings.register_profile("quick", every, max_examples=25)  # For make check.

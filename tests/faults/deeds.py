@@ -27,9 +27,9 @@ _BEHIND: dict[Victim, Sequence[str]] = {
 }
 
 
-def strike(cell: Cell, rig: Rig, seconds: float) -> None:
-    """Do a cell's deed; what lasts, lasts so many seconds."""
-    _DEEDS[cell.deed](cell.victim, rig, seconds)
+def strike(cell: Cell, rig: Rig) -> None:
+    """Do a cell's deed; what lasts, lasts as long as the cell says."""
+    _DEEDS[cell.deed](cell.victim, rig, cell.seconds)
 
 
 def processes(victim: Victim, rig: Rig) -> list[int]:

@@ -57,7 +57,7 @@ def run_cells(cells: Sequence[Cell], rig: Rig) -> Result:
     ended: set[str] = set()
     for cell in cells:
         _wait_for_rounds(cell, rig, follower)
-        strike(cell, rig, cell.seconds)
+        strike(cell, rig)
         ended |= {f"after {cell.name} {name} has ended" for name in rig.ended()}
     _, words = follower.communicate(timeout=PATIENCE_SECONDS)
     took = CLOCK.monotonic() - begin
