@@ -1,4 +1,4 @@
-"""Adapters of peft: what is trained of a model, and how it is averaged."""
+"""Adapters of peft: the values of a model that are trained, and their average."""
 
 import warnings
 from collections.abc import Iterator, Sequence

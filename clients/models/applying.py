@@ -1,4 +1,4 @@
-"""How an objective applies a model to a batch, and what it says where they misfit."""
+"""Apply a model to a batch for an objective, and explain where they do not fit."""
 
 from collections.abc import Mapping
 from typing import Any

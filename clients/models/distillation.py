@@ -1,4 +1,4 @@
-"""Knowledge by predictions in place of weights: logit tables, distillation, ensembles.
+"""Learn from predictions instead of weights: logit tables, distillation, ensembles.
 
 Sites whose models differ in architecture have no weights to average, but can agree on
 predictions for a public set of records: FedMD (Li and Wang 2019, arXiv:1910.03581) and

@@ -1,4 +1,4 @@
-"""Which parameters ``muon`` steps: the hidden weight matrices of a model.
+"""Choose the parameters that ``muon`` steps: the hidden weight matrices of a model.
 
 Muon replaces the momentum of a matrix by the nearest orthogonal one, which suits the
 matrices between layers (Jordan et al. 2024, "Muon: An optimizer for hidden layers in

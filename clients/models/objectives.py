@@ -1,4 +1,4 @@
-"""What local training minimises, as functions of a model and a batch.
+"""Objectives of local training, as functions of a model and a batch.
 
 Each returns tensors, so that nothing waits for the device inside the loop. A user's
 objective returns, for each record, its loss and its metrics by name.

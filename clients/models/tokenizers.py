@@ -1,4 +1,4 @@
-"""Which tokenisers a data source has loaded, and whether the job names them.
+"""Check that the job names the tokenisers that a data source has loaded.
 
 A token's number means another word with another tokeniser, and sites choose their own
 data sources. So the job names the digests, and the same rule holds in a simulation and

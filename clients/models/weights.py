@@ -1,4 +1,4 @@
-"""A torch module as flat vectors, and back.
+"""Convert a torch module to flat vectors and back.
 
 Shape suffixes: d float values of the model, m integer values of the model.
 """

@@ -1,4 +1,4 @@
-"""The figures of the report of one run: what each shows, drawn from a view."""
+"""Draw the figures of a run's report from its view."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""From events, one by one, to the view of a run.
+"""Fold events, one by one, into the view of a run.
 
 ``RunFold`` also takes events of an unfinished run; ``view`` gives a frozen picture of
 what is known so far.

@@ -1,4 +1,4 @@
-"""What was predicted of a run before it began, compared with what it took.
+"""Compare the prediction for a run with what the run took.
 
 Seconds by phase, bytes by link and dollars, all by the one model of
 ``federation.rounds.cost``. Dollars of both sides are the same prices times units: those

@@ -1,4 +1,4 @@
-"""From events to (epsilon, delta): the ledger's accountant, and a looser bound.
+"""Compute (epsilon, delta) from events: the ledger's accountant, and a looser bound.
 
 ``pld`` adds up privacy loss distributions (arXiv:1607.00133 made tight: see
 ``composition``) and is within 0.1 % of the truth. ``rdp`` adds up Renyi divergences

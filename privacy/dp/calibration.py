@@ -1,4 +1,4 @@
-"""How much noise a target epsilon needs: the inverse of ``accountant.epsilon``."""
+"""Calibrate the noise to a target epsilon: the inverse of ``accountant.epsilon``."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What can go wrong in accounting, in one tree.
+"""Errors of accounting, in one tree.
 
 FederationError
 |-- JobError

@@ -1,4 +1,4 @@
-"""What a site releases, as an accountant sees it: a mechanism without its data.
+"""Releases of a site as an accountant sees them: mechanisms without their data.
 
 An event says how a release was made and nothing of what was released, so that it may
 be written down, sent and added up. What the events add up to is in ``accountant``.

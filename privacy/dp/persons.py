@@ -1,4 +1,4 @@
-"""Which records are whose, for steps that sample persons and not records.
+"""Group records by person, for steps that sample persons instead of records.
 
 A step draws persons by Poisson sampling, and of each of them at most so many records,
 uniformly without replacement ("user-level sampling" in Charles et al. 2024,

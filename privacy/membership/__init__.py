@@ -1,1 +1,1 @@
-"""Who belongs to a federation: keys, certificates, enrolment, the handshake."""
+"""Membership of a federation: keys, certificates, enrolment, the handshake."""

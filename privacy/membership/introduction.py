@@ -1,4 +1,4 @@
-"""How a coordinator and a site agree on a run: a proposal, and an introduction.
+"""The handshake before a run: a coordinator's proposal and a site's introduction.
 
 Before the first round the coordinator proposes the run to every node: its job, the
 release and the hash of the code that it runs, signed by the aggregator's identity. A

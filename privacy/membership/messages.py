@@ -1,4 +1,4 @@
-"""How a site enrols: an invitation, a request with proofs, a certificate.
+"""Messages of enrolment: an invitation, a request with proofs, a certificate.
 
 The aggregator's operator invites a site and hands its operator a token, which names the
 aggregator's address, the fingerprint of its authority, the site and a secret. The site

@@ -1,4 +1,4 @@
-"""Which of two crossfed releases is older, and what its operator should do."""
+"""Compare two crossfed releases, and advise the operator of the older one."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What can go wrong in secure aggregation, in one tree.
+"""Errors of secure aggregation, in one tree.
 
 FederationError
 |-- KeyFileRefused            an identity file that others could read or have made
