@@ -18,6 +18,7 @@ from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import AggregationSpec, JobSpec
 from federation.rounds.local_work import bounds, is_auto
 from federation.vectors import Layout
+from federation.wire.frame import MAX_TEXT_CHARS
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import colluding_tolerated
 from privacy.secagg.agreement.policy import LocalPolicy
@@ -149,6 +150,9 @@ class Faults:
         if len(self.errors) > 1 or self.remedy:
             outside = "; also ".join(each.outside for each in self.errors)
             advice = ". Its log has the lines for site.toml" if self.remedy else ""
+            room = MAX_TEXT_CHARS - len(advice)
+            if len(outside) > room:  # The advice is not what is cut off on the way.
+                outside = f"{outside[: room - 3]}..."
             here = ";\nalso ".join(map(str, self.errors))
             error = JobError(here, outside=outside + advice)
         for line in self._advice():

@@ -22,6 +22,7 @@ from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
+from federation.wire import frame as wire
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
@@ -318,6 +319,22 @@ def test_a_site_is_not_asked_about_a_rule_of_the_aggregators():
     """It never calls the function; the aggregator does."""
     job = small_job(aggregation={"combine": "rules:mine"})
     site_policy.check_job(job, PolicySpec(**OPEN, functions=MODELS), SITE)
+
+
+def test_the_advice_of_a_long_refusal_is_not_cut_off():
+    """On its way it is one line of at most so many characters."""
+    faults = site_policy.Faults(job=private_job(), site=SITE, has_data=True)
+    remedy = {"policy.max_rounds": 9}
+    for number in range(40):
+        with faults.noted():
+            raise JobError(
+                "x" * 60, key=f"key{number}", outside="y" * 60, remedy=remedy
+            )
+    with pytest.raises(JobError) as caught:
+        faults.check()
+    told = wire.one_line(caught.value.outside)
+    assert told.endswith("... Its log has the lines for site.toml")
+    assert "max_rounds = 9" in caught.value.__notes__
 
 
 def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
