@@ -227,18 +227,24 @@ def _speeds_file() -> Iterator[str]:
 
 def _combinations() -> Iterator[str]:
     yield from ("# What cannot be combined", "", _COMBINATIONS, "")
+    titles = {
+        method.name: f"{_sentence(method.name)[:-1]}: `{method.dotted_key}`"
+        for method in METHODS
+    }
     for method in METHODS:
-        yield from (f"## {_sentence(method.name)[:-1]}: `{method.dotted_key}`", "")
-        rows = (
-            (_sentence(thing)[:-1], _sentence(reason))
-            for thing, reason in method.excludes.items()
-        )
-        others = (
-            (_sentence(each.name)[:-1], _sentence(each.excludes[method.name]))
+        yield from (f"## {titles[method.name]}", "")
+        things: dict[str, list[str]] = {}
+        for thing, reason in method.excludes.items():
+            things.setdefault(_sentence(reason), []).append(_sentence(thing)[:-1])
+        if rows := [(", ".join(names), reason) for reason, names in things.items()]:
+            yield from _table(("Not with", "Why, and what to do"), rows)
+        others = [
+            f"[{each.name}](#{_slug(titles[each.name])})"
             for each in METHODS
             if method.name in each.excludes
-        )
-        yield from _table(("Not with", "Why, and what to do"), (*rows, *others))
+        ]
+        if others:
+            yield from (f"Nor with {', '.join(others)}: see there.", "")
         if method.private_because:
             because = method.private_because
             yield from (f"Where differential privacy is not refused, {because}.", "")
