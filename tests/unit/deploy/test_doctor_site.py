@@ -112,7 +112,7 @@ def data_is(federation: Federation, table: str) -> Check:
     text = "\n".join(
         line for line in path.read_text().splitlines() if not line.startswith("source")
     )
-    path.write_text(text.replace("[data]", f"[data]\n{table}"))
+    path.write_text(text.replace("\n[data]\n", f"\n[data]\n{table}\n"))
     return examined(federation)["data"]
 
 
