@@ -30,7 +30,7 @@ from privacy.secagg.agreement import identity
 # Renewals in the time of a lease: two may fail.
 _RENEWALS = 4
 _LOOK_SECONDS = 0.1
-# Less than ``prompt_end`` waits.
+# Less than ``graceful_exit`` waits.
 _FAREWELL_SECONDS = 1.0
 
 Listener = Callable[[str], None]

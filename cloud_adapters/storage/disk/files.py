@@ -29,9 +29,9 @@ NOTHING_THERE = frozenset(
 )
 
 ADVICE: Mapping[int, str] = {
-    errno.ENOSPC: "the disk is full; free some space, and resume the run if it has "
+    errno.ENOSPC: "the disk is full; free some space and resume the run if it has "
     "ended",
-    errno.EDQUOT: "the disk quota is used up; free some space, and resume the run if "
+    errno.EDQUOT: "the disk quota is used up; free some space and resume the run if "
     "it has ended",
     errno.EFBIG: "the file would be larger than the process or the file system "
     "allows; raise the limit (ulimit -f) or use another disk",
