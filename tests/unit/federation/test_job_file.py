@@ -251,8 +251,10 @@ def test_a_stranger_cannot_ask_for_many_faults(monkeypatch: pytest.MonkeyPatch):
     [
         (
             {"aggregation": {"combine": "medain"}},
-            "aggregation.combine: 'medain' is not a choice and not of the form "
-            "module:function or ./file.py:function: did you mean 'median'?",
+            (
+                "aggregation.combine: 'medain' is not a choice and not of the form "
+                "module:function or ./file.py:function: did you mean 'median'?"
+            ),
         ),
         (
             {"aggregation": {"weights": "exmaples"}},
