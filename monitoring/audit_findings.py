@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from monitoring.units import format_delta, format_epsilon
+from federation.epsilon_text import format_epsilon
+from monitoring.units import format_delta
 from privacy.dp.auditing import Guesses, Roc, p_value
 from privacy.dp.curve_tests import PValues
 

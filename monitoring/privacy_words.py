@@ -7,10 +7,11 @@ the accountant and what that assumes of the sampling. Nothing here accounts.
 import math
 from collections.abc import Iterable, Iterator
 
+from federation.epsilon_text import format_cap, format_epsilon
 from federation.events import ModelEvaluated, PrivacyPlanned, SitePrivacy
 from federation.job.metrics import MAX_LOSS
 from federation.messages import PrivacySpent
-from monitoring.units import format_cap, format_count, format_delta, format_epsilon
+from monitoring.units import format_count, format_delta
 from privacy.dp.budget import MIN_SIGNAL_TO_NOISE
 
 NOISY = "~"  # before a number that carries noise

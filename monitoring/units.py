@@ -13,7 +13,6 @@ _SHORT_SECONDS = 9.95
 _SHOWN_IN_MILLISECONDS = 0.0995
 _SMALL = 0.001
 _LARGE = 10_000
-_FEWEST, _MOST = -12, 6  # powers of ten of an epsilon that is written out
 
 
 def format_bytes(size: float) -> str:
@@ -67,26 +66,6 @@ def format_number(value: float | None) -> str:
 def format_count(count: int, noun: str) -> str:
     """A number of things: ``1 site``, ``1,000 sites``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def format_epsilon(epsilon: float | None) -> str:
-    """An upper bound, rounded up: ``3.21``, ``0.0042``; a dash for None."""
-    if epsilon is None:
-        return "-"
-    if not math.isfinite(epsilon):
-        return str(epsilon)
-    # The decimal that a person would write, not the binary one just above it.
-    exact = Decimal(repr(epsilon))
-    if epsilon and not _FEWEST <= exact.adjusted() <= _MOST:  # A site may claim it.
-        place = Decimal(1).scaleb(exact.adjusted() - 1)
-        return f"{exact.quantize(place, ROUND_CEILING):.1e}"
-    digit = min(-2, exact.adjusted() - 1) if exact else -2
-    return f"{exact.quantize(Decimal(1).scaleb(digit), ROUND_CEILING):f}"
-
-
-def format_cap(epsilon: float) -> str:
-    """A bound that a person has set, as it was set: ``8``, ``0.5``."""
-    return f"{epsilon:g}"
 
 
 def format_delta(delta: float) -> str:

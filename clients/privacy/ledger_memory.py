@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from clients.privacy.site_memory import Document, SiteMemory
+from federation.epsilon_text import format_epsilon
 from federation.errors import BudgetExceeded, CorruptObject, JobError
 from federation.ids import RunId
 from federation.messages import NO_ANCHOR, LedgerAnchor
@@ -228,9 +229,9 @@ def check_plan(
         before, _ = _composed(budget, terms, others, own)
         raise JobError(
             f"site {terms.site!r}: all runs on {budget.dataset!r} have spent epsilon "
-            f"{before:.4g} at delta {delta:g}, this one would take it to "
-            f"{epsilon:.4g}, and {budget.epsilon:g} is allowed ({budget.key}). Lower "
-            "target_epsilon, or run fewer rounds",
+            f"{format_epsilon(before)} at delta {delta:g}, this one would take it to "
+            f"{format_epsilon(epsilon)}, and {budget.epsilon:g} is allowed "
+            f"({budget.key}). Lower target_epsilon, or run fewer rounds",
             key=_TARGET,
             remedy={budget.key: math.ceil(100 * epsilon) / 100},
         )
@@ -363,8 +364,8 @@ class RememberedLedger:
         if epsilon > limit:
             raise BudgetExceeded(
                 f"round {round_index} would take all runs on {self._budget.dataset!r} "
-                f"at site {self.terms.site!r} to epsilon {epsilon:.4g} at delta "
-                f"{delta:g}, beyond {limit:g} ({self._budget.key}); nothing was "
+                f"at site {self.terms.site!r} to epsilon {format_epsilon(epsilon)} at "
+                f"delta {delta:g}, beyond {limit:g} ({self._budget.key}); nothing was "
                 "released. Only the site's operator can raise the limit",
                 epsilon=epsilon,
                 cap=limit,

@@ -13,6 +13,7 @@ from clients.user_code import unable_to_exit
 from deploy.cli.arguments import load_job
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, INCONCLUSIVE
+from federation.epsilon_text import format_epsilon
 from federation.errors import RunConflict, StoreUnavailable, os_errors
 
 if TYPE_CHECKING:
@@ -59,15 +60,17 @@ def show(findings: "AuditFindings", folder: Path, *, as_json: bool) -> int:
         say(f"\nreport       {folder / 'audit.html'}")
     sys.stdout.flush()
     for site in findings.broken:
+        epsilon = format_epsilon(site.promise.epsilon)
         tell(
-            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, but the "
+            f"site {site.site!r} reports epsilon {epsilon}, but the "
             "attack succeeds more often than that allows (p-value "
             f"{format_p(site.p_value)}): the guarantee does not hold. Stop releasing "
             "its models, and find out what weakens noise or clipping"
         )
     for site in findings.inconclusive:
+        epsilon = format_epsilon(site.promise.epsilon)
         tell(
-            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and this "
+            f"site {site.site!r} reports epsilon {epsilon}, and this "
             "audit would not notice missing noise, so it says nothing about the "
             "guarantee. Use more --canaries, or audit the same code at a smaller "
             "target_epsilon"

@@ -12,6 +12,7 @@ from cloud_adapters.extras import naming_extras
 from deploy.cli.simulate_verb import stop_on_signal
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, STOPPED
+from federation.epsilon_text import format_epsilon
 
 if TYPE_CHECKING:
     from deploy.tuning.selecting import SelectionRelease
@@ -102,12 +103,13 @@ def _print_selected(selected: "SelectionRelease") -> None:
     found = selected.cost
     terms = f"at delta {found.delta:.2g}"
     say(f"selected    {selected.folder}")
+    epsilon, composed = format_epsilon(found.epsilon), format_epsilon(found.composed)
     say(
-        f"            epsilon {found.epsilon:.4g} {terms} for those who see nothing "
+        f"            epsilon {epsilon} {terms} for those who see nothing "
         f"else of this search ({found.distribution}, {found.mean:g} trials expected)"
     )
     say(
-        f"            epsilon {found.composed:.4g} {terms} for those who see all "
+        f"            epsilon {composed} {terms} for those who see all "
         f"of {found.mean:g} trials"
     )
 
@@ -130,7 +132,7 @@ def _print(found: "Tuning") -> None:
             say(f"            {name} = {value}")
         say(f"run         {best.folder}")
     if found.epsilon is not None:
-        spent = f"epsilon {found.epsilon:.4g} at delta {found.delta:.2g}"
+        spent = f"epsilon {format_epsilon(found.epsilon)} at delta {found.delta:.2g}"
         say(f"privacy     {spent}, of all trials together")
     say(f"page        {found.page}")
 

@@ -51,6 +51,7 @@ from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.durable_files import replace_file
+from federation.epsilon_text import format_cap, format_epsilon, format_left
 from federation.errors import (
     CheckpointMismatch,
     FederationError,
@@ -240,10 +241,11 @@ class SiteAgent:
         found = lifetime(site_memory(self.config), budget)
         if found is None or budget.epsilon is None:
             return ""
-        left = max(0.0, budget.epsilon - found.epsilon)
+        spent = format_epsilon(found.epsilon)
+        left = format_left(budget.epsilon, found.epsilon)
         return (
-            f"; all runs on {budget.dataset!r} together {found.epsilon:.3g} of "
-            f"{budget.epsilon:g}, {left:.3g} left (policy.total_epsilon)"
+            f"; all runs on {budget.dataset!r} together {spent} of "
+            f"{format_cap(budget.epsilon)}, {left} left (policy.total_epsilon)"
         )
 
     def _close_run(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
+from federation.epsilon_text import format_cap, format_epsilon
 from federation.events import SitePrivacy
 from federation.ids import RunId
 from federation.job.spec import JobSpec
@@ -44,7 +45,8 @@ class RunLines:
         protection = "no differential privacy"
         if self.promise is not None:
             cap, delta = self.promise.epsilon_cap, self.promise.delta
-            protection = f"epsilon at most {cap:.3g} with delta {delta:.1e}"
+            at_most = f"epsilon at most {format_cap(cap)}"
+            protection = f"{at_most} with delta {delta:.1e}"
         secret = self.job.privacy.secure_aggregation.enabled
         self.listener(
             f"run {self.run_id} begins: job {self.job.name!r}, {self.job.rounds} "
@@ -74,11 +76,12 @@ class RunLines:
         self._is_over = True
         spent = ""
         if self._spent is not None and self.promise is not None:
-            cap = f"{self.promise.epsilon_cap:.3g}"
-            spent = f", epsilon {self._spent.epsilon:.3g} of {cap} spent on training"
+            cap = format_cap(self.promise.epsilon_cap)
+            training = format_epsilon(self._spent.epsilon)
+            spent = f", epsilon {training} of {cap} spent on training"
             held_out = self._spent.held_out_epsilon
             if held_out is not None:
-                spent += f" and {held_out:.3g} of {cap} on evaluations"
+                spent += f" and {format_epsilon(held_out)} of {cap} on evaluations"
             spent += self.total()
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
@@ -90,15 +93,15 @@ class RunLines:
 def lost_work(job: JobSpec, task: Task) -> str:
     """What it means that a process ends in the middle of a task."""
     private = job.privacy.differential_privacy.enabled
-    charged = "; what it was charged for privacy stays charged" if private else ""
+    charged = ", but its charge to the privacy budget stays" if private else ""
     waits = (
-        "if the site is back before the round ends, it is asked again, and the round "
-        "waits only if its quorum needs this site"
+        "If the site is back before the round ends, it is asked again; the round waits "
+        "only if its quorum needs this site"
         if job.continues_rounds
-        else "the round does not wait: if its quorum needs this site, it has no "
-        "result, and the next round waits"
+        else "If the quorum needs this site, the round has no result, and the next "
+        "round waits for the site"
     )
     return (
-        f"ended in the middle of round {task.round_index} of run {task.run_id}: its "
-        f"work in this round is lost{charged}; {waits}"
+        f"the agent was stopped in round {task.round_index} of run {task.run_id}: its "
+        f"work in that round is lost{charged}. {waits}"
     )

@@ -26,6 +26,7 @@ from deploy.site_host import (
     run as site_run,
 )
 from deploy.site_host.run import LedgerKey
+from federation.epsilon_text import format_epsilon
 from federation.errors import FederationError, RunNotFound
 from federation.ids import RunId, SiteId
 from federation.messages import NO_ANCHOR, LedgerAnchor
@@ -58,6 +59,8 @@ _BY_NOBODY = (
     "nothing here knows how many charges it held: a copy that was restored from a "
     "backup looks the same; the run's aggregator knows"
 )
+
+_DECIMALS = 4  # of an epsilon: three accountants are compared
 
 # Another version's accountant may differ by a little.
 _AGREEMENT = 0.005
@@ -334,8 +337,9 @@ def lines(finding: Finding) -> Iterator[str]:
     for purpose, spent in known["spent"].items():
         yield from _spent_lines(purpose, spent)
     if (all_runs := finding.lifetime) is not None:
+        total = format_epsilon(all_runs.epsilon, places=_DECIMALS)
         yield (
-            f"lifetime    epsilon {all_runs.epsilon:.4f} at delta {all_runs.delta:g}, "
+            f"lifetime    epsilon {total} at delta {all_runs.delta:g}, "
             f"runs on {all_runs.dataset!r}: {all_runs.num_runs}"
         )
         if all_runs.num_contents > 1:
@@ -357,9 +361,12 @@ def _spent_lines(purpose: str, spent: dict[str, Any]) -> Iterator[str]:
     )
     if spent["recovered"]:
         yield f"  recovered {spent['recovered']} charges, of unknown rounds"
+    pld, rdp, prv, prv_upper = (
+        format_epsilon(spent[name], places=_DECIMALS)
+        for name in ("epsilon", "epsilon_rdp", "epsilon_prv", "epsilon_prv_upper")
+    )
     yield (
-        f"  epsilon   {spent['epsilon']:.4f} (pld); {spent['epsilon_rdp']:.4f} (rdp, a "
-        f"bound); {spent['epsilon_prv']:.4f}, at most {spent['epsilon_prv_upper']:.4f} "
+        f"  epsilon   {pld} (pld); {rdp} (rdp, a bound); {prv}, at most {prv_upper} "
         "(prv)"
     )
     for event in spent["events"]:

@@ -17,6 +17,7 @@ from deploy.site_host.departure import Departure
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.run import Run
 from deploy.wiring.store_meters import StoreMeters
+from federation.epsilon_text import format_epsilon
 from federation.errors import RunNotFound
 from federation.ids import RunId
 from federation.messages import NO_ANCHOR, join_anchors
@@ -107,5 +108,5 @@ def lines(found: RecoveryResult) -> Iterator[str]:
         before, after = getattr(found.before, purpose), getattr(found.after, purpose)
         yield (
             f"{purpose:<11} {after - before} charges recovered, {after} in all, "
-            f"epsilon {epsilon:.4f}"
+            f"epsilon {format_epsilon(epsilon, places=4)}"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deploy.tools import ledger_reader
 from deploy.tuning.ledger_marks import LedgerMark
+from federation.epsilon_text import format_epsilon
 from federation.errors import CorruptObject
 from federation.job.spec import JobSpec
 from privacy.dp import accountant
@@ -131,6 +132,7 @@ def refusal(
     if reached <= epsilon_cap:
         return ""
     return (
-        f"another trial could take a site to epsilon {reached:.4g} at delta {total:g}, "
-        f"beyond privacy.max_epsilon, {epsilon_cap:g}"
+        f"another trial could take a site to epsilon "
+        f"{format_epsilon(reached)} at delta {total:g}, beyond "
+        f"privacy.max_epsilon, {epsilon_cap:g}"
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from federation.compression.codec import IDENTITY, Codec
+from federation.epsilon_text import format_epsilon
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -222,7 +223,9 @@ class RoundVerdicts:
             told = spent.epsilon if self.kind is TaskKind.TRAIN else 0.0
             told = max(told, spent.held_out_epsilon or 0.0)
             if told > self.epsilon_cap:
-                text = f"states epsilon {told:.4g}, above {self.epsilon_cap:g}"
+                text = (
+                    f"states epsilon {format_epsilon(told)}, above {self.epsilon_cap:g}"
+                )
                 return self._invalid(message.site, text)
         if self.in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
             return self._judge_secret(message)

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from federation.epsilon_text import format_epsilon
 from monitoring.audit_findings import FALSE_POSITIVES, AuditFindings, SiteFindings
 from monitoring.pages.figures import (
     FAINT,
@@ -21,7 +22,7 @@ from monitoring.pages.figures import (
 )
 from monitoring.pages.panels import Panel
 from monitoring.pages.report import environment, write_page
-from monitoring.units import format_delta, format_epsilon
+from monitoring.units import format_delta
 from privacy.dp.auditing import Roc, Scores, largest_true_positives
 
 CANARIES_COLOUR, FINAL_COLOUR, LOCAL_COLOUR = SITE_COLOURS[0], *SITE_COLOURS[2:4]

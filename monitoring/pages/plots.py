@@ -12,6 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from federation.epsilon_text import format_cap
 from federation.errors import JobError, StoreUnavailable, os_errors
 from federation.events import SiteFailed
 from monitoring.pages.figures import (
@@ -34,7 +35,7 @@ from monitoring.pages.figures import (
 )
 from monitoring.pages.timeline_plot import timeline
 from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
-from monitoring.units import format_bytes, format_cap
+from monitoring.units import format_bytes
 from monitoring.views.round_view import RoundView, perplexity
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import Series, SiteView

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from federation.epsilon_text import format_cap, format_epsilon
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
 from monitoring import privacy_words, units
@@ -191,10 +192,10 @@ def environment() -> Environment:
     )
     found.filters.update(
         bytes=units.format_bytes,
-        cap=units.format_cap,
+        cap=format_cap,
         delta=units.format_delta,
         duration=units.format_duration,
-        epsilon=units.format_epsilon,
+        epsilon=format_epsilon,
         fraction=units.format_fraction,
         number=units.format_number,
         sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from federation.epsilon_text import format_epsilon
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -41,7 +42,6 @@ from monitoring.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_epsilon,
     format_fraction,
     format_number,
 )

@@ -8,6 +8,7 @@ reaches a terminal. The picture for a terminal is in ``live``.
 import math
 from typing import TextIO
 
+from federation.epsilon_text import format_epsilon
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -34,7 +35,6 @@ from monitoring.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_epsilon,
     format_fraction,
     format_number,
 )
@@ -102,12 +102,19 @@ class PlainProgress(Closing):
     """One line for every round and site task, for pipes and log files.
 
     A round's line waits for the evaluation of its model, which comes during the
-    next round, and lines of that round wait behind it.
+    next round, and lines of that round wait behind it. A round without a result, or
+    whose model the job does not evaluate, is written at once.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        """Write to ``stream``, which stays open."""
+    def __init__(self, stream: TextIO, *, every: int = 1) -> None:
+        """Write to ``stream``, which stays open.
+
+        Args:
+            stream: Receives the lines.
+            every: The job's ``evaluation.every``; 0 if no model is evaluated.
+        """
         self._stream = stream
+        self._every = every
         self._is_language = self._is_secret = self._is_at_work = False
         self._rounds = self._steps = 0
         self._num_sites = 0
@@ -131,9 +138,7 @@ class PlainProgress(Closing):
                 self._steps = event.num_steps
                 self._write(f"steps  {self._place(event.round_index)}  {chosen(event)}")
             case RoundFinished():
-                # A model is evaluated in the round after its own, if at all.
-                self._write_rounds(before=event.round_index)
-                self._waiting.append(event)
+                self._take_round(event)
             case ModelEvaluated():
                 self._evaluate(event)
             case RunFinished():
@@ -180,6 +185,23 @@ class PlainProgress(Closing):
             return
         self._evaluated[event.round_index] = event
         self._write_rounds(before=event.round_index + 1)
+        if self._evaluated.pop(event.round_index, None):  # Its round was written.
+            place = self._place(event.round_index)
+            self._write(f"model  {place}  {self._metrics(event)}")
+
+    def _take_round(self, event: RoundFinished) -> None:
+        # A model is evaluated in the round after its own, if at all.
+        self._write_rounds(before=event.round_index)
+        self._waiting.append(event)
+        if not self._awaits_evaluation(event):
+            self._write_rounds(before=math.inf)
+
+    def _awaits_evaluation(self, event: RoundFinished) -> bool:
+        """Whether an evaluation is planned whose results belong to a round's line."""
+        if event.status != COMPLETED or self._every == 0:
+            return False
+        index = event.round_index
+        return index % self._every == 0 or index == self._rounds
 
     def _write_site(self, event: SiteAnswered | SiteFailed) -> None:
         place = f"{self._place(event.round_index)}  {event.site}"
@@ -240,6 +262,9 @@ class PlainProgress(Closing):
 
     def _write_round(self, event: RoundFinished) -> None:
         evaluated = self._evaluated.pop(event.round_index, None)
+        # A lost round leaves the model of the one before, with its results.
+        has_result = event.status == COMPLETED or evaluated is not None
+        metrics = f"{self._metrics(evaluated)}  " if has_result else ""
         status = "" if event.status == COMPLETED else f"{event.status}  "
         training = ""
         if self._privacy is not None:
@@ -249,7 +274,7 @@ class PlainProgress(Closing):
             training = f"training loss {format_number(loss_of(event.training))}  "
         self._put(
             f"round  {self._place(event.round_index)}  {status}"
-            f"{training}{self._metrics(evaluated)}  "
+            f"{training}{metrics}"
             f"{len(event.answered)}/{len(event.asked)} sites  "
             f"up {format_bytes(event.bytes_up)}  "
             f"down {format_bytes(event.bytes_down)}  {format_duration(event.seconds)}"

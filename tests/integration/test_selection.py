@@ -16,9 +16,10 @@ from cloud_adapters.storage.disk import transfer
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools.export import CARD, export
 from deploy.wiring import extension
+from federation.epsilon_text import format_epsilon
 from federation.errors import CheckpointMismatch
 from federation.job.spec import JobSpec
-from monitoring import privacy_words, units
+from monitoring import privacy_words
 from monitoring.pages import comparison, report_privacy
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
@@ -118,7 +119,7 @@ def test_a_private_run_that_stops_by_its_results_guarantees_its_cap(
         assert of["epsilon"] == 50.0
         assert of["epsilon_charged"] <= charged
     assert found["privacy"]["held_out_epsilon"] == 50.0
-    said = f"50 ({units.format_epsilon(charged)} charged)"
+    said = f"50 ({format_epsilon(charged)} charged)"
     store = MemoryStore()
     export(run, store)
     card = b"".join(transfer.stream(store, CARD)).decode()

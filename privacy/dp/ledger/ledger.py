@@ -35,6 +35,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from federation.epsilon_text import format_epsilon
 from federation.errors import BudgetExceeded, StoreUnavailable
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock
@@ -181,11 +182,12 @@ class _Account:
         cap = self.terms.epsilon_cap
         if after <= cap:
             return
+        spent = format_epsilon(self.epsilon(purpose))
         raise BudgetExceeded(
             f"round {round_index} would take site {self.terms.site!r} to epsilon "
-            f"{after:.4g} at delta {self.terms.delta:g}, beyond its cap of {cap:g} "
-            f"(spent so far on {_WHAT[purpose]}: {self.epsilon(purpose):.4g}); nothing "
-            "was released. Stop here, or start a run with fewer rounds or more noise; "
+            f"{format_epsilon(after)} at delta {self.terms.delta:g}, beyond its cap of "
+            f"{cap:g} (spent so far on {_WHAT[purpose]}: {spent}); nothing was "
+            "released. Stop here, or start a run with fewer rounds or more noise; "
             "only the site's operator can raise the cap",
             epsilon=after,
             cap=cap,

@@ -1,6 +1,7 @@
 """``crossfed ledger`` says what was spent, and which ledger cannot be believed."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_every_site_of_a_run_is_shown(run: Path, capsys: pytest.CaptureFixture[s
         "cap         epsilon 8",
         "train       3 rounds, 3 charges, 60 steps",
         "evaluate    3 rounds, 3 charges, 3 steps",
-        f"epsilon   {want:.4f} (pld)",
+        f"epsilon   {math.ceil(10_000 * want) / 10_000:.4f} (pld)",
         "60 x Gaussian, noise multiplier 2.0000, sampling rate 0.05",
     ):
         assert text in left

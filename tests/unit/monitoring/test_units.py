@@ -6,11 +6,9 @@ import pytest
 
 from monitoring.units import (
     format_bytes,
-    format_cap,
     format_count,
     format_delta,
     format_duration,
-    format_epsilon,
     format_fraction,
     format_number,
 )
@@ -72,37 +70,9 @@ def test_fractions_and_counts():
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "expected"),
-    [
-        (None, "-"),
-        (0.0, "0.00"),
-        (3.21, "3.21"),
-        (3.2100001, "3.22"),
-        (7.999, "8.00"),
-        (0.00412, "0.0042"),
-        (1e-9, "0.0000000010"),
-        (123.4, "123.40"),
-        (1.7e308, "1.7e+308"),
-        (1.23e28, "1.3e+28"),
-        (5e-324, "5.0e-324"),
-        (math.inf, "inf"),
-    ],
-)
-def test_epsilons_are_rounded_up(epsilon: float | None, expected: str):
-    """A bound stays a bound."""
-    assert expected == format_epsilon(epsilon)
-    assert epsilon is None or float(expected) >= epsilon
-
-
-@pytest.mark.parametrize(
     ("delta", "expected"),
     [(0.0, "0"), (1e-4, "1e-04"), (2.51e-6, "2.6e-06"), (0.3, "3e-01")],
 )
 def test_deltas_are_rounded_up(delta: float, expected: str):
     """A bound stays a bound, and a round number stays round."""
     assert expected == format_delta(delta)
-
-
-def test_caps_are_as_they_were_set():
-    """No digits that nobody wrote."""
-    assert [format_cap(value) for value in (8.0, 0.5)] == ["8", "0.5"]
