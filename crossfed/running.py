@@ -153,9 +153,10 @@ def simulate(
         listeners.append(_guarded("on_event", on_event))
     if on_round is not None:
         listeners.append(_each_round(_guarded("on_round", on_round)))
-    with _progress(clock, shown=progress) as shown, unable_to_exit():
+    spec = load_job(job, overrides, **keys)
+    with _progress(clock, spec, shown=progress) as shown, unable_to_exit():
         return simulation.simulate(
-            load_job(job, overrides, **keys),
+            spec,
             folder=None if folder is None else Path(folder),
             resume=resume,
             extend=extend is not None,
@@ -215,13 +216,15 @@ def _kept(run: "RunResult | str | Path") -> "RunFolder":
 
 
 @contextmanager
-def _progress(clock: SystemClock, *, shown: bool | None) -> "Iterator[Sequence[Emit]]":
+def _progress(
+    clock: SystemClock, job: JobSpec, *, shown: bool | None
+) -> "Iterator[Sequence[Emit]]":
     if not (sys.stderr.isatty() if shown is None else shown):
         yield ()
         return
     from deploy.cli.run_progress import run_progress  # noqa: PLC0415 -- imports rich
 
-    with run_progress(clock) as show:
+    with run_progress(clock, every=job.evaluation.every) as show:
         yield (show,)
 
 

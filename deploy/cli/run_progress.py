@@ -12,14 +12,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def run_progress(clock: "Clock") -> Iterator["Emit"]:
-    """Progress that survives the loss of its reader."""
-    with _progress(clock) as progress:
+def run_progress(clock: "Clock", *, every: int) -> Iterator["Emit"]:
+    """Progress that survives the loss of its reader.
+
+    Args:
+        clock: Tells time.
+        every: The job's ``evaluation.every``.
+    """
+    with _progress(clock, every) as progress:
         yield _while_read(progress)
 
 
 @contextmanager
-def _progress(clock: "Clock") -> Iterator["Emit"]:
+def _progress(clock: "Clock", every: int) -> Iterator["Emit"]:
     """Choose the form of progress: a live view on a terminal, lines in a pipe."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -31,7 +36,7 @@ def _progress(clock: "Clock") -> Iterator["Emit"]:
         with LiveProgress(console, clock=clock) as live:
             yield live
     else:
-        plain = PlainProgress(sys.stderr)
+        plain = PlainProgress(sys.stderr, every=every)
         yield plain
         with contextlib.suppress(OSError):
             plain.close()

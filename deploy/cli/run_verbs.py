@@ -93,7 +93,8 @@ def follow(
 
     try:
         _await_start(run, options.clock, look)
-        with run_progress(options.clock) as show:
+        every = _evaluation_every(run)
+        with run_progress(options.clock, every=every) as show:
             pauses = _Pauses(run, options.clock, lock=_config(options).lock)
 
             def idle() -> None:
@@ -113,6 +114,14 @@ def follow(
     if outcome.code == STOPPED and is_pause():
         return STOPPED
     return _tell_outcome(options, run, outcome)
+
+
+def _evaluation_every(run: "RunFolder") -> int:
+    """How often the run's models are evaluated."""
+    try:
+        return run.read_spec().evaluation.every
+    except FederationError:  # It shows the events even so; its lines may come later.
+        return 1
 
 
 def _watch_words(options: argparse.Namespace, run: "RunFolder") -> str:
@@ -324,7 +333,8 @@ def _logs(options: argparse.Namespace) -> int:
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
 
-    run, progress = _find(options), PlainProgress(sys.stdout)
+    run = _find(options)
+    progress = PlainProgress(sys.stdout, every=_evaluation_every(run))
     over = partial(is_over, run) if options.follow else lambda: True
     with contextlib.suppress(KeyboardInterrupt), progress:
         for line in _lines(run, over, options.clock):

@@ -41,7 +41,7 @@ def _simulate(options: argparse.Namespace) -> int:
     try:
         with (
             stop_on_signal() as stop,
-            run_progress(options.clock) as show,
+            run_progress(options.clock, every=job.evaluation.every) as show,
             unable_to_exit(),
         ):
             outcome = simulate(

@@ -34,9 +34,9 @@ from monitoring.views.run_fold import fold
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
 
 
-def _lines(events: list[Event]) -> list[str]:
+def _lines(events: list[Event], *, every: int = 1) -> list[str]:
     stream = io.StringIO()
-    with PlainProgress(stream) as emit:
+    with PlainProgress(stream, every=every) as emit:
         for event in events:
             emit(event)
     return stream.getvalue().splitlines()
@@ -217,6 +217,61 @@ def test_plain_round_without_evaluation_is_not_held_back():
     assert lines[first + 1].startswith("site   2/3")
 
 
+def _until_round(events: list[Event], index: int) -> list[Event]:
+    """Events up to the one that finishes a round."""
+    finished = (e for e in events if isinstance(e, RoundFinished))
+    last = next(e for e in finished if e.round_index == index)
+    return events[: events.index(last) + 1]
+
+
+def _shown(events: list[Event], *, every: int) -> list[str]:
+    """Lines that a person sees after these events, while the run goes on."""
+    stream = io.StringIO()
+    emit = PlainProgress(stream, every=every)
+    for event in events:
+        emit(event)
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("every", "index"), [(2, 1), (2, 3), (0, 1), (0, 4)])
+def test_plain_round_that_is_not_evaluated_comes_when_it_ends(every: int, index: int):
+    """Nobody waits a round for an evaluation that the job does not plan."""
+    kept = [e for e in event_samples.two_sites(4) if not isinstance(e, ModelEvaluated)]
+    last = _shown(_until_round(kept, index), every=every)[-1]
+    assert last.startswith(f"round  {index}/4  not evaluated  2/2 sites")
+
+
+@pytest.mark.parametrize(("every", "index"), [(1, 1), (2, 2), (3, 4)])
+def test_plain_round_that_is_evaluated_waits(every: int, index: int):
+    """Also the last one, which is evaluated whatever the job's period."""
+    shown = _shown(_until_round(event_samples.two_sites(4), index), every=every)
+    assert not any(line.startswith(f"round  {index}/4") for line in shown)
+
+
+def test_plain_lost_round_comes_when_it_is_lost():
+    """And the round before it, whose evaluation it took along."""
+    events = _until_round(event_samples.troubled(), 5)
+    kept = [
+        e
+        for e in events
+        if getattr(e, "round_index", 0) < 5 or not isinstance(e, ModelEvaluated)
+    ]
+    rounds = [line for line in _shown(kept, every=1) if line.startswith("round ")]
+    assert [line.split()[1].split("/")[0] for line in rounds][-2:] == ["4", "5"]
+    assert " lost " in rounds[-1]
+    assert "evaluated" not in rounds[-1]
+
+
+def test_plain_evaluation_after_its_round_has_a_line():
+    """A run that is stopped evaluates its last model, whatever the job's period."""
+    *events, end = event_samples.two_sites(1)
+    assert isinstance(end, RunFinished)
+    lines = _lines([replace(events[0], rounds=4), *events[1:], end], every=2)
+    found = [line for line in lines if line.startswith(("round", "model"))]
+    assert found[0].startswith("round  1/4  not evaluated  2/2 sites")
+    assert found[1:] == ["model  1/4  loss 1.681  accuracy 35.0 %"]
+
+
 def test_plain_interruption_writes_what_waits():
     """Leaving the block writes rounds whose evaluation will not come."""
     events = event_samples.two_sites(2)
@@ -233,7 +288,8 @@ def test_plain_failures_and_warnings_come_at_once():
     assert failed[0].startswith(
         "failed  3/10  gcp-us-central1  deadline  the site's process ended"
     )
-    assert any(line.startswith("round   5/10  lost  loss") for line in lines)
+    assert any(line.startswith("round   5/10  lost  0/2 sites") for line in lines)
+    assert any(line.startswith("model   5/10  loss") for line in lines)
 
 
 def test_plain_long_message_is_written_once():
