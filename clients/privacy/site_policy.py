@@ -42,12 +42,14 @@ _LEVELS = "privacy.secure_aggregation.levels"
 _WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
-# The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
+# Before an operator changes a value of ``site.toml``, by its dotted key.
 _CAUTIONS = {
     "policy.functions": "read what they do first",
+    "data.source": "name what loads your own data; read what it does first",
     "data.preprocessing": "if each record is prepared separately",
 }
 
+# The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
 _Faults = Iterator[tuple[str, str, Mapping[str, Any]]]
 
 
@@ -79,6 +81,16 @@ def check_job(
         raise joined(faults)
 
 
+def rehearses(job: JobSpec, site: SiteId) -> bool:
+    """Whether a site without data of its own has a part of the job's dataset.
+
+    It loads nothing that the job names for single sites, and opens no address that
+    someone else gives it.
+    """
+    is_dealt = any(each.name == site and each.data is None for each in job.sites)
+    return is_dealt and job.data is not None and "://" not in job.data.source
+
+
 def function_faults(
     job: JobSpec, policy: PolicySpec, site: SiteId, *, has_data: bool
 ) -> list[JobError]:
@@ -86,7 +98,8 @@ def function_faults(
 
     Arguments as for ``check_job``.
     """
-    return _errors(_function_faults(job, policy, has_data=has_data), site)
+    loads_data = not has_data and rehearses(job, site)
+    return _errors(_function_faults(job, policy, loads_data=loads_data), site)
 
 
 def _errors(
@@ -110,17 +123,17 @@ class Faults:
         job: As it was proposed.
         site: The site's name.
         has_data: Whether the site has data of its own.
+        is_unseen: Whether the job is private and the site's data could not be loaded,
+            so that no one knows whether they are within the limits.
         errors: What was found.
-        cautions: What an operator decides before a value of ``site.toml`` is changed,
-            by its dotted key.
-        remedy: Such values, beside those of the errors.
+        remedy: Values of ``site.toml`` that would accept the job, by dotted key.
     """
 
     job: JobSpec
     site: SiteId
     has_data: bool
+    is_unseen: bool = False
     errors: list[FederationError] = field(default_factory=list)
-    cautions: dict[str, str] = field(default_factory=lambda: {**_CAUTIONS})
     remedy: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
@@ -159,31 +172,10 @@ class Faults:
             error.add_note(line)
         raise error
 
-    def note_unseen_data(self, policy: PolicySpec, *, is_vouched: bool) -> None:
-        """Note what no one knows before the site's data have been loaded.
-
-        Args:
-            policy: What the operator requires.
-            is_vouched: Whether the operator has said how the data are prepared.
-        """
-        private, least = self.job.privacy.differential_privacy, policy.max_delta
-        if not private.enabled:
-            return
-        if not is_vouched:
-            self.remedy["data.preprocessing"] = "none"
-            self.cautions["data.preprocessing"] += ", and the source declares nothing"
-        if private.delta is None and policy.demands_privacy and private.unit != "site":
-            self.remedy["policy.max_delta"] = min(10 * least, 0.1)
-            few = math.ceil(1 / (10 * least))
-            self.cautions["policy.max_delta"] = f"only with fewer than {few:,} records"
-        most = 2 * (private.target_epsilon or 0.0)  # With all evaluations.
-        if policy.total_epsilon is not None and most > policy.total_epsilon:
-            self.remedy["policy.total_epsilon"] = most
-            self.cautions["policy.total_epsilon"] = "for all runs; this one needs less"
-
     def _advice(self) -> Iterator[str]:
         remedy = self.remedy
-        named = _named_functions(self.job, has_data=self.has_data)
+        loads_data = not self.has_data and rehearses(self.job, self.site)
+        named = _named_functions(self.job, loads_data=loads_data)
         files = {
             file.path: file for _, text in named if (file := code_files.parse(text))
         }
@@ -192,6 +184,11 @@ class Faults:
                 file.sources()
             except JobError as error:
                 yield f"{error.reason}. The file of the job's author belongs there"
+        if self.is_unseen:
+            yield (
+                "the site's data were not loaded: data.preprocessing, policy.max_delta "
+                "and policy.total_epsilon are checked once they can be"
+            )
         if not remedy:
             return
         yield (
@@ -203,7 +200,7 @@ class Faults:
             for key, value in remedy.items():
                 where, _, name = key.partition(".")
                 if where == table:
-                    caution = self.cautions.get(key)
+                    caution = _CAUTIONS.get(key)
                     comment = f"  # {caution}" if caution else ""
                     yield f"{name} = {json.dumps(value)}{comment}"
 
@@ -473,7 +470,7 @@ def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield _COLLUDING, demand + counted, remedy
 
 
-def _named_functions(job: JobSpec, *, has_data: bool) -> list[tuple[str, str]]:
+def _named_functions(job: JobSpec, *, loads_data: bool) -> list[tuple[str, str]]:
     """What the site would call, with the keys of the job that name it."""
     named = [("model.factory", job.model.factory)]
     if job.training.task not in {*BUILT_IN, TRAINER}:
@@ -482,29 +479,23 @@ def _named_functions(job: JobSpec, *, has_data: bool) -> list[tuple[str, str]]:
         name = getattr(job.training, table).name
         if is_function(name):
             named.append((f"training.{table}.name", name))
-    if has_data:
-        # Nobody but the site's operator names what loads its data: ``site_host.data``.
-        sites = tuple(replace(site, data=None) for site in job.sites)
-        job = replace(job, data=None, sites=sites)
-    sources = [("data.source", "" if job.data is None else job.data.source)]
-    sources += [
-        (f"sites[{at}].data.source", site.data.source)
-        for at, site in enumerate(job.sites)
-        if site.data is not None
-    ]
-    named += [(key, text) for key, text in sources if text and "://" not in text]
+    # No site loads what the job names for single sites: ``site_host.data``.
+    sites = tuple(replace(site, data=None) for site in job.sites)
+    job = replace(job, data=job.data if loads_data else None, sites=sites)
+    if job.data is not None:
+        named.append(("data.source", job.data.source))
     # All texts that `import_factory` would take, wherever they are: our own functions
     # import names from their options, and a user's may do so.
     # The aggregator alone calls `aggregation.combine`.
     job = replace(job, aggregation=AggregationSpec())
-    texts = _texts(job_file.document(job), "")
+    texts = code_files.texts(job_file.document(job))
     return named + [(key, text) for key, text in texts if is_function(text)]
 
 
-def _function_faults(job: JobSpec, policy: PolicySpec, *, has_data: bool) -> _Faults:
+def _function_faults(job: JobSpec, policy: PolicySpec, *, loads_data: bool) -> _Faults:
     """What the site would call and does not accept."""
     listed = [*policy.functions]
-    for key, function in _named_functions(job, has_data=has_data):
+    for key, function in _named_functions(job, loads_data=loads_data):
         try:
             accepted = is_accepted(function, policy.functions)
         except JobError as error:
@@ -513,25 +504,13 @@ def _function_faults(job: JobSpec, policy: PolicySpec, *, has_data: bool) -> _Fa
         name = code_files.unpinned(function)
         if accepted:
             continue
-        demand = f"does not accept {name!r} (policy.functions)"
-        if code_files.parse(function) and name == function:  # No list accepts it.
-            yield key, f"{demand}, a file that was missing when the job was loaded", {}
-            continue
+        fault = f"does not accept {name!r} (policy.functions)"
+        if code_files.parse(function) and name == function:
+            # No list accepts it: its author's job is the one to mend first.
+            fault += ", whose file was missing or not Python when the job was loaded"
         listed += [] if name in listed else [name]
-        yield key, demand, {"functions": [*listed]}
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """All texts of a job's document, keys of tables too, with the keys they are at."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield key, name
-            yield from _texts(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _texts(inner, f"{key}[{index}]")
+        is_new = name not in policy.functions
+        yield key, fault, {"functions": [*listed]} if is_new else {}
 
 
 def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:

@@ -83,9 +83,7 @@ def check_deployed(
     unit = job.privacy.differential_privacy.unit
     if unit == "none":
         return
-    spec = next(s for s in job.sites if s.name == site)
-    used = spec.data or job.data
-    named = source or (used.source if used is not None else "")
+    named = source or ("" if job.data is None else job.data.source)
     kind = declared(named, train)
     if kind and vouched and kind != vouched:
         raise JobError(
@@ -93,7 +91,7 @@ def check_deployed(
             f"its source declares {kind!r}",
             key="privacy.differential_privacy.unit",
         )
-    is_dealt = not source and _is_dealt(job, spec.data)
+    is_dealt = not source and _is_dealt(job, None)
     why = preprocessing.fault(kind or vouched, unit, is_dealt=is_dealt)
     if why is not None:
         raise JobError(
@@ -119,5 +117,6 @@ def _advice(source: str, kind: str) -> str:
     function = source.rpartition(":")[2]
     return (
         f'; set `{function}.preprocessing = "none"` beside the function if each record '
-        f"is prepared by itself, or set simulation.vouch_for_sources. {_HOW}"
+        "is prepared by itself, or set simulation.vouch_for_sources, which a deployed "
+        f"site ignores: there, data.preprocessing in site.toml is enough. {_HOW}"
     )

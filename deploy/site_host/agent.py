@@ -17,7 +17,12 @@ from clients.models.model_pool import ModelPool
 from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.ledger_memory import lifetime
-from clients.privacy.site_policy import Faults, check_job, function_faults
+from clients.privacy.site_policy import (
+    Faults,
+    check_job,
+    function_faults,
+    rehearses,
+)
 from clients.privacy.source_check import check_deployed
 from clients.privacy.stated_bounds import need_fault
 from clients.training.kept_steps import KeptSteps
@@ -458,13 +463,13 @@ class SiteAgent:
         if may_call:
             with faults.noted(), LimitedSize(file.policy.max_values):
                 pools.append(ModelPool(site_ranks.agents_job(job, file)))
-        if may_call or has_data:
+        if may_call or has_data or not rehearses(job, self.name):
             with faults.noted():
                 watch = self._meters.watch(store_meters.site(own[0]))
                 data.append(site_data.load(file, job, watch))
         vouched = file.data.preprocessing
         if not data:
-            faults.note_unseen_data(file.policy, is_vouched=bool(vouched))
+            faults.is_unseen = job.privacy.differential_privacy.enabled
             faults.check()
         with faults.noted():
             train, source = data[0][0], file.data.source

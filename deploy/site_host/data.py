@@ -10,6 +10,7 @@ from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.privacy import dataset_name
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
+from clients.privacy.site_policy import rehearses
 from clients.training.local_federation import SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
@@ -18,6 +19,7 @@ from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import Watch
 from federation.errors import FederationError, JobError, SiteError
 from federation.ids import SiteId
+from federation.job.code_files import unpinned
 from federation.job.spec import JobSpec
 
 _LOG = logging.getLogger(__name__)
@@ -47,15 +49,16 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
 
 
 def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
-    named = [job.data, *(site.data for site in job.sites)]
-    if job.data is None or any(d is not None and "://" in d.source for d in named):
-        # A site opens no address that someone else gives it.
+    if not rehearses(job, SiteId(file.name)):
+        (own,) = (site.data for site in job.sites if site.name == file.name)
+        named = "" if own is None or "://" in own.source else unpinned(own.source)
         raise JobError(
             f"site {file.name!r} has no data of its own: its operator must set "
             "data.source in site.toml",
             key="data.source",
+            remedy={"data.source": named or "./my_data.py:load"},
         )
-    return wiring.deal_data(job)[SiteId(file.name)]
+    return wiring.deal_part(job, SiteId(file.name))
 
 
 def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:

@@ -76,7 +76,7 @@ def _data(job: JobSpec, site: SiteId, start: Start) -> SiteData:
     own = tomllib.loads(start.data)
     if own["source"]:
         return load_data(own["source"], own["options"])
-    return wiring.deal_data(job)[site]
+    return wiring.deal_part(job, site)
 
 
 if __name__ == "__main__":

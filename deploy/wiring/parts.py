@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -90,6 +91,19 @@ def deal_data(
         check_tokenizers(job, tokenizers[names[0]], source=job.data.source)
     check_alike(tokenizers)
     return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
+
+
+def deal_part(job: JobSpec, site: SiteId) -> SiteData:
+    """Deal a deployed site its part of the job's dataset, as a simulation would.
+
+    What the job names for single sites is not loaded.
+
+    Raises:
+        JobError: The source cannot be called, or loads another tokeniser.
+        SiteError: The source failed.
+    """
+    sharing = tuple(each for each in job.sites if each.data is None)
+    return deal_data(replace(job, sites=sharing))[site]
 
 
 def _watch(meters: StoreMeters | None, user: User) -> Watch | None:

@@ -21,12 +21,6 @@ from federation.errors import JobError, os_errors
 FOLDERS = "CROSSFED_CODE"
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
-_KEYS = {"factory", "source", "task"}  # of a job and of options that name functions
-_FULL_KEYS = {
-    "training.optimizer.name",
-    "training.learning_rate.name",
-    "aggregation.combine",
-}
 
 Sources = Mapping[str, tuple[str, bytes]]
 
@@ -99,52 +93,80 @@ def unpinned(text: str) -> str:
     return text if file is None else str(replace(file, digest=""))
 
 
-def pin(document: Any, folder: Path, name: str = "") -> None:
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts of a job's document, keys of tables too, with the keys they are at.
+
+    What is pinned and what a site's policy is asked about are both found here, so that
+    no name of a function is seen by one of them alone.
+    """
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            if isinstance(name, str):
+                yield key, name
+            yield from texts(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from texts(inner, f"{key}[{index}]")
+
+
+def pin(document: dict[str, Any], folder: Path) -> None:
     """Pin all names of functions in files in a job's document.
 
     Args:
         document: Nested mappings, which are changed.
         folder: What their paths are relative to.
-        name: Dotted key of the document, for errors.
 
     Raises:
         JobError: There is no such file, or it is not Python.
     """
-    entries = document.items() if isinstance(document, dict) else enumerate(document)
-    for key, value in entries:
-        full = f"{name}.{key}" if name else str(key)
-        if isinstance(value, dict | list | tuple):
-            pin(value, folder, full)
-        is_option = "options" in name.split(".")  # One may be any text.
-        may_name = key in _KEYS or full in _FULL_KEYS
-        file = parse(value) if may_name and isinstance(value, str) else None
+    names = dict[str, str]()
+    for key, text in texts(document):
+        file = parse(text)
         if file is None or file.digest:
             continue
         try:
             found = digest_of(file.sources(folder))
         except JobError as error:
-            if is_option:
+            if ".options." in f".{key}.":  # An option may be any text.
                 continue
-            raise JobError(error.reason, key=full) from error
-        document[key] = str(replace(file, digest=found))
+            raise JobError(error.reason, key=key) from error
+        names[text] = str(replace(file, digest=found))
+    if names:
+        _rename(document, names)
         look_in(folder)
 
 
-def check_present(document: Any, folder: Path, *, key: str = "") -> None:
+def _rename(value: Any, names: Mapping[str, str]) -> Any:
+    """Replace texts and keys in mappings and lists, which are changed."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        entries = [(names.get(k, k), _rename(v, names)) for k, v in value.items()]
+        value.clear()
+        value.update(entries)
+    elif isinstance(value, list):
+        value[:] = [_rename(each, names) for each in value]
+    elif isinstance(value, tuple):
+        return tuple(_rename(each, names) for each in value)
+    return value
+
+
+def check_present(document: Mapping[str, Any], folder: Path) -> None:
     """Check that a folder has all files that a job names, as they were pinned.
 
     Args:
-        document: A job's document, or a part of it.
+        document: A job's document.
         folder: What their paths are relative to.
-        key: Dotted key of the part, for errors.
 
     Raises:
         JobError: One is missing, or differs; the message says where it belongs.
     """
-    if isinstance(document, str):
-        file = parse(document)
+    for key, text in texts(document):
+        file = parse(text)
         if file is None or not file.digest:
-            return
+            continue
         try:
             file.sources(folder)
         except JobError as error:
@@ -153,12 +175,6 @@ def check_present(document: Any, folder: Path, *, key: str = "") -> None:
             more = "" if key == "aggregation.combine" else at_sites
             advice = f"put the file there{more}"
             raise JobError(f"{error.reason}: {advice}", key=key) from error
-    elif isinstance(document, Mapping):
-        for name, part in document.items():
-            check_present(part, folder, key=f"{key}.{name}".lstrip("."))
-    elif isinstance(document, list):
-        for index, part in enumerate(document):
-            check_present(part, folder, key=f"{key}[{index}]")
 
 
 def look_in(folder: Path) -> None:

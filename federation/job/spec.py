@@ -467,7 +467,10 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDataSpec:
-    """A site's own data, instead of a share of the job's dataset.
+    """A site's own data in a simulation, instead of a share of the job's dataset.
+
+    A deployed site ignores this table: it uses only what `[data]` of its own
+    `site.toml` names.
 
     Attributes:
         source: `module:function` or `./file.py:function` that returns
@@ -487,7 +490,7 @@ class SiteSpec:
         name: Its name: lower-case letters, digits, `.`, `_`, `-`.
         cloud: Where it runs.
         region: Region, as the cloud names it.
-        data: Data only of this site.
+        data: Data only of this site in a simulation. A deployed site ignores it.
         lora_rank: Train and send only this many ranks of each LoRA adapter at this
             site, the first ones. The others still take part in its forward pass.
             Default: all.

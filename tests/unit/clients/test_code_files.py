@@ -1,5 +1,6 @@
 """Functions in files of a user: ``./my_model.py:net``."""
 
+import json
 import os
 import re
 import sys
@@ -11,7 +12,9 @@ from support.without_report import simulate
 
 from clients.factories import import_factory
 from clients.privacy import site_policy
+from clients.privacy.policy_spec import PolicySpec
 from federation.errors import JobError
+from federation.ids import SiteId
 from federation.job import code_files, job_digest, job_file
 
 MODEL = """
@@ -239,6 +242,47 @@ def test_a_file_inside_options_is_pinned(folder: Path):
     code_files.pin(document, folder)
     assert re.fullmatch(rf"\./my_model\.py@{SHA}:net", member["factory"])
     assert member["text"] == "./my_model.py"
+
+
+WORKS = ("./lab/mine.py:rings", "./lab/mine.py:focal")
+TABLES = ("model", "data", "training", "training.optimizer", "training.learning_rate")
+
+
+@pytest.mark.parametrize("table", [*TABLES, "sites.0.data"])
+@pytest.mark.parametrize("shape", ["{}", "[[{}]]", "{{ deep = {{ name = {} }} }}"])
+def test_a_file_under_any_key_of_options_is_pinned(
+    folder: Path, table: str, shape: str
+):
+    """A site accepts no other: what it is asked about is what was pinned."""
+    text = "./alone.py:net"
+    override = f"{table}.options.prepare={shape.format(json.dumps(text))}"
+    kind = {"sites.0.data": "source"}.get(table, "name")
+    parent = [f'{table}.{kind}="./lab/mine.py:focal"'] if "." in table else []
+    job = job_file.load(folder / "job.toml", [*parent, override])
+    before = job_digest.digest(job)
+    found = dict(code_files.texts(job_file.document(job)))
+    keys = [key for key in found if ".options.prepare" in key]
+    named = [code_files.unpinned(found[key]) for key in keys]
+    assert text in named
+    assert text not in found.values()
+    policy = PolicySpec(
+        privacy="none",
+        secure_aggregation=False,
+        functions=(text, "./my_model.py:net", *WORKS),
+    )
+    site_policy.check_job(job, policy, SiteId("b"))
+    code_files.check_present(job_file.document(job), folder)
+    (folder / "alone.py").write_text("def net(): return 1\n")
+    job = job_file.load(folder / "job.toml", [*parent, override])
+    assert job_digest.digest(job) != before
+
+
+def test_keys_and_tuples_of_options_are_pinned(folder: Path):
+    text = "./my_model.py:net"
+    document = {"model": {"options": {"parts": (text, {text: 0.5})}}}
+    code_files.pin(document, folder)
+    name = pinned(folder)
+    assert document == {"model": {"options": {"parts": (name, {name: 0.5})}}}
 
 
 def test_a_site_loads_a_file_only_if_its_policy_names_it(folder: Path):

@@ -642,6 +642,7 @@ def test_one_refusal_names_all_that_an_operator_has_to_change(
     monkeypatch.setenv(code_files.FOLDERS, "")
     policy = {**OPEN_POLICY, "privacy": "record", "max_rounds": 1, "total_epsilon": 1.0}
     data = {"source": "./mine.py:rows"} if has_data else {}
+    data_lines = ("preprocessing = ", "max_delta = ", "total_epsilon = ")
     said: list[str] = []
     agent = agents.agent(tmp_path, NAME, members, policy=policy, data=data)
     folder, agent.listener = agent.config.folder, said.append
@@ -657,11 +658,72 @@ def test_one_refusal_names_all_that_an_operator_has_to_change(
     assert any("mine.py" in each and str(folder) in each for each in said[1:])
     assert any("not restart" in each for each in said)
     (folder / "mine.py").write_text(MINE)
+    for line in data_lines:  # A guess would weaken the promise for nothing.
+        assert any(each.startswith(line) for each in said) == has_data
+    assert any("were not loaded" in each for each in said) == (not has_data)
+    for number in range(1, 2 if has_data else 3):
+        assert found.refused
+        mended(agent, said)
+        del said[:]
+        run_id = RunId(f"20260102-030405-00000{number}")
+        found = agents.propose(agent, members, agents.proposal(job, run_id=run_id))
+    assert found.refused == ""
+    agent.close()
+
+
+def test_lines_that_are_no_cause_are_not_offered(
+    tmp_path: Path, members: Consortium, monkeypatch: pytest.MonkeyPatch
+):
+    """A site whose limits suffice keeps them: only its functions are the cause."""
+    monkeypatch.setenv(code_files.FOLDERS, "")
+    job = mine_job(tmp_path / "office")
+    policy = {
+        **OPEN_POLICY,
+        "privacy": "record",
+        "max_delta": 0.1,
+        "total_epsilon": 4.0,
+    }
+    agent = agents.agent(tmp_path, NAME, members, policy=policy)
+    said: list[str] = []
+    agent.listener = said.append
+    (agent.config.folder / "mine.py").write_text(MINE)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert "policy.functions" in found.refused
+    lines = [each.partition(" = ")[0] for each in said if " = " in each]
+    assert lines == ["functions"]
+    agent.close()
+
+
+def test_a_job_with_data_for_single_sites_is_refused_at_once(
+    tmp_path: Path, members: Consortium, monkeypatch: pytest.MonkeyPatch
+):
+    """A deployed site uses only its own; what to set is among the lines."""
+    monkeypatch.setenv(code_files.FOLDERS, "")
+    folder = tmp_path / "office"
+    mine_job(folder)
+    document = tomllib.loads((folder / "job.toml").read_text())
+    del document["data"]
+    for site in document["sites"]:
+        site["data"] = {"source": "./mine.py:rows"}
+    (folder / "job.toml").write_text(tomli_w.dumps(document))
+    job = job_file.load(folder / "job.toml")
+    agent = agents.agent(tmp_path, NAME, members, policy={**OPEN_POLICY})
+    said: list[str] = []
+    agent.listener = said.append
+    (agent.config.folder / "mine.py").write_text(MINE)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert "model.factory: " in found.refused
+    assert "must set data.source in site.toml" in found.refused
+    assert "sites[" not in found.refused
+    assert any(each.startswith('source = "./mine.py:rows"') for each in said)
+    (functions,) = (each for each in said if each.startswith("functions = "))
+    assert "./mine.py:net" in functions
+    assert "./mine.py:rows" not in functions
     mended(agent, said)
-    del said[:]
     run_id = RunId("20260102-030405-000001")
     found = agents.propose(agent, members, agents.proposal(job, run_id=run_id))
-    assert found.refused == ""
+    assert "data.source" not in found.refused
+    assert "policy.functions" not in found.refused
     agent.close()
 
 

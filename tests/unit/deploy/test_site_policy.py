@@ -269,9 +269,9 @@ def test_the_remedy_is_that_of_all_faults():
             for table in ("optimizer", "learning_rate")
         ),
         (
-            small_job(sites=[{"name": "site-0", "data": {"source": "os:system"}}]),
+            small_job(data={"source": "os:system"}),
             OPEN,
-            "sites[0].data.source",
+            "data.source",
             "does not accept 'os:system' (policy.functions)",
         ),
         (
@@ -315,6 +315,21 @@ def test_all_faults_are_named_at_once_with_the_lines_that_accept_the_job():
     site_policy.check_job(job, remedied(policy, caught.value), SITE)
 
 
+def test_a_file_that_the_author_lacked_is_among_the_lines_too():
+    """Once the author has mended the job, the same lines accept it."""
+    options = {"prepare": "./none.py:scale"}
+    job = small_job(data={"source": "mine:rows", "options": options})
+    policy = PolicySpec(**OPEN, functions=MODELS)
+    with pytest.raises(JobError, match="missing or not Python") as caught:
+        site_policy.check_job(job, policy, SITE)
+    functions = ["mine:rows", "./none.py:scale"]
+    assert caught.value.remedy == {"policy.functions": [*MODELS, *functions]}
+    policy = remedied(policy, caught.value)
+    with pytest.raises(JobError, match="missing or not Python") as again:
+        site_policy.check_job(job, policy, SITE)
+    assert again.value.remedy == {}
+
+
 def test_a_site_is_not_asked_about_a_rule_of_the_aggregators():
     """It never calls the function; the aggregator does."""
     job = small_job(aggregation={"combine": "rules:mine"})
@@ -344,8 +359,12 @@ def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
     data = {"source": "./theirs.py:rows", "options": options}
     job = small_job(data=data, sites=[{"name": "site-0"}, {"name": "b", "data": data}])
     site_policy.check_job(job, policy, SITE, has_data=True)
-    with pytest.raises(JobError, match=r"also sites\[1\].data.source: .*theirs"):
+    with pytest.raises(JobError, match=r"data.source: .*theirs") as caught:
         site_policy.check_job(job, policy, SITE)
+    assert "sites[1]" not in str(caught.value)  # No other site's.
+    for other in (SiteId("b"), SITE):  # Nor what no site would load.
+        alone = replace(job, data=None) if other == SITE else job
+        site_policy.check_job(alone, policy, other)
     model = {"factory": "clients.models:mlp", "options": options}
     with pytest.raises(JobError, match=r"model.options.helper: .*'os:system'"):
         site_policy.check_job(
@@ -539,18 +558,11 @@ def test_no_option_of_our_functions_names_what_the_policy_does_not_list():
 
 
 def test_each_table_of_options_is_searched():
-    inside = {"options": {"members": [{"factory": "./work.py:net"}]}}
+    pinned = f"./work.py@{'ab' * 32}:net"
+    inside = {"options": {"members": [{"factory": pinned}]}}
     for table, changes in {
         "model": {"model": {"factory": "clients.models:mlp", **inside}},
         "data": {"data": {"source": "support.small_jobs:blobs", **inside}},
-        "sites[0].data": {
-            "sites": [
-                {
-                    "name": "site-0",
-                    "data": {"source": "support.small_jobs:blobs"} | inside,
-                }
-            ]
-        },
         **{
             f"training.{table}": {
                 "training": {"local_steps": 1, table: {"name": listed, **inside}}

@@ -1,5 +1,6 @@
 """Under a unit of privacy no record is prepared with statistics of others."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from deploy.site_host import data as site_data
 from deploy.site_host.config import AggregatorSpec, LocalDataSpec, SiteFile
 from deploy.wiring import job_data as data, parts as wiring
 from federation.errors import JobError
-from federation.job.spec import JobSpec
+from federation.job.spec import JobSpec, SiteDataSpec
 
 USERS = "support.users_module"
 MODEL = {"options": {"inputs": 2, "classes": 2}}
@@ -41,7 +42,7 @@ def test_undeclared_sources_are_refused(unit: str):
     source = f"{USERS}:undeclared"
     expected = (
         rf"data.source: {source} does not declare its preprocessing, .*'{unit}'"
-        r".*undeclared.preprocessing = \"none\""
+        r".*undeclared.preprocessing = \"none\".*data\.preprocessing in site\.toml"
     )
     with pytest.raises(JobError, match=expected):
         build(unit, source)
@@ -114,10 +115,21 @@ def test_operator_and_source_may_not_contradict_each_other():
         deployed(job_of("site", source), source=source, preprocessing="none")
 
 
-def test_a_site_that_names_no_data_is_held_to_its_part_of_the_jobs():
-    """Also where the job gives that site a source of its own."""
-    job = job_of("site", f"{USERS}:own_means", is_dealt=False)
-    deployed(job)
+def test_a_site_loads_nothing_that_a_job_names_for_single_sites():
+    """Neither its own, nor in a rehearsal that of another site."""
+    source = f"{USERS}:own_means"
+    job = job_of("site", source, is_dealt=False)
+    with pytest.raises(
+        JobError, match=r"must set data\.source in site\.toml"
+    ) as caught:
+        deployed(job)
+    assert caught.value.remedy == {"data.source": source}
+    deployed(job, source=source)
+    dealt = job_of("none", f"{USERS}:undeclared")
+    others = SiteDataSpec(source="there.is:nothing")
+    sites = [replace(s, data=others) for s in dealt.sites if s.name != "site-1"]
+    mine = [s for s in dealt.sites if s.name == "site-1"]
+    deployed(replace(dealt, sites=(*sites, *mine)))
 
 
 def test_an_operator_learns_that_persons_have_several_records(
