@@ -173,11 +173,12 @@ class QueuedRun:
     def status(self) -> str:
         """``waiting``, ``running``, ``finishing`` or how it ended.
 
-        A coordinator that finishes has done all rounds and writes model and report.
+        A run waits until a coordinator has met its sites and begun it. A coordinator
+        that finishes has done all rounds and writes model and report.
         """
         if self.outcome is not None:
             return status_of(self.outcome.code)
-        if self.coordinator is None:
+        if self.coordinator is None or not self.run.exists():
             return "waiting"
         return "finishing" if _is_finishing(self.run) else "running"
 

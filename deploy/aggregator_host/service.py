@@ -160,6 +160,10 @@ class AggregatorService:
             # A SuperLink that ends waits for its clients to close their connections.
             stack.callback(control.disconnect)
             self._serve(control)
+        self.listener(
+            "the aggregator has ended on request; unfinished runs continue when it is "
+            "started again"
+        )
 
     def _secret(self) -> bytes:
         """The secret of Control; both secrets are made if somebody has removed them.
@@ -260,8 +264,15 @@ class AggregatorService:
                     trouble = str(error)
             else:
                 trouble = ""
-            self.notify(f"{READY}\n{ALIVE}" if self._serves else ALIVE)
+            self._tell_state()
             self.stopped.wait(pause)
+
+    def _tell_state(self) -> None:
+        file = self.config.file
+        if self._serves:
+            place = file.listen if file.proxy else "your own reverse proxy"
+            self._tell_once(f"the aggregator is ready: sites connect to {place}")
+        self.notify(f"{READY}\n{ALIVE}" if self._serves else ALIVE)
 
     def _bound_logs(self) -> None:
         try:

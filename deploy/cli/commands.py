@@ -179,6 +179,7 @@ def _compared(run: "RunFolder") -> dict[str, Any]:
 
 
 def _runs(options: argparse.Namespace) -> int:
+    from deploy.tools.ledger_reader import site_runs  # noqa: PLC0415
     from deploy.tools.runs import summary  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
 
@@ -190,6 +191,11 @@ def _runs(options: argparse.Namespace) -> int:
     elif rows:
         names = ("run", "job", "status", "rounds", "loss", "accuracy", "folder")
         say_table(names, (_cells(row) for row in rows))
+    elif ids := site_runs(options.root):
+        tell(
+            f"{options.root} belongs to a site, which stores no results of runs. See "
+            f"its ledgers with crossfed ledger RUN --config FILE, for {', '.join(ids)}"
+        )
     else:
         tell(f"there are no runs in {options.root}")
     return DONE

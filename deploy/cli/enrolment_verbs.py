@@ -159,9 +159,11 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
         )
     if not options.renew:
         say(
-            "compare fingerprint and digest with the aggregator's operator; then: "
-            f"crossfed site up --config {found.folder / 'site.toml'}"
+            "compare fingerprint and digest with the aggregator's operator. If sites "
+            "enrol after this one, accept the roster with all of them: crossfed enroll "
+            f"--folder {found.folder} --roster"
         )
+        say(f"then: crossfed site up --config {found.folder / 'site.toml'}")
 
 
 def _invite(options: argparse.Namespace) -> int:

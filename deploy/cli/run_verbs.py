@@ -287,8 +287,14 @@ def _lines(
 
 def _ps(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
-    queue = run_queue.handed_over(_config(options).runs)
+    config = _config(options)
+    queue = run_queue.handed_over(config.runs)
+    if not folder_lock.is_held(config.lock):
+        tell(
+            "no aggregator is running here: no run goes on until crossfed aggregator up"
+        )
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
     now = options.clock.now()

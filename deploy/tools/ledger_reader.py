@@ -119,6 +119,11 @@ def find(name: str, root: Path) -> list[Path]:
     for folder in (direct, root / name):
         if found := below(folder):
             return found
+    if ids := site_runs(root):
+        raise RunNotFound(
+            f"there is no run {name!r} in {root}: a site stores no job names, so give "
+            f"a run ID; it has ledgers of {', '.join(ids)}"
+        )
     run = find_run(name, root)
     if not (found := below(run.path)):
         raise RunNotFound(
@@ -127,6 +132,12 @@ def find(name: str, root: Path) -> list[Path]:
             "site.toml on a site's machine"
         )
     return found
+
+
+def site_runs(root: Path) -> list[str]:
+    """IDs of the runs in a deployed site's folder of runs; none in another folder."""
+    folders = {path.parents[2] for path in root.glob(f"*/{PLACES}")}
+    return sorted(path.name for path in folders if not RunFolder(path).exists())
 
 
 def below(folder: Path) -> list[Path]:

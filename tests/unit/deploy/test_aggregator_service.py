@@ -86,6 +86,29 @@ def test_a_superlink_that_never_answers_is_reported_once(
     ] * said
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_log_says_once_that_it_is_ready(tmp_path: Path, answers: bool):  # noqa: FBT001
+    """When its programs run and the SuperLink answers."""
+    told: list[str] = []
+    clock = VirtualClock()
+    ends: Any = Ends(clock, 10.0)
+    service = AggregatorService(
+        config=AggregatorConfig(
+            file=AggregatorFile(listen="h:1", hosts=("h",)), folder=tmp_path
+        ),
+        config_path=tmp_path,
+        clock=clock,
+        listener=told.append,
+        stopped=ends,
+    )
+    (tmp_path / "flower").mkdir()
+    control: Any = Answering() if answers else Silent()
+    service._renew = lambda _: None  # type: ignore[method-assign]
+    service._serve(control)
+    ready = [line for line in told if "ready" in line]
+    assert ready == ["the aggregator is ready: sites connect to h:1"] * answers
+
+
 def test_the_log_says_how_a_run_ended(tmp_path: Path):
     """Once, and of no run that another service has started."""
     told: list[str] = []

@@ -66,6 +66,18 @@ def test_result_of_enroll_is_json_where_it_is_asked_for(
     assert (facts["site"], len(facts["digest"])) == ("site-a", 64)
 
 
+def test_enrolled_site_reads_what_comes_next(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    """Its roster is not that of the run if others enrol after it."""
+    enrolled = federation.enroll(federation.invite("site-a"))
+    parsed = cli._parser().parse_args(["enroll", "-"])
+    enrolment_verbs._print_enrolled(enrolled, parsed)
+    out = capsys.readouterr().out
+    roster = out.index(f"crossfed enroll --folder {enrolled.folder} --roster")
+    assert roster < out.index(f"crossfed site up --config {enrolled.folder}")
+
+
 @pytest.mark.parametrize(
     ("options", "machine"),
     [

@@ -213,3 +213,15 @@ def test_a_run_without_ledgers_is_said_to_have_none(tmp_path: Path):
         ledger.find(str(tmp_path), tmp_path)
     with pytest.raises(RunNotFound, match="there is no run 'nowhere'"):
         ledger.find("nowhere", tmp_path)
+
+
+def test_a_site_is_asked_by_run_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It stores neither jobs nor events: both commands list the IDs that it knows."""
+    place = tmp_path / "20260102-030405-abcdef" / "sites" / "east"
+    place.mkdir(parents=True)
+    (place / "ledger.jsonl").write_bytes(b"")
+    with pytest.raises(RunNotFound, match="20260102-030405-abcdef"):
+        ledger.find("quickstart", tmp_path)
+    assert ledger.find(place.parents[1].name, tmp_path) == [place / "ledger.jsonl"]
+    assert cli.main(["runs", "--root", str(tmp_path)]) == 0
+    assert "20260102-030405-abcdef" in capsys.readouterr().err

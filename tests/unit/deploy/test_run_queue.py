@@ -283,6 +283,7 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
     run = handed(tmp_path, "a", 1.0)
     assert status() == "waiting"
     started(tmp_path, 7, fruitless=1)
+    assert status() == "waiting"  # For its coordinator, and then for its sites.
     finish_rounds(run, 2)
     assert status() == "running"
     *_, end = event_samples.two_sites(2)

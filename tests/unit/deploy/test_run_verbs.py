@@ -291,3 +291,19 @@ def test_who_stops_watching_a_run_that_has_ended_is_told_so(
     (run.path / run_queue.OUTCOME).unlink()
     assert run_verbs.follow(options, run, is_pause=lambda: True) == 0
     assert "the run continues" in capsys.readouterr().err
+
+
+def test_ps_says_that_no_aggregator_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """On standard error, so that programs read the same table."""
+    path = aggregator_toml(tmp_path)
+    lock = aggregator_file.load(path).lock
+    options = argparse.Namespace(aggregator=path, json=True, clock=VirtualClock(0.0))
+    assert run_verbs._ps(options) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == []
+    assert "no aggregator is running" in said.err
+    with folder_lock.hold(lock, "taken"):
+        assert run_verbs._ps(options) == 0
+    assert capsys.readouterr().err == ""
