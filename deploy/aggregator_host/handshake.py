@@ -200,8 +200,10 @@ class SignedHandshake:
         """Check a site's own answer, and note it."""
         found = introduction.open_introduction(answer, self.roster, self.question)
         site = SiteId(found.site)
-        if site not in self.sites or site in self.absent:
+        if site not in self.sites:
             return site
+        if site in self.absent:
+            return self._without(site, self.absent[site])
         if found.refused:
             why = f"site {site!r} does not take part: {wire.one_line(found.refused)}"
             # Other sites of a relay do not wait for one that the run can spare.

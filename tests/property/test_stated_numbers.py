@@ -3,6 +3,7 @@
 The numbers are enumerated from the messages, so that a new one without a bound fails.
 """
 
+import dataclasses
 import json
 import math
 import typing
@@ -115,10 +116,16 @@ class Hall:
         return self.members.sites[LIAR].sign(Label.PROMISE, body) + body
 
     def refusal(self, sealed: bytes) -> str:
-        """Why an answer is refused; empty if it is taken."""
+        """Why an answer is refused; empty if it is taken.
+
+        A site that was refused stays so: each answer is to a handshake of its own.
+        """
+        call = dataclasses.replace(self.call, absent=dict(self.call.absent))
         try:
-            self.call.site_of(sealed)
+            call.site_of(sealed)
         except FederationError as error:
+            with pytest.raises(FederationError):
+                call.site_of(sealed)
             return str(error)
         return ""
 
