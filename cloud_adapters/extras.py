@@ -24,6 +24,7 @@ _EXTRAS = {
     "optuna": "tune",
     "pyarrow": "parquet",
     "ray": "flower",
+    "requests": "gcp",
     "tensorboard": "tensorboard",
 }
 
