@@ -160,7 +160,7 @@ def _parts(method: Method, job: JobSpec) -> Iterator[JobError]:
     for thing in method.only_with_it:
         if IN_A_JOB[thing](job):
             yield JobError(
-                f"{thing} is a part of {method.name}: set this key, or leave it out",
+                f"{thing} works only with {method.name}: set this key, or do without",
                 key=method.dotted_key,
             )
     for path in method.parts:

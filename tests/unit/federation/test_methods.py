@@ -294,7 +294,7 @@ def test_part_of_a_method_is_refused_without_it():
     for method in METHODS:
         for thing in method.only_with_it:
             off: Any = functools.reduce(lambda t, k: {k: t}, method.key[::-1], None)
-            with pytest.raises(JobError, match=f"{thing} is a part of") as caught:
+            with pytest.raises(JobError, match=f"{thing} works only with") as caught:
                 job_file.parse(document(ASKS[thing], off))
             assert caught.value.key == method.dotted_key
 
