@@ -127,8 +127,8 @@ CALLS: list[tuple[str, int, set[str]]] = [
     ("runtime.RuntimeHttpClient", 0, {"interceptors"}),
     ("runtime.mirror_output_to_queue", 1, set()),
     ("runtime.restore_output", 0, set()),
-    ("superexec.LaunchResult.accepted", 0, set()),
-    ("superexec.LaunchResult.failed", 1, set()),
+    ("runtime.LaunchResult.accepted", 0, set()),
+    ("runtime.LaunchResult.failed", 1, set()),
     ("superlink.flower_superlink", 0, set()),
     ("superlink.now", 0, set()),
     ("superlink.uint64_to_int64", 1, set()),
@@ -161,7 +161,7 @@ def check_call(path: str, function: Any, positions: int, names: set[str]) -> Non
     ("get", "function", "names"),
     [
         (
-            "superexec.superexec_module",
+            "runtime.superexec_module",
             "run_superexec",
             {
                 "runtime_api_address",
@@ -210,7 +210,7 @@ def test_processes_start_with_what_we_pass(get: str, function: str, names: set[s
             "StartRun ListRuns StopRun RegisterNode UnregisterNode ListNodes close",
         ),
         ("superlink.SqlLinkState", "session object_store"),
-        ("superexec.TaskType", "SERVER_APP"),
+        ("runtime.TaskType", "SERVER_APP"),
         ("runtime.HttpGrid", "_runtime_client run get_nodes get_node_ids"),
     ],
 )
@@ -313,7 +313,7 @@ def looks_up(function: Any, name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["get_executor", "RuntimeHttpClient"])
 def test_superexec_uses_what_we_put_in_its_module(name: str):
-    module = find("superexec.superexec_module")()
+    module = find("runtime.superexec_module")()
     assert looks_up(module.run_superexec, name), advice(
         "superexec", f"run_superexec does not look up {name}"
     )

@@ -167,9 +167,7 @@ def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
         world.run(job_of(SITES[:4]))
 
 
-FORGOTTEN = (
-    r"memory/cohorts\.json is missing .* 20260102-030405-000001: .*min_group = 1"
-)
+FORGOTTEN = r"cohorts\.json is missing .* 20260102-030405-000001: .*min_group = 1"
 
 
 @pytest.mark.parametrize("lost", ["cohorts.json", ""])
