@@ -159,7 +159,7 @@ def test_agent_ends_within_seconds(federation: Deployment):
     # The other is as busy, and would be to the end of the test.
     assert _stop(federation, *SITES) <= STOP_SECONDS
     said = _log(federation)[begin:]
-    assert "middle of round 1" in said
+    assert "was stopped in round 1" in said
     assert "Traceback" not in said
 
     _start(federation, SITE)

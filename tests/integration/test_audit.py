@@ -449,7 +449,7 @@ def test_exit_code_of_a_broken_promise_is_one(
     assert audit_verb.show(found, tmp_path / "new", as_json=False) == 1
     streams = capsys.readouterr()
     assert "BROKEN" in streams.out
-    assert "site 'site-0' reports epsilon 1.27" in streams.err
+    assert "site 'site-0' reports epsilon 1.28" in streams.err
     assert "does not hold" in (tmp_path / "new" / "audit.html").read_text()
     assert json.loads((tmp_path / "new" / "audit.json").read_text())["broken"] == [
         "site-0"
