@@ -315,7 +315,7 @@ def _check_users_rule(job: JobSpec) -> None:
     if job.privacy.secure_aggregation.enabled:
         raise JobError(
             "your own rule is given each site's update, and secure aggregation opens "
-            f"only sums: use {', '.join(RULES)}, or do without secure aggregation",
+            f"only sums: use {' or '.join(MEANS)}, or do without secure aggregation",
             key=key,
         )
     if job.privacy.differential_privacy.enabled:

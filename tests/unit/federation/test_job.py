@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "own rule in a secret sum": (
         {"aggregation": {"combine": "rules:mine"}} | secret(),
         "aggregation.combine",
-        "your own rule is given each site's update",
+        "use mean or contributor_mean,",
     ),
     "own rule in secret sums of groups": (
         {
