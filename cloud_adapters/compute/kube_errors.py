@@ -41,12 +41,6 @@ PERMISSIONS = (
     "pods/log: get",
     "events: list",
 )
-# For an aggregator in the namespace, in addition.
-HEAD_PERMISSIONS = (
-    "services: create, list, delete",
-    "persistentvolumeclaims: create, list",
-)
-
 _QUOTA = Refusal(
     QuotaReached,
     "the namespace may not have more: end jobs, or ask the cluster's operators for a "
@@ -63,8 +57,7 @@ _POLICY = Refusal(
 _FORBIDDEN = Refusal(
     ComputeForbidden,
     "these credentials may not do this: grant a Role in the namespace, as in "
-    f"deploy/kubernetes/overlays/jobs ({'; '.join(PERMISSIONS)}; for an aggregator in "
-    f"the cluster also {'; '.join(HEAD_PERMISSIONS)})",
+    f"deploy/kubernetes/overlays/jobs ({'; '.join(PERMISSIONS)})",
 )
 _NO_PLACE = Refusal(
     MachineRefused, "there is no such namespace: make it, or correct namespace"

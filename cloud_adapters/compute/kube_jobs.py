@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 from kubernetes import client, config
 from kubernetes.client import ApiException
 
-from cloud_adapters.compute import kube_errors, kube_head, kube_manifest, kube_nodes
+from cloud_adapters.compute import kube_errors, kube_manifest, kube_nodes
 from cloud_adapters.compute.kube_manifest import TOKEN_LABEL
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, Volume, log_of
+from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, log_of
 from federation.errors import ComputeError, ComputeForbidden
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ class KubePool:
         page_size: How many jobs to ask for at once.
         schedule_seconds: How long the cluster may take to find or add a machine.
         pull_seconds: How long to look whether the image is refused, after that.
-        has_head: Whether the namespace has the head of a deployment, with a Service and
-            a volume: others need no rights to look at these.
     """
 
     namespace: str
@@ -61,7 +59,6 @@ class KubePool:
     page_size: int = 200
     schedule_seconds: float = 300.0
     pull_seconds: float = 30.0
-    has_head: bool = False
 
     def launch(self, spec: NodeSpec, token: str) -> Node:
         """See ``ComputePool``; it waits until there is a machine for the node.
@@ -73,7 +70,6 @@ class KubePool:
         digest = hashlib.sha256(token.encode()).hexdigest()
         digest = digest[: kube_manifest.TOKEN_DIGITS]
         doing = f"launch {spec.name} in {self.place}"
-        self._make_head(spec, doing)
         made = self._call(
             self.clients.batch.create_namespaced_job,
             doing,
@@ -82,15 +78,11 @@ class KubePool:
             instead={_CONFLICT: None},
         )
         name = kube_manifest.job_name(spec.name, digest)
-        node = self._settled(spec, name, doing, is_new=made is not None)
-        # Again: a command that ended the node before may have removed the Service.
-        self._make_head(spec, doing)
-        return node
+        return self._settled(spec, name, doing, is_new=made is not None)
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``; those that are gone are listed for a day."""
-        # Without the first one, no label would mean every job of the namespace.
-        selector = kube_manifest.selector(TOKEN_LABEL, labels)
+        selector = kube_manifest.selector(labels)
         jobs = self._all(self.clients.batch.list_namespaced_job, "jobs", selector)
         pods = self._all(self.clients.core.list_namespaced_pod, "pods", selector)
         found = [kube_nodes.node(job, pods) for job in jobs]
@@ -128,64 +120,7 @@ class KubePool:
         return kube_nodes.end_of_log(str(text or ""))
 
     def clean_up(self) -> None:
-        """See ``ComputePool``: Services of heads; the rest the cluster removes."""
-        if not self.has_head:
-            return
-        listed = self.clients.core.list_namespaced_service
-        found = self._all(listed, "services", kube_head.SERVICE_LABEL)
-        # One that has no job yet is being launched by another command.
-        for name in sorted(kube_head.services_of_gone(self.nodes({}), found)):
-            self._call(
-                self.clients.core.delete_namespaced_service,
-                f"remove the service {name} in {self.place}",
-                name=name,
-                namespace=self.namespace,
-                instead={_NOT_FOUND: None},
-            )
-
-    def volumes(self, labels: Mapping[str, str]) -> Sequence[Volume]:
-        """See ``VolumeKeeper``: claims of heads."""
-        if not self.has_head:
-            return ()
-        listed = self.clients.core.list_namespaced_persistent_volume_claim
-        asked = kube_manifest.selector(kube_head.SERVICE_LABEL, labels)
-        return [
-            Volume(
-                name=f"{self.place} {each.metadata.name}",
-                gigabytes=kube_nodes.gigabytes(each),
-            )
-            for each in self._all(listed, "persistent volume claims", asked)
-        ]
-
-    def _make_head(self, spec: NodeSpec, doing: str) -> None:
-        """Have the Service and the volume of a head, if they are not there.
-
-        Raises:
-            MachineRefused: Something else has their name.
-        """
-        if spec.head is None:
-            return
-        labels, core = kube_manifest.labels_of(spec), self.clients.core
-        claim, service = (
-            make(spec.head, labels) for make in (kube_head.claim, kube_head.service)
-        )
-        create_claim = core.create_namespaced_persistent_volume_claim
-        listed_claims = core.list_namespaced_persistent_volume_claim
-        for create, listed, body in (  # The volume, which costs, comes last.
-            (core.create_namespaced_service, core.list_namespaced_service, service),
-            (create_claim, listed_claims, claim),
-        ):
-            made = self._call(
-                create,
-                doing,
-                namespace=self.namespace,
-                body=body,
-                instead={_CONFLICT: None},
-            )
-            if made is None:
-                own = f"{kube_head.SERVICE_LABEL}={spec.head.service}"
-                found = self._all(listed, f"{body['kind']}s", own)
-                kube_head.check_own(body, found, doing)
+        """See ``ComputePool``: the cluster removes what ended jobs leave."""
 
     def _end(self, name: str) -> None:
         self._call(
@@ -344,12 +279,9 @@ class KubeClients:
             settings.host = self._endpoint
             return client.ApiClient(settings)
         try:
-            if self._context == kube_head.IN_CLUSTER:
-                config.load_incluster_config(client_configuration=settings)
-            else:
-                config.load_kube_config(
-                    context=self._context, client_configuration=settings
-                )
+            config.load_kube_config(
+                context=self._context, client_configuration=settings
+            )
         except kube_errors.FAILURES as error:
             doing = f"open the cluster of context {self._context}"
             raise kube_errors.translate(error, doing) from error
@@ -358,30 +290,22 @@ class KubeClients:
 
 
 def connect(
-    context: str,
-    namespace: str,
-    *,
-    clock: "Clock",
-    endpoint: str = "",
-    has_head: bool = False,
+    context: str, namespace: str, *, clock: "Clock", endpoint: str = ""
 ) -> KubePool:
     """Open a cluster with the credentials of a context.
 
     Args:
-        context: Of the files that ``KUBECONFIG`` names, or of ``~/.kube/config``; or
-            ``kube_head.IN_CLUSTER`` for the service account of this pod.
+        context: Of the files that ``KUBECONFIG`` names, or of ``~/.kube/config``.
         namespace: Where the jobs are.
         clock: Tells time.
         endpoint: URL of the API server, instead of the context's own. To one without
             TLS go no credentials, and the context is not read.
-        has_head: Whether the head of a deployment is there.
     """
     return KubePool(
         namespace=namespace,
         place=f"{context}/{namespace}",
         clients=KubeClients(context, endpoint),
         clock=clock,
-        has_head=has_head,
     )
 
 

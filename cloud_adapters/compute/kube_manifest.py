@@ -1,9 +1,8 @@
 """The job of a node, as Kubernetes is asked for it. Pure: a node in, a manifest out.
 
 It has no secrets: anyone who may list jobs can read it. The pod fulfils the Pod
-Security Standard ``restricted``, gets no token of the cluster's API unless it is the
-head of its deployment, and ends by itself, by two deadlines: the job's and the
-kubelet's.
+Security Standard ``restricted``, gets no token of the cluster's API, and ends by
+itself, by two deadlines: the job's and the kubelet's.
 
 Source: Kubernetes API reference, ``batch/v1`` and ``core/v1``; labels of spot nodes:
 documentation of GKE, EKS, AKS and Karpenter.
@@ -16,7 +15,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cloud_adapters.compute import kube_head
 from cloud_adapters.compute.pool import Market, NodeLimits, NodeSpec
 
 # Of the launch: the digest of its token.
@@ -67,14 +65,12 @@ def label(value: str) -> str:
     return f"{word[: _NAME_CHARS - _NAME_DIGITS - 1] or 'x'}-{digest}"
 
 
-def selector(first: str, labels: Mapping[str, str]) -> str:
-    """Select what has a label, with any value, and others with these values.
+def selector(labels: Mapping[str, str]) -> str:
+    """Select nodes that carry labels with these values.
 
-    Args:
-        first: Without it, no other label would select all that a namespace has.
-        labels: The others.
+    Without labels that is every node, but not every job of the namespace.
     """
-    return ",".join([first, *(f"{n}={label(v)}" for n, v in labels.items())])
+    return ",".join([TOKEN_LABEL, *(f"{n}={label(v)}" for n, v in labels.items())])
 
 
 def job(spec: NodeSpec, digest: str) -> Manifest:
@@ -84,9 +80,12 @@ def job(spec: NodeSpec, digest: str) -> Manifest:
         spec: The node; ``limits`` is stated.
         digest: Digest of the launch's token.
     """
-    labels = {**labels_of(spec), TOKEN_LABEL: digest}
-    if spec.head is not None:
-        labels[kube_head.SERVICE_LABEL] = spec.head.service
+    labels = {
+        **{name: label(value) for name, value in spec.labels.items()},
+        "app.kubernetes.io/name": "crossfed-site",
+        "app.kubernetes.io/part-of": "crossfed",
+        TOKEN_LABEL: digest,
+    }
     given = {
         "name": spec.name,
         "labels": dict(spec.labels),
@@ -111,7 +110,6 @@ def job(spec: NodeSpec, digest: str) -> Manifest:
             "ttlSecondsAfterFinished": REMEMBERED_SECONDS,
             # A pod that is lost is gone, with what it had: another node follows it.
             "podReplacementPolicy": "Failed",
-            **({} if spec.head is None else kube_head.of_job()),
             "template": {
                 "metadata": {
                     "labels": labels,
@@ -128,20 +126,7 @@ def job(spec: NodeSpec, digest: str) -> Manifest:
     }
 
 
-def labels_of(spec: NodeSpec) -> Mapping[str, str]:
-    """Labels of all that a node has in its cluster, as Kubernetes takes them."""
-    party = "site" if spec.head is None else "aggregator"
-    return {
-        **{name: label(value) for name, value in spec.labels.items()},
-        "app.kubernetes.io/name": f"crossfed-{party}",
-        "app.kubernetes.io/part-of": "crossfed",
-    }
-
-
 def _pod(spec: NodeSpec, seconds: int) -> Manifest:
-    state: Manifest = {"emptyDir": {"sizeLimit": f"{spec.disk_gb}Gi"}}
-    if spec.head is not None:
-        state = kube_head.volume(spec.head)
     pod: Manifest = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": seconds,
@@ -186,7 +171,7 @@ def _pod(spec: NodeSpec, seconds: int) -> Manifest:
             }
         ],
         "volumes": [
-            {"name": "state", **state},
+            {"name": "state", "emptyDir": {"sizeLimit": f"{spec.disk_gb}Gi"}},
             {"name": "tmp", "emptyDir": {"sizeLimit": f"{_TMP_GB}Gi"}},
             {
                 "name": "user-data",
@@ -205,7 +190,7 @@ def _pod(spec: NodeSpec, seconds: int) -> Manifest:
     }
     if spec.identity:
         pod["serviceAccountName"] = spec.identity
-    return pod if spec.head is None else pod | kube_head.of_pod(spec.head)
+    return pod
 
 
 def _literal(text: str) -> str:

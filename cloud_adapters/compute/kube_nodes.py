@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kubernetes.utils.quantity import parse_quantity
-
 from cloud_adapters.compute import kube_errors, kube_manifest
 from cloud_adapters.compute.pool import Market, Node, NodeState
 from federation.errors import ComputeError
@@ -17,7 +15,6 @@ _GOES_ON = frozenset({"", "ContainerCreating", "PodInitializing"})
 # Exit codes of a program that SIGTERM has ended, and of one that SIGKILL has.
 _TERMINATED, _KILLED = 128 + 15, 128 + 9
 _OUT_OF_MEMORY = "OOMKilled"
-_GIB = 1 << 30
 _FINISHED_PODS = frozenset({"Failed", "Succeeded"})
 _LOG_CHARS = 64 << 10
 
@@ -89,19 +86,6 @@ def not_begun(pod: Any, doing: str) -> ComputeError | None:
         if error is not None:
             return error
     return None
-
-
-def gigabytes(claim: Any) -> float | None:
-    """Size of a volume's claim in GiB, as it was asked for; None if that is unclear.
-
-    Args:
-        claim: ``V1PersistentVolumeClaim``.
-    """
-    asked = (claim.spec.resources.requests or {}).get("storage", "")
-    try:
-        return float(parse_quantity(asked)) / _GIB
-    except ValueError:
-        return None
 
 
 def end_of_log(text: str) -> str:

@@ -3,7 +3,7 @@
 A node is one machine, on this host one process, and in a cluster one job. Nothing here
 remembers a node: its labels do: if all else is lost, it is found by them and ended.
 
-Implementations: ``local``, ``containers``, ``ec2``, ``gce`` and ``kube_jobs``, beside
+Implementations: ``local``, ``ec2``, ``gce`` and ``kube_jobs``, beside
 this module. The contract suite is ``tests/contract/test_compute_pool.py``.
 """
 
@@ -59,40 +59,6 @@ class NodeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterHead:
-    """What a node of a cluster has that launches others there, and serves them.
-
-    Attributes:
-        service: Name of the Service that leads to it.
-        host: Name of its host by which the other nodes reach it through the Service,
-            and it itself without; empty if they reach it in another way.
-        port: Port of the Service, and of the node.
-        volume: Name of the volume with its state, which stays when the node ends. No
-            other node can mount it meanwhile.
-        volume_gb: Size of the volume, in GiB.
-    """
-
-    service: str
-    host: str
-    port: int
-    volume: str
-    volume_gb: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Volume:
-    """A disk that stays, and costs, when its node has ended.
-
-    Attributes:
-        name: How its service knows it.
-        gigabytes: Its size, in GiB; None if that is not known.
-    """
-
-    name: str
-    gigabytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """A machine to launch.
 
@@ -124,8 +90,6 @@ class NodeSpec:
             Google Cloud. Empty for the account's default ones.
         firewalls: What filters its traffic: ids of security groups, or network tags.
         limits: What a node of a cluster may use; None for all of its machine.
-        head: Makes a node of a cluster its deployment's head, which may use the
-            cluster's API; None for any other node.
     """
 
     name: str
@@ -146,7 +110,6 @@ class NodeSpec:
     subnets: Sequence[str] = ()
     firewalls: Sequence[str] = ()
     limits: NodeLimits | None = None
-    head: ClusterHead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,19 +230,6 @@ class ComputePool(Protocol):
         """Remove what nodes that are gone have left, other than their logs.
 
         Of a service that removes it by itself there is nothing to do.
-        """
-        ...
-
-
-@runtime_checkable
-class VolumeKeeper(Protocol):
-    """A compute service that keeps volumes of nodes that have ended: a cluster."""
-
-    def volumes(self, labels: Mapping[str, str]) -> Sequence[Volume]:
-        """Find volumes that carry all these labels.
-
-        Raises:
-            ComputeError: The service failed.
         """
         ...
 

@@ -145,16 +145,13 @@ def say_table(
 
 
 @contextmanager
-def interrupts(
-    do: Callable[[int], None],
-    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
-) -> Iterator[None]:
+def interrupts(do: Callable[[int], None]) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM until the end of the block.
 
     Args:
         do: It is given the signal's number.
-        signals: What is handled, if not both.
     """
+    signals = (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, _frame: object) -> None:
         do(number)

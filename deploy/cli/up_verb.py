@@ -2,15 +2,13 @@
 
 import argparse
 import os
-import signal
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from deploy.cli import plan_verb
 from deploy.cli.arguments import load_plan
 from deploy.cli.run_verbs import follow, is_over
-from deploy.cli.terminal import interrupts, say, say_json, show, tell
+from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
@@ -20,46 +18,12 @@ if TYPE_CHECKING:
     from deploy.fleet.state import Deployment
     from deploy.fleet.supervisor import RunWatch
     from federation.job.spec import JobSpec
-    from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
 
 def _up(options: argparse.Namespace) -> int:
     plan, job = _checked(options)
-    if plan.has_head:
-        return _up_in_cluster(options, plan)
-    if plan.is_head and options.keep:
-        return as_head(plan, options.clock, partial(_up_here, options, plan, job))
     return _up_here(options, plan, job)
-
-
-def as_head(plan: "DeploymentPlan", clock: "Clock", work: Callable[[], int]) -> int:
-    """Do what a head does, until it is done or its pod has to end.
-
-    Args:
-        plan: The deployment, as the head reads it.
-        clock: Tells time.
-        work: What it does; its result is the exit code.
-
-    Returns:
-        The exit code, which is not 0 if its pod has to end.
-    """
-    from deploy.fleet import (  # noqa: PLC0415 -- --help
-        kubernetes_head,
-        state,
-    )
-
-    def end(_number: int) -> None:
-        raise kubernetes_head.HeadTerminated
-
-    try:
-        # Ctrl-C in a shell of the pod ends what is shown there, not the aggregator.
-        with interrupts(end, (signal.SIGTERM,)):
-            return work()
-    except kubernetes_head.HeadTerminated:
-        pool = state.local_pool(plan, clock)
-        kubernetes_head.stop_aggregator(pool, plan.file.name, clock, tell)
-        return kubernetes_head.TERMINATED
 
 
 def _up_here(
@@ -138,44 +102,6 @@ def _up_here(
             watch.keeper.end()
         else:
             tell("its machines are no longer kept: run the command again to keep them")
-    return code
-
-
-def _up_in_cluster(options: argparse.Namespace, plan: "DeploymentPlan") -> int:
-    """Have a pod do what this command does on a host, and show what it writes."""
-    from deploy.fleet import (  # noqa: PLC0415 -- --help
-        down,
-        kubernetes_head,
-        state,
-    )
-    from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
-
-    patience = Patience(plan, options.clock, tell)
-    opened = partial(state.opened, plan, random_bytes=os.urandom, clock=options.clock)
-    with (
-        patience.entered(opened) as deployment,
-        down.naming_what_runs(deployment, tell),
-    ):
-        deployment.note_wanted()
-        head = patience.repeated(
-            partial(
-                kubernetes_head.up,
-                deployment,
-                accept=options.accept,
-                older=options.older,
-                tell=tell,
-            )
-        )
-    if options.detach:
-        if options.json:
-            say_json({"node": head.id})
-        else:
-            say(head.id)
-        return DONE
-    tell(f"what {head.id} writes follows; it continues if this command ends")
-    code = kubernetes_head.follow(deployment, head, tell, show)
-    if options.json:
-        say_json({"node": head.id, "exit_code": code})
     return code
 
 

@@ -14,13 +14,7 @@ from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet import reconcile
 from deploy.fleet.loop import Patience, end_nodes, known_nodes
 from deploy.fleet.machine_spec import LOCAL
-from deploy.fleet.reconcile import (
-    AGGREGATOR,
-    DEPLOYMENT,
-    HEAD,
-    OWNER,
-    ROLE,
-)
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE
 from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
 from federation.errors import (
@@ -88,12 +82,10 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
 def _may_run(deployment: Deployment, pool: str) -> str:
     """What may still run, and cost, at a service that could not be reached."""
     file = deployment.plan.file
-    pools = {site.role: site.pool for site in file.sites}
-    pools[HEAD if deployment.plan.has_head else AGGREGATOR] = file.aggregator.pool
     roles = [
-        role
-        for role, place in pools.items()
-        if place == pool and deployment.launched(role)
+        site.role
+        for site in file.sites
+        if site.pool == pool and deployment.launched(site.role)
     ]
     hours = f"{file.max_hours:g} hours after its launch"
     return (
@@ -204,8 +196,7 @@ class _Ending:
         failures: list[tuple[str, ComputeError | StoreUnavailable]] = []
         # The aggregator's is the first and comes last: sites tell it that they leave.
         for name, pool in reversed([*self._deployment.pools.items()]):
-            # A head whose machine is lost may take long to end: its sites do not wait.
-            for end in (self._end_head, self._end_others, self._end_damaged):
+            for end in (self._end_others, self._end_damaged):
                 try:
                     end(pool)
                 except (ComputeError, StoreUnavailable) as error:
@@ -217,20 +208,13 @@ class _Ending:
     def end_parties(self, pool: ComputePool) -> None:
         """End sites, then the aggregator."""
         found = self._own(known_nodes(pool, self._deployment.name))
-        alive = reconcile.unwanted(found, {HEAD})
+        alive = reconcile.unwanted(found, ())
         for is_last in (False, True):
             self._end(
                 pool,
                 [n for n in alive if (n.labels.get(ROLE) == AGGREGATOR) is is_last],
             )
         pool.clean_up()
-
-    def _end_head(self, pool: ComputePool) -> None:
-        """End the head in a cluster first, which would replace what ends before it."""
-        if not self._deployment.plan.is_head:
-            found = self._own(known_nodes(pool, self._deployment.name))
-            heads = [node for node in found if node.labels.get(ROLE) == HEAD]
-            self._end(pool, reconcile.unwanted(heads, ()))
 
     def _end_others(self, pool: ComputePool) -> None:
         """End the other nodes of one service.

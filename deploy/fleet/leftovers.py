@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cloud_adapters.compute.pool import VolumeKeeper
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy.fleet.machine_spec import AWS, GCP
 from deploy.fleet.prices import Prices
-from deploy.fleet.reconcile import DEPLOYMENT
 from deploy.fleet.state import Deployment
 from deploy.wiring import run_store
 from deploy.wiring.exchange import ExchangeSpec
-from federation.errors import ComputeError, FederationError, RunConflict
+from federation.errors import FederationError, RunConflict
 from federation.job.spec import JobSpec
 from federation.job.storage_job import StorageSpec
 from federation.protocols import ObjectStore
@@ -28,7 +26,7 @@ from monitoring.runs.run_folder import RunFolder
 from privacy.dp.ledger.ledger_files import LEDGER_NAME
 
 _CLOUDS = {"s3": AWS, "gs": GCP, "aws-kms": AWS, "gcp-kms": GCP}
-_GIGA, _GIB = 1e9, 1 << 30
+_GIGA = 1e9
 # Of a private run: its job, and the events, which hold the anchors of ledgers.
 _FOR_LEDGERS = frozenset({"job.toml", "events.jsonl"})
 
@@ -62,11 +60,7 @@ def leftovers(
         job: Its job, which may name a bucket and keys; None if it cannot be read.
         prices: What storage and keys cost.
     """
-    return [
-        *_folders(deployment),
-        *_volumes(deployment),
-        *_buckets(deployment, job, prices),
-    ]
+    return [*_folders(deployment), *_buckets(deployment, job, prices)]
 
 
 def _folders(deployment: Deployment) -> Iterator[Leftover]:
@@ -86,32 +80,6 @@ def _folders(deployment: Deployment) -> Iterator[Leftover]:
     nodes = deployment.plan.folder / "nodes"
     if nodes.exists():
         yield _folder("logs of nodes", nodes)
-
-
-def _volumes(deployment: Deployment) -> Iterator[Leftover]:
-    """Volumes of an aggregator in a cluster, whose keys and runs they hold."""
-    machine, what = (
-        deployment.plan.file.aggregator,
-        "keys, runs and state, in a cluster",
-    )
-    for name, pool in deployment.pools.items():
-        if not isinstance(pool, VolumeKeeper):
-            continue
-        try:
-            found = pool.volumes({DEPLOYMENT: deployment.name})
-        except ComputeError as error:
-            yield Leftover(
-                what=what, place=name, num_bytes=None, dollars=None, trouble=str(error)
-            )
-            continue
-        for each in found:
-            size = each.gigabytes
-            yield Leftover(
-                what=what,
-                place=each.name,
-                num_bytes=None if size is None else round(size * _GIB),
-                dollars=machine.disk_dollars_per_month,
-            )
 
 
 def _buckets(

@@ -19,7 +19,7 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.fleet.bootstrap import end_of
 from deploy.fleet.loop import NodeRequest, fill
-from deploy.fleet.machine_spec import SiteMachine
+from deploy.fleet.machine_spec import LOCAL, SiteMachine
 from deploy.fleet.preflight import check_aggregator_kept
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.spec import Tell
@@ -94,14 +94,14 @@ def await_service(
 
 
 def _newest(deployment: Deployment) -> Node:
-    pool = deployment.pools[deployment.plan.file.aggregator.pool]
+    pool = deployment.pools[LOCAL]
     labels = {DEPLOYMENT: deployment.name, ROLE: AGGREGATOR}
     *_, newest = pool.nodes(labels)
     return newest
 
 
 def _end_of_log(deployment: Deployment, node: Node) -> str:
-    pool = deployment.pools[deployment.plan.file.aggregator.pool]
+    pool = deployment.pools[LOCAL]
     return f"Its log ends:\n{end_of(log_of(pool, node.id))}"
 
 

@@ -326,8 +326,6 @@ def _ending(request: NodeRequest, seconds: float) -> NodeSpec:
 def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
     """The node, which ends by itself when the budget is spent, watched or not.
 
-    The head of a deployment in a cluster does not: it watches, and ends the others.
-
     Raises:
         ComputeError: It is spent, or a service fails.
     """
@@ -343,7 +341,7 @@ def _within_budget(deployment: Deployment, request: NodeRequest) -> NodeSpec:
             f"{spec.name}: not launched: of max_dollars = {plan.file.max_dollars:g}, "
             f"all machines together would have spent the rest in {left:.0f} s. Raise it"
         )
-    return spec if spec.head is not None else _ending(request, left)
+    return _ending(request, left)
 
 
 def _check_clock(deployment: Deployment, pool: str, node: Node, begin: float) -> None:

@@ -1,18 +1,12 @@
-"""Tables of machines in the deployment file: of sites, and of the aggregator.
-
-An aggregator in a cluster is a pod, the head of the deployment: besides the aggregator
-it runs ``crossfed up``, which launches the sites in the same namespace. So nothing
-outside of it has to read its keys, its book of members or its runs.
-"""
+"""Tables of machines in the deployment file: of sites, and of the aggregator."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from clients.privacy.policy_spec import PolicySpec
 from cloud_adapters.compute.machine_types import RequiresSpec
 from cloud_adapters.compute.pool import Market, NodeLimits
-from deploy.fleet.bootstrap import is_pinned
 from deploy.fleet.reconcile import SITE_PREFIX
 from deploy.site_host.config import ComputeSpec, LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
@@ -30,14 +24,6 @@ MARKETS = tuple(market.value for market in Market)
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _ACCOUNT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _MOST_CHARS = 200
-
-HEAD_PORT = 8443
-# What to do about an aggregator that `crossfed up` does not start, by its provider.
-_ELSEWHERE = dict.fromkeys(
-    CLOUDS,
-    "install crossfed on a machine of that cloud and run crossfed up there, with its "
-    "address as aggregator.address",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,93 +271,24 @@ class SiteMachine:
         return self.is_of_cloud and self.machine.market == Market.SPOT.value
 
 
-def head_service(deployment: str) -> str:
-    """Name of the Service and of the volume of a deployment's head."""
-    return f"crossfed-{deployment}"
-
-
-def head_address(deployment: str, namespace: str) -> str:
-    """Where the other pods of a namespace reach the head of a deployment."""
-    return f"{head_service(deployment)}.{namespace}.svc:{HEAD_PORT}"
-
-
-def check_head(image: str, *, address: str, listen: str, gpus: int) -> None:
-    """Refuse the table of an aggregator whose pod could not work.
-
-    Args:
-        image: Image of its container.
-        address: Where sites reach it; empty for its Service.
-        listen: Where it listens; empty for ``PORT``.
-        gpus: How many its pod would get.
-
-    Raises:
-        JobError: A key is missing or wrong.
-    """
-    if not is_pinned(image):
-        what = f"{image!r:.200} names no digest" if image else "is missing"
-        raise JobError(
-            f"{what}: name an image of an aggregator (deploy/containers) as "
-            "NAME@sha256:...",
-            key="aggregator.image",
-        )
-    if gpus:
-        raise JobError(
-            "an aggregator uses no GPU: remove it", key="aggregator.cluster.gpus"
-        )
-    if listen and not address:
-        _, port = parse_address(listen, key="aggregator.listen")
-        if port != HEAD_PORT:
-            raise JobError(
-                f"its Service leads to port {HEAD_PORT}: listen there, or state where "
-                "sites reach it as aggregator.address",
-                key="aggregator.listen",
-            )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorMachine:
-    """The machine of the aggregator.
+    """The aggregator, which runs on this host.
 
     Attributes:
-        provider: Where the aggregator runs: `local` on this host, or `kubernetes` in a
-            pod, in the namespace of all sites of the file. Keys stay there.
-        image: Image of the pod: an image of an aggregator (deploy/containers) with its
-            digest, `NAME@sha256:...`.
         address: `HOST:PORT` where sites reach the aggregator. Default: a free loopback
-            port, chosen once; for a pod, its Service.
-        listen: `ADDRESS:PORT` to listen on. Default: `address`, or port 8443 of a pod.
+            port, chosen once.
+        listen: `ADDRESS:PORT` to listen on. Default: `address`.
         connect_seconds: How long a run waits for its sites to connect.
         dollars_per_hour: Price of its machine.
         dollars_per_gigabyte: Price of traffic that leaves it.
-        cluster: The cluster of the pod, and what the pod gets; for provider
-            `kubernetes` alone, as are all further keys.
-        identity: Service account of the pod, which may launch jobs in the namespace
-            (deploy/kubernetes/overlays/head).
-        disk_gb: Size of its volume, which stays after `crossfed down`. An existing
-            volume keeps its size.
-        disk_dollars_per_month: Price of the volume, if you know it.
-        endpoint: URL of the API server, if it is not the context's own.
     """
 
-    provider: str = LOCAL
-    image: str = ""
     address: str = ""
     listen: str = ""
     connect_seconds: float = key(default=600.0, above=0.0)
     dollars_per_hour: float = key(default=0.0, low=0.0)
     dollars_per_gigabyte: float = key(default=0.0, low=0.0)
-    cluster: ClusterSpec = ClusterSpec()
-    identity: str = "crossfed-head"
-    disk_gb: int = key(default=50, low=1, high=16384)
-    disk_dollars_per_month: float | None = key(default=None, low=0.0)
-    endpoint: str = ""
-
-    @property
-    def pool(self) -> str:
-        """Name of the compute service."""
-        if self.provider == KUBERNETES:
-            return f"{KUBERNETES} {self.cluster.place}"
-        return self.provider
 
 
 def check_addresses(machine: AggregatorMachine) -> None:
@@ -383,75 +300,3 @@ def check_addresses(machine: AggregatorMachine) -> None:
     for name, address in (("address", machine.address), ("listen", machine.listen)):
         if address:
             parse_address(address, key=f"aggregator.{name}")
-
-
-def check_aggregator(
-    machine: AggregatorMachine, sites: Sequence[SiteMachine], *, prices: str
-) -> None:
-    """Refuse an aggregator that cannot be started, or that the sites cannot reach.
-
-    Args:
-        machine: The table.
-        sites: Sites of the file.
-        prices: Price table that the file names; empty for none.
-
-    Raises:
-        JobError: A key is missing or wrong.
-    """
-    if machine.provider == KUBERNETES:
-        _check_pod(machine, sites, prices)
-        return
-    if machine.provider != LOCAL:
-        what = _ELSEWHERE.get(
-            machine.provider, f"name {LOCAL!r} or {KUBERNETES!r}, or remove the key"
-        )
-        raise JobError(
-            f"{machine.provider!r:.80}: crossfed up starts the aggregator on this host "
-            f"or in a cluster only: {what}",
-            key="aggregator.provider",
-        )
-    _check_local(machine)
-
-
-def _check_local(machine: AggregatorMachine) -> None:
-    local = AggregatorMachine()
-    for name in (
-        "cluster",
-        "identity",
-        "disk_gb",
-        "disk_dollars_per_month",
-        "endpoint",
-        "image",
-    ):
-        if getattr(machine, name) != getattr(local, name):
-            raise JobError(
-                f"is for provider {KUBERNETES!r}: remove it, or name that",
-                key=f"aggregator.{name}",
-            )
-
-
-def _check_pod(
-    machine: AggregatorMachine, sites: Sequence[SiteMachine], prices: str
-) -> None:
-    """Refuse an aggregator in a pod that could not start the sites of the file."""
-    check_cluster(machine.cluster, identity=machine.identity, table="aggregator")
-    check_head(
-        machine.image,
-        address=machine.address,
-        listen=machine.listen,
-        gpus=machine.cluster.gpus,
-    )
-    if prices:
-        raise JobError(
-            "is not read in a cluster, where dollars_per_hour of every site is stated: "
-            "remove it",
-            key="prices",
-        )
-    for index, site in enumerate(sites):
-        if site.pool != machine.pool:
-            raise JobError(
-                f"{site.name!r} is in {site.pool!r}: an aggregator in "
-                f"{machine.pool!r} starts sites of its own namespace only; have the "
-                "operator of any other site enrol it with a token",
-                key=f"sites[{index}].provider",
-            )

@@ -274,9 +274,7 @@ def trusting(known: Known, operator: Operator) -> Known:
 
 def _end_unwanted(deployment: Deployment, listed: NodesByPool, tell: Tell) -> None:
     """End nodes of sites that the deployment file no longer has."""
-    plan = deployment.plan
-    sites = [site.name for site in plan.file.sites]
-    roles = reconcile.roles(sites, is_head=plan.is_head)
+    roles = reconcile.roles(site.name for site in deployment.plan.file.sites)
     for name, nodes in listed.items():
         found = reconcile.unwanted(nodes, roles)
         for node in found:

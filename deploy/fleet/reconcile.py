@@ -15,12 +15,8 @@ OWNER = "crossfed-owner"
 ROLE = "crossfed-role"
 NUMBER = "crossfed-number"
 SETTINGS = "crossfed-settings"
-# Of a head: the roster's digest that it was started with.
-ACCEPTED = "crossfed-accepted"
 
 AGGREGATOR = "aggregator"
-# The head of a deployment in a cluster: a pod that runs ``crossfed up``.
-HEAD = "head"
 SITE_PREFIX = "site-"
 
 
@@ -73,16 +69,6 @@ def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
         )
 
 
-def others(nodes: Iterable[Node], deployment: str) -> Sequence[str]:
-    """Names of other deployments that have nodes in the same place, not gone."""
-    names = {
-        node.labels.get(DEPLOYMENT, "")
-        for node in nodes
-        if node.state is not NodeState.GONE
-    }
-    return sorted(names - {deployment, ""})
-
-
 def check_first(nodes: Iterable[Node], owner: str, deployment: str) -> None:
     """Refuse to share a name with a folder that has launched under it before.
 
@@ -107,15 +93,9 @@ def _age(node: Node) -> tuple[float, str, str]:
     return node.launched, node.labels.get(OWNER, ""), node.id
 
 
-def roles(sites: Iterable[str], *, is_head: bool = False) -> Collection[str]:
-    """Roles of a deployment that need a node each.
-
-    Args:
-        sites: Names of the sites that the file has.
-        is_head: Whether the head in a cluster asks, which the file does not name.
-    """
-    found = {AGGREGATOR, *(f"{SITE_PREFIX}{name}" for name in sites)}
-    return found | {HEAD} if is_head else found
+def roles(sites: Iterable[str]) -> Collection[str]:
+    """Roles of a deployment that need a node each, given the names of its sites."""
+    return {AGGREGATOR, *(f"{SITE_PREFIX}{name}" for name in sites)}
 
 
 def unwanted(nodes: Iterable[Node], wanted: Collection[str]) -> Sequence[Node]:

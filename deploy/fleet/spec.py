@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from cloud_adapters.compute.kube_head import IN_CLUSTER
 from deploy.aggregator_host.config import PlatformsSpec
 from deploy.fleet import machine_checks, machine_spec
-from deploy.fleet.machine_spec import (
-    KUBERNETES,
-    LOCAL,
-    AggregatorMachine,
-    SiteMachine,
-)
+from deploy.fleet.machine_spec import LOCAL, AggregatorMachine, SiteMachine
 from deploy.site_host.config import LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring import exchange
@@ -211,7 +205,7 @@ class DeploymentFile:
         start: When `crossfed up` may start machines.
         folder: Folder for keys, runs and the state of local sites, relative to this
             file; by default `deployments/NAME`.
-        aggregator: Where the aggregator runs.
+        aggregator: The aggregator, which runs on this host.
         sites: Sites to start, one `[[sites]]` table each. Other sites of the job
             join with their own operators.
         exchange: As `[exchange]` in `aggregator.toml` and every `site.toml`.
@@ -280,18 +274,6 @@ class DeploymentPlan:
         """After so long each node ends by itself."""
         return 3600.0 * self.file.max_hours
 
-    @property
-    def has_head(self) -> bool:
-        """Whether its aggregator is a pod, which starts its sites."""
-        return self.file.aggregator.provider == KUBERNETES
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is what that pod reads, in the cluster of its sites."""
-        return not self.has_head and any(
-            site.machine.cluster.context == IN_CLUSTER for site in self.file.sites
-        )
-
 
 def load(path: Path) -> DeploymentPlan:
     """Read a deployment file.
@@ -300,7 +282,7 @@ def load(path: Path) -> DeploymentPlan:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    file = _addressed(job_file.load_table(path, DeploymentFile, _check))
+    file = job_file.load_table(path, DeploymentFile, _check)
     document = job_file.read_toml(path)
     shared = {name: document[name] for name in ("exchange",) if name in document}
     # In one order: a node whose settings read differently is replaced.
@@ -323,15 +305,6 @@ def load(path: Path) -> DeploymentPlan:
         platforms={n: document[n] for n in ("platforms",) if n in document},
         prices=here / file.prices if file.prices else None,
     )
-
-
-def _addressed(file: DeploymentFile) -> DeploymentFile:
-    """The file with the address of an aggregator in a pod, if it states none."""
-    machine = file.aggregator
-    if machine.provider != KUBERNETES or machine.address:
-        return file
-    address = machine_spec.head_address(file.name, machine.cluster.namespace)
-    return replace(file, aggregator=replace(machine, address=address))
 
 
 def load_job(plan: DeploymentPlan) -> JobSpec:
@@ -359,7 +332,6 @@ def _check(file: DeploymentFile) -> None:
     machine_spec.check_addresses(file.aggregator)
     _check_paths(file)
     _check_names(file)
-    machine_spec.check_aggregator(file.aggregator, file.sites, prices=file.prices)
     check_start(file.start, file.sites)
     has_deadline = file.deadline_hours is not None
     for index, site in enumerate(file.sites):

@@ -10,7 +10,7 @@ it. ``ended``: there after ``crossfed down``.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloud_adapters.compute.local import LocalPool
@@ -57,7 +57,6 @@ class PoolPlace:
     endpoint: str
     context: str = ""
     namespace: str = ""
-    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +88,6 @@ def write_record(folder: Path, record: DeploymentRecord) -> None:
     durable_files.write_json(folder / _RECORD, record)
 
 
-def adopt(folder: Path, name: str, owner: str) -> None:
-    """Have a folder belong to an owner, who has been given it with its numbers.
-
-    For the head in a cluster: its nodes carry the name of the folder that launched it,
-    so that a command there finds them as its own.
-
-    Args:
-        folder: Folder of the deployment; it is made if there is none.
-        name: Name of the deployment.
-        owner: Random name of the other folder.
-
-    Raises:
-        CorruptObject: Its record is damaged, or belongs to another deployment.
-        StoreUnavailable: It cannot be made or written.
-    """
-    with file_errors("make", folder):
-        own_folder.make(folder)
-    record = read_record(folder)
-    if record is None:
-        record = DeploymentRecord(name=name, owner=owner)
-    if record.name != name:
-        raise CorruptObject(
-            f"{folder} belongs to deployment {record.name!r} and not to {name!r}"
-        )
-    write_record(folder, replace(record, owner=owner))
-
-
 def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
     """Open every compute service that a deployment names or has used, this host first.
 
@@ -123,16 +95,11 @@ def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
         ComputeError: The name of a region or a profile is wrong.
         MissingExtra: The library of one is not installed.
     """
-    pools: dict[str, ComputePool] = {LOCAL: local_pool(plan, clock)}
-    pools.update((name, _cloud(place, clock)) for name, place in places(plan).items())
-    return pools
-
-
-def local_pool(plan: DeploymentPlan, clock: Clock) -> LocalPool:
-    """Open the processes of a deployment on this host."""
     # A user's own models and data are found from where the deployment file is.
     here = plan.path.parent.absolute()
-    return LocalPool(folder=nodes_folder(plan), working_folder=here, clock=clock)
+    local = LocalPool(folder=nodes_folder(plan), working_folder=here, clock=clock)
+    clouds = {name: _cloud(place, clock) for name, place in places(plan).items()}
+    return {LOCAL: local, **clouds}
 
 
 def places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:
@@ -142,21 +109,13 @@ def places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:
     except CorruptObject:  # ``deployment.opened`` raises it.
         record = None
     before = {} if record is None else {each.pool: each for each in record.places}
-    # A head that an earlier file has named has left a volume, and perhaps a Service.
-    found = {
-        name: replace(place, has_head=place.has_head or _had_head(before.get(name)))
-        for name, place in named_places(plan).items()
-    }
+    found = named_places(plan)
     return {**found, **{k: v for k, v in before.items() if k not in found}}
-
-
-def _had_head(place: PoolPlace | None) -> bool:
-    return place is not None and place.has_head
 
 
 def named_places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:
     """Clouds that the file names, by the names of their pools."""
-    found = {
+    return {
         site.pool: PoolPlace(
             pool=site.pool,
             provider=site.provider,
@@ -169,19 +128,6 @@ def named_places(plan: DeploymentPlan) -> Mapping[str, PoolPlace]:
         for site in plan.file.sites
         if site.pool != LOCAL
     }
-    machine = plan.file.aggregator
-    if plan.has_head:
-        found[machine.pool] = PoolPlace(
-            pool=machine.pool,
-            provider=machine.provider,
-            region="",
-            project="",
-            endpoint=machine.endpoint,
-            context=machine.cluster.context,
-            namespace=machine.cluster.namespace,
-            has_head=True,
-        )
-    return found
 
 
 def nodes_folder(plan: DeploymentPlan) -> Path:
@@ -195,11 +141,7 @@ def _cloud(place: PoolPlace, clock: Clock) -> ComputePool:
             from cloud_adapters.compute import kube_jobs  # noqa: PLC0415 -- the extra
 
             return kube_jobs.connect(
-                place.context,
-                place.namespace,
-                clock=clock,
-                endpoint=place.endpoint,
-                has_head=place.has_head,
+                place.context, place.namespace, clock=clock, endpoint=place.endpoint
             )
         if place.provider == AWS:
             from cloud_adapters.compute import ec2  # noqa: PLC0415 -- the extra aws

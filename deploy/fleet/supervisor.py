@@ -18,7 +18,7 @@ from deploy.fleet.boot_status import Starts, starts_of
 from deploy.fleet.loop import Pauses
 from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.placement import Placement
-from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, HEAD, ROLE
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
 from deploy.fleet.sizes import Sizer
 from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
@@ -129,9 +129,9 @@ class Keeper:
         """Whether nothing works, and the rest of the budget launches nothing.
 
         Machines end by themselves when it is spent, which may be a little before: then
-        it is never reached. A head does not end itself.
+        it is never reached.
         """
-        if any(node.labels.get(ROLE) != HEAD for node in alive):
+        if alive:
             return False
         left = spending.rest_seconds(limit, self._spending, alive, self._hourly)
         return left is not None and left < spending.LEAST_SECONDS

@@ -95,7 +95,7 @@ def wanted(plan: DeploymentPlan, known: Known) -> Mapping[str, NodeRequest]:
     """
     path = plan.aggregator / AGGREGATOR_FILE
     own = _program(plan, AGGREGATOR, ("aggregator", "up", "--config", str(path)))
-    found = {AGGREGATOR: NodeRequest(plan.file.aggregator.pool, own, known.settings)}
+    found = {AGGREGATOR: NodeRequest(LOCAL, own, known.settings)}
     make = {LOCAL: _local, KUBERNETES: _pod}
     for site in plan.file.sites:
         found[site.role] = make.get(site.provider, _machine)(plan, known, site)

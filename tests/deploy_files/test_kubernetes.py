@@ -16,15 +16,15 @@ from support.containers import podman
 from support.deployment import wait_for
 from support.programs import needs, program
 
-from cloud_adapters.compute import kube_errors, kube_head, kube_manifest
-from cloud_adapters.compute.pool import ClusterHead, Market, NodeLimits, NodeSpec
+from cloud_adapters.compute import kube_errors, kube_manifest
+from cloud_adapters.compute.pool import Market, NodeLimits, NodeSpec
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("aggregator", "site")
 COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
-# A namespace for sites that `crossfed up` launches, and one also for an aggregator.
-JOBS, HEAD = "jobs", "head"
+# A namespace for sites that `crossfed up` launches.
+JOBS = "jobs"
 SITES = ("gcp-us-central1", "aws-us-east-1")  # The first is that of the overlay.
 CONFIG = f"{containers.STATE}/fed/aggregator.toml"
 SITE = f"{containers.STATE}/site"
@@ -68,7 +68,7 @@ def with_everything(tmp_path: Path) -> str:
     return manifest(place)
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS, HEAD])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS])
 def test_kubernetes_accepts_them(overlay: str, tmp_path: Path):
     """By its own schema, where an unknown key is an error."""
     file = tmp_path / "manifest.yaml"
@@ -114,7 +114,7 @@ def test_components_open_what_they_name_and_nothing_else(with_everything: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS, HEAD])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, JOBS])
 def test_checkov_finds_nothing(overlay: str, tmp_path: Path):
     """Or the manifest says at that place why it is so."""
     file = tmp_path / "manifest.yaml"
@@ -168,26 +168,13 @@ def test_jobs_are_launched_into_a_namespace_that_is_closed():
 
 def test_operators_may_do_what_a_pool_asks_for_and_no_more():
     """As the message says that an operator sees who may not."""
-    site, head = kube_errors.PERMISSIONS, kube_errors.HEAD_PERMISSIONS
-    for overlay, roles in (
-        (JOBS, {"crossfed-operator": site}),
-        (HEAD, {"crossfed-operator": (*site, *head), "crossfed-head": site}),
-    ):
-        text = manifest(FOLDER / "overlays" / overlay)
-        granted = {
-            each["metadata"]["name"]: _rights(each["rules"])
-            for each in documents(text)
-            if each["kind"] == "Role"
-        }
-        assert granted == {
-            name: {
-                (resource, verb)
-                for line in lines
-                for resource, _, verbs in [line.partition(": ")]
-                for verb in verbs.split(", ")
-            }
-            for name, lines in roles.items()
-        }
+    text = manifest(FOLDER / "overlays" / JOBS)
+    assert _rights(of_kind(text, "Role")["rules"]) == {
+        (resource, verb)
+        for line in kube_errors.PERMISSIONS
+        for resource, _, verbs in [line.partition(": ")]
+        for verb in verbs.split(", ")
+    }
 
 
 def _rights(rules: list[Document]) -> set[tuple[str, str]]:
@@ -198,35 +185,6 @@ def _rights(rules: list[Document]) -> set[tuple[str, str]]:
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-
-
-def test_sites_reach_a_head_and_nothing_else_does(tmp_path: Path):
-    """By the labels with which it is launched; Kubernetes accepts all that it has."""
-    head = ClusterHead(
-        service="crossfed-fed",
-        host="crossfed-fed.crossfed.svc",
-        port=8443,
-        volume="crossfed-fed",
-        volume_gb=50,
-    )
-    job = yaml.safe_load(launched(name="head", head=head, identity="crossfed-head"))
-    labels = job["spec"]["template"]["metadata"]["labels"]
-    policies = {
-        each["metadata"]["name"]: each["spec"]
-        for each in documents(manifest(FOLDER / "overlays" / HEAD))
-        if each["kind"] == "NetworkPolicy"
-    }
-    own, site = policies["crossfed-head"], policies["crossfed-site"]
-    assert own["podSelector"]["matchLabels"].items() <= labels.items()
-    ((source,),) = (rule["from"] for rule in own["ingress"])
-    assert source["podSelector"] == site["podSelector"]
-    (target,) = site["egress"][-1]["to"]
-    assert target["podSelector"] == own["podSelector"]
-    made = (job, kube_head.claim(head, labels), kube_head.service(head, labels))
-    file = tmp_path / "manifest.yaml"
-    results = (FOLDER / "results.yaml").read_text()
-    file.write_text(f"{yaml.safe_dump_all(made)}---\n{results}")
-    passes(program("kubernetes-validate"), "--strict", file)
 
 
 def _pod(text: str) -> Document:

@@ -7,7 +7,7 @@ back and runs the pod's own command on this host.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class Cluster:
     """A deployment whose sites are pods."""
 
-    def __init__(self, folder: Path, kube: FakeKube) -> None:
-        self.folder, self.kube = folder, kube
+    def __init__(
+        self,
+        folder: Path,
+        kube: FakeKube,
+        start: Callable[[Path, Mapping[str, Any]], Any] = PodProcess,
+    ) -> None:
+        self.folder, self.kube, self.start = folder, kube, start
         self.path = folder / "fed.toml"
-        self.pods: dict[str, PodProcess] = {}
+        self.pods: dict[str, Any] = {}
         self.ups: list[Forked] = []
         kube.log_of = lambda name: self.pods[name].log if name in self.pods else ""
         kube.ends = self.end
 
-    def write(self, *, release: str = f'image = "{IMAGE}"') -> None:
+    def write(self, *, release: str = f'image = "{IMAGE}"', home: bool = True) -> None:
         text = (JOBS / "quickstart.toml").read_text()
         head, _, tail = text.partition("[privacy.secure_aggregation]")
         head = head.replace("rounds = 30", "rounds = 1")
         (self.folder / "job.toml").write_text(head + tail[tail.index("[[sites]]") :])
-        home = f'[sites.home]\nurl = "file://{self.folder}/home"\nlease_seconds = 2'
-        about = dict(zip(SITES, (("spot", home), ("on-demand", "")), strict=True))
+        kept = f'[sites.home]\nurl = "file://{self.folder}/home"\nlease_seconds = 2'
+        first = ("spot", kept if home else "")
+        about = dict(zip(SITES, (first, ("on-demand", "")), strict=True))
         tables = [
             f"""
 [[sites]]
@@ -85,14 +91,14 @@ address = "127.0.0.1:{free_port()}"
     def told(self) -> str:
         return (self.folder / f"up-{len(self.ups) - 1}.err").read_text()
 
-    def boot(self, number: int) -> list[PodProcess]:
+    def boot(self, number: int) -> list[Any]:
         """Boot the pods of all jobs, of which there are so many at the end."""
 
         def booted() -> bool:
             for name, job in [*self.kube.jobs.items()]:
                 if name in self.kube.pods and name not in self.pods:
                     folder = self.folder / f"pod-{len(self.pods)}"
-                    self.pods[name] = PodProcess(folder, job)
+                    self.pods[name] = self.start(folder, job)
             running = len(self.pods) < number and self.ups[-1].poll() is None
             assert running or len(self.pods) >= number, self.told
             return len(self.pods) >= number

@@ -4,8 +4,7 @@ What arrives is checked against the models of the official client, field by fiel
 their only spelling, and against rules of the server that models do not know: names,
 labels, amounts, mounts, fields that never change, and the Pod Security Standard
 ``restricted``. What is answered is checked against the models, too. A test decides what
-becomes of each job's pod (``fate``). Volumes and Services are there by their names; a
-pod of a volume that another pod has gets no machine. Not here: machines; nothing runs.
+becomes of each job's pod (``fate``). Not here: machines; nothing runs.
 """
 
 import copy
@@ -32,8 +31,6 @@ IMAGE = f"registry.example.org/crossfed-site@sha256:{'ab' * 32}"
 _JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
 _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 _EVENTS = f"/api/v1/namespaces/{NAMESPACE}/events"
-_CLAIMS = f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims"
-_SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
 _DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 _KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}\w)?")
@@ -96,8 +93,6 @@ class FakeKube(GoogleServer):
         self.created: list[Resource] = []
         self.jobs: dict[str, Resource] = {}
         self.pods: dict[str, Resource] = {}
-        self.claims: dict[str, Resource] = {}
-        self.services: dict[str, Resource] = {}
         self.events: list[Resource] = []
         self.logs: dict[str, str] = {}
         self.log_of: Callable[[str], str] = lambda name: self.logs.get(name, "")
@@ -180,19 +175,6 @@ class FakeKube(GoogleServer):
             ("GET", _JOBS): lambda: self._page("JobList", self.jobs, request),
             ("GET", _PODS): lambda: self._page("PodList", self.pods, request),
             ("GET", _EVENTS): lambda: self._events_of(request),
-            ("POST", _CLAIMS): lambda: self._keep(
-                client.V1PersistentVolumeClaim, self.claims, request
-            ),
-            ("GET", _CLAIMS): lambda: self._page(
-                "PersistentVolumeClaimList", self.claims, request
-            ),
-            ("POST", _SERVICES): lambda: self._keep(
-                client.V1Service, self.services, request
-            ),
-            ("GET", _SERVICES): lambda: self._page(
-                "ServiceList", self.services, request
-            ),
-            ("DELETE", f"{_SERVICES}/{name}"): lambda: self._delete_service(name),
             ("GET", f"{_JOBS}/{name}"): lambda: _json(client.V1Job, self._job(name)),
             ("PATCH", f"{_JOBS}/{name}"): lambda: _json(
                 client.V1Job, self._patch(name, request)
@@ -205,38 +187,6 @@ class FakeKube(GoogleServer):
             return self._log(request.path.split("/")[-2], request.query)
         words = f"the server has no {request.method} {request.path}"
         raise KubeError(404, "NotFound", words)
-
-    # Volumes and Services.
-
-    def _keep(
-        self, model: type[BaseModel], kept: dict[str, Resource], request: Request
-    ) -> Answer:
-        body = json.loads(request.body)
-        _strict(model, body)
-        name, labels = body["metadata"]["name"], body["metadata"]["labels"]
-        if not _DNS.fullmatch(name) or not all(map(_LABEL.fullmatch, labels.values())):
-            raise KubeError(422, "Invalid", f"{name}, {labels}: Invalid value")
-        if name in kept:
-            raise KubeError(409, "AlreadyExists", f'"{name}" already exists')
-        kept[name] = {**body, "metadata": body["metadata"] | self._born(name)}
-        return _json(model, kept[name], 201)
-
-    def _delete_service(self, name: str) -> Answer:
-        if name not in self.services:
-            raise KubeError(404, "NotFound", f'services "{name}" not found')
-        return _json(client.V1Service, self.services.pop(name))
-
-    def _lacks_volume(self, pod: Resource) -> str:
-        """Why a pod cannot have its volume; empty if it can, or has none."""
-        for name in _claims_of(pod):
-            if name not in self.claims:
-                return f'persistentvolumeclaim "{name}" not found'
-            users = [
-                each for each in self.pods.values() if name in _claims_of(each["spec"])
-            ]
-            if any(each["status"]["phase"] in ("Pending", "Running") for each in users):
-                return f'"{name}" with ReadWriteOncePod is used by another pod'
-        return ""
 
     # Jobs.
 
@@ -301,9 +251,6 @@ class FakeKube(GoogleServer):
         if trouble:
             fate = f'refused pods "{name}-x" is forbidden: violates PodSecurity '
             fate += f'"restricted:latest": {trouble}'
-        lacking = self._lacks_volume(template["spec"])
-        if lacking:
-            fate = f"unschedulable {lacking}"
         kind, _, words = fate.partition(" ")
         if kind == "refused":
             self.events.append(self._event(name, f"Error creating: {words}"))
@@ -515,18 +462,11 @@ def _not_restricted(pod: Resource) -> str:
         "runAsNonRoot": own.get("runAsNonRoot") is True and own.get("runAsUser") != 0,
         "seccompProfile": own.get("seccompProfile") == {"type": "RuntimeDefault"},
         "restricted volume types": all(
-            {"emptyDir", "downwardAPI", "persistentVolumeClaim"} & volume.keys()
-            for volume in pod["volumes"]
+            {"emptyDir", "downwardAPI"} & volume.keys() for volume in pod["volumes"]
         ),
         "host namespaces": not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys(),
     }
     return ", ".join(what for what, holds in rules.items() if not holds)
-
-
-def _claims_of(pod: Resource) -> set[str]:
-    """Names of the volumes that a pod has in common with pods before it."""
-    claims = [each.get("persistentVolumeClaim") for each in pod["volumes"]]
-    return {each["claimName"] for each in claims if each}
 
 
 def _first_zone(pod: Resource) -> str:

@@ -19,17 +19,14 @@ class PodContainer:
         process: Ends with the container, with the same code.
     """
 
-    def __init__(
-        self, folder: Path, job: Mapping[str, Any], volume: Path | None = None
-    ) -> None:
-        """Begin; ``volume`` is its state, if it has one that pods before have used."""
+    def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
+        """Begin."""
         self.folder, self.name = folder, job["metadata"]["name"]
         template = job["spec"]["template"]
         (container,) = template["spec"]["containers"]
         folder.mkdir()
-        state = folder / "state" if volume is None else volume
-        if not state.exists():
-            containers.folder(state)
+        state = folder / "state"
+        containers.folder(state)
         settings = folder / "user-data"
         settings.write_text(template["metadata"]["annotations"]["crossfed/user-data"])
         settings.chmod(0o444)

@@ -24,17 +24,15 @@ class PodProcess:
         process: Runs its command.
     """
 
-    def __init__(
-        self, folder: Path, job: Mapping[str, Any], volume: Path | None = None
-    ) -> None:
-        """Begin; ``volume`` is its state, if it has one that pods before have used."""
+    def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
+        """Begin."""
         self.folder, self.name = folder, job["metadata"]["name"]
-        self.state = folder / "state" if volume is None else volume
+        self.state = folder / "state"
         template = job["spec"]["template"]
         (container,) = template["spec"]["containers"]
         folder.mkdir()
         # As the volume of a pod with fsGroup.
-        self.state.mkdir(exist_ok=True)
+        self.state.mkdir()
         self.state.chmod(0o2777)
         settings = folder / "user-data"
         settings.write_text(template["metadata"]["annotations"]["crossfed/user-data"])

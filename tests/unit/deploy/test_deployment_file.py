@@ -111,24 +111,6 @@ def test_another_namespace_is_another_service(tmp_path: Path):
     assert spec.load(path).file.sites[0].pool != before
 
 
-@pytest.mark.parametrize(
-    ("provider", "what"),
-    [
-        ("aws", "with its address as aggregator.address"),
-        ("moon", "name 'local' or 'kubernetes', or remove the key"),
-    ],
-)
-def test_an_aggregator_that_up_does_not_start_is_refused(
-    tmp_path: Path, provider: str, what: str
-):
-    """With what to do."""
-    path = tmp_path / "fed.toml"
-    path.write_text(f'{TEXT}\n[aggregator]\nprovider = "{provider}"\n')
-    with pytest.raises(JobError, match=r"aggregator\.provider: ") as caught:
-        spec.load(path)
-    assert what in caught.value.reason
-
-
 def test_terraform_prints_what_the_example_needs():
     """Each key of a machine but its type and market; the page shows the same."""
     folder = Path(__file__).parents[3]

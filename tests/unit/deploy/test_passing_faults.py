@@ -21,7 +21,6 @@ from cloud_adapters.compute import ec2_errors, gce_errors, kube_errors
 from cloud_adapters.compute.pool import Node, NodeSpec, NodeState
 from cloud_adapters.compute.refusals import PASSING
 from deploy.cli import up_verb
-from deploy.exit_codes import DONE
 from deploy.fleet import (
     cloud_sites,
     down as fleet_down,
@@ -360,16 +359,13 @@ def test_a_machine_is_awaited_through_a_fault(
         starts._await(site, node, lambda: (None, ""), "not yet")
 
 
-def in_cluster(folder: Path, kube: FakeKube, aggregator: str) -> DeploymentPlan:
+def in_cluster(folder: Path, kube: FakeKube) -> DeploymentPlan:
     image = f"registry.example.org/crossfed@sha256:{'ab' * 32}"
-    cluster = f'{{ context = "test", namespace = "{NAMESPACE}" }}'
     path = folder / "fed.toml"
     path.write_text(f"""
 name = "fed"
 job = "{JOB}"
 release.image = "{image}"
-[aggregator]
-{aggregator.format(image=image, cluster=cluster, url=kube.url)}
 [[sites]]
 name = "aws-us-east-1"
 provider = "kubernetes"
@@ -381,10 +377,6 @@ cluster = {{ context = "test", namespace = "{NAMESPACE}", cpus = 4 }}
 privacy = "none"
 """)
     return fleet_spec.load(path)
-
-
-HEAD = 'provider = "kubernetes"\nimage = "{image}"\ncluster = {cluster}\n'
-HEAD += 'endpoint = "{url}"\ndisk_dollars_per_month = 4.0'
 
 
 def options(**given: object) -> argparse.Namespace:
@@ -408,18 +400,6 @@ def throttled(kube: FakeKube, requests: int) -> list[str]:
     return seen
 
 
-def test_up_in_a_cluster_outlasts_throttling(
-    tmp_path: Path, kube_server: FakeKube, capsys: pytest.CaptureFixture[str]
-):
-    """At its first request, and at those that follow."""
-    plan = in_cluster(tmp_path, kube_server, HEAD)
-    for number in (10, 12):
-        throttled(kube_server, number)
-        assert up_verb._up_in_cluster(options(), plan) == DONE
-        assert "tried again until" in capsys.readouterr().err
-    assert len(kube_server.created) == 1
-
-
 @pytest.mark.flower
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of Flower's import.
 @pytest.mark.parametrize("folder", ["missing", "there"])
@@ -430,7 +410,7 @@ def test_up_outlasts_throttling(
     capsys: pytest.CaptureFixture[str],
 ):
     """While its folder is opened, and while it brings up: it comes to what lasts."""
-    plan = in_cluster(tmp_path, kube_server, "")
+    plan = in_cluster(tmp_path, kube_server)
     given = options()
     if folder == "there":
         with state.opened(plan, random_bytes=os.urandom, clock=given.clock):

@@ -24,6 +24,11 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
 
 
+def test_a_log_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
+    terminal.show("a\x1b[2J\tb")
+    assert capsys.readouterr().err == "a [2J\tb\n"
+
+
 def test_what_others_send_begins_no_line_of_a_log(
     capsys: pytest.CaptureFixture[str],
 ):
