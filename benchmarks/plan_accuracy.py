@@ -5,7 +5,7 @@
 
 A local federation of four sites is brought up once, each in a network of its own if
 this user may make some. Then, for each job in turn: a short run of it, from which
-`plan --like` takes speeds; a probe, as `plan --probe`; and the run itself. Printed are
+`plan --like` takes speeds, and the run itself. Printed are
 seconds and payload bytes, predicted and actual, the bytes that the sites' interfaces
 counted, and dollars, which are also computed here from prices and measured units.
 
@@ -43,7 +43,7 @@ from support.deployment import deployed
 
 from deploy.aggregator_host import run_queue
 from deploy.cli import job_check
-from deploy.fleet import forecast, measured, spec
+from deploy.fleet import forecast, spec
 from deploy.fleet.plan import changed
 from deploy.fleet.spec import DeploymentPlan
 from deploy.wiring.simulation import simulate
@@ -245,7 +245,7 @@ class Local:
         """Speeds as `plan --like` takes them, with lines as wide as they are."""
         traffic = SIZES(forecast.federation_of(plan, job))
         assert traffic is not None
-        found = measured.measured_speeds(view, traffic, submitted=at)
+        found = forecast.measured_speeds(view, traffic, submitted=at)
         if not self.rate_mbit:
             return found
         rate = self.rate_mbit * 125_000
@@ -253,7 +253,7 @@ class Local:
             replace(each, down_bytes_per_second=rate, up_bytes_per_second=rate)
             for each in found.sites
         ]
-        return measured.measured_speeds(view, traffic, submitted=at, sites=sites)
+        return forecast.measured_speeds(view, traffic, submitted=at, sites=sites)
 
 
 def submitted(run: RunFolder) -> float:
@@ -324,22 +324,21 @@ def interleaved(
 
 
 def measure(local: Local, job: JobSpec, calibration: int) -> Row:
-    """Run a job between two short runs of it, and predict it in two ways.
+    """Run a job between two short runs of it, and predict it.
 
     The load of the machine changes: `plan --like` predicts from either short run, and
     the mean of both counts.
     """
     plan = local.plan(job)
     speeds = [like(local, plan, local.run(job, rounds=calibration))]
-    probed = measured.probe(plan, job, SIZES).speeds
     before = local.interface_bytes(job)
     run = local.run(job)
     after = local.interface_bytes(job)
     speeds.append(like(local, plan, local.run(job, rounds=calibration)))
     view, at = run.view(), submitted(run)
-    rows = [compare(predicted(plan, job, each, at), view) for each in (*speeds, probed)]
+    rows = [compare(predicted(plan, job, each, at), view) for each in speeds]
     actual = rows[0]["seconds"][1]
-    by_like = statistics.mean(row["seconds"][0] for row in rows[:2])
+    by_like = statistics.mean(row["seconds"][0] for row in rows)
     found: Row = {
         "job": job.name,
         "rounds": job.rounds,
@@ -348,13 +347,11 @@ def measure(local: Local, job: JobSpec, calibration: int) -> Row:
         "seconds": [round(by_like, 2), actual],
         "seconds_error": round(by_like / actual - 1, 3),
         "dollars": [
-            round(statistics.mean(row["dollars"][0] for row in rows[:2]), 4),
+            round(statistics.mean(row["dollars"][0] for row in rows), 4),
             rows[0]["dollars"][1],
         ],
-        "of_each_short_run": [row["seconds"][0] for row in rows[:2]],
+        "of_each_short_run": [row["seconds"][0] for row in rows],
         "even_rounds_from_odd": interleaved(local, plan, job, view),
-        "probe_seconds": rows[2]["seconds"][0],
-        "probe_error": rows[2]["seconds_error"],
     }
     if before is not None and after is not None:
         expected = cost.on_interface(
@@ -407,7 +404,7 @@ def smoke() -> Iterator[Row]:
         traffic = SIZES(forecast.federation_of(plan, replace(job, rounds=2)))
         assert traffic is not None
         (began, short), (at, view) = views
-        speeds = measured.measured_speeds(short, traffic, submitted=began)
+        speeds = forecast.measured_speeds(short, traffic, submitted=began)
         yield {"job": "smoke", **compare(predicted(plan, job, speeds, at), view)}
 
 

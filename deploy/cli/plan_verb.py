@@ -2,24 +2,21 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deploy.cli.terminal import say, say_json, say_table, tell
-from deploy.exit_codes import DONE, FAILED
+from deploy.exit_codes import DONE
 from federation.errors import FederationError, JobError
 
 if TYPE_CHECKING:
     from deploy.fleet.forecast import RunForecast
-    from deploy.fleet.plan import Alternative, Recommendation, SizesOf
+    from deploy.fleet.plan import Alternative, SizesOf
     from deploy.fleet.plan_prices import PriceTerms
     from deploy.fleet.spec import DeploymentFile, DeploymentPlan
     from federation.job.spec import JobSpec
     from federation.rounds.cost import Speeds
     from monitoring.runs.run_folder import RunFolder
-
-_HOUR = 3600.0
 
 
 class _Notices:
@@ -53,7 +50,7 @@ def _plan(options: argparse.Namespace) -> int:
         wanted, clock=options.clock, tell=notices, prices=options.prices
     )
     sizes_of = partial(job_check.sizes_of, clock=options.clock)
-    known = _speeds(options, wanted, job, sizes_of, notices)
+    known = _speeds(options, wanted, sizes_of)
     terms = plan_prices.PriceTerms(gigabytes_before=options.month_gb)
     found = forecast.forecast(
         wanted,
@@ -64,10 +61,8 @@ def _plan(options: argparse.Namespace) -> int:
         warn=notices,
         prices=options.prices,
         terms=terms,
-        is_decisive=options.budget is not None,
     )
     ways = _ways(wanted.file, found, known, sizes_of, terms)
-    best = _recommended(options, ways)
     if options.plot:
         from monitoring.pages import plots  # noqa: PLC0415 -- imports matplotlib
 
@@ -78,13 +73,10 @@ def _plan(options: argparse.Namespace) -> int:
     for price in found.missing:
         notices(f"dollars are unknown: {price}")
     if options.json:
-        say_json(_document(wanted, ways, found, notices, best))
+        say_json(_document(wanted, ways, found, notices))
     else:
         _show(wanted, ways, found)
-    if best is None:
-        return DONE
-    tell(best.message)
-    return FAILED if best.best is None else DONE
+    return DONE
 
 
 def _ways(
@@ -138,14 +130,12 @@ def _document(
     ways: "Sequence[Alternative]",
     found: "RunForecast",
     notices: _Notices,
-    best: "Recommendation | None",
 ) -> dict[str, Any]:
     """All that a plan tells a person, as data."""
     from deploy.fleet import plan as planning  # noqa: PLC0415
 
     return {
         "alternatives": [planning.document(way) for way in ways],
-        "recommendation": None if best is None else asdict(best),
         "prices_of": _day_of_prices(wanted, found),
         "notices": notices.texts,
     }
@@ -207,7 +197,7 @@ def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]
     """
     timed = [way.cost for way in ways if way.cost is not None]
     if not timed:
-        raise JobError("time and cost need speeds: see --probe", key="--plot")
+        raise JobError("time and cost need speeds: see --like", key="--plot")
     found = {
         way.name: (way.cost.seconds, way.cost.total)
         for way in ways
@@ -218,40 +208,20 @@ def _points(ways: "Sequence[Alternative]") -> "Mapping[str, tuple[float, float]]
     return found
 
 
-def _recommended(
-    options: argparse.Namespace, ways: "Sequence[Alternative]"
-) -> "Recommendation | None":
-    """The best way in a budget or before a deadline; None if neither is asked for."""
-    from deploy.fleet import plan as planning  # noqa: PLC0415
-
-    if options.budget is None and options.deadline is None:
-        return None
-    if all(way.cost is None for way in ways):
-        key = "--budget" if options.deadline is None else "--deadline"
-        raise JobError("time and cost need speeds: see --probe", key=key)
-    deadline = None if options.deadline is None else options.deadline * _HOUR
-    return planning.recommend(ways, budget=options.budget, deadline=deadline)
-
-
 def _speeds(
     options: argparse.Namespace,
     wanted: "DeploymentPlan",
-    job: "JobSpec",
     sizes_of: "SizesOf",
-    notices: _Notices,
 ) -> "Speeds | None":
-    """Speeds that are stated, measured now or by an earlier run; None if none are."""
+    """Speeds that are stated, or that an earlier run has shown; None if none are."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
     from deploy.fleet import (  # noqa: PLC0415 -- --help
         forecast,
-        measured,
     )
     from monitoring.runs.find import find_run  # noqa: PLC0415
 
-    if sum(map(bool, (options.speeds, options.like, options.probe))) > 1:
-        raise JobError("give one of --speeds, --like and --probe", key="--speeds")
-    if options.probe:
-        return _probed(wanted, job, sizes_of, notices)
+    if options.speeds and options.like:
+        raise JobError("give one of --speeds and --like", key="--speeds")
     if options.speeds:
         return forecast.load_speeds(options.speeds)
     if options.like is None:
@@ -264,24 +234,10 @@ def _speeds(
         return None
     handed = run_queue.read(run)
     submitted = None if handed is None else handed.request.at
-    return measured.measured_speeds(run.view(), traffic, submitted=submitted)
-
-
-def _probed(
-    wanted: "DeploymentPlan", job: "JobSpec", sizes_of: "SizesOf", notices: _Notices
-) -> "Speeds":
-    """Measure speeds here, and leave them in the deployment's folder."""
-    from deploy.fleet import measured  # noqa: PLC0415 -- imports torch
-
-    found = measured.probe(wanted, job, sizes_of)
-    path = measured.write_speeds(found, wanted)
-    if found.run is None:
-        notices(
-            "no run of this deployment has shown how long its programs take to start "
-            "and its messages to travel: the prediction does not include that"
-        )
+    speeds = forecast.measured_speeds(run.view(), traffic, submitted=submitted)
+    path = forecast.write_speeds(speeds, run, wanted.folder)
     tell(f"speeds are in {path}: crossfed plan and crossfed up use them")
-    return found.speeds
+    return speeds
 
 
 def keep_plan(

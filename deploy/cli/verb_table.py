@@ -196,22 +196,13 @@ def _count(text: str) -> int:
 
 def _amount(text: str) -> float:
     """A finite number that is not negative."""
-    return _finite(text, lambda value: value >= 0, "of at least 0")
-
-
-def _limit(text: str) -> float:
-    """A finite number that something can be within."""
-    return _finite(text, lambda value: value > 0, "above 0")
-
-
-def _finite(text: str, fits: Callable[[float], bool], bound: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and fits(value)):
+    if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(
-            f"must be a finite number {bound}, not {text!r:.40}"
+            f"must be a finite number of at least 0, not {text!r:.40}"
         )
     return value
 
@@ -225,5 +216,4 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "minutes": _minutes,
     "count": _count,
     "amount": _amount,
-    "limit": _limit,
 }

@@ -1,12 +1,15 @@
 """The prediction of a deployment's run: its own sites' data, machines and prices.
 
 ``crossfed plan`` shows it, and ``crossfed up`` keeps it beside the run, so that the
-report compares it with what happened.
+report compares it with what happened. Its speeds are stated, or those of a run.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
+
+import tomli_w
 
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
@@ -16,16 +19,32 @@ from deploy.fleet.plan_prices import NO_TERMS, PriceTerms, with_prices
 from deploy.fleet.prices import Prices
 from deploy.fleet.spec import DeploymentPlan
 from deploy.wiring import parts as wiring
+from federation import durable_files
+from federation.errors import JobError
+from federation.events import SiteAnswered
+from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec, SiteDataSpec
 from federation.protocols import Clock
 from federation.rounds import cost
-from federation.rounds.cost import Speeds
-from federation.rounds.traffic import Traffic
-from monitoring.views.run_plan import LinkBytes, RunPlan
+from federation.rounds.cost import SiteSpeed, Speeds
+from federation.rounds.local_work import in_round
+from federation.rounds.traffic import Traffic, examples_trained
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_plan import LinkBytes, RunPlan, round_length
+from monitoring.views.run_view import RunView
+from privacy import own_folder
 
 SPEEDS = "speeds.toml"
-"""File in a deployment's folder that ``crossfed plan --probe`` writes."""
+"""File in a deployment's folder that ``crossfed plan --like`` writes."""
+
+# Of a line, whose time is part of the rest of a run.
+_NO_LIMIT = 1e15
+
+_HEAD = (
+    "# Written by crossfed plan --like: the speeds of run {}.\n"
+    "# Add the prices of sites and lines, or leave them to the price table.\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +107,6 @@ def forecast(
     warn: Callable[[str], None],
     prices: Path | None = None,
     terms: PriceTerms = NO_TERMS,
-    is_decisive: bool = False,
 ) -> RunForecast:
     """Predict a deployment's run.
 
@@ -101,11 +119,9 @@ def forecast(
         warn: Called with a word about prices that are old.
         prices: The price table; None for that of the deployment.
         terms: What prices depend on.
-        is_decisive: Whether a budget depends on the prices, which may not be old then.
 
     Raises:
-        FederationError: Model or data cannot be loaded here, or a price is missing that
-            a budget depends on.
+        FederationError: Model or data cannot be loaded here.
     """
     federation, missing = federation_of(plan, job), list[str]()
     with wiring.torch_threads(job):
@@ -113,13 +129,10 @@ def forecast(
     table = None
     if speeds is not None and traffic is not None:
         today = price_table.day_of(clock.now())
-        quiet = warn if plan.file.has_clouds else lambda _: None
-        is_decisive = is_decisive and plan.file.has_clouds
         table = price_table.load(
             prices or plan.prices,
             today=today,
-            warn=quiet,
-            is_decisive=is_decisive,
+            warn=warn if plan.file.has_clouds else lambda _: None,
             clouds={site.provider for site in plan.file.sites},
         )
         speeds = with_prices(
@@ -128,7 +141,7 @@ def forecast(
             table,
             traffic=traffic,
             terms=terms,
-            missing=None if is_decisive else missing,
+            missing=missing,
         )
     return RunForecast(
         federation=federation,
@@ -167,3 +180,134 @@ def run_plan(found: RunForecast, *, submitted: float) -> RunPlan | None:
         dollars=() if found.missing else tuple(known.dollars.items()),
         prices_of="" if found.prices is None else found.prices.as_of,
     )
+
+
+def measured_speeds(
+    view: RunView,
+    traffic: Traffic,
+    *,
+    submitted: float | None = None,
+    sites: Sequence[SiteSpeed] | None = None,
+) -> Speeds:
+    """Take the speeds of sites from a run.
+
+    A site's rates are those of the rounds after the first. All else that these took,
+    lines included, becomes ``combine_seconds``; what the first took longer becomes
+    ``first_round_seconds``. With secure aggregation or differential privacy sites
+    report no phases: then a site's whole answer counts as training.
+
+    Args:
+        view: The run.
+        traffic: What the run's own job sends.
+        submitted: When it was submitted, in seconds since 1970; None if nobody knows,
+            and then nothing is known of its set-up.
+        sites: Their rates, if another run has shown them better.
+
+    Raises:
+        JobError: The run has no round after the first, or has other sites.
+    """
+    rounds = [each for each in view.rounds if each.finished is not None]
+    steps = {each.index: each.work.num_steps for each in rounds if each.work}
+    later = [each for each in rounds if each.index > 1]
+    answers: dict[str, list[tuple[int, SiteAnswered]]] = {}
+    for each in later:
+        for found in each.reports:
+            if isinstance(found, SiteAnswered):
+                answers.setdefault(found.site, []).append((each.index, found))
+    names = [site.name for site in traffic.job.sites]
+    if not set(names) <= answers.keys():
+        raise JobError(
+            "tells no speeds: it needs two rounds or more, with an answer of every "
+            "site of the job",
+            key="--like",
+        )
+    if sites is None:
+        sites = [_speed_of(name, answers[name], traffic, steps) for name in names]
+    speeds = Speeds(sites=tuple(sites))
+    explained = [
+        cost.round_seconds(
+            _of_steps(traffic, steps.get(each.index)), each.index, speeds
+        )
+        for each in later
+    ]
+    more = fmean(map(round_length, later)) - fmean(explained)
+    speeds = replace(speeds, combine_seconds=max(0.0, more))
+    if rounds[0].index == 1:
+        more = round_length(rounds[0]) - cost.round_seconds(traffic, 1, speeds)
+        speeds = replace(speeds, first_round_seconds=max(0.0, more))
+    if submitted is not None:
+        setup = max(0.0, view.first_started_at - submitted)
+        speeds = replace(speeds, setup_seconds=setup)
+    return speeds
+
+
+def _of_steps(traffic: Traffic, steps: int | None) -> Traffic:
+    """The traffic of a run whose rounds take so many steps; None for the job's."""
+    if steps is None:
+        return traffic
+    training = replace(traffic.job.training, local_steps=steps)
+    return replace(traffic, job=replace(traffic.job, training=training))
+
+
+def _speed_of(
+    name: str,
+    answers: Sequence[tuple[int, SiteAnswered]],
+    traffic: Traffic,
+    steps: Mapping[int, int],
+) -> SiteSpeed:
+    facts = traffic.facts[SiteId(name)]
+    bare = SiteSpeed(
+        name=name,
+        train_examples_per_second=_NO_LIMIT,
+        evaluate_examples_per_second=_NO_LIMIT,
+        down_bytes_per_second=_NO_LIMIT,
+        up_bytes_per_second=_NO_LIMIT,
+    )
+    works = [(index, _work(answer)) for index, answer in answers]
+    train = fmean(work["train"] for _, work in works)
+    evaluations = [
+        work["evaluate"] / times
+        for index, work in works
+        if (times := traffic.evaluations(index))
+    ]
+    evaluate = fmean(evaluations) if evaluations else 0.0
+    examples = fmean(
+        examples_trained(
+            in_round(_of_steps(traffic, steps.get(index)).job, index).training, facts
+        )
+        for index, _ in answers
+    )
+    return replace(
+        bare,
+        train_examples_per_second=max(examples, 1) / max(train, 1e-9),
+        evaluate_examples_per_second=max(facts.held_out, 1) / max(evaluate, 1e-9),
+    )
+
+
+def _work(answer: SiteAnswered) -> Mapping[str, float]:
+    """Seconds of training and of evaluation."""
+    found = {"train": 0.0, "evaluate": 0.0}
+    for phase in answer.phases:
+        if phase.name in found:
+            found[phase.name] += phase.seconds
+    if not answer.phases:
+        found["train"] = answer.answered_seconds - answer.asked_seconds
+    return found
+
+
+def write_speeds(speeds: Speeds, run: RunFolder, folder: Path) -> Path:
+    """Write the speeds of a run into a deployment's folder, which is made if need be.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        StoreUnavailable: It cannot be written.
+    """
+    own_folder.make(folder)
+    path = folder / SPEEDS
+    table = asdict(speeds)
+    table["sites"] = list(table["sites"])
+    text = _HEAD.format(run.path.name) + tomli_w.dumps(table)
+    durable_files.replace_file(path, [text.encode()])
+    return path

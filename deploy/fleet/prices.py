@@ -341,7 +341,6 @@ def load(
     *,
     today: date,
     warn: Callable[[str], None],
-    is_decisive: bool = False,
     clouds: Collection[str] | None = None,
 ) -> Prices:
     """Read a price table.
@@ -350,19 +349,14 @@ def load(
         path: The file; None for that of this release.
         today: To tell how old it is.
         warn: Called with a word about prices that are old, or of a day to come.
-        is_decisive: Whether a budget depends on them: either is then an error.
         clouds: Those whose age matters; None for all.
 
     Raises:
-        JobError: It cannot be read, a key is unknown, missing or out of bounds, or the
-            prices are too old for a budget, or of a day to come.
+        JobError: It cannot be read, or a key is unknown, missing or out of bounds.
     """
     path = path or PACKAGED
     prices = job_file.load_table(path, Prices, _check)
-    text = _doubt(prices, path, today, clouds)
-    if text:
-        if is_decisive:
-            raise JobError(f"{text}. A budget must not depend on them", key="as_of")
+    if text := _doubt(prices, path, today, clouds):
         warn(text)
     return prices
 

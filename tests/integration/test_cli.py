@@ -124,8 +124,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "stop": common | {"run", "--aggregator"},
         "logs": common | {"run", "--aggregator", "--follow"},
         "plan": common
-        | {"deployment", "--speeds", "--like", "--prices", "--probe", "--month-gb"}
-        | {"--budget", "--deadline", "--plot"},
+        | {"deployment", "--speeds", "--like", "--prices", "--month-gb", "--plot"},
         "up": common | here | {"--accept", "--detach", "--keep", "--older", "--speeds"},
         "nodes": common | here | {"--all"},
         "down": common | here | {"--any-owner", "--purge", "--yes-purge"},

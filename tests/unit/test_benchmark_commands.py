@@ -30,7 +30,7 @@ SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(?<![\w/.])(?:benchmarks/)?(\w+)\.py(?!\w)(.*)", re.DOTALL)
 # Options of `crossfed plan`, of which the README writes too.
-FOREIGN = {"--like", "--probe"}
+FOREIGN = {"--like"}
 TYPES = {"int": int, "float": float, "Path": Path}
 
 

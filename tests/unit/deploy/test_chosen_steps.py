@@ -13,7 +13,7 @@ from support.without_report import simulate
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_policy import check_job
 from deploy.cli import job_check
-from deploy.fleet.measured import measured_speeds
+from deploy.fleet.forecast import measured_speeds
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
 from federation.errors import JobError

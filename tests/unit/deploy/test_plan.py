@@ -14,9 +14,8 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check, terminal
-from deploy.fleet import measured, plan, plan_prices, preflight, prices, spec
+from deploy.fleet import forecast, plan, plan_prices, preflight, prices, spec
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
-from deploy.fleet.plan import recommend
 from deploy.fleet.spec import DeploymentFile, StartSpec
 from deploy.wiring import parts
 from federation.clock import VirtualClock
@@ -54,7 +53,7 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     traffic = SIZES(federation)
     assert traffic is not None
     view = view_of(job)
-    speeds = measured.measured_speeds(view, traffic)
+    speeds = forecast.measured_speeds(view, traffic)
     for speed, machine in zip(speeds.sites, job.simulation.machines, strict=True):
         stated = pytest.approx(machine.examples_per_second, rel=0.01)
         assert speed.name == machine.site
@@ -71,7 +70,7 @@ def test_a_run_of_one_round_tells_no_speeds():
     traffic = SIZES(parts.build_federation(job))
     assert traffic is not None
     with pytest.raises(JobError, match="two rounds or more") as caught:
-        measured.measured_speeds(view_of(job), traffic)
+        forecast.measured_speeds(view_of(job), traffic)
     assert caught.value.key == "--like"
 
 
@@ -287,89 +286,6 @@ def test_traffic_goes_through_a_month_s_tiers(
     assert found == pytest.approx(dollars)
 
 
-def test_the_best_way_is_chosen():
-    """The fastest in a budget, the cheapest before a deadline; or what would do."""
-    job = virtual_job()
-    federation = parts.build_federation(job)
-    speeds = cost.machine_speeds(job.simulation.machines)
-    speeds = replace(speeds, dollars_per_hour=3600.0)
-    ways = plan.alternatives(federation, speeds, SIZES)
-    totals = sorted((way.cost.total, way.cost.seconds) for way in ways if way.cost)
-    names = {each.cost.total: each.name for each in reversed(ways) if each.cost}
-    least_dollars, least_seconds = totals[0]
-    for budget, deadline in ((None, 1e9), (1e9, 1e9), (1e9, None)):
-        found = recommend(ways, budget=budget, deadline=deadline)
-        assert found.best == names[least_dollars]
-        assert found.message.startswith(f"best: {found.best}: ")
-        assert (found.smallest_budget, found.shortest_seconds) == totals[0]
-    little = recommend(ways, budget=0.9 * least_dollars, deadline=None)
-    assert little.best is None
-    assert little.smallest_budget == least_dollars
-    assert names[least_dollars] in little.message
-    late = recommend(ways, budget=None, deadline=0.9 * least_seconds)
-    assert late.best is None
-    assert late.shortest_seconds == least_seconds
-    assert "dollars" not in late.message
-
-
-def stated(name: str, seconds: float, dollars: float) -> plan.Alternative:
-    """A way to run a job, of which only time and dollars are looked at."""
-    own = cost.Cost(seconds=seconds, phases={}, dollars={"machines": dollars})
-    traffic = SIZES(parts.build_federation(virtual_job()))
-    assert traffic is not None
-    return plan.Alternative(name=name, changes={}, traffic=traffic, cost=own)
-
-
-def test_what_would_be_enough_is_enough():
-    """Rounded up: a budget of 0.0004 would be refused again for 0.00044."""
-    for dollars in (0.00044, 0.0007, 1234.56789):
-        ways = [stated("slow", 8.1, dollars), stated("fast", 7.3, 2e4)]
-        little = recommend(ways, budget=1e-9, deadline=None)
-        (shown,) = re.findall(r"is ([\d,.]+) dollars \(slow\)", little.message)
-        enough = float(shown.replace(",", ""))
-        assert enough == pytest.approx(dollars, abs=1e-4)
-        assert recommend(ways, budget=enough, deadline=None).best == "slow"
-    late = recommend(ways, budget=None, deadline=7.0)
-    (shown,) = re.findall(r"\(([\d.]+) hours\)", late.message)
-    assert recommend(ways, budget=None, deadline=3600 * float(shown)).best == "fast"
-
-
-def test_neither_budget_nor_deadline_is_passed_over():
-    """One that would be met by itself is not named."""
-    ways = [stated("slow", 80.0, 1.0), stated("fast", 60.0, 2.0)]
-    both = recommend(ways, budget=0.5, deadline=30.0)
-    assert both.best is None
-    assert "1 min 00 s" in both.message
-    assert "1.0000 dollars (slow)" in both.message
-    late = recommend(ways, budget=1.5, deadline=30.0)
-    assert "1 min 00 s" in late.message
-    assert "dollars" not in late.message
-    dear = recommend(ways, budget=1.5, deadline=70.0)
-    assert dear.smallest_budget == 2.0
-    assert "2.0000 dollars (fast)" in dear.message
-
-
-def test_a_way_of_unknown_dollars_is_not_called_the_cheapest():
-    """It may be; and of several before a deadline, only those with dollars compare."""
-    unknown, dear = stated("spot", 60.0, cost.UNKNOWN), stated("demand", 90.0, 9.0)
-    both = recommend([unknown, dear], budget=None, deadline=100.0)
-    assert both.best == "demand"
-    assert "not compared: 1 way " in both.message
-    # The one with dollars is too late, and the other is not.
-    fast = recommend([unknown, dear], budget=None, deadline=70.0)
-    assert (fast.best, fast.smallest_budget) == ("spot", None)
-    assert "nobody knows the cheapest" in fast.message
-    none = recommend([unknown, dear], budget=10.0, deadline=70.0)
-    assert none.best is None
-    assert "dollars are unknown" in none.message
-
-
-def test_a_budget_does_not_depend_on_old_prices():
-    """Elsewhere they cause a warning."""
-    with pytest.raises(JobError, match="must not depend on"):
-        prices.load(None, today=date(2026, 9, 16), warn=print, is_decisive=True)
-
-
 def test_a_cloud_alone_is_a_job_of_its_sites():
     """It has less data, which the table cannot show."""
     job = virtual_job()
@@ -447,11 +363,8 @@ def test_prices_of_a_day_to_come_are_not_new(tmp_path: Path):
         prices.load(path, today=date(2026, 6, 20), warn=told.append)
         assert len(told) == 1
         assert "2027-06-17" in told[0]
-        with pytest.raises(JobError, match="2027-06-17") as caught:
-            prices.load(path, today=date(2026, 6, 20), warn=print, is_decisive=True)
-        assert caught.value.key == "as_of"
     # East of Greenwich a table may be of the day that begins there first.
-    prices.load(None, today=date(2026, 6, 16), warn=pytest.fail, is_decisive=True)
+    prices.load(None, today=date(2026, 6, 16), warn=pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -499,12 +412,6 @@ def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
     _, rows = plan.table(ways)
     assert {row[3] for row in rows} == {"unknown"}
     assert any("machines unknown" in x for x in plan.lines("x", ways, priced))
-    # Nothing is in a budget that nobody knows; the fastest is before a deadline.
-    fastest = min((way.cost.seconds, way.name) for way in ways if way.cost)
-    assert recommend(ways, budget=1e9, deadline=None).best is None
-    found = recommend(ways, budget=None, deadline=1e9)
-    assert (found.shortest_seconds, found.best) == fastest
-    assert found.smallest_budget is None
 
 
 def test_machines_of_the_examples_have_prices():

@@ -9,7 +9,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check
-from deploy.fleet import forecast, measured
+from deploy.fleet import forecast
 from deploy.fleet.forecast import RunForecast
 from deploy.wiring import parts
 from federation.clock import VirtualClock
@@ -92,7 +92,7 @@ def test_a_longer_first_round_is_not_spread_over_the_others(
     traffic = SIZES(parts.build_federation(job))
     assert traffic is not None
     submitted = slow.first_started_at - 7.0
-    speeds = measured.measured_speeds(slow, traffic, submitted=submitted)
+    speeds = forecast.measured_speeds(slow, traffic, submitted=submitted)
     assert speeds.first_round_seconds == pytest.approx(24.0, abs=0.2)
     assert speeds.setup_seconds == pytest.approx(7.0)
     found = cost.of_run(traffic, speeds)
