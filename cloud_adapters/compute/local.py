@@ -30,13 +30,7 @@ from cloud_adapters.compute.local_files import (
     tail,
     write,
 )
-from cloud_adapters.compute.pool import (
-    Market,
-    Node,
-    NodesDamaged,
-    NodeSpec,
-    NodeState,
-)
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
 from federation import folder_lock
 from federation.errors import ComputeError, StoreUnavailable, os_errors
 
@@ -81,21 +75,9 @@ class LocalPool:
 
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """See ``ComputePool``."""
-        found: list[Node] = []
-        damaged: dict[str, str] = {}
-        for place in self._places():
-            try:
-                node = _node_or_none(place)
-            except ComputeError as error:
-                damaged[place.name] = f"{place.name} ({_process(place)}): {error}"
-                continue
-            if node is not None and labels.items() <= node.labels.items():
-                found.append(node)
-        found.sort(key=lambda node: (node.launched, node.id))
-        if damaged:
-            told = "; ".join(damaged.values())
-            raise NodesDamaged(told, ids=damaged.keys(), known=found)
-        return found
+        looked = (_node_or_none(place, labels) for place in self._places())
+        found = [n for n in looked if n and labels.items() <= n.labels.items()]
+        return sorted(found, key=lambda node: (node.launched, node.id))
 
     def terminate(self, ids: Collection[str]) -> None:
         """See ``ComputePool``."""
@@ -174,35 +156,25 @@ def _is_new(place: Path) -> bool:
     return not (place / STOP).exists() and read(place, NodeStarted) is None
 
 
-def _node_or_none(place: Path) -> Node | None:
-    """Look at a node; one that is not at work and whose files are damaged is none.
+def _node_or_none(place: Path, labels: Mapping[str, str]) -> Node | None:
+    """Look at a node; None for one whose files are damaged, and that is not at work.
 
-    Raises:
-        ComputeError: It is at work, and one of its files is damaged.
+    One that is at work has the labels that are asked for: it may carry any.
     """
     try:
         return _node(place)
-    except ComputeError:
-        if folder_lock.is_held(place / LOCK) and not _has_ended(place):
-            raise
-        return None
-
-
-def _process(place: Path) -> str:
-    """The process of a node that works, in words."""
-    try:
-        started = read(place, NodeStarted)
-    except ComputeError:
-        started = None
-    return "process unknown" if started is None else f"process {started.pid}"
-
-
-def _has_ended(place: Path) -> bool:
-    """Whether a node has said so: it does before its process releases the lock."""
-    try:
-        return read(place, NodeEnded) is not None
-    except ComputeError:
-        return False
+    except ComputeError as error:
+        if not folder_lock.is_held(place / LOCK):
+            return None
+        is_asked = (place / STOP).exists()
+        return Node(
+            id=place.name,
+            name=place.name,
+            state=NodeState.STOPPING if is_asked else NodeState.RUNNING,
+            labels=labels,
+            launched=(place / NODE).stat().st_mtime,
+            trouble=str(error),
+        )
 
 
 def _node(place: Path) -> Node:

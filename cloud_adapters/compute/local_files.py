@@ -132,10 +132,7 @@ def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
     Raises:
         ComputeError: It is damaged, or cannot be read.
     """
-    advice = (
-        "crossfed down ends it; or end its process if there is one, and remove its "
-        "folder"
-    )
+    advice = "crossfed down ends it; a folder that no process uses may be removed"
     path = folder / _NAMES[kind]
     return durable_files.read_json(path, kind, advice=advice, refusal=ComputeError)
 

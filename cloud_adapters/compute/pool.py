@@ -155,31 +155,6 @@ class Node:
         return max(0.0, (now if self.ended is None else self.ended) - self.launched)
 
 
-class NodesDamaged(ComputeError):
-    """Nodes work that nobody knows by their labels: their files are damaged.
-
-    Args:
-        message: Which ones, what is damaged, and what to do.
-        ids: How the service knows them.
-        known: The others that were asked for.
-    """
-
-    def __init__(
-        self, message: str, *, ids: Collection[str] = (), known: Sequence[Node] = ()
-    ) -> None:
-        """Keep the nodes apart, for a caller who may do without some of them."""
-        super().__init__(message)
-        self.ids, self.known = frozenset(ids), known
-
-
-class NodeList(Protocol):
-    """Who lists nodes, as a ``ComputePool`` does."""
-
-    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
-        """See ``ComputePool``."""
-        ...
-
-
 class ComputePool(Protocol):
     """A compute service in one account and region.
 
@@ -204,10 +179,8 @@ class ComputePool(Protocol):
     def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
         """Find nodes that carry all these labels, the oldest first.
 
-        Nodes that are gone are listed for as long as the service remembers them.
-
-        Raises:
-            NodesDamaged: Others work, and may carry the labels or not.
+        Nodes that are gone are listed for as long as the service remembers them, and
+        one whose labels cannot be read as if it carried these.
         """
         ...
 
@@ -263,7 +236,7 @@ class RoutedPool(Protocol):
 
 
 def wait_for(
-    pool: NodeList,
+    pool: ComputePool,
     labels: Mapping[str, str],
     holds: Callable[[Sequence[Node]], bool],
     *,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from cloud_adapters.compute.pool import Node, NodesDamaged, NodeState
+from cloud_adapters.compute.pool import Node, NodeState
 from deploy.cli.arguments import load_plan
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, FAILED
@@ -145,8 +145,7 @@ def _left_cells(each: "Leftover") -> "Iterator[str]":
 def _nodes(options: argparse.Namespace) -> int:
     """List nodes, without the folder's lock: a person may look at any time.
 
-    A service that fails is reported, and hides no node of the others; nor does a node
-    whose files are damaged.
+    A service that fails is reported, and hides no node of the others.
     """
     from deploy.fleet import state  # noqa: PLC0415 -- --help
     from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415 -- --help
@@ -159,8 +158,7 @@ def _nodes(options: argparse.Namespace) -> int:
             found = pool.nodes({DEPLOYMENT: plan.file.name})
         except ComputeError as error:
             tell(f"{provider}: {error}")
-            code = FAILED
-            found = error.known if isinstance(error, NodesDamaged) else ()
+            code, found = FAILED, ()
         rows += [
             {
                 "node": node.name,

@@ -4,15 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from cloud_adapters.compute.pool import (
-    ComputePool,
-    Node,
-    NodesDamaged,
-    NodeState,
-)
+from cloud_adapters.compute.pool import ComputePool, Node, NodeState
 from cloud_adapters.compute.refusals import PASSING
 from deploy.fleet import reconcile
-from deploy.fleet.loop import Patience, end_nodes, known_nodes
+from deploy.fleet.loop import Patience, end_nodes
 from deploy.fleet.machine_spec import LOCAL
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, OWNER, ROLE
 from deploy.fleet.spec import Tell
@@ -24,7 +19,7 @@ from federation.errors import (
     StoreUnavailable,
 )
 
-_END_SECONDS, _LOOK_SECONDS = 300.0, 0.2
+_END_SECONDS = 300.0
 # A server that has not answered for so long may no longer exist.
 _REACH_SECONDS = 600.0
 
@@ -131,16 +126,13 @@ def still_running(deployment: Deployment) -> str:
     unknown: list[str] = []
     for name, pool in deployment.pools.items():
         try:
-            found = pool.nodes({DEPLOYMENT: deployment.name})
-        except NodesDamaged as error:
-            found = error.known
-            alive += sorted(error.ids)
+            found = pool.nodes({DEPLOYMENT: deployment.name, OWNER: deployment.owner})
         except ComputeError:
             unknown.append(name)
             continue
         alive += [
             f"{node.name} ({node.id})"
-            for node in _own(deployment, found)
+            for node in found
             if node.state is not NodeState.GONE
         ]
     words = []
@@ -196,19 +188,18 @@ class _Ending:
         failures: list[tuple[str, ComputeError | StoreUnavailable]] = []
         # The aggregator's is the first and comes last: sites tell it that they leave.
         for name, pool in reversed([*self._deployment.pools.items()]):
-            for end in (self._end_others, self._end_damaged):
-                try:
-                    end(pool)
-                except (ComputeError, StoreUnavailable) as error:
-                    failures.append((name, error))
-                    if isinstance(error, ComputeUnreachable):
-                        break  # Nor would the next requests be answered.
+            try:
+                self._end_pool(pool)
+            except (ComputeError, StoreUnavailable) as error:
+                failures.append((name, error))
         return failures
 
     def end_parties(self, pool: ComputePool) -> None:
         """End sites, then the aggregator."""
-        found = self._own(known_nodes(pool, self._deployment.name))
-        alive = reconcile.unwanted(found, ())
+        asked = {DEPLOYMENT: self._deployment.name}
+        if not self._any_owner:
+            asked[OWNER] = self._deployment.owner
+        alive = reconcile.unwanted(pool.nodes(asked), ())
         for is_last in (False, True):
             self._end(
                 pool,
@@ -216,8 +207,8 @@ class _Ending:
             )
         pool.clean_up()
 
-    def _end_others(self, pool: ComputePool) -> None:
-        """End the other nodes of one service.
+    def _end_pool(self, pool: ComputePool) -> None:
+        """End the nodes of one service.
 
         Raises:
             ComputeError: The service fails, a node does not end in time, or another
@@ -225,36 +216,8 @@ class _Ending:
         """
         self.end_parties(pool)
         if not self._any_owner:
-            found = known_nodes(pool, self._deployment.name)
+            found = pool.nodes({DEPLOYMENT: self._deployment.name})
             reconcile.check_owner(found, self._deployment.owner, self._deployment.name)
-
-    def _end_damaged(self, pool: ComputePool) -> None:
-        """End nodes of one service whose labels cannot be read.
-
-        They are in this deployment's folder, so they are nobody else's.
-
-        Raises:
-            ComputeError: The service fails, or a node does not end in time.
-        """
-        clock = self._deployment.clock
-        begin, ids = clock.monotonic(), frozenset[str]()
-        while (damaged := _damaged(pool)) is not None:
-            if new := damaged.ids - ids:
-                names = ", ".join(sorted(new))
-                self._tell(f"files of {names} are damaged: ended all the same")
-                pool.terminate(new)
-                ids |= new
-            if clock.monotonic() - begin >= _END_SECONDS:
-                raise ComputeError(f"not ended within {_END_SECONDS:g} s: {damaged}")
-            clock.sleep(_LOOK_SECONDS)
-        for each in sorted(ids):
-            self._tell(f"ended {each}")
-        self.ended |= ids
-        if ids:
-            pool.clean_up()
-
-    def _own(self, found: Sequence[Node]) -> Sequence[Node]:
-        return found if self._any_owner else _own(self._deployment, found)
 
     def _end(self, pool: ComputePool, nodes: Sequence[Node]) -> None:
         end_nodes(
@@ -268,15 +231,3 @@ class _Ending:
         self.ended |= {node.id for node in nodes}
         for node in nodes:
             self._tell(f"{node.name}: ended {node.id}")
-
-
-def _damaged(pool: ComputePool) -> NodesDamaged | None:
-    try:
-        pool.nodes({})
-    except NodesDamaged as error:
-        return error
-    return None
-
-
-def _own(deployment: Deployment, found: Sequence[Node]) -> Sequence[Node]:
-    return [node for node in found if node.labels.get(OWNER) == deployment.owner]

@@ -9,14 +9,13 @@ machines end by themselves then, as when their hours are over.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from cloud_adapters.compute.pool import (
     ComputePool,
     Node,
-    NodesDamaged,
     NodeSpec,
     NodeState,
     all_gone,
@@ -267,32 +266,13 @@ def end_nodes(
         return
     pool.terminate(ids)
     wait_for(
-        _KnownNodes(pool),
+        pool,
         {reconcile.DEPLOYMENT: deployment},
         lambda found: all_gone([node for node in found if node.id in ids]),
         what=what,
         seconds=seconds,
         clock=clock,
     )
-
-
-def known_nodes(pool: ComputePool, deployment: str) -> Sequence[Node]:
-    """Nodes of a deployment, without those whose labels cannot be read."""
-    return _KnownNodes(pool).nodes({reconcile.DEPLOYMENT: deployment})
-
-
-@dataclass(frozen=True)
-class _KnownNodes:
-    """Lists the nodes of a service without those whose labels cannot be read."""
-
-    pool: ComputePool
-
-    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
-        """See ``ComputePool``."""
-        try:
-            return self.pool.nodes(labels)
-        except NodesDamaged as error:
-            return error.known
 
 
 def _as_written_down(

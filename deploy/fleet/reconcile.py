@@ -61,7 +61,7 @@ def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
         if node.state is not NodeState.GONE and node.labels.get(OWNER) != owner
     ]
     if others:
-        names = ", ".join(f"{node.name} ({node.id})" for node in others)
+        names = ", ".join(f"{node.name} ({node.trouble or node.id})" for node in others)
         raise ComputeError(
             f"deployment {deployment!r} was brought up from another folder: {names}. "
             "Use that folder or choose another name; if the folder is lost, end these "

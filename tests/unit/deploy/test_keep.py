@@ -1,6 +1,7 @@
 """Who keeps a deployment ends what bills, and never works against another command."""
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -498,11 +499,12 @@ class Listing:
     def __init__(self, found: Node, answers: int) -> None:
         self.found, self.answers = found, answers
 
-    def nodes(self, _: object) -> list[Node]:
+    def nodes(self, asked: Mapping[str, str]) -> list[Node]:
         self.answers -= 1
         if self.answers < 0:
             raise ComputeUnavailable("no route to the service")
-        return [self.found]
+        owner = self.found.labels.get("crossfed-owner")
+        return [self.found] if asked.get("crossfed-owner", owner) == owner else []
 
     def clean_up(self) -> None:
         pass
