@@ -30,7 +30,7 @@ from botocore.config import Config
 
 from cloud_adapters.compute import ec2_errors
 from cloud_adapters.compute.machine_types import MachineType, SpotPrice
-from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState, gone
 from cloud_adapters.net import aws_session
 from federation.errors import (
     ComputeError,
@@ -121,9 +121,9 @@ class Ec2Pool:
                 refusals.append(error)
                 continue
             except _TokenSpent:
-                return _gone(spec, digest)
+                return gone(spec, digest)
             except _TokenUsed:
-                return self._listed(digest) or _gone(spec, digest)
+                return self._listed(digest) or gone(spec, digest)
             return _node(answer["Instances"][0])
         # Where no zone has the type, waiting does not help.
         is_full = any(isinstance(each, NoCapacity) for each in refusals)
@@ -532,17 +532,3 @@ def _ended(instance: Answer) -> float | None:
         return None
     at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
     return at.timestamp()
-
-
-def _gone(spec: NodeSpec, digest: str) -> Node:
-    """A node of which the service knows only that it has ended."""
-    return Node(
-        id=digest,
-        name=spec.name,
-        state=NodeState.GONE,
-        labels=spec.labels,
-        machine=spec.machine,
-        market=spec.market,
-        launched=0.0,
-        ended=0.0,
-    )

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from google.cloud import compute_v1
 
 from cloud_adapters.compute import gce_errors
 from cloud_adapters.compute.machine_types import MachineType
-from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState
+from cloud_adapters.compute.pool import Market, Node, NodeSpec, NodeState, gone
 from federation.errors import ComputeUnavailable, MachineRefused, NoCapacity
 
 # GiB of one GPU. Source: Google Cloud documentation, "GPU machine types", 2026.
@@ -295,18 +295,7 @@ class GcePool:
     def _made(self, place: "_GceLaunch") -> Node:
         """Find a node that was launched, which may have ended since."""
         found = self._found([f'labels.{TOKEN_LABEL} = "{place.digest}"'])
-        if found:
-            return found[0]
-        return Node(
-            id=place.name,
-            name=place.spec.name,
-            state=NodeState.GONE,
-            labels=place.spec.labels,
-            machine=place.spec.machine,
-            market=place.spec.market,
-            launched=0.0,
-            ended=0.0,
-        )
+        return found[0] if found else gone(place.spec, place.name)
 
     def _call(
         self,
@@ -515,17 +504,9 @@ def _node(instance: Any) -> Node:
 
 def _given(instance: Any) -> Mapping[str, Any]:
     """Name and labels as they were given; empty if someone has removed them."""
-    texts = _items(instance)
-    for text in texts:
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _items(instance: Any) -> Iterator[str]:
-    for item in instance.metadata.items:
-        if item.key == _LABELS_ITEM:
-            yield item.value
+    items = {item.key: item.value for item in instance.metadata.items}
+    try:
+        found = json.loads(items.get(_LABELS_ITEM, ""))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

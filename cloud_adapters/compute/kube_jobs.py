@@ -22,7 +22,7 @@ from kubernetes.client import ApiException
 
 from cloud_adapters.compute import kube_errors, kube_manifest, kube_nodes
 from cloud_adapters.compute.kube_manifest import TOKEN_LABEL
-from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, log_of
+from cloud_adapters.compute.pool import Node, NodeSpec, NodeState, gone, log_of
 from federation.errors import ComputeError, ComputeForbidden
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class KubePool:
                 instead={_NOT_FOUND: None},
             )
             if job is None:
-                return _gone(spec, name)
+                return gone(spec, name)
             selector = f"{kube_nodes.JOB_OF_POD}={name}"
             pods = self._all(self.clients.core.list_namespaced_pod, "pods", selector)
             node, pod = kube_nodes.node(job, pods), kube_nodes.pod_of(job, pods)
@@ -306,18 +306,4 @@ def connect(
         place=f"{context}/{namespace}",
         clients=KubeClients(context, endpoint),
         clock=clock,
-    )
-
-
-def _gone(spec: NodeSpec, name: str) -> Node:
-    """A node of which the cluster knows nothing more."""
-    return Node(
-        id=name,
-        name=spec.name,
-        state=NodeState.GONE,
-        labels=spec.labels,
-        machine=spec.machine,
-        market=spec.market,
-        launched=0.0,
-        ended=0.0,
     )

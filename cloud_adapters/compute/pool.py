@@ -155,6 +155,20 @@ class Node:
         return max(0.0, (now if self.ended is None else self.ended) - self.launched)
 
 
+def gone(spec: NodeSpec, node_id: str) -> Node:
+    """A node of which its service knows only that it has ended."""
+    return Node(
+        id=node_id,
+        name=spec.name,
+        state=NodeState.GONE,
+        labels=spec.labels,
+        machine=spec.machine,
+        market=spec.market,
+        launched=0.0,
+        ended=0.0,
+    )
+
+
 class ComputePool(Protocol):
     """A compute service in one account and region.
 

@@ -14,7 +14,7 @@ from deploy.fleet.spec import DeploymentFile
 from federation.errors import JobError
 from federation.job.spec import JobSpec
 from federation.rounds import cost
-from federation.rounds.cost import Speeds
+from federation.rounds.cost import SiteSpeed, Speeds
 from federation.rounds.server_optimizer import server_optimizer
 from federation.rounds.traffic import Traffic
 
@@ -68,69 +68,50 @@ def with_prices(
     Raises:
         JobError: The table lacks a price.
     """
-    found = _Lookup(file, missing)
     stated = {site.name: site for site in file.sites}
     sent = cost.bytes_of_sites(traffic)
+
+    def price(key: str, look_up: Callable[[], float]) -> float:
+        try:
+            return look_up()
+        except JobError as error:
+            if missing is None:
+                raise
+            word = f"{error.reason}; or state {key}"
+            if word not in missing:
+                missing.append(word)
+            return cost.UNKNOWN
+
+    def priced(speed: SiteSpeed) -> SiteSpeed:
+        site = stated.get(speed.name)
+        if site is None:
+            return speed
+        table = f"sites[{file.sites.index(site)}]"
+        hour, gigabyte = (f"{table}.dollars_per_{x}" for x in ("hour", "gigabyte"))
+        return replace(
+            speed,
+            dollars_per_hour=speed.dollars_per_hour
+            or price(hour, partial(_hourly, site, file, prices, terms)),
+            dollars_per_gigabyte=speed.dollars_per_gigabyte
+            or price(gigabyte, partial(_from_site, site, stated, sent, prices, terms)),
+            dollars_per_gigabyte_received=speed.dollars_per_gigabyte_received
+            or price(gigabyte, partial(_to_site, site, prices, terms)),
+        )
+
+    own = file.aggregator
     return replace(
         speeds,
         start_seconds=speeds.start_seconds
         or file.has_clouds * file.start.machine_minutes * _MINUTE,
-        dollars_per_hour=speeds.dollars_per_hour or file.aggregator.dollars_per_hour,
+        dollars_per_hour=speeds.dollars_per_hour or own.dollars_per_hour,
         dollars_per_gigabyte=speeds.dollars_per_gigabyte
-        or file.aggregator.dollars_per_gigabyte
-        or found.price(
+        or own.dollars_per_gigabyte
+        or price(
             "aggregator.dollars_per_gigabyte",
-            lambda: _from_aggregator(stated, sent, prices, terms),
+            partial(_from_aggregator, stated, sent, prices, terms),
         ),
-        sites=tuple(
-            replace(
-                speed,
-                dollars_per_hour=speed.dollars_per_hour
-                or found.price(
-                    f"{found.table(speed.name)}.dollars_per_hour",
-                    partial(_hourly, stated[speed.name], file, prices, terms),
-                ),
-                dollars_per_gigabyte=speed.dollars_per_gigabyte
-                or found.price(
-                    f"{found.table(speed.name)}.dollars_per_gigabyte",
-                    partial(
-                        _from_site, stated[speed.name], stated, sent, prices, terms
-                    ),
-                ),
-                dollars_per_gigabyte_received=speed.dollars_per_gigabyte_received
-                or found.price(
-                    f"{found.table(speed.name)}.dollars_per_gigabyte",
-                    partial(_to_site, stated[speed.name], prices, terms),
-                ),
-            )
-            if speed.name in stated
-            else speed
-            for speed in speeds.sites
-        ),
+        sites=tuple(map(priced, speeds.sites)),
     )
-
-
-class _Lookup:
-    """Looks prices up, and remembers those that are missing."""
-
-    def __init__(self, file: DeploymentFile, missing: list[str] | None) -> None:
-        self._file, self._missing = file, missing
-
-    def table(self, name: str) -> str:
-        """Name the table of a site in the deployment file."""
-        names = [site.name for site in self._file.sites]
-        return f"sites[{names.index(name)}]"
-
-    def price(self, key: str, look_up: Callable[[], float]) -> float:
-        try:
-            return look_up()
-        except JobError as error:
-            if self._missing is None:
-                raise
-            word = f"{error.reason}; or state {key}"
-            if word not in self._missing:
-                self._missing.append(word)
-        return cost.UNKNOWN
 
 
 def _hourly(

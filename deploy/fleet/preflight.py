@@ -9,7 +9,7 @@ from clients.privacy.site_policy import check_work
 from cloud_adapters.compute.machine_types import num_gpus
 from cloud_adapters.compute.pool import NodeSpec, NodeState, RoutedPool
 from deploy.aggregator_host.parties import check_job
-from deploy.fleet import spending, wanted
+from deploy.fleet import spending
 from deploy.fleet.loop import NodesByPool
 from deploy.fleet.machine_spec import AWS, KUBERNETES, LOCAL, SiteMachine
 from deploy.fleet.reconcile import ROLE
@@ -41,12 +41,11 @@ def check_cloud_site(plan: DeploymentPlan, index: int) -> None:
     Raises:
         JobError: A key is missing or wrong.
     """
-    site, file = plan.file.sites[index], plan.file
-    if site.provider == KUBERNETES:
-        wanted.check_pod(plan, index)
-    else:
-        _check_machine(plan, site, f"sites[{index}].machine")
-    address = file.aggregator.address
+    site = plan.file.sites[index]
+    _check_release(plan, site)
+    if site.is_of_cloud:
+        _check_identity(plan, site, f"sites[{index}].machine")
+    address = plan.file.aggregator.address
     # A service on this host has its machines on this host, too.
     is_far = not _is_loopback(urlsplit(site.machine.endpoint).hostname or "")
     if is_far and (
@@ -59,15 +58,26 @@ def check_cloud_site(plan: DeploymentPlan, index: int) -> None:
         )
 
 
-def _check_machine(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
-    """Refuse a machine of a cloud that cannot install or prove who it is."""
+def _check_release(plan: DeploymentPlan, site: SiteMachine) -> None:
+    """Refuse a machine that cannot install anything, or a pod without an image."""
     try:
-        release_of(plan, site)
+        release = release_of(plan, site)
     except ValueError as error:
         raise JobError(
             f"{plan.path}: machines of {site.provider} install a release: {error}",
             key="release",
         ) from None
+    if site.provider == KUBERNETES and not release.image:
+        raise JobError(
+            f"{plan.path}: is missing: {site.name!r} is a pod, which runs an image "
+            "(deploy/containers); machines of clouds can run the same one, in place "
+            "of release.wheel",
+            key="release.image",
+        )
+
+
+def _check_identity(plan: DeploymentPlan, site: SiteMachine, table: str) -> None:
+    """Refuse a machine of a cloud that cannot prove who it is."""
     needed = ("identity", "role") if site.provider == AWS else ("identity",)
     for name in needed:
         if not getattr(site.machine, name):

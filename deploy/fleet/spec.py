@@ -18,7 +18,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from deploy.aggregator_host.config import PlatformsSpec
-from deploy.fleet import machine_checks, machine_spec
+from deploy.fleet import machine_spec
 from deploy.fleet.machine_spec import LOCAL, AggregatorMachine, SiteMachine
 from deploy.site_host.config import LocalDataSpec
 from deploy.site_host.home_spec import HomeSpec
@@ -335,7 +335,7 @@ def _check(file: DeploymentFile) -> None:
     check_start(file.start, file.sites)
     has_deadline = file.deadline_hours is not None
     for index, site in enumerate(file.sites):
-        machine_checks.check_site(site, f"sites[{index}]", has_deadline=has_deadline)
+        machine_spec.check_site(site, f"sites[{index}]", has_deadline=has_deadline)
     exchange.check(file.exchange)
 
 

@@ -239,30 +239,6 @@ def pod_command(invitation: MachineInvitation) -> Sequence[str]:
     return ("/bin/sh", "-c", text)
 
 
-def check_pod(plan: DeploymentPlan, index: int) -> None:
-    """Refuse a site whose pod could not be started.
-
-    Raises:
-        JobError: A key is missing or wrong.
-    """
-    given, site = plan.file.release, plan.file.sites[index]
-    try:
-        release = Release(
-            wheel=given.wheel, sha256=given.sha256, extras=(), image=given.image
-        )
-    except ValueError as error:
-        raise JobError(
-            f"{plan.path}: pods run an image of a site: {error}", key="release"
-        ) from None
-    if not release.image:
-        raise JobError(
-            f"{plan.path}: is missing: {site.name!r} is a pod, which runs an image "
-            "(deploy/containers); machines of clouds can run the same one, in place "
-            "of release.wheel",
-            key="release.image",
-        )
-
-
 def identity_of(site: SiteMachine, instance: str = "") -> PlatformIdentity:
     """Who a site's machine is to its cloud.
 

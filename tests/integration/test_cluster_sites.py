@@ -224,7 +224,7 @@ def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (f'image = "{IMAGE}"', "", "run an image"),
+        (f'image = "{IMAGE}"', "", "install a release"),
         (f'image = "{IMAGE}"', 'image = "x:1"', "names no digest"),
         (
             f'image = "{IMAGE}"',
