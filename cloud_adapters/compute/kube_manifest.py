@@ -142,34 +142,7 @@ def _pod(spec: NodeSpec, seconds: int) -> Manifest:
         },
         "affinity": {"nodeAffinity": _affinity(spec)},
         "tolerations": [*_tolerations(spec)],
-        "containers": [
-            {
-                "name": CONTAINER,
-                "image": spec.image,
-                "imagePullPolicy": "IfNotPresent",
-                "command": [_literal(word) for word in spec.command],
-                "env": [
-                    {"name": name, "value": _literal(value)}
-                    for name, value in spec.environment.items()
-                ],
-                "resources": _resources(spec),
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "runAsNonRoot": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
-                "volumeMounts": [
-                    {"name": "state", "mountPath": STATE},
-                    {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 -- its own
-                    {
-                        "name": "user-data",
-                        "mountPath": USER_DATA.rpartition("/")[0],
-                        "readOnly": True,
-                    },
-                ],
-            }
-        ],
+        "containers": [_container(spec)],
         "volumes": [
             {"name": "state", "emptyDir": {"sizeLimit": f"{spec.disk_gb}Gi"}},
             {"name": "tmp", "emptyDir": {"sizeLimit": f"{_TMP_GB}Gi"}},
@@ -191,6 +164,35 @@ def _pod(spec: NodeSpec, seconds: int) -> Manifest:
     if spec.identity:
         pod["serviceAccountName"] = spec.identity
     return pod
+
+
+def _container(spec: NodeSpec) -> Manifest:
+    return {
+        "name": CONTAINER,
+        "image": spec.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": [_literal(word) for word in spec.command],
+        "env": [
+            {"name": name, "value": _literal(value)}
+            for name, value in spec.environment.items()
+        ],
+        "resources": _resources(spec),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "state", "mountPath": STATE},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 -- its own
+            {
+                "name": "user-data",
+                "mountPath": USER_DATA.rpartition("/")[0],
+                "readOnly": True,
+            },
+        ],
+    }
 
 
 def _literal(text: str) -> str:

@@ -12,44 +12,70 @@ from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from deploy.fleet.placement import Placement
     from deploy.fleet.sizes import Sizer
     from deploy.fleet.spec import DeploymentPlan
     from deploy.fleet.state import Deployment
-    from deploy.fleet.supervisor import RunWatch
+    from deploy.fleet.supervisor import Keeper, RunWatch
     from federation.job.spec import JobSpec
     from monitoring.runs.run_folder import RunFolder
 
 
 def _up(options: argparse.Namespace) -> int:
-    plan, job = _checked(options)
-    return _up_here(options, plan, job)
+    return _up_here(options, *_checked(options))
 
 
 def _up_here(
     options: argparse.Namespace, plan: "DeploymentPlan", job: "JobSpec"
 ) -> int:
     """Bring a deployment up from this process, and follow its run."""
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
-    from deploy.fleet import (  # noqa: PLC0415 -- --help
-        down,
-        spending,
-        start_wait,
-        state,
+    from deploy.fleet import spending  # noqa: PLC0415 -- --help
+    from deploy.fleet.provision import bring_up  # noqa: PLC0415 -- --help
+
+    hourly = spending.budget_prices(plan, now=options.clock.now())
+    restore = partial(
+        bring_up,
+        job=job,
+        tell=tell,
+        accept=options.accept,
+        older=options.older,
     )
+    deployment, watch, run = _started(options, plan, job, restore)
+    if run is None:
+        return DONE
+    options.aggregator = plan.aggregator / "aggregator.toml"
+    plan_verb.keep_plan(options, plan, job, run)
+    if options.detach:
+        return _say_started(options, run)
+    if options.keep:
+        watch.keeper = _keeper(
+            deployment, watch, run, job.rounds, restore=restore, hourly=hourly
+        )
+    code = _watched(options, run, watch)
+    if watch.keeper is not None:
+        if is_over(run):
+            watch.keeper.end()
+        else:
+            tell("its machines are no longer kept: run the command again to keep them")
+    return code
+
+
+def _started(
+    options: argparse.Namespace,
+    plan: "DeploymentPlan",
+    job: "JobSpec",
+    restore: "Callable[[Deployment], RunFolder | None]",
+) -> "tuple[Deployment, RunWatch, RunFolder | None]":
+    """Start what a deployment lacks as soon as it may; who watches it, and its run."""
+    from deploy.fleet import down, start_wait, state  # noqa: PLC0415 -- --help
     from deploy.fleet.loop import Patience  # noqa: PLC0415 -- --help
     from deploy.fleet.preflight import check_budget, check_start_budget  # noqa: PLC0415 -- --help
-    from deploy.fleet.provision import (  # noqa: PLC0415 -- --help
-        bring_up,
-        check_older,
-    )
-    from deploy.fleet.supervisor import (  # noqa: PLC0415 -- --help
-        Keeper,
-        RunWatch,
-    )
+    from deploy.fleet.provision import check_older  # noqa: PLC0415 -- --help
+    from deploy.fleet.supervisor import RunWatch  # noqa: PLC0415 -- --help
 
     patience = Patience(plan, options.clock, tell)
-    hourly = spending.budget_prices(plan, now=options.clock.now())
     if not plan.folder.exists():  # What is refused makes none.
         check_start_budget(plan, now=options.clock.now())
     start_allowed = partial(
@@ -69,40 +95,32 @@ def _up_here(
         patience.repeated(partial(check_budget, deployment))
         check_older(deployment, job, options.older)
         deployment.note_wanted()
-        start = partial(
-            bring_up,
-            job=job,
-            random_bytes=os.urandom,
-            tell=tell,
-            accept=options.accept,
-            older=options.older,
-        )
-        run = patience.repeated(partial(start, deployment))
-        options.aggregator = deployment.plan.aggregator / "aggregator.toml"
-    if run is None:
-        return DONE
-    plan_verb.keep_plan(options, plan, job, run)
-    if options.detach:
-        return _say_started(options, run)
-    if options.keep:
-        watch.keeper = Keeper(
-            deployment,
-            start,
-            hourly=hourly,
-            random_bytes=os.urandom,
-            tell=tell,
-            placement=_placement(deployment, run, job.rounds),
-            sizer=_sizer(deployment, run, job.rounds),
-            pause=partial(run_queue.ask_to_pause, run),
-            starts=watch.starts,
-        )
-    code = _watched(options, run, watch)
-    if watch.keeper is not None:
-        if is_over(run):
-            watch.keeper.end()
-        else:
-            tell("its machines are no longer kept: run the command again to keep them")
-    return code
+        return deployment, watch, patience.repeated(partial(restore, deployment))
+
+
+def _keeper(
+    deployment: "Deployment",
+    watch: "RunWatch",
+    run: "RunFolder",
+    rounds: int,
+    *,
+    restore: "Callable[[Deployment], object]",
+    hourly: "Mapping[str, float]",
+) -> "Keeper":
+    """Who keeps the machines of a deployment until its run has ended."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
+    from deploy.fleet.supervisor import Keeper  # noqa: PLC0415 -- --help
+
+    return Keeper(
+        deployment,
+        restore,
+        hourly=hourly,
+        tell=tell,
+        placement=_placement(deployment, run, rounds),
+        sizer=_sizer(deployment, run, rounds),
+        pause=partial(run_queue.ask_to_pause, run),
+        starts=watch.starts,
+    )
 
 
 def _say_started(options: argparse.Namespace, run: "RunFolder") -> int:

@@ -271,26 +271,7 @@ def render(
     Raises:
         ValueError: It is larger than clouds take.
     """
-    script = _script(release, invitation, spec.gpus)
-    files = {_SCRIPT: (script, "0755"), _SETTINGS: (site_toml, "0644")}
-    if release.image:
-        text = _CONTAINERS_UNIT.format(
-            folder=_FOLDER,
-            cache=_CACHE,
-            gpus=f"{_GPU_DEVICES} " if spec.gpus else "",
-            image=release.image,
-        )
-        files[f"{_UNITS}/{_UNIT}"] = (text, "0644")
-    else:
-        for name, text in units.items():
-            if name != _NVIDIA or spec.gpus:
-                files[_place(name)] = (text, "0644")
-        text = _CACHE_DROP_IN.format(folder=_CACHE)
-        files[f"{_UNITS}/{_UNIT}.d/cache.conf"] = (text, "0644")
-        words = ["/opt/crossfed/bin/crossfed", *invitation.words(_FOLDER)]
-        command = " ".join(map(_unit_word, words))
-        text = _ENROL_DROP_IN.format(folder=_FOLDER, command=command)
-        files[f"{_UNITS}/{_ENROL_UNIT}.d/machine.conf"] = (text, "0644")
+    files = _files(spec, release, site_toml, units, invitation)
     document = {
         "hostname": re.sub("[^a-z0-9-]+", "-", spec.name.lower())[:63].strip("-"),
         # Before all else, and at every start. It must not wait for systemd, which
@@ -326,6 +307,37 @@ def render(
             "site's tables in the deployment file"
         )
     return text
+
+
+def _files(
+    spec: NodeSpec,
+    release: Release,
+    site_toml: str,
+    units: Mapping[str, str],
+    invitation: MachineInvitation,
+) -> Mapping[str, tuple[str, str]]:
+    """Texts and modes of the files of a machine, by their paths."""
+    script = _script(release, invitation, spec.gpus)
+    files = {_SCRIPT: (script, "0755"), _SETTINGS: (site_toml, "0644")}
+    if release.image:
+        text = _CONTAINERS_UNIT.format(
+            folder=_FOLDER,
+            cache=_CACHE,
+            gpus=f"{_GPU_DEVICES} " if spec.gpus else "",
+            image=release.image,
+        )
+        files[f"{_UNITS}/{_UNIT}"] = (text, "0644")
+    else:
+        for name, text in units.items():
+            if name != _NVIDIA or spec.gpus:
+                files[_place(name)] = (text, "0644")
+        text = _CACHE_DROP_IN.format(folder=_CACHE)
+        files[f"{_UNITS}/{_UNIT}.d/cache.conf"] = (text, "0644")
+        words = ["/opt/crossfed/bin/crossfed", *invitation.words(_FOLDER)]
+        command = " ".join(map(_unit_word, words))
+        text = _ENROL_DROP_IN.format(folder=_FOLDER, command=command)
+        files[f"{_UNITS}/{_ENROL_UNIT}.d/machine.conf"] = (text, "0644")
+    return files
 
 
 def _unit_word(word: str) -> str:

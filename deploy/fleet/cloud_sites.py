@@ -28,7 +28,6 @@ from deploy.fleet.wanted import identity_of
 from federation import platform_identity
 from federation.errors import ComputeError, PlatformUnavailable, ProofRefused
 from federation.platform_identity import PlatformIdentity
-from privacy.keystream import RandomBytes
 from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.agreement import identity
 from privacy.secagg.agreement.roster import Roster
@@ -46,15 +45,12 @@ _KEYS = "identity.pem"
 _Found = TypeVar("_Found")
 
 
-def operator_of(
-    deployment: Deployment, config: AggregatorConfig, random_bytes: RandomBytes
-) -> Operator:
+def operator_of(deployment: Deployment, config: AggregatorConfig) -> Operator:
     """Open the operator who signs for a deployment's machines of clouds and pods.
 
     Args:
         deployment: The operator's key is in its folder.
         config: Its aggregator.
-        random_bytes: ``os.urandom``.
     """
     # The operator's own file, and not what the aggregator's folder says.
     named = deployment.plan.file.platforms
@@ -66,7 +62,7 @@ def operator_of(
     return open_operator(
         deployment.plan.folder,
         config.folder,
-        random_bytes=random_bytes,
+        random_bytes=deployment.random_bytes,
         verifier=verifier,
     )
 

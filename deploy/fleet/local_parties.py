@@ -30,7 +30,6 @@ from federation import durable_files
 from federation.addresses import parse_address
 from federation.errors import ComputeError
 from privacy import own_folder
-from privacy.keystream import RandomBytes
 from privacy.membership.token import Token
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.roster import Roster
@@ -105,14 +104,11 @@ def _end_of_log(deployment: Deployment, node: Node) -> str:
     return f"Its log ends:\n{end_of(log_of(pool, node.id))}"
 
 
-def make_aggregator(
-    deployment: Deployment, random_bytes: RandomBytes
-) -> AggregatorConfig:
+def make_aggregator(deployment: Deployment) -> AggregatorConfig:
     """Have the folder of an aggregator, with the settings of now.
 
     Args:
         deployment: Whose aggregator it is.
-        random_bytes: ``os.urandom``.
 
     Raises:
         JobError: ``aggregator.address`` is not ``HOST:PORT``.
@@ -140,7 +136,7 @@ def make_aggregator(
             listen=machine.listen or address,
             proxy=True,
             organisation=plan.file.organisation or deployment.name,
-            random_bytes=random_bytes,
+            random_bytes=deployment.random_bytes,
             clock=deployment.clock,
         )
         with file_errors("make", plan.aggregator):
@@ -203,7 +199,6 @@ def enroll(
     request: NodeRequest,
     *,
     address: str,
-    random_bytes: RandomBytes,
     tell: Tell,
 ) -> None:
     """Make a site on this host a member, and write its ``site.toml``.
@@ -214,7 +209,6 @@ def enroll(
         site: Its table in the deployment file.
         request: Its node, whose settings are the file.
         address: Where sites reach the aggregator.
-        random_bytes: ``os.urandom``.
         tell: Called with a word about every step.
 
     Raises:
@@ -226,14 +220,7 @@ def enroll(
     # command that was killed.
     if not (folder / "site.pem").exists():
         organisation = site.organisation or deployment.plan.file.organisation
-        made = _token(
-            config,
-            site.name,
-            pending,
-            address=address,
-            random_bytes=random_bytes,
-            deployment=deployment,
-        )
+        made = _token(deployment, config, site.name, pending, address)
         enrol.enroll(
             made,
             folder,
@@ -247,13 +234,11 @@ def enroll(
 
 
 def _token(
+    deployment: Deployment,
     config: AggregatorConfig,
     site: str,
     pending: Path,
-    *,
     address: str,
-    random_bytes: RandomBytes,
-    deployment: Deployment,
 ) -> Token:
     """Find the token that an earlier command was about to use, or make one.
 
@@ -268,7 +253,7 @@ def _token(
     made = enrolment_operator.invite(
         config,
         site,
-        random_bytes=random_bytes,
+        random_bytes=deployment.random_bytes,
         clock=deployment.clock,
         address=address,
     )

@@ -71,16 +71,7 @@ def with_prices(
     stated = {site.name: site for site in file.sites}
     sent = cost.bytes_of_sites(traffic)
 
-    def price(key: str, look_up: Callable[[], float]) -> float:
-        try:
-            return look_up()
-        except JobError as error:
-            if missing is None:
-                raise
-            word = f"{error.reason}; or state {key}"
-            if word not in missing:
-                missing.append(word)
-            return cost.UNKNOWN
+    price = partial(_price, missing=missing)
 
     def priced(speed: SiteSpeed) -> SiteSpeed:
         site = stated.get(speed.name)
@@ -112,6 +103,21 @@ def with_prices(
         ),
         sites=tuple(map(priced, speeds.sites)),
     )
+
+
+def _price(
+    key: str, look_up: Callable[[], float], *, missing: list[str] | None
+) -> float:
+    """Look a price up; see ``with_prices`` for one that is missing."""
+    try:
+        return look_up()
+    except JobError as error:
+        if missing is None:
+            raise
+        word = f"{error.reason}; or state {key}"
+        if word not in missing:
+            missing.append(word)
+        return cost.UNKNOWN
 
 
 def _hourly(

@@ -4,7 +4,7 @@ Every step looks at what is there, does what is missing and can be done again: a
 that was killed is given once more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from deploy.aggregator_host import run_queue
@@ -26,7 +26,6 @@ from federation.ids import new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
-from privacy.keystream import RandomBytes
 from privacy.secagg.agreement import roster
 
 STOP = "stop"
@@ -96,7 +95,6 @@ def hand_over(
     deployment: Deployment,
     config: AggregatorConfig,
     job: JobSpec,
-    random_bytes: RandomBytes,
     tell: Tell,
     *,
     older: str = "",
@@ -107,7 +105,6 @@ def hand_over(
         deployment: Its aggregator serves already.
         config: Its aggregator.
         job: Read from the file that the deployment names.
-        random_bytes: ``os.urandom``.
         tell: Called with a word about what was done.
         older: ``stop`` to stop the runs that a new one would wait for.
 
@@ -142,7 +139,7 @@ def hand_over(
         run = _resumed(deployment, config, job)
         tell(f"run {run.path.name} is resumed")
         return run
-    run = _submitted(deployment, config, job, random_bytes)
+    run = _submitted(deployment, config, job)
     tell(f"run {run.path.name} is submitted")
     return run
 
@@ -158,10 +155,7 @@ def _resumed(
 
 
 def _submitted(
-    deployment: Deployment,
-    config: AggregatorConfig,
-    job: JobSpec,
-    random_bytes: RandomBytes,
+    deployment: Deployment, config: AggregatorConfig, job: JobSpec
 ) -> RunFolder:
     """Hand a new run of the job to the aggregator."""
     check(job, Parties.load(config.folder))
@@ -170,7 +164,8 @@ def _submitted(
 
         starting_weights.find(job, config.folder)
     now = deployment.clock.now()
-    run = RunFolder(config.runs / job.name / new_run_id(now, random_bytes(3)))
+    run_id = new_run_id(now, deployment.random_bytes(3))
+    run = RunFolder(config.runs / job.name / run_id)
     run_queue.submit(job, run, at=now)
     return run
 
@@ -189,7 +184,6 @@ def bring_up(
     deployment: Deployment,
     job: JobSpec,
     *,
-    random_bytes: RandomBytes,
     tell: Tell,
     accept: str = "",
     older: str = "",
@@ -199,7 +193,6 @@ def bring_up(
     Args:
         deployment: What is wanted, and what is known of it.
         job: Its job, which ``preflight.check_before`` has passed.
-        random_bytes: ``os.urandom``.
         tell: Called with a word about every step.
         accept: Digits of the digest of a roster with sites of other operators, which
             machines of clouds may trust; a person has compared it.
@@ -223,17 +216,9 @@ def bring_up(
     gpus = preflight.check_gpus(deployment)
     preflight.check_routes(deployment, tell)
     _end_unwanted(deployment, listed, tell)
-    config, operator = local_parties.make_aggregator(deployment, random_bytes), None
-    known = Known(
-        address=plan.file.aggregator.address or config.address,
-        settings=(plan.aggregator / AGGREGATOR_FILE).read_bytes(),
-        gpus=gpus,
-    )
-    here = [each for each in plan.file.sites if each.provider == LOCAL]
-    if len(here) < len(plan.file.sites):
-        operator = cloud_sites.operator_of(deployment, config, random_bytes)
-        known = trusting(known, operator)
+    config, operator, known = _parties(deployment, gpus)
     requests = wanted(plan, known)
+    here = [each for each in plan.file.sites if each.provider == LOCAL]
     local_parties.start_aggregator(
         deployment, config, requests[AGGREGATOR], known.address, tell
     )
@@ -244,7 +229,6 @@ def bring_up(
             site,
             requests[site.role],
             address=known.address,
-            random_bytes=random_bytes,
             tell=tell,
         )
     signed = None
@@ -262,7 +246,24 @@ def bring_up(
         local_parties.accept_roster(deployment, site, signed)
     for site in here:
         fill(deployment, requests[site.role], tell)
-    return hand_over(deployment, config, job, random_bytes, tell, older=older)
+    return hand_over(deployment, config, job, tell, older=older)
+
+
+def _parties(
+    deployment: Deployment, gpus: Mapping[str, int]
+) -> tuple[AggregatorConfig, Operator | None, Known]:
+    """Have the aggregator's folder, and the operator of sites that are not here."""
+    plan = deployment.plan
+    config = local_parties.make_aggregator(deployment)
+    known = Known(
+        address=plan.file.aggregator.address or config.address,
+        settings=(plan.aggregator / AGGREGATOR_FILE).read_bytes(),
+        gpus=gpus,
+    )
+    if all(each.provider == LOCAL for each in plan.file.sites):
+        return config, None, known
+    operator = cloud_sites.operator_of(deployment, config)
+    return config, operator, trusting(known, operator)
 
 
 def trusting(known: Known, operator: Operator) -> Known:

@@ -8,6 +8,7 @@ aggregator's folder. ``sites/NAME/``: folders of sites that run on this host.
 it. ``ended``: there after ``crossfed down``.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class Deployment:
         pools: Compute services by their names, as ``SiteMachine.pool``.
         clock: Tells time.
         owner: Random name of this folder; every node carries it.
+        random_bytes: ``os.urandom``.
         held_back: Roles of which no machine is launched now: the last ones could not
             start.
         launch_first: Roles whose new machine is launched before the old one ends, which
@@ -172,6 +174,7 @@ class Deployment:
     pools: Mapping[str, ComputePool]
     clock: Clock
     owner: str
+    random_bytes: RandomBytes = os.urandom
     held_back: frozenset[str] = frozenset()
     launch_first: frozenset[str] = frozenset()
     _launches: dict[str, LastLaunch] = field(default_factory=dict)
@@ -293,7 +296,13 @@ def opened(
     if not folder.exists():
         if not make:
             owner = random_bytes(_OWNER_BYTES).hex()
-            yield Deployment(plan=plan, pools=pools, clock=clock, owner=owner)
+            yield Deployment(
+                plan=plan,
+                pools=pools,
+                clock=clock,
+                owner=owner,
+                random_bytes=random_bytes,
+            )
             return
         for pool in pools.values():
             nodes = pool.nodes({reconcile.DEPLOYMENT: plan.file.name})
@@ -324,5 +333,6 @@ def opened(
             pools=pools,
             clock=clock,
             owner=record.owner,
+            random_bytes=random_bytes,
             _launches={launch.role: launch for launch in record.launches},
         )

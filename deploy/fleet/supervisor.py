@@ -24,7 +24,6 @@ from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
 from federation import folder_lock
 from federation.errors import ComputeError, FederationError, JobError
-from privacy.keystream import RandomBytes
 
 _HOUR = 3600.0
 _WRITE_SECONDS = 60.0
@@ -47,7 +46,6 @@ class Keeper:
         restore: Restore,
         *,
         hourly: Mapping[str, float],
-        random_bytes: RandomBytes,
         tell: Tell,
         placement: Placement | None = None,
         sizer: Sizer | None = None,
@@ -60,7 +58,6 @@ class Keeper:
             deployment: What is wanted.
             restore: Brings it up again.
             hourly: Dollars of an hour of each role's machine; empty without a budget.
-            random_bytes: ``os.urandom``.
             tell: Called with a word about every step.
             placement: Chooses between spot and on demand, if there is a deadline.
             sizer: Decides on sizes of machines, if any site states several.
@@ -78,7 +75,7 @@ class Keeper:
         self._restore, self._hourly = restore, hourly
         # A table that becomes too old in the middle of a run must not end it.
         self._priced_at = deployment.clock.now()
-        self._random_bytes, self._tell = random_bytes, tell
+        self._random_bytes, self._tell = deployment.random_bytes, tell
         self._spending = spending.read(self._plan.folder)
         self._since: float | None = None
         self._written = -_WRITE_SECONDS

@@ -114,16 +114,7 @@ def enroll(
         NotAuthenticated: The cloud gives this machine no identity.
         KeyFileRefused: A key file is damaged, open to others or cannot be written.
     """
-    if bool(token.secret) is (vouched is not None):
-        raise EnrolmentRefused(
-            "a token with a secret is used alone, and one without needs --platform "
-            "aws, gcp or kubernetes"
-        )
-    if vouched is None and holds_certificate(folder, clock=clock):
-        raise EnrolmentRefused(
-            f"{folder} belongs to an enrolled site: crossfed enroll --renew gets a new "
-            "certificate; give another --folder for another site"
-        )
+    _check_new(token, folder, vouched, clock)
     with os_errors(EnrolmentRefused, f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     unknown = connect(token.address, b"", None)
@@ -148,13 +139,7 @@ def enroll(
     if vouched is None or not vouched.signer:
         _replace(folder / "roster.toml", roster.dumps(members).encode())
     if not (folder / "site.toml").exists():
-        text = _SITE_TOML.read_text(encoding="utf-8")
-        text = text.format(
-            name=token.site,
-            address=token.address,
-            functions=json.dumps(PolicySpec().functions),
-        )
-        _replace(folder / "site.toml", text.encode())
+        _replace(folder / "site.toml", _first_settings(token).encode())
     # The last, so that a folder with it is a complete site.
     _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     return SiteEnrolled(
@@ -163,6 +148,31 @@ def enroll(
         expires=expires,
         fingerprint=own.public.fingerprint,
         roster=members,
+    )
+
+
+def _check_new(
+    token: Token, folder: Path, vouched: MachineProof | None, clock: Clock
+) -> None:
+    """Refuse a token that a person or a machine cannot use, or an enrolled site."""
+    if bool(token.secret) is (vouched is not None):
+        raise EnrolmentRefused(
+            "a token with a secret is used alone, and one without needs --platform "
+            "aws, gcp or kubernetes"
+        )
+    if vouched is None and holds_certificate(folder, clock=clock):
+        raise EnrolmentRefused(
+            f"{folder} belongs to an enrolled site: crossfed enroll --renew gets a new "
+            "certificate; give another --folder for another site"
+        )
+
+
+def _first_settings(token: Token) -> str:
+    """The ``site.toml`` of a site that has none."""
+    return _SITE_TOML.read_text(encoding="utf-8").format(
+        name=token.site,
+        address=token.address,
+        functions=json.dumps(PolicySpec().functions),
     )
 
 

@@ -79,7 +79,6 @@ class Kept:
                 deployment,
                 self.restore,
                 hourly={},
-                random_bytes=os.urandom,
                 tell=self.told.append,
             )
 

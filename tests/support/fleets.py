@@ -1,6 +1,5 @@
 """Sites of clouds, brought up without the aggregator that they would enrol with."""
 
-import os
 from collections.abc import Callable, Mapping
 
 from deploy.aggregator_host.config import AggregatorConfig
@@ -18,7 +17,7 @@ def requests_of(
     deployment: Deployment, config: AggregatorConfig
 ) -> tuple[Operator, Mapping[str, NodeRequest]]:
     """The operator of a deployment's sites, and the nodes that it needs."""
-    operator = cloud_sites.operator_of(deployment, config, os.urandom)
+    operator = cloud_sites.operator_of(deployment, config)
     known = Known(address=ADDRESS, gpus=preflight.check_gpus(deployment))
     return operator, wanted(deployment.plan, provision.trusting(known, operator))
 

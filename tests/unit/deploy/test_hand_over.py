@@ -1,6 +1,5 @@
 """A changed job of a deployment, and runs of it that have not ended."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ class Fleet:
             self.deployment,
             self.federation.config,
             job,
-            os.urandom,
             self.told.append,
             older=older,
         )

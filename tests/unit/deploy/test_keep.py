@@ -95,7 +95,6 @@ def keeper(
         deployment,
         restore,
         hourly={AGGREGATOR: hourly},
-        random_bytes=os.urandom,
         tell=told.append,
     )
 
@@ -371,7 +370,6 @@ def test_a_machine_that_was_moved_is_counted_at_its_own_price(
         Deployment(plan=plan, pools={"aws us-east-1": Silent()}, clock=clock, owner=""),
         lambda _: None,
         hourly=spending.budget_prices(plan, now=now),
-        random_bytes=os.urandom,
         tell=told.append,
         placement=OnDemand(),
     )
@@ -533,7 +531,6 @@ def test_limits_are_kept_while_a_run_cannot_be_resumed(
         Deployment(plan=plan, pools={"cloud": pool}, clock=clock, owner=""),
         restore,
         hourly={AGGREGATOR: 60.0},
-        random_bytes=os.urandom,
         tell=told.append,
     )
     with pytest.raises(ComputeError, match=f"were ended: {why}"):
@@ -558,7 +555,6 @@ class Moving:
                 deployment,
                 self.restore,
                 hourly={},
-                random_bytes=os.urandom,
                 tell=told.append,
                 placement=self.placement,
                 pause=lambda: told.append("asked to pause"),

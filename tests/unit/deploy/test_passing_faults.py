@@ -153,7 +153,6 @@ class Fleet:
             self.deployment,
             restore,
             hourly={},
-            random_bytes=os.urandom,
             tell=self.told.append,
         )
         keeper.resume()
