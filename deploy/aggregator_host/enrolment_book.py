@@ -13,22 +13,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from federation import durable_files
 from federation.durable_files import replace_file
 from federation.errors import FederationError
 from federation.ids import SiteId
 from federation.platform_identity import PlatformIdentity
 from federation.protocols import Clock
-from federation.typed_json import decode, encode, refuse_constant
+from federation.typed_json import encode
 from privacy.membership.certificates import CERTIFICATE_DAYS, Authority, Revocations
 from privacy.secagg.agreement.roster import SITE, Roster
 from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import replace_private
 
 VERSION = 1
-MAX_BYTES = 16 << 20
 # Of one site, that are valid at the same time.
 MAX_CERTIFICATES = 16
 _DAY_SECONDS = 86_400.0
+_DAMAGED = (
+    "restore it from a backup. Until then no site can enrol or be revoked; do not "
+    "delete it, or revoked sites would be forgotten"
+)
 
 
 class BookDamaged(FederationError):
@@ -256,28 +260,17 @@ class BookFile:
         Raises:
             BookDamaged: It cannot be read, or is not as ``write`` leaves it.
         """
-        try:
-            with self.path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
-        except FileNotFoundError:
+        book = durable_files.read_json(
+            self.path, EnrolmentBook, advice=_DAMAGED, refusal=BookDamaged
+        )
+        if book is None:
             return EnrolmentBook()
-        except OSError as error:
-            raise BookDamaged(f"cannot read {self.path}: {error.strerror}") from error
         try:
-            book = decode(
-                json.loads(data, parse_constant=refuse_constant),
-                EnrolmentBook,
-                where="sites",
-            )
-            if not isinstance(book, EnrolmentBook) or book.version != VERSION:
-                raise ValueError("it has a different version")  # noqa: TRY301
             book.revoked(0.0)
-        except (ValueError, RecursionError) as error:
-            raise BookDamaged(
-                f"{self.path} is damaged ({error}): restore it from a backup. Until "
-                "then no site can enrol or be revoked; do not delete it, or revoked "
-                "sites would be forgotten"
-            ) from error
+            if book.version != VERSION:
+                raise ValueError("it has a different version")  # noqa: TRY301
+        except ValueError as error:
+            raise BookDamaged(f"{self.path} is damaged: {error}; {_DAMAGED}") from error
         return book
 
     @contextmanager

@@ -196,12 +196,8 @@ def _aws(*, is_own: bool) -> CloudIdentity:
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 -- slow
 
     try:
-        session, doubt = _aws_session(version_1=False), ""
-        credentials = _aws_credentials(session)
-        if credentials is None:
-            session = _aws_session(version_1=True)
-            credentials = session.get_credentials()
-            doubt = "" if credentials is None else "the instance allows only IMDSv1"
+        session = _aws_session()
+        credentials = session.get_credentials()
         if credentials is None:
             return CloudIdentity(kind=_AWS_NONE, exists=False)
         frozen = credentials.get_frozen_credentials()
@@ -213,12 +209,7 @@ def _aws(*, is_own: bool) -> CloudIdentity:
         )
     method = str(credentials.method)
     kind = _AWS_KINDS.get(method, method)
-    if method == "iam-role":
-        kind += ", through " + ("IMDSv1" if doubt else "IMDSv2")
-    principal = ""
-    if is_own:
-        principal, problem = _aws_principal(session)
-        doubt = doubt or problem
+    principal, doubt = _aws_principal(session) if is_own else ("", "")
     return CloudIdentity(
         kind=kind,
         principal=principal,
@@ -227,26 +218,14 @@ def _aws(*, is_own: bool) -> CloudIdentity:
     )
 
 
-def _aws_credentials(session: Any) -> Any:
-    """A session's credentials; None also if IMDSv2 or a service does not answer."""
-    from botocore.exceptions import MetadataRetrievalError  # noqa: PLC0415 -- slow
-
-    try:
-        return session.get_credentials()
-    except MetadataRetrievalError:
-        return None  # Asked again with IMDSv1, which then says what is wrong.
-
-
-def _aws_session(*, version_1: bool) -> Any:
-    """A session that waits a second, and tries IMDSv1 last."""
+def _aws_session() -> Any:
+    """A session that waits a second."""
     import botocore.session  # noqa: PLC0415 -- slow to import
     from botocore.config import Config  # noqa: PLC0415
 
     session = botocore.session.Session()
     session.set_config_variable("metadata_service_timeout", QUESTION_SECONDS)
     session.set_config_variable("metadata_service_num_attempts", 1)
-    if not version_1:
-        session.set_config_variable("ec2_metadata_v1_disabled", value=True)
     session.set_default_client_config(
         Config(
             connect_timeout=QUESTION_SECONDS,

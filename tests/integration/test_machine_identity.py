@@ -187,21 +187,12 @@ def check(cloud: Any, *, is_own: bool = True) -> Check:
 
 
 def test_doctor_finds_the_role_of_an_instance(imds: FakeImds, sts: FakeSts):
-    """With its name, and through which version of the service."""
     found = check("aws")
     assert found.status == "ok"
     assert found.found == (
-        "the role of the instance, through IMDSv2: "
+        "the role of the instance: "
         "arn:aws:sts::123456789012:assumed-role/site/hospital-a"
     )
-
-
-def test_doctor_warns_of_imdsv1(imds: FakeImds, sts: FakeSts):
-    """An instance that gives its role to whoever can make it fetch a page."""
-    imds.has_version_2, imds.needs_token = False, False
-    found = check("aws")
-    assert found.status == "warning"
-    assert "through IMDSv1" in found.found
 
 
 def test_doctor_finds_a_role(

@@ -22,8 +22,6 @@ class FakeImds(GoogleServer):
 
     Attributes:
         seconds: How long its credentials live.
-        has_version_2: Whether it gives tokens.
-        needs_token: Whether it refuses requests without one.
         access_key: What it gives as the id of the key.
         action: What is to become of a spot instance; None if nothing is.
         rebalance: Whether a rebalance is recommended.
@@ -31,8 +29,6 @@ class FakeImds(GoogleServer):
 
     def __init__(self, access_key: str = "ASIAINSTANCE", seconds: int = 3600) -> None:
         self.seconds = seconds
-        self.has_version_2 = True
-        self.needs_token = True
         self.access_key = access_key
         self.action: Mapping[str, str] | None = None
         self.rebalance = False
@@ -41,10 +37,10 @@ class FakeImds(GoogleServer):
     def _serve(self, request: Request) -> Answer:
         if request.path == "/latest/api/token":
             seconds = request.headers.get("x-aws-ec2-metadata-token-ttl-seconds")
-            is_good = self.has_version_2 and request.method == "PUT" and seconds
+            is_good = request.method == "PUT" and seconds
             return _text(TOKEN) if is_good else Answer(404)
         token = request.headers.get("x-aws-ec2-metadata-token")
-        if self.needs_token and token != TOKEN:
+        if token != TOKEN:
             return Answer(401)
         found = {
             _CREDENTIALS: ROLE,
