@@ -93,7 +93,6 @@ def _ways(
     )
 
     ways = [*planning.alternatives(found.federation, found.speeds, sizes_of)]
-    ways += planning.one_cloud_only(found.federation, found.speeds, file, sizes_of)
     if found.prices is None:
         return ways
     if known is not None:

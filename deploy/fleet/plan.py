@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clients.training.local_federation import Federation
-from deploy.fleet.spec import DeploymentFile
 from federation.errors import FederationError, JobError
 from federation.ids import SiteId
 from federation.job import job_file
@@ -141,28 +140,6 @@ def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
         name = SiteId(site.name)
         took = cost.site_seconds(traffic, name, index, cost.speed_of(stated, name))
         yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
-
-
-def one_cloud_only(
-    federation: Federation,
-    speeds: Speeds | None,
-    file: DeploymentFile,
-    sizes_of: SizesOf,
-) -> Iterator[Alternative]:
-    """Yield the job with the sites of one cloud, for each of several clouds."""
-    clouds = {site.name: site.provider for site in file.sites}
-    for cloud in sorted(set(clouds.values())) if len(set(clouds.values())) > 1 else ():
-        sites = tuple(s for s in federation.job.sites if clouds.get(s.name) == cloud)
-        try:
-            # Faults and machines of a simulation may be of the others.
-            alone = replace(federation.job.simulation, machines=(), faults=())
-            job = replace(federation.job, sites=sites, simulation=alone)
-            job = job_file.parse(job_file.document(job))  # Checked as any.
-            data = {SiteId(s.name): federation.site_data[SiteId(s.name)] for s in sites}
-            less = replace(federation, job=job, site_data=data)
-            yield _predict(f"sites of {cloud} only", {}, sizes_of(less), speeds)
-        except FederationError:
-            continue  # This job needs more sites.
 
 
 def lines(

@@ -330,24 +330,14 @@ def _check(file: DeploymentFile) -> None:
             key="name",
         )
     machine_spec.check_addresses(file.aggregator)
-    _check_paths(file)
+    if not file.job:
+        raise JobError("must name the job file", key="job")
     _check_names(file)
     check_start(file.start, file.sites)
     has_deadline = file.deadline_hours is not None
     for index, site in enumerate(file.sites):
         machine_spec.check_site(site, f"sites[{index}]", has_deadline=has_deadline)
     exchange.check(file.exchange)
-
-
-def _check_paths(file: DeploymentFile) -> None:
-    paths = (
-        ("job", file.job),
-        ("folder", file.folder),
-        ("prices", file.prices),
-    )
-    for name, text in paths:
-        if "\0" in text or (name == "job" and not text):
-            raise JobError(f"{text!r:.200} is no path", key=name)
 
 
 def _check_names(file: DeploymentFile) -> None:

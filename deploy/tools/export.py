@@ -105,15 +105,7 @@ def export(
         view = _ended(run)  # 1.
         path = run.model if model is None else model
         job, file = run.read_job(), examine(path)
-        converted = None
-        files: Mapping[str, Path] = {MODEL: path}
-        if kind != SAFETENSORS:
-            spec = job_file.loads(job)
-            made = write_format(kind, spec, path, Path(folder), data)
-            files = made.files
-            converted = ConvertedModel(
-                format=kind, sha256=_digests(files), parity=str(made.parity)
-            )
+        files, converted = _in_format(kind, job, path, Path(folder), data)
         card = model_card(view, job, file, converted, site=site).encode()
         contents: dict[str, Iterable[Buffer]] = {  # In the order of writing.
             **{name: transfer.FilePieces(path) for name, path in files.items()},
@@ -141,6 +133,19 @@ def export(
         format=kind,
         parity="" if converted is None else converted.parity,
     )
+
+
+def _in_format(
+    kind: str, job: str, model: Path, folder: Path, data: Dataset | None
+) -> tuple[Mapping[str, Path], ConvertedModel | None]:
+    """Files of a model by name, and what its conversion has shown if it needs one."""
+    if kind == SAFETENSORS:
+        return {MODEL: model}, None
+    made = write_format(kind, job_file.loads(job), model, folder, data)
+    about = ConvertedModel(
+        format=kind, sha256=_digests(made.files), parity=str(made.parity)
+    )
+    return made.files, about
 
 
 def _check_alone(store: ObjectStore, digests: Mapping[str, str]) -> None:

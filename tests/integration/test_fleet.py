@@ -345,7 +345,6 @@ def test_job_that_no_deployed_run_can_have_starts_nothing(
         ('privacy = "none"', 'privacy = "much"', "sites[0].policy.privacy"),
         ("[sites.policy]", "[sites.policy]\nring_bits = [17]", "policy.ring_bits"),
         ('job = "job.toml"', 'job = ""', "fed.toml: job: "),
-        ('job = "job.toml"', 'job = "a\\u0000b"', "fed.toml: job: "),
         (
             "[sites.policy]",
             '[sites.machine]\nregion = "us-east-1"\n[sites.policy]',

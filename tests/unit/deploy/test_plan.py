@@ -286,20 +286,6 @@ def test_traffic_goes_through_a_month_s_tiers(
     assert found == pytest.approx(dollars)
 
 
-def test_a_cloud_alone_is_a_job_of_its_sites():
-    """It has less data, which the table cannot show."""
-    job = virtual_job()
-    federation = parts.build_federation(job)
-    speeds = cost.machine_speeds(job.simulation.machines)
-    here = SiteMachine(name="site-1")
-    there = cloud("aws", "us-east-1", "g5.xlarge")
-    file = DeploymentFile(name="x", job="j", sites=(there, here))
-    found = {w.name: w for w in plan.one_cloud_only(federation, speeds, file, SIZES)}
-    assert set(found) == {"sites of aws only", "sites of local only"}
-    (site,) = found["sites of aws only"].traffic.job.sites
-    assert site.name == "site-0"
-
-
 def test_few_secret_sites_are_told_what_a_leave_costs():
     """More can spare one."""
     for num_sites, is_told in ((3, True), (4, False)):
