@@ -112,18 +112,16 @@ class Ec2Pool:
                     BlockDeviceMappings=[_disk(root, spec)],
                     ClientToken=hashlib.sha256(f"{token}/{zone}".encode()).hexdigest(),
                 )
-            except (NoCapacity, MachineRefused) as error:
-                is_elsewhere = (
-                    ec2_errors.code_of(error.__cause__) == ec2_errors.NOT_IN_ZONE
-                )
-                if not (isinstance(error, NoCapacity) or is_elsewhere):
+            except ComputeError as error:
+                code = ec2_errors.code_of(error.__cause__)
+                if code == ec2_errors.TOKEN_IS_SPENT:
+                    return gone(spec, digest)
+                if code == ec2_errors.TOKEN_IS_USED:
+                    return self._listed(digest) or gone(spec, digest)
+                if code != ec2_errors.NOT_IN_ZONE and not isinstance(error, NoCapacity):
                     raise
                 refusals.append(error)
                 continue
-            except _TokenSpent:
-                return gone(spec, digest)
-            except _TokenUsed:
-                return self._listed(digest) or gone(spec, digest)
             return _node(answer["Instances"][0])
         # Where no zone has the type, waiting does not help.
         is_full = any(isinstance(each, NoCapacity) for each in refusals)
@@ -358,19 +356,7 @@ class Ec2Pool:
         try:
             return request(**parameters)
         except ec2_errors.FAILURES as error:
-            if ec2_errors.code_of(error) == ec2_errors.TOKEN_IS_SPENT:
-                raise _TokenSpent from error
-            if ec2_errors.code_of(error) == ec2_errors.TOKEN_IS_USED:
-                raise _TokenUsed from error
             raise ec2_errors.translate(error, doing) from error
-
-
-class _TokenSpent(Exception):
-    """A token's instance has ended, and is no longer listed."""
-
-
-class _TokenUsed(Exception):
-    """A token has launched an instance, other than the one that is asked for now."""
 
 
 def connect(region: str, endpoint: str = "", *, clock: "Clock") -> Ec2Pool:
