@@ -103,13 +103,7 @@ class DeployedRun:
         begun = run.run_id()
         check_engine(run, DEPLOYED)
         check(self._job, parties, resumed=begun is not None)
-        with unable_to_exit():
-            pool = ModelPool(self._job)
-        self._federation = Federation(job=self._job, pool=pool, site_data={})
-        if self._job.privacy.secure_aggregation.enabled:
-            check_layout(self._job, self._federation.pool.layout)
-        if begun is None:
-            initial_weights(self._job, pool)  # Before a site is asked.
+        self._federation = _built(self._job, is_new=begun is None)
         run_id = begun or run.new_run_id(clock.now())
         # What the sites have promised to this run, as an earlier coordinator noted it.
         planned = None if begun is None else run.view().privacy
@@ -266,3 +260,14 @@ class DeployedRun:
             introduced=self._handshake.data(),
             anchors=self._anchors,
         )
+
+
+def _built(job: JobSpec, *, is_new: bool) -> Federation:
+    """Build the model of a run, and check it before a site is asked."""
+    with unable_to_exit():
+        pool = ModelPool(job)
+    if job.privacy.secure_aggregation.enabled:
+        check_layout(job, pool.layout)
+    if is_new:
+        initial_weights(job, pool)
+    return Federation(job=job, pool=pool, site_data={})

@@ -164,6 +164,13 @@ def simulate(
         return simulation.run()
 
 
+def _id_of(run: RunFolder | None, now: float) -> RunId:
+    """The ID of a run that begins or goes on."""
+    if run is None:
+        return new_run_id(now, os.urandom(3))
+    return run.run_id() or begun_run.begun_id(run) or run.new_run_id(now)
+
+
 def _check_time(job: JobSpec, engine: str) -> None:
     """Refuse choices by real time, which would make each simulation another one."""
     if is_auto(job) and engine != "virtual":
@@ -321,12 +328,7 @@ class _Simulation:
         now = self._clock.now()
         if run is None or not run.exists():
             initial_weights(self._job, federation.pool)  # Before anything is written.
-        if run is None:
-            self._run_id = new_run_id(now, os.urandom(3))
-        else:
-            self._run_id = (
-                run.run_id() or begun_run.begun_id(run) or run.new_run_id(now)
-            )
+        self._run_id = _id_of(run, now)
         self._private: PrivateSites | None = None
         if self._job.privacy.differential_privacy.enabled:
             self._private = PrivateSites(
