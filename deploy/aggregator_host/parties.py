@@ -6,12 +6,14 @@ Nothing here imports torch: ``crossfed run`` hands a job over and trains nothing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.enrolment_book import BookFile
 from federation.durable_files import replace_file
 from federation.errors import JobError
-from federation.ids import SiteId
+from federation.ids import SiteId, new_run_id
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
+from privacy.keystream import RandomBytes
 from privacy.membership import roster_file
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
@@ -186,3 +188,28 @@ def fewest(job: JobSpec) -> int:
     """
     secure = job.privacy.secure_aggregation.enabled
     return len(job.sites) if secure else job.minimum_sites
+
+
+def submitted(
+    job: JobSpec, folder: Path, runs: Path, *, at: float, random_bytes: RandomBytes
+) -> RunFolder:
+    """Submit a new run of a job that the parties of an aggregator can run.
+
+    Args:
+        job: Its model's first weights, if it names a file, are below ``folder``.
+        folder: The aggregator's folder.
+        runs: Folder of all runs.
+        at: Seconds since 1970.
+        random_bytes: ``os.urandom``.
+
+    Raises:
+        FederationError: The job cannot be run so, or the folder cannot be written.
+    """
+    check(job, Parties.load(folder))
+    if job.model.weights is not None:  # The coordinator looks for it there.
+        from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
+
+        starting_weights.find(job, folder)
+    run = RunFolder(runs / job.name / new_run_id(at, random_bytes(3)))
+    run_queue.submit(job, run, at=at)
+    return run

@@ -34,12 +34,10 @@ PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 def _run(options: argparse.Namespace) -> int:
     job = load_job(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_host.parties import Parties, check  # noqa: PLC0415
+    from deploy.aggregator_host.parties import Parties, check, submitted  # noqa: PLC0415
     from deploy.wiring import extension  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.ids import new_run_id  # noqa: PLC0415
     from federation.job import code_files, job_file  # noqa: PLC0415
-    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     config = _config(options)
     now = options.clock.now()
@@ -52,17 +50,13 @@ def _run(options: argparse.Namespace) -> int:
             extension.record(job, run, options.clock)
         run_queue.take_up(run, at=now)
     else:
-        check(job, Parties.load(config.folder))
         # Its coordinator builds the model; only sites load data.
         tables = ("model", "training", "aggregation")
         needed = {key: job_file.document(job)[key] for key in tables}
         code_files.check_present(needed, options.aggregator.parent)
-        if job.model.weights is not None:  # The coordinator looks for it there.
-            from clients.models import starting_weights  # noqa: PLC0415
-
-            starting_weights.find(job, config.folder)
-        run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
-        run_queue.submit(job, run, at=now)
+        run = submitted(
+            job, config.folder, config.runs, at=now, random_bytes=os.urandom
+        )
     name = run.path.name
     tell(f"run {name} is submitted")
     if not folder_lock.is_held(config.lock):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.config import AggregatorConfig
-from deploy.aggregator_host.parties import Parties, check
+from deploy.aggregator_host.parties import Parties, check, submitted
 from deploy.aggregator_host.run_queue import QueuedRun
 from deploy.exit_codes import DONE
 from deploy.fleet import cloud_sites, local_parties, preflight, reconcile
@@ -22,7 +22,6 @@ from deploy.fleet.spec import Tell
 from deploy.fleet.state import Deployment
 from deploy.fleet.wanted import AGGREGATOR_FILE, Known, wanted
 from federation.errors import JobError
-from federation.ids import new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
@@ -139,7 +138,8 @@ def hand_over(
         run = _resumed(deployment, config, job)
         tell(f"run {run.path.name} is resumed")
         return run
-    run = _submitted(deployment, config, job)
+    now, random_bytes = deployment.clock.now(), deployment.random_bytes
+    run = submitted(job, config.folder, config.runs, at=now, random_bytes=random_bytes)
     tell(f"run {run.path.name} is submitted")
     return run
 
@@ -151,22 +151,6 @@ def _resumed(
     run = run_queue.find_ended(job, config.runs)
     check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
     run_queue.take_up(run, at=deployment.clock.now())
-    return run
-
-
-def _submitted(
-    deployment: Deployment, config: AggregatorConfig, job: JobSpec
-) -> RunFolder:
-    """Hand a new run of the job to the aggregator."""
-    check(job, Parties.load(config.folder))
-    if job.model.weights is not None:  # The coordinator looks for it there.
-        from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
-
-        starting_weights.find(job, config.folder)
-    now = deployment.clock.now()
-    run_id = new_run_id(now, deployment.random_bytes(3))
-    run = RunFolder(config.runs / job.name / run_id)
-    run_queue.submit(job, run, at=now)
     return run
 
 
