@@ -14,6 +14,7 @@ import torch
 from clients.models import weights
 from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
+from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
@@ -33,6 +34,7 @@ class LocalRound:
 
     Attributes:
         job: Says which methods are on, and how.
+        site: Name of the site.
         round_index: Number of the round, from 1.
         steps: Steps of the round, counted over the run from 0.
         model: Trained in place.
@@ -44,6 +46,7 @@ class LocalRound:
     """
 
     job: JobSpec
+    site: SiteId
     round_index: int
     steps: range
     model: torch.nn.Module

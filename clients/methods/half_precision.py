@@ -8,7 +8,8 @@ it is doubled, as ``torch.amp.GradScaler`` does. bfloat16 has the exponents of f
 and needs none of this.
 """
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -16,9 +17,10 @@ import torch
 
 from clients.methods.guest import Guest, LocalRound
 from clients.ranks.control import LOSS_SCALE
-from clients.ranks.peers import NO_PEERS, Peers
 from federation.methods.half_precision import FLOAT16
 from federation.vectors import Arrays, IntegerVector, Vector
+
+_LOG = logging.getLogger(__name__)
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Those of GradScaler.
@@ -44,16 +46,9 @@ class LossScale(Guest):
         skipped: Steps of this round that were not taken.
     """
 
-    def __init__(
-        self, parameters: Collection[torch.nn.Parameter], peers: Peers = NO_PEERS
-    ) -> None:
-        """Begin with a large scale.
-
-        Args:
-            parameters: Trained parameters, each once.
-            peers: The site's ranks, which skip the same steps.
-        """
-        self._parameters, self._peers = parameters, peers
+    def __init__(self, start: LocalRound) -> None:
+        """Begin with a large scale."""
+        self._start, self._parameters = start, start.trained.values()
         self._since_change = 0
         self.scale = _FIRST_SCALE
         self.skipped = 0
@@ -72,7 +67,7 @@ class LossScale(Guest):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale)  # Exact: a power of two.
-        overflows = self._peers.total(_count_not_finite(gradients)) > 0
+        overflows = self._start.peers.total(_count_not_finite(gradients)) > 0
         if overflows and self.scale > _SMALLEST_SCALE:
             self.scale /= 2
             self._since_change = 0
@@ -83,6 +78,18 @@ class LossScale(Guest):
             self.scale *= 2
             self._since_change = 0
         return True
+
+    def end_(self, num_steps: int) -> None:
+        """Log how many steps were skipped."""
+        if self.skipped:
+            _LOG.warning(
+                "site %s skipped %d of %d steps of round %d: gradients overflowed in "
+                "float16, and each time the scale of the loss was halved",
+                self._start.site,
+                self.skipped,
+                num_steps + self.skipped,
+                self._start.round_index,
+            )
 
     def arrays(self, _local_d: Vector, _local_m: IntegerVector) -> Arrays:
         """Return the scale: a round would begin with steps to skip without it."""
@@ -105,7 +112,7 @@ def begin(start: LocalRound) -> LossScale | None:
     """Begin a round in float16 with the scale that an earlier one has left, if any."""
     if not FLOAT16.is_on(start.job):
         return None
-    found = LossScale(start.trained.values(), start.peers)
+    found = LossScale(start)
     found.restore(start.kept)
     found.skipped = 0
     return found

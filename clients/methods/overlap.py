@@ -67,6 +67,10 @@ class Beginning:
     num_steps: int = 0
     training: MetricSums | None = None
 
+    def total(self, training: MetricSums) -> MetricSums:
+        """Add the sums over these steps to those over the rest."""
+        return training if self.training is None else training + self.training
+
 
 class Overlap(Guest):
     """Keeps a site's own model at the end of a round, for steps of the next."""

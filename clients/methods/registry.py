@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from clients.methods import (
     control_variates,
     feddyn,
+    filled_parts,
     fixed_ranks,
     half_precision,
     kept_zeros,
@@ -25,6 +26,7 @@ from federation.vectors import Arrays, IntegerVector, Vector
 Begin = Callable[[LocalRound], Guest | None]
 
 LOCAL_METHODS: Sequence[Begin] = (
+    filled_parts.begin,
     half_precision.begin,
     fixed_ranks.begin,
     control_variates.begin,

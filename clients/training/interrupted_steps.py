@@ -5,16 +5,15 @@ optimiser and of all guests, sums over batches, generators that were drawn from,
 many steps were taken. Which examples come next follows from that number.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clients.methods.guest import LocalRound
 from clients.models import weights
-from clients.models.model_pool import ModelPool
-from clients.randomness import global_generators
 from clients.ranks.peers import Sums
 from clients.training.kept_steps import KeptSteps
 from clients.training.local_steps import LocalOptimizer
@@ -26,48 +25,68 @@ _WEIGHTS, _INTEGERS = "weights", "integers"
 _BUFFER, _GENERATOR = "buffer/", "generator/"
 
 
-class InterruptedSteps:
+class LostSteps:
+    """One round's steps, of which nothing is kept."""
+
+    def __enter__(self) -> Self:
+        """Begin with the first step."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the round's steps."""
+
+    def resume(self) -> int:
+        """Put a kept state in place, and return how many steps were taken; 0 here."""
+        return 0
+
+    def after_step(self, num_steps: int) -> None:
+        """Keep the state after so many steps of the round, if it is time to."""
+
+
+class InterruptedSteps(LostSteps):
     """One round's steps, from the first or from where they were interrupted."""
 
     def __init__(
         self,
         kept: KeptSteps,
-        round_index: int,
+        round_: LocalRound,
         start: Callable[[], str],
         *,
-        pool: ModelPool,
-        model: torch.nn.Module,
         optimizer: LocalOptimizer,
+        sums: Sums,
+        generators: Sequence[torch.Generator],
         seed: int,
     ) -> None:
         """Begin with a model that holds the global weights.
 
         Args:
             kept: Where the state is kept.
-            round_index: Number of the round, from 1.
+            round_: Names the round and the model that takes its steps.
             start: Computes ``kept_steps.start_digest`` of what training begins with.
-            pool: Pool of the model's instances.
-            model: It.
-            optimizer: Its optimiser.
-            seed: What the global generators begin with where the model draws.
+            optimizer: Takes the steps.
+            sums: Over the batches of the steps.
+            generators: The global ones, from which the model draws.
+            seed: What they begin with where it does.
         """
-        self._kept, self._round_index, self._start = kept, round_index, start
-        self._layout, self._model, self._optimizer = pool.layout, model, optimizer
-        self._generators = global_generators(pool.device)
+        self._kept, self._round_index, self._start = kept, round_.round_index, start
+        self._layout, self._model = round_.layout, round_.model
+        self._optimizer, self._sums = optimizer, sums
+        self._generators = generators
         self._drawn = [generator.get_state() for generator in self._generators]
         self._is_seeded = all(g.initial_seed() == seed for g in self._generators)
         self._groups = optimizer.groups_text()
         # A vector has 32 bits a value.
         self._fits = all(
             tensor.dtype != "float64"
-            for tensor in pool.layout.tensors
+            for tensor in round_.layout.tensors
             if tensor.role in AVERAGED | {Role.PERSONAL}
         )
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Begin: the process may wait for the end of a step."""
         self._at_steps = self._kept.steps()
         self._at_steps.__enter__()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End; a round that is done needs no state any more."""
@@ -75,12 +94,8 @@ class InterruptedSteps:
             self._kept.forget()
         self._at_steps.__exit__(None, None, None)
 
-    def resume(self, sums: Sums) -> int:
-        """Put a kept state in place, if there is one of this round.
-
-        Returns:
-            The number of steps that were taken.
-        """
+    def resume(self) -> int:
+        """Put a kept state of this round in place, if any; return its steps."""
         num_floats = self._layout.size + self._layout.num_personal
         size = 4 * num_floats + 8 * self._layout.num_integers
         found = self._kept.begin(self._round_index, self._start, model_bytes=size)
@@ -101,26 +116,23 @@ class InterruptedSteps:
         self._optimizer.restore(found.arrays)
         for index, generator in enumerate(self._generators if states else ()):
             generator.set_state(torch.tensor(states[str(index)]))
-        sums.continue_from(found.arrays[_SUMS], int(found.facts[_COUNT]))
+        self._sums.continue_from(found.arrays[_SUMS], int(found.facts[_COUNT]))
         return int(found.facts[_POSITION])
 
-    def after_step(self, before: int, sums: Sums, number: int) -> None:
+    def after_step(self, num_steps: int) -> None:
         """Keep the state if it is time to.
 
         Args:
-            before: Steps of the run before this round.
-            sums: Over the batches of steps of this round.
-            number: Number of the step that was taken, counted over the run from 0.
+            num_steps: Steps of the round that were taken.
 
         Raises:
             LeftAtStep: The site leaves.
         """
-        position = number + 1 - before
         self._kept.after_step(
-            self._round_index, self._start, lambda: self._snapshot(position, sums)
+            self._round_index, self._start, lambda: self._snapshot(num_steps)
         )
 
-    def _snapshot(self, position: int, sums: Sums) -> KeptState | None:
+    def _snapshot(self, position: int) -> KeptState | None:
         now = [generator.get_state() for generator in self._generators]
         has_drawn = not all(map(torch.equal, self._drawn, now))
         if not self._fits or (has_drawn and not self._is_seeded):
@@ -131,7 +143,7 @@ class InterruptedSteps:
         if self._optimizer.groups_text() != self._groups:
             return None
         values_d, values_m = weights.read(self._model, self._layout)
-        added, count = sums.so_far()
+        added, count = self._sums.so_far()
         arrays: dict[str, NDArray[Any]] = {
             _WEIGHTS: values_d,
             _INTEGERS: values_m,

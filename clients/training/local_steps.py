@@ -1,6 +1,6 @@
 """The optimisers of a site's local steps."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -164,8 +164,6 @@ class LocalOptimizer:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        # Trained parameters that no step's gradient has reached; None before a step.
-        self._idle: set[torch.nn.Parameter] | None = None
         self._keeps = job.training.optimizer.state == "keep"
         if self._keeps:
             self._restore(kept)
@@ -174,11 +172,6 @@ class LocalOptimizer:
     def skipped(self) -> int:
         """Steps of the round that were not taken, since a method said so."""
         return sum(guest.skipped for guest in self.guests)
-
-    @property
-    def idle(self) -> Collection[torch.nn.Parameter]:
-        """Trained parameters that no step's gradient has reached."""
-        return self._idle or ()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of which gradients are to be taken."""
@@ -198,8 +191,6 @@ class LocalOptimizer:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-        before = self._parameters if self._idle is None else self._idle
-        self._idle = {parameter for parameter in before if parameter.grad is None}
         if not any(guest.gradient_() is False for guest in self.guests):
             self._take(number)
             for guest in self.guests:

@@ -287,6 +287,7 @@ class _RangeTest:
             model.load(*self._start)
             start = LocalRound(
                 job=job,
+                site=self._site,
                 round_index=1,
                 steps=range(job.training.local_steps or 0),
                 model=model.module,

@@ -9,7 +9,7 @@ optimiser and methods keep comes and goes with each of them.
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
@@ -35,15 +35,15 @@ from clients.methods.half_precision import autocast
 from clients.methods.overlap import AheadSteps, Beginning, WorkAhead, own_model
 from clients.models import weights
 from clients.models.evaluation_notes import EvaluationNotes
-from clients.models.model_pool import ModelPool
+from clients.models.loaded_model import LoadedModel
+from clients.models.model_pool import Instance, ModelPool
 from clients.models.objectives import results_by_record, stays_finite
-from clients.randomness import SECRET_BYTES, Seed, torch_seed
+from clients.randomness import SECRET_BYTES, Seed, global_generators, torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.sixteen_bits import note_slow
-from clients.training.filled_parts import check_filled
-from clients.training.interrupted_steps import InterruptedSteps
+from clients.training.interrupted_steps import InterruptedSteps, LostSteps
 from clients.training.kept_steps import KeptSteps, start_digest
 from clients.training.local_steps import LocalOptimizer, groups
 from clients.training.private_steps import (
@@ -219,10 +219,10 @@ class TorchTrainer:
         with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
-                model.load(begin.weights_d, begin.integers_m, begin.kept)
                 if self.private is not None and self.private.in_sum:
+                    model.load(weights_d, integers_m, kept)
                     return self._one_step(model.module, self.private, integers_m)
-                return self._train(model.module, round_index, weights_d, begin, steps)
+                return self._train(model, round_index, weights_d, begin, steps)
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
@@ -247,15 +247,18 @@ class TorchTrainer:
 
             def train() -> AheadSteps:
                 model.load(*own)
-                optimizer = self._optimizer(
-                    model.module, round_index, own[0], kept, steps
+                start = self._local_round(
+                    model.module, round_index, steps, own[0], kept
+                )
+                optimizer = LocalOptimizer(
+                    start.model, self.job, kept, guests=methods.begin(start)
                 )
                 sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
                 stop = self.job.training.overlap_steps
-                gradients = self._gradients(
-                    model.module, round_index, optimizer, sums, steps, stop=stop
-                )
-                self._take_steps(gradients, optimizer)
+                gradients = self._gradients(start, optimizer, sums, stop=stop)
+                with closing(gradients):
+                    for number in gradients:
+                        optimizer.step(number)
                 weights_d, integers_m = weights.read(model.module, self.pool.layout)
                 return AheadSteps(
                     weights_d=weights_d,
@@ -292,120 +295,71 @@ class TorchTrainer:
 
     def _train(
         self,
-        model: torch.nn.Module,
+        instance: Instance,
         round_index: int,
         weights_d: Vector,
         begin: Beginning,
         steps: range,
     ) -> LocalWeights:
-        """Take a round's steps with a model that holds the weights to begin with.
+        """Train in a round: FedAvg's ClientUpdate, with the job's methods as guests.
 
         Args:
-            model: Trained in place.
+            instance: Its model is trained in place.
             round_index: Number of the round, from 1.
             weights_d: The global weights.
-            begin: What the site has kept, and steps that were taken ahead.
+            begin: What training begins with, and steps that were taken ahead.
             steps: Those of the round, counted over the run from 0.
         """
-        layout = self.pool.layout
-        lost_d = None
-        if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
-            lost_d = begin.weights_d - weights.read(model, layout)[0]
-        before_m = weights.read(model, layout)[1]
-        start = weights_d, before_m, begin.kept
-        training: MetricSums | None = None
-        optimizer = self._optimizer(model, round_index, weights_d, begin.kept, steps)
-        if self.private is None:
-            training, num_steps = self._steps(
-                model, round_index, optimizer, steps, begin=begin, start=start
+        model, layout = instance.module, self.pool.layout
+        instance.load(begin.weights_d, begin.integers_m, begin.kept)
+        loaded = LoadedModel(self.job, model, layout, begin.weights_d)
+        start = self._local_round(model, round_index, steps, weights_d, begin.kept)
+        guests = methods.begin(start)
+        optimizer = LocalOptimizer(model, self.job, begin.kept, guests=guests)
+        sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
+        with self._interruption(start, loaded, optimizer, sums) as interruption:
+            num_steps = begin.num_steps + interruption.resume()
+            gradients = (
+                self._gradients(start, optimizer, sums, first=num_steps)
+                if self.private is None
+                else self._private_gradients(start, self.private)
             )
-        else:
-            gradients = self._private_gradients(model, round_index, self.private)
-            num_steps = self._take_steps(gradients, optimizer)
-        num_steps = self._num_taken(optimizer, round_index, num_steps)
-        check_filled(
-            self.job, layout, weights.parameters_by_name(model), optimizer.idle
-        )
-        for guest in optimizer.guests:
+            with closing(gradients):
+                for number in gradients:
+                    optimizer.step(number)
+                    num_steps += 1
+                    interruption.after_step(num_steps)
+        training = begin.total(sums.metrics()) if self.private is None else None
+        num_steps -= optimizer.skipped
+        for guest in guests:
             guest.end_(num_steps)
         local_d, local_m = weights.read(model, layout)
-        has_finite_loss = training is None or math.isfinite(training.loss_sum)
-        if not has_finite_loss and (optimizer.skipped or not is_finite(local_d)):
-            self._check_finite(round_index, steps, start)
-        if not has_finite_loss and optimizer.skipped:
-            training = None  # Of a step that was not taken; a secure sum has no NaN.
-        if lost_d is not None:
-            # What the model could not hold is not what training changed.
-            local_d += lost_d
-        if self._is_protected:
-            # Nothing leaves but what noise goes into.
-            weights.copy_untrained(model, layout, source_d=weights_d, out_d=local_d)
-            local_m = before_m
+        if training is not None and not math.isfinite(training.loss_sum):
+            if optimizer.skipped or not is_finite(local_d):
+                self._check_finite(start, loaded)
+            if optimizer.skipped:
+                training = None  # Of a step not taken; a secure sum has no NaN.
+        loaded.correct_(local_d, local_m)
         return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,
             num_examples=len(self.train),
             num_steps=num_steps,
             training=training,
-            kept={
-                **optimizer.kept(),
-                **methods.arrays(optimizer.guests, local_d, local_m),
-            },
+            kept={**optimizer.kept(), **methods.arrays(guests, local_d, local_m)},
         )
 
-    def _take_steps(
-        self,
-        gradients: Generator[int],
-        optimizer: LocalOptimizer,
-        after_step: Callable[[int], None] | None = None,
-    ) -> int:
-        """Take a step for each gradient, until the site must leave.
-
-        Args:
-            gradients: Yields the number of each step when its gradients are there.
-            optimizer: Takes the steps, with the guests of the round.
-            after_step: Called with the number of each step.
-
-        Returns:
-            How many there were.
-        """
-        num_steps = 0
-        with closing(gradients):
-            for number in gradients:
-                optimizer.step(number)
-                num_steps += 1
-                if after_step is not None:
-                    after_step(number)
-                if self.ends_early():
-                    break
-        return num_steps
-
-    def _num_taken(
-        self, optimizer: LocalOptimizer, round_index: int, num_steps: int
-    ) -> int:
-        """Steps of a round without those that were skipped, which the log tells."""
-        if optimizer.skipped:
-            _LOG.warning(
-                "site %s skipped %d of %d steps of round %d: gradients overflowed in "
-                "float16, and each time the scale of the loss was halved",
-                self.site,
-                optimizer.skipped,
-                num_steps,
-                round_index,
-            )
-        return num_steps - optimizer.skipped
-
-    def _optimizer(
+    def _local_round(
         self,
         model: torch.nn.Module,
         round_index: int,
+        steps: range,
         weights_d: Vector,
         kept: Arrays,
-        steps: range,
-    ) -> LocalOptimizer:
-        """Begin a round of the optimiser and of each method that is its guest."""
-        start = LocalRound(
+    ) -> LocalRound:
+        return LocalRound(
             job=self.job,
+            site=self.site,
             round_index=round_index,
             steps=steps,
             model=model,
@@ -415,46 +369,12 @@ class TorchTrainer:
             lora_rank=self._lora_rank,
             peers=self.peers,
         )
-        return LocalOptimizer(model, self.job, kept, guests=methods.begin(start))
-
-    def _steps(
-        self,
-        model: torch.nn.Module,
-        round_index: int,
-        optimizer: LocalOptimizer,
-        steps: range,
-        *,
-        begin: Beginning,
-        start: tuple[Vector, IntegerVector, Arrays],
-    ) -> tuple[MetricSums, int]:
-        """Take a round's steps, those left that were not taken ahead or kept.
-
-        Raises:
-            LeftAtStep: The site leaves in the middle.
-        """
-        sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
-        model.train()
-        interrupted = self._interrupted(model, round_index, optimizer, steps, start)
-        with interrupted or nullcontext():
-            taken, after_step = 0, None
-            if interrupted is not None:
-                taken = interrupted.resume(sums)
-                after_step = partial(interrupted.after_step, steps.start, sums)
-            first = begin.num_steps + taken
-            gradients = self._gradients(
-                model, round_index, optimizer, sums, steps, first=first
-            )
-            num_steps = first + self._take_steps(gradients, optimizer, after_step)
-        found = sums.metrics()
-        return found if begin.training is None else found + begin.training, num_steps
 
     def _gradients(
         self,
-        model: torch.nn.Module,
-        round_index: int,
+        start: LocalRound,
         optimizer: LocalOptimizer,
         sums: Sums,
-        steps: range,
         *,
         first: int = 0,
         stop: int | None = None,
@@ -462,63 +382,49 @@ class TorchTrainer:
         """Compute the gradients of a round's steps from ``first`` to ``stop``.
 
         Yields:
-            The number of each step, counted over the run, when its gradients are there.
+            The number of each step, counted over the run, when its gradients are there;
+            until the site must leave.
         """
-        model.train()
-        wrapped = self.peers.wrap(model)
-        size = accumulate_in(self.job.training, round_index)
-        with self._reader(round_index, steps, first, stop) as reader:
+        start.model.train()
+        wrapped = self.peers.wrap(start.model)
+        size = accumulate_in(self.job.training, start.round_index)
+        last = None if stop is None else stop * size
+        walk = islice(self._indices(start.round_index, start.steps), first * size, last)
+        seed = self._draws_of(self._seed, "reading", self.site, start.round_index)
+        with BatchReader(self.train, walk, seed=seed, first=first * size) as reader:
             every = groups(iter(reader), size)
-            for number, group in enumerate(every, start=steps.start + first):
+            for number, group in enumerate(every, start=start.steps.start + first):
                 self._add_gradients(wrapped, reader, group, sums, optimizer.scaled)
                 yield number
+                if self.ends_early():
+                    break
 
-    def _reader(
-        self, round_index: int, steps: range, begin: int, stop: int | None
-    ) -> BatchReader:
-        """What reads the batches of a round's steps from ``begin`` to ``stop``."""
-        size = accumulate_in(self.job.training, round_index)
-        last = None if stop is None else stop * size
-        walk = islice(self._indices(round_index, steps), begin * size, last)
-        seed = self._draws_of(self._seed, "reading", self.site, round_index)
-        return BatchReader(self.train, walk, seed=seed, first=begin * size)
-
-    def _interrupted(
+    def _interruption(
         self,
-        model: torch.nn.Module,
-        round_index: int,
+        start: LocalRound,
+        loaded: LoadedModel,
         optimizer: LocalOptimizer,
-        steps: range,
-        start: tuple[Vector, IntegerVector, Arrays],
-    ) -> InterruptedSteps | None:
+        sums: Sums,
+    ) -> LostSteps:
         """What keeps a round's steps, if anything does; ranks keep none."""
         if self.kept_steps is None or self.peers.count > 1:
-            return None
+            return LostSteps()
         # Steps are a part of what a round begins with where its number does not say.
-        chosen = steps if is_auto(self.job) else None
+        steps = start.steps if is_auto(self.job) else None
         return InterruptedSteps(
             self.kept_steps,
-            round_index,
-            partial(start_digest, *start, chosen),
-            pool=self.pool,
-            model=model,
+            start,
+            partial(
+                start_digest, start.weights_d, loaded.integers_m, start.kept, steps
+            ),
             optimizer=optimizer,
-            seed=torch_seed(self._seed, "training", self.site, round_index),
+            sums=sums,
+            generators=global_generators(self.pool.device),
+            seed=torch_seed(self._seed, "training", self.site, start.round_index),
         )
 
-    def _check_finite(
-        self,
-        round_index: int,
-        steps: range,
-        start: tuple[Vector, IntegerVector, Arrays],
-    ) -> None:
+    def _check_finite(self, start: LocalRound, loaded: LoadedModel) -> None:
         """Find the record that made losses infinite, and weights or gradients.
-
-        Args:
-            round_index: From 1.
-            steps: Those of the round, counted over the run from 0.
-            start: Shapes ``(d,)`` and ``(m,)``, and the site's arrays: what the round
-                began with.
 
         Raises:
             NotFinite: It is one of this round's batches. Not where whole sites are
@@ -529,10 +435,10 @@ class TorchTrainer:
 
         def is_handled(batch: Batch) -> bool:
             with self.pool.borrow() as fresh:
-                fresh.load(*start)
+                fresh.load(start.weights_d, loaded.integers_m, start.kept)
                 return self.stays_finite(fresh.module, batch, gradients=True)
 
-        walk = self._indices(round_index, steps)
+        walk = self._indices(start.round_index, start.steps)
         bad = first_not_finite(self.train, walk, is_handled)
         if bad is not None:
             error = NotFinite(
@@ -598,7 +504,7 @@ class TorchTrainer:
         sums.add(loss.loss, loss.count, loss.metrics)
 
     def _private_gradients(
-        self, model: torch.nn.Module, round_index: int, private: PrivateTraining
+        self, start: LocalRound, private: PrivateTraining
     ) -> Generator[int]:
         """Compute differentially private gradients of this round's local steps.
 
@@ -606,8 +512,10 @@ class TorchTrainer:
         steps were charged, so that fewer cost no more.
 
         Yields:
-            The number of each step, counted over the run, when its gradient is there.
+            The number of each step, counted over the run, when its gradient is there;
+            until the site must leave.
         """
+        model, round_index = start.model, start.round_index
         size, persons = len(self.train), self._persons
         job = in_round(self.job, round_index)  # As it is charged for.
         model.train()
@@ -626,6 +534,8 @@ class TorchTrainer:
                 gradient.add_(loss, drawn)
             gradient.release_()
             yield number
+            if self.ends_early():
+                break
 
     def _one_step(
         self,

@@ -20,10 +20,11 @@ import numpy as np
 from clients.data import batches
 from clients.data.batches import Ordering
 from clients.data.datasets import Dataset, Indices, records_of
+from clients.methods.filled_parts import check_filled
 from clients.models import weights
+from clients.models.loaded_model import LoadedModel
 from clients.models.model_pool import Instance, ModelPool
 from clients.randomness import seeded_globally, torch_seed
-from clients.training.filled_parts import check_filled
 from clients.training.trainer import check_site_data, never
 from clients.user_code import place_of
 from federation.errors import FederationError, JobError, SiteError, UserCodeError
@@ -130,7 +131,7 @@ class LoopTrainer:
         with self._alone(seed) as model:
             model.load(weights_d, integers_m)
             module, layout = model.module, self.pool.layout
-            rounded_d, before_m = weights.read(module, layout)
+            loaded = LoadedModel(self.job, module, layout, weights_d)
             trained = {p for p in module.parameters() if p.requires_grad}
             reached: set[Any] = set()
             hooks = [
@@ -142,18 +143,11 @@ class LoopTrainer:
             finally:
                 for hook in hooks:
                     hook.remove()
-            named = weights.parameters_by_name(module)
-            check_filled(self.job, layout, named, trained - reached)
+            idle = trained - reached
+            named = weights.parameters_by_name(module).items()
+            check_filled(self.job, layout, [name for name, p in named if p in idle])
             local_d, local_m = weights.read(module, layout)
-            if weights.is_rounded(layout):
-                # What the model could not hold is not what training changed.
-                local_d += weights_d - rounded_d
-            if self.job.privacy.differential_privacy.enabled:
-                # Nothing leaves but what noise goes into.
-                weights.copy_untrained(
-                    module, layout, source_d=weights_d, out_d=local_d
-                )
-                local_m = before_m
+            loaded.correct_(local_d, local_m)
         return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,

@@ -43,6 +43,7 @@ def begun(
     model = torch.nn.Linear(4, 3)
     start = LocalRound(
         job=JOB,
+        site=SiteId("site-0"),
         round_index=round_index,
         steps=range(2),
         model=model,
@@ -96,6 +97,7 @@ def test_update_that_did_not_count_changes_nothing():
 def test_job_without_variates_keeps_none():
     start = LocalRound(
         job=small_job(training={"local_steps": 2}),
+        site=SiteId("site-0"),
         round_index=1,
         steps=range(2),
         model=torch.nn.Linear(4, 3),

@@ -32,6 +32,7 @@ def begun(kept: Arrays, weights_d: np.ndarray) -> FedDyn:
     )
     start = LocalRound(
         job=job,
+        site=SiteId("site-0"),
         round_index=3,
         steps=range(2),
         model=model,

@@ -7,6 +7,7 @@ from support.small_jobs import small_job
 from clients.methods import normalized_steps, proximal
 from clients.methods.guest import LocalRound
 from clients.models import weights
+from federation.ids import SiteId
 
 
 class Tied(torch.nn.Module):
@@ -27,6 +28,7 @@ def test_a_tied_weight_is_pulled_and_scaled_once():
     )
     start = LocalRound(
         job=job,
+        site=SiteId("site-0"),
         round_index=1,
         steps=range(1),
         model=model,

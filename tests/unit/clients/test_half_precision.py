@@ -12,8 +12,9 @@ from torch import nn
 
 from clients.data.datasets import as_dataset
 from clients.methods import half_precision
-from clients.methods.guest import NotFinite
+from clients.methods.guest import LocalRound, NotFinite
 from clients.methods.half_precision import LossScale
+from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.ranks.control import LOSS_SCALE, kept_from
 from clients.ranks.ranked_trainer import fit_of
@@ -57,12 +58,28 @@ def scale_of(scale: float) -> Arrays:
     return {"loss_scale": np.array([scale, 0, 9])}
 
 
+def begun(parameter: nn.Parameter) -> LossScale:
+    """A round of a model with one parameter."""
+    model = nn.ParameterList([parameter])
+    start = LocalRound(
+        job=job_of(),
+        site=SITE,
+        round_index=1,
+        steps=range(6),
+        model=model,
+        layout=weights.layout_of(model, {}),
+        weights_d=np.zeros(parameter.numel(), np.float32),
+        kept=NO_ARRAYS,
+    )
+    return LossScale(start)
+
+
 def test_scales_are_those_of_torch(monkeypatch: pytest.MonkeyPatch):
     """Overflows at some steps; growth after three steps without one."""
     monkeypatch.setattr(half_precision, "_GROWTH_STEPS", 3)
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     parameter = nn.Parameter(torch.zeros(2))
-    ours = LossScale([parameter])
+    ours = begun(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     overflows = [True, True, False, False, False, False, True, False, False, False]
     for overflow in overflows:
@@ -136,7 +153,7 @@ def test_a_round_of_skipped_steps_changes_nothing():
 def test_what_no_scale_makes_finite_is_not_skipped_for_ever():
     """Then training is told to be unstable, as in other precisions."""
     parameter = nn.Parameter(torch.zeros(1))
-    scale = LossScale([parameter])
+    scale = begun(parameter)
     parameter.grad = torch.full((1,), torch.nan)
     nan = torch.full((1,), torch.nan)
     while not scale.gradient_():

@@ -11,6 +11,7 @@ from clients.methods.kept_zeros import KeptZeros
 from clients.models import weights
 from clients.models.pruning import prune_
 from federation.errors import JobError
+from federation.ids import SiteId
 
 
 def two_layers() -> torch.nn.Sequential:
@@ -93,6 +94,7 @@ def test_personal_parts_were_not_pruned():
         job=small_job(
             model={"factory": "net:make", "personal": ["2.*"], **weights_of_run}
         ),
+        site=SiteId("site-0"),
         round_index=1,
         steps=range(1),
         model=model,

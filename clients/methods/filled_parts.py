@@ -7,10 +7,9 @@ what the others train, so each one that leaves out a part declines the round.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-import torch
-
+from clients.methods.guest import Guest, LocalRound
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
@@ -18,30 +17,46 @@ from federation.vectors import Layout, Role
 _SHOWN = 4  # Names in the advice.
 
 
-def check_filled(
-    job: JobSpec,
-    layout: Layout,
-    named: Mapping[str, torch.nn.Parameter],
-    idle: Collection[torch.nn.Parameter],
-) -> None:
+class FilledParts(Guest):
+    """Sees which parts of an open secure sum a round's gradients reach."""
+
+    def __init__(self, start: LocalRound) -> None:
+        """Begin a round that has reached none."""
+        self._job, self._layout = start.job, start.layout
+        self._idle = start.trained
+
+    def gradient_(self) -> None:
+        """Note what has a gradient; one of zeros counts."""
+        self._idle = {name: p for name, p in self._idle.items() if p.grad is None}
+
+    def end_(self, _num_steps: int) -> None:
+        """Check that the steps have reached every part.
+
+        Raises:
+            SiteError: Some part has no gradient here.
+        """
+        check_filled(self._job, self._layout, self._idle)
+
+
+def begin(start: LocalRound) -> FilledParts | None:
+    """Begin a round, if its update goes into an open secure sum."""
+    return FilledParts(start) if _is_open_sum(start.job) else None
+
+
+def check_filled(job: JobSpec, layout: Layout, idle: Collection[str]) -> None:
     """Check that a round's training has reached every part of an open secure sum.
 
     Args:
         job: With differential privacy, noise hides what few sites fill.
         layout: Says what is summed, which personal parts are not.
-        named: The model's parameters by their names in the layout.
-        idle: Trained ones that no step's gradient has reached; one of zeros counts.
+        idle: Names of trained parameters that no step's gradient has reached.
 
     Raises:
         SiteError: Some part has no gradient here.
     """
-    private = job.privacy.differential_privacy.enabled
-    if private or not job.privacy.secure_aggregation.enabled or not idle:
-        return
     summed = {each.name for each in layout.tensors if each.role is Role.PARAMETER}
-    left = set(idle)
-    names = [name for name, each in named.items() if each in left and name in summed]
-    if names:
+    names = [name for name in idle if name in summed]
+    if names and _is_open_sum(job):
         rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise SiteError(
             f"training reached no gradient of {names[0]!r} here (of {len(names)} "
@@ -50,3 +65,10 @@ def check_filled(
             "model.frozen; otherwise make them model.personal, use "
             'unit = "site", or do without secure aggregation'
         )
+
+
+def _is_open_sum(job: JobSpec) -> bool:
+    privacy = job.privacy
+    return (
+        privacy.secure_aggregation.enabled and not privacy.differential_privacy.enabled
+    )
