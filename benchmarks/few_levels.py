@@ -36,7 +36,8 @@ from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.digits import Digits
 from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
-from privacy.secagg.arithmetic.levels import LevelSite, measure, next_plan
+from privacy.secagg.arithmetic.levels import LevelSite, next_plan
+from privacy.secagg.arithmetic.measurement import measure
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
 

@@ -58,7 +58,7 @@ from federation.job.spec import AggregationSpec, JobSpec
 from federation.protocols import LocalWeights, Trainer
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.arithmetic.levels import subtract_
+from privacy.secagg.arithmetic.measurement import subtract_
 
 WorkOfSite = Callable[[Work, Masking], tuple[ByteVector, HeaderVector]]
 

@@ -61,7 +61,7 @@ from privacy.keystream import (
     aligned,
 )
 from privacy.secagg.arithmetic.accumulator import MaskedSum
-from privacy.secagg.arithmetic.levels import measure
+from privacy.secagg.arithmetic.measurement import measure
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
 

@@ -7,12 +7,11 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from clients.privacy.residual import Residual
-from federation.compression.fragments import fragment_of
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights
@@ -22,24 +21,14 @@ from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
 from privacy.dp.noise import RingNoise
 from privacy.keystream import KEY_BYTES, RandomBytes, apply_masks_
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.arithmetic.digits import Digits, finest_levels
 from privacy.secagg.arithmetic.header import encode_header
-from privacy.secagg.arithmetic.level_sum import rotation_of
-from privacy.secagg.arithmetic.levels import (
-    FIRST_BITS,
-    LevelPlan,
-    LevelSite,
+from privacy.secagg.arithmetic.measurement import (
     Measurement,
-    largest_step,
     measure,
     measure_exactly,
     subtract_,
 )
-from privacy.secagg.arithmetic.ring import (
-    WEIGHT_ERROR,
-    UpdateNotFinite,
-    UpdateOutOfRange,
-)
+from privacy.secagg.arithmetic.ring import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.arithmetic.seal import seal_
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundMasks
@@ -72,9 +61,7 @@ class SealedUpdate:
         clip_factor: What clipping multiplied it by; private.
         norm: Its norm before clipping, where the contract's clip norm is the bound;
             private.
-        clipped: Values beyond the outermost of few levels; only their sum leaves.
-        energy: Squares of what was rounded to few levels, in squares of the clip norm;
-            only their sum leaves.
+        slots: Further slots of the header; only their sums leave.
     """
 
     words: ByteVector
@@ -82,20 +69,7 @@ class SealedUpdate:
     is_within: bool
     clip_factor: float = 1.0
     norm: float = 0.0
-    clipped: int = 0
-    energy: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelRound:
-    """A round of few levels at one site.
-
-    Attributes:
-        residual_d: What earlier rounds left out; overwritten.
-    """
-
-    round_index: int
-    residual_d: Vector
+    slots: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +112,9 @@ class Masking:
                 or an element exceeds the contract's bound.
             ProtocolError: The contract asks for noise that this site has not planned.
         """
-        contract, ring = self.contract, self.contract.ring()
-        weight = _weight(contract, result.num_examples)
-        if isinstance(result, LocalUpdate):
-            update_d = result.update_d
-            measured = self._measure(update_d, None)
-        else:
-            update_d = result.weights_d
-            measured = self._measure(update_d, weights_d)
+        ring = self.contract.ring()
+        weight = self.weight(result)
+        update_d, measured = self.measured(weights_d, result)
         sealed = seal_(
             update_d,
             ring,
@@ -164,67 +133,50 @@ class Masking:
             norm=measured.norm,
         )
 
-    def few_levels(
-        self,
-        weights_d: Vector,
-        result: LocalWeights | LocalUpdate,
-        *,
-        plan: LevelPlan,
-        round_: LevelRound,
-    ) -> tuple[SealedUpdate, Residual]:
-        """Turn local weights into masked digits, and find what these leave out.
+    def weight(self, result: LocalWeights | LocalUpdate) -> float:
+        """Weight of a site, n / n_max of section 3; 1 where every site counts the same.
 
-        Args:
-            weights_d: The global weights, shape ``(d,)``.
-            result: What training gave; its memory is used.
-            plan: Levels and steps of the round.
-            round_: What earlier rounds left out, and which round this is.
+        Where rounds may continue without a site, n is on the grid of
+        ``privacy.counts``.
 
         Raises:
-            UpdateNotFinite: The update is not finite.
             UpdateOutOfRange: The site has more examples than the contract allows.
         """
-        contract = self.contract
-        weight = _weight(contract, result.num_examples)
+        contract, num_examples = self.contract, result.num_examples
+        if contract.weight_rule == "uniform":
+            return 1.0
+        if num_examples > contract.max_examples:
+            raise UpdateOutOfRange(
+                "the site has more examples than the contract's limit of "
+                f"{contract.max_examples}"
+            )
+        if train.counts_coarsely(contract):
+            num_examples = min(coarse(num_examples), contract.max_examples)
+        return num_examples / contract.max_examples
+
+    def measured(
+        self, weights_d: Vector, result: LocalWeights | LocalUpdate
+    ) -> tuple[Vector, Measurement]:
+        """Take the update out of a result, in its memory, and measure it.
+
+        It is scaled to the contract's clip norm, if the round has another.
+
+        Raises:
+            UpdateNotFinite: The update has no noise to hide in, and is not finite.
+        """
         if isinstance(result, LocalUpdate):
             update_d, subtrahend_d = result.update_d, None
         else:
             update_d, subtrahend_d = result.weights_d, weights_d
-        measured = self._measure_finite(update_d, subtrahend_d)
-        site = LevelSite(
-            plan=plan,
-            digits=Digits(levels=plan.levels, num_sites=contract.num_sites),
-            rotation=rotation_of(contract.run_id),
-            clip_norm=contract.clip_norm,
-        )
-        fragment = fragment_of(round_.round_index, contract.fragments)
-        is_whole = contract.fragments == 1
-        residual_f = fragment.take(round_.residual_d)
-        sealed = site.seal_(
-            fragment.take(update_d),
-            weight=weight,
-            residual_d=residual_f,
-            masks=train.masks(self.masks.vector),
-            measured=measured if is_whole else None,
-        )
-        fragment.put_(residual_f, round_.residual_d)
-        for span in () if is_whole else fragment.spans(update_d.size):
-            update_d[span] = 0  # What is left is the site's own until its turn.
-        found = SealedUpdate(
-            words=sealed.masked_w.view(np.uint8),
-            weight=weight,
-            is_within=sealed.is_within,
-            norm=measured.norm,
-            clipped=sealed.num_clipped,
-            energy=sealed.energy / contract.clip_norm**2,
-        )
-        return found, Residual(
-            left_d=round_.residual_d,
-            words_w=sealed.words_w,
-            plan=plan,
-            round_index=round_.round_index,
-            drift_d=None if is_whole else update_d,
-        )
+        try:
+            return update_d, self._measure(update_d, subtrahend_d)
+        except UpdateNotFinite:
+            if not self.adds_noise:
+                raise
+            # To decline would tell, without noise, what became of the training.
+            _LOG.warning("training produced NaN or infinity: the update is only noise")
+            update_d.fill(0.0)
+            return update_d, measure_exactly(update_d)
 
     def header(
         self,
@@ -238,37 +190,22 @@ class Masking:
             training, evaluation = map(train.coarse_sums, (training, evaluation))
         names = self.contract.header_slots
         values: dict[str, float] = {
-            train.WEIGHT: 0.0 if sealed is None else sealed.weight,
+            **dict.fromkeys(names, 0),
             **train.write_sums(train.TRAINING, training, names),
             **train.write_sums(train.EVALUATION, evaluation, names),
         }
-        if train.CLIPPED in names:
-            values[train.CLIPPED] = 0 if sealed is None else sealed.clipped
-            values[train.ENERGY] = 0.0 if sealed is None else sealed.energy
-        if train.WITHIN_CLIP in names:
-            values[train.WITHIN_CLIP] = (
-                0.0 if sealed is None else self._within_clip(is_within=sealed.is_within)
-            )
+        if sealed is not None:
+            values |= {train.WEIGHT: sealed.weight, **sealed.slots}
+            if train.WITHIN_CLIP in names:
+                values[train.WITHIN_CLIP] = self._within_clip(
+                    is_within=sealed.is_within
+                )
         spec = train.header_spec(self.contract.num_sites, names)
         header_h = encode_header(spec, values)
         apply_masks_(header_h, train.masks(self.masks.header))
         return header_h
 
     def _measure(self, update_d: Vector, subtrahend_d: Vector | None) -> Measurement:
-        """Subtract the global weights, if they are included, and measure the update."""
-        try:
-            return self._measure_finite(update_d, subtrahend_d)
-        except UpdateNotFinite:
-            if not self.adds_noise:
-                raise
-            # To decline would tell, without noise, what became of the training.
-            _LOG.warning("training produced NaN or infinity: the update is only noise")
-            update_d.fill(0.0)
-            return measure_exactly(update_d)
-
-    def _measure_finite(
-        self, update_d: Vector, subtrahend_d: Vector | None
-    ) -> Measurement:
         first = self.contract.clip_norm
         if subtrahend_d is None:
             measured = measure_exactly(update_d)
@@ -317,75 +254,3 @@ def check_clip(contract: Contract, update_clip: float) -> None:
             f"was asked to clip to {update_clip}, and the contract says {first}: they "
             f"differ{far}"
         )
-
-
-def check_plan(
-    contract: Contract, plan: LevelPlan | None, *, round_index: int, trains: bool
-) -> None:
-    """Check that a round's levels are those of the contract.
-
-    Steps are free up to what honest sums give: they say how finely each site rounds,
-    the same at all.
-
-    Raises:
-        ProtocolError: They are others.
-    """
-    if plan is None:
-        if trains and contract.levels:
-            raise ProtocolError("was sent no levels to round to")
-        return
-    first = finest_levels(contract.num_sites, FIRST_BITS)
-    if not (trains and contract.levels) or plan.levels not in {contract.levels, first}:
-        raise ProtocolError(
-            f"was asked to round to {plan.levels} levels, and the contract says "
-            f"{contract.levels or 'none'}"
-        )
-    fragment = fragment_of(round_index, contract.fragments)
-    blocks = fragment.num_blocks(contract.num_values)
-    if plan.steps_b.size != blocks:
-        raise ProtocolError(f"was sent {plan.steps_b.size} steps for {blocks} blocks")
-    largest, most = (
-        float(plan.steps_b.max()),
-        largest_step(plan.levels, clip_norm=contract.clip_norm),
-    )
-    if largest > most:
-        raise ProtocolError(
-            f"was sent a step of {largest:.4g}, and honest sums give at most {most:.4g}"
-        )
-
-
-def check_divisor(contract: Contract, num_updates: int, divisor: float) -> None:
-    """Check the sum of the weights in a sum of so many updates.
-
-    Raises:
-        ProtocolError: Honest weights do not sum to it.
-    """
-    error = num_updates * WEIGHT_ERROR
-    least = num_updates / contract.max_examples - error
-    if contract.weight_rule == "uniform":
-        least = num_updates
-    if not (divisor > 0 and least <= divisor <= num_updates + error):
-        raise ProtocolError(
-            f"was sent a task in which the weights of {num_updates} updates sum to "
-            f"{divisor}"
-        )
-
-
-def _weight(contract: Contract, num_examples: int) -> float:
-    """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
-
-    Where rounds may continue without a site, n is on the grid of ``privacy.counts``.
-
-    Raises:
-        UpdateOutOfRange: The site has more examples than the contract allows.
-    """
-    if contract.weight_rule == "uniform":
-        return 1.0
-    if num_examples > contract.max_examples:
-        raise UpdateOutOfRange(
-            "the site has more examples than the contract's limit of "
-            f"{contract.max_examples}"
-        )
-    if train.counts_coarsely(contract):
-        num_examples = min(coarse(num_examples), contract.max_examples)
-    return num_examples / contract.max_examples

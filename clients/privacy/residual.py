@@ -22,7 +22,7 @@ from federation.errors import CorruptObject
 from federation.mapped import own
 from federation.vectors import Arrays, Vector, is_finite
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.arithmetic.digits import Digits, Lanes
+from privacy.secagg.arithmetic.digits import Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, return_
 
 _LEFT, _WORDS, _STEPS = (f"{RESIDUAL}/{name}" for name in ("left", "words", "steps"))
@@ -69,7 +69,7 @@ class Residual:
             left_out: Whether the round's sum was opened without this site.
         """
         if left_out:
-            digits = Digits(levels=self.plan.levels, num_sites=contract.num_sites)
+            digits = self.plan.digits(contract.num_sites)
             fragment = fragment_of(self.round_index, contract.fragments)
             left_f = fragment.take(self.left_d)
             return_(left_f, self.words_w, plan=self.plan, digits=digits)
@@ -89,7 +89,7 @@ def stored(kept: KeptState, contract: Contract) -> Residual | None:
     left_d, drift_d = arrays[_LEFT], arrays.get(_DRIFT)
     try:
         plan = LevelPlan(levels=int(facts[_LEVELS]), steps_b=arrays[_STEPS])
-        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
+        digits = plan.digits(contract.num_sites)
         words_w, round_index = arrays[_WORDS], int(facts[_ROUND])
         size = fragment_of(round_index, contract.fragments).size(contract.num_values)
         is_whole = (

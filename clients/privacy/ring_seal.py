@@ -1,6 +1,7 @@
 """A site's seal with secure aggregation: updates leave only masked.
 
-What leaves beside the masked words is public: the round, the site, signed digests.
+Here they leave as words of the ring; see ``level_seal`` for those in few levels. What
+leaves beside the masked words is public: the round, the site, signed digests.
 
 Shape suffixes: d float values of the model.
 """
@@ -15,20 +16,9 @@ import numpy as np
 from clients.methods.registry import follow_clipped_
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
-from clients.privacy.masking import (
-    LevelRound,
-    Masking,
-    SealedUpdate,
-    SumNoise,
-    check_clip,
-    check_divisor,
-    check_plan,
-)
-from clients.privacy.residual import stored
+from clients.privacy.masking import Masking, SealedUpdate, SumNoise, check_clip
 from clients.training.site import Work
 from clients.training.update import beyond_clip
-from federation.compression.fragments import fragment_of
-from federation.compression.rotation import padded
 from federation.errors import AggregatorAtFault, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.job.metrics import MAX_PREDICTIONS
@@ -40,17 +30,12 @@ from federation.messages import (
     SecureTask,
     SiteMessage,
     Task,
-    TaskKind,
 )
 from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import ByteVector, HeaderVector, Layout, Vector, Words
 from privacy.keystream import RandomBytes
-from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import Group, LocalPolicy
-from privacy.secagg.arithmetic.digits import Digits
-from privacy.secagg.arithmetic.level_sum import rotation_of, sum_digest
-from privacy.secagg.arithmetic.levels import LevelPlan, open_levels
 from privacy.secagg.arithmetic.ring import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.errors import (
     BadSignature,
@@ -72,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 # Not a weak key: an honest aggregator does not look for it.
 _WRONG_BOOK = (BadSignature, BookRefused, MalformedMessage, UnknownSite, WrongContext)
 
-_RESTARTED = "has no keys for this run, because it was restarted, and needs a new setup"
+RESTARTED = "has no keys for this run, because it was restarted, and needs a new setup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +89,48 @@ class Protection:
     most_evaluated: int = MAX_PREDICTIONS
 
 
+@dataclass(eq=False)
+class RingRound:
+    """One round at a site, whose update leaves as words of the ring.
+
+    Attributes:
+        task: What the aggregator asks for.
+        body: What the task has of the protocol.
+        session: The site's part of the protocol.
+        work: Does what is asked.
+    """
+
+    task: RoundTask
+    body: train.TrainBody
+    session: SiteSession
+    work: Work
+
+    def check(self) -> None:
+        """Check the form in which the update is asked for against the contract.
+
+        Raises:
+            ProtocolError: They differ.
+        """
+        if self.body.plan is not None or self.session.contract.levels:
+            raise ProtocolError("was asked for few levels, and the job says none")
+
+    def model(self) -> Words:
+        """Return the model as the certificate names it."""
+        return self.task.weights_d
+
+    def begin(self, weights_d: Vector) -> Vector:
+        """From the global weights to those that training begins with."""
+        return weights_d
+
+    def update(
+        self, masking: Masking, weights_d: Vector, result: LocalWeights | LocalUpdate
+    ) -> SealedUpdate:
+        """Turn trained weights into masked words; see ``Masking.update``."""
+        sealed = masking.update(weights_d, result)
+        follow_clipped_(result.kept, weights_d, sealed.clip_factor)
+        return sealed
+
+
 class RingSeal:
     """Answers leave masked; the aggregator sees only sums."""
 
@@ -113,10 +140,6 @@ class RingSeal:
         self._protection = protection
         self._setup: SiteSetup | None = None
         self._session: SiteSession | None = None
-        # Round and levels of the newest update of this site.
-        self._last_plan: tuple[int, LevelPlan] | None = None
-        # Task in which this site took the newest step of a sum, and the sum's round.
-        self._followed: tuple[int, int] | None = None
         self._has_noted = False
 
     def close(self) -> None:
@@ -234,7 +257,7 @@ class RingSeal:
 
     def _current_session(self) -> SiteSession:
         if self._session is None:
-            raise NotSetUp(_RESTARTED)
+            raise NotSetUp(RESTARTED)
         return self._session
 
     def _session_of(self, body: train.TrainBody) -> SiteSession:
@@ -247,7 +270,7 @@ class RingSeal:
         if session is not None and session.setup_hash == body.setup_hash:
             return session
         if setup is None or setup.setup_hash != body.setup_hash:
-            raise NotSetUp(_RESTARTED)
+            raise NotSetUp(RESTARTED)
         return self._open_session(setup, body.confirms)
 
     def _open_session(self, setup: SiteSetup, confirms: bytes) -> SiteSession:
@@ -291,14 +314,10 @@ class RingSeal:
         session = self._session_of(body)
         contract = session.contract
         check_clip(contract, body.update_clip)
-        check_plan(
-            contract,
-            body.plan,
-            round_index=task.round_index,
-            trains=task.kind is TaskKind.TRAIN,
-        )
+        round_ = self._round(task, body, session, work)
+        round_.check()
         work.check_model()
-        weights_d = self._model(task, body, session, work)
+        weights_d = round_.model()
         model = train.model_digest(weights_d, task.integers_m)
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model
@@ -324,7 +343,7 @@ class RingSeal:
             threads=protection.threads,
         )
         try:
-            words, header_h = self._work(work, masking, session, body)
+            words, header_h = self._work(work, masking, round_)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -359,93 +378,20 @@ class RingSeal:
         text = beyond_clip(sealed.norm, masking.contract.clip_norm)
         _LOG.warning("site %s: %s; not noted again", self._name, text)
 
-    def _model(
+    def _round(
         self, task: RoundTask, body: train.TrainBody, session: SiteSession, work: Work
-    ) -> Words:
-        """Return the model as the certificate names it, computed here from a sum."""
-        if not work.held.takes_sums:
-            return task.weights_d
-        if not task.changed_to:
-            return work.held.whole(task)
-        if task.weights_d.size:
-            self._follow(task, body, session, work)
-        return work.held.receive(task)
-
-    def _follow(
-        self, task: RoundTask, body: train.TrainBody, session: SiteSession, work: Work
-    ) -> None:
-        """Take the step of the sum that a task carries, if it is the certified one.
-
-        Raises:
-            NotSetUp: The round of the sum is not the last one of this site.
-            ProtocolError: The words are others than those that were certified.
-        """
-        contract, opened = session.contract, session.opened(body.certificate)
-        step = task.round_index, opened.round_index
-        if step == self._followed:
-            return  # The same task once more, which is refused for that reason.
-        if self._last_plan is None or self._last_plan[0] != opened.round_index:
-            raise NotSetUp(_RESTARTED)
-        plan = self._last_plan[1]
-        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
-        fragment = fragment_of(opened.round_index, contract.fragments)
-        size, words_w = fragment.size(contract.num_values), task.weights_d
-        if (
-            words_w.dtype != np.uint64
-            or words_w.shape != (digits.num_words(size),)
-            or sum_digest(words_w) != opened.sum_digest
-        ):
-            raise ProtocolError(
-                f"was sent a sum of round {opened.round_index} that is not the "
-                "certified one"
-            )
-        check_divisor(contract, len(opened.survivors), body.divisor)
-        mean_f = open_levels(
-            words_w,
-            plan=plan,
-            digits=digits,
-            rotation=rotation_of(contract.run_id),
-            size=size,
-            num_updates=len(opened.survivors),
-            divisor=body.divisor,
-            allocate=work.held.allocate,
-        ).mean_d
-        work.held.follow(task, mean_f, fragment)
-        self._followed = step
+    ) -> RingRound:
+        return RingRound(task, body, session, work)
 
     def _work(
-        self,
-        work: Work,
-        masking: Masking,
-        session: SiteSession,
-        body: train.TrainBody,
+        self, work: Work, masking: Masking, round_: RingRound
     ) -> tuple[ByteVector, HeaderVector]:
         """Do the work; mask the update and its report."""
-        rounds: list[LevelRound] = []
-        plan = body.plan
-
-        def begin(weights_d: Vector) -> Vector:
-            round_, start_d = _level_round(
-                work, session, weights_d, session.opened(body.certificate)
-            )
-            rounds.append(round_)
-            return start_d
-
-        if plan is not None:
-            work.begin = begin
+        work.begin = round_.begin
         work.answers_anyway = masking.adds_noise
 
         def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
-            if plan is None:
-                sent = masking.update(weights_d, result)
-                self._note(masking, sent)
-                follow_clipped_(result.kept, weights_d, sent.clip_factor)
-                return sent
-            sealed, left = masking.few_levels(
-                weights_d, result, plan=plan, round_=rounds.pop()
-            )
-            work.leaves, work.facts = left.arrays(), left.facts()
-            self._last_plan = work.task.round_index, plan
+            sealed = round_.update(masking, weights_d, result)
             self._note(masking, sealed)
             return sealed
 
@@ -460,25 +406,6 @@ class RingSeal:
         )
         words = np.empty(0, np.uint8) if trained is None else trained.sealed.words
         return words, header_h
-
-
-def _level_round(
-    work: Work, session: SiteSession, weights_d: Vector, opened: OpenedRound
-) -> tuple[LevelRound, Vector]:
-    """Settle what the round of the named state left out; find where training begins.
-
-    Of fragments that were not exchanged, the site's own values go on.
-    """
-    before, start_d = stored(work.kept, session.contract), weights_d
-    if before is None:
-        residual_d = np.zeros(padded(session.contract.num_values), np.float32)
-    else:
-        left_out = opened.leaves_out(before.round_index, session.number)
-        residual_d = before.settled(session.contract, left_out=left_out)
-        if before.drift_d is not None:
-            start_d = weights_d + before.drift_d
-    round_ = LevelRound(round_index=work.task.round_index, residual_d=residual_d)
-    return round_, start_d
 
 
 def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:

@@ -11,8 +11,9 @@ from clients.privacy import dataset_name
 from clients.privacy.cohorts import DOCUMENT as COHORTS, Cohort, CohortRule
 from clients.privacy.groups import group_rule
 from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
+from clients.privacy.level_seal import seal_of
 from clients.privacy.policy_spec import PolicySpec
-from clients.privacy.ring_seal import Protection, RingSeal
+from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import (
     ConfirmedMemory,
     FileMemory,
@@ -34,6 +35,7 @@ from clients.privacy.site_policy import (
 )
 from clients.privacy.sum_plan import SumPrivacy, delta_of_records, delta_of_sites
 from clients.training.local_federation import Federation, SiteData
+from clients.training.site import Seal
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import data as site_data, ranks as site_ranks
 from deploy.site_host.config import SiteConfig, SiteFile
@@ -236,7 +238,7 @@ def _ring_seal(
     folder: Path,
     promise: SitePrivacy | None,
     in_sum: SumPrivacy | None,
-) -> RingSeal:
+) -> Seal:
     name = SiteId(config.file.name)
     check_layout(met.job, met.federation.pool.layout)
     cohorts = _cohort_rule(met, config, promise)
@@ -259,7 +261,8 @@ def _ring_seal(
             noise_share=None if in_sum is None else in_sum.share,
         )
 
-    return RingSeal(
+    return seal_of(
+        met.job,
         name,
         Protection(
             identity=keys.identity,

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule, group_rule
-from clients.privacy.ring_seal import Protection, RingSeal
+from clients.privacy.level_seal import seal_of
+from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from clients.privacy.site_plans import PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
+from clients.training.site import Seal
 from deploy.wiring.run import SecureContext
 from federation.events import CostPredicted
 from federation.ids import RunId, SiteId
@@ -79,13 +81,14 @@ class Rehearsal:
             identity=self.aggregator, contract=self.contract, relays=self.relays
         )
 
-    def seal(self, name: SiteId, folder: Path | None) -> RingSeal:
+    def seal(self, name: SiteId, folder: Path | None) -> Seal:
         """Make a site's seal; in ``folder`` it remembers rounds after a restart."""
         if folder is None:
             memory = self.memories.setdefault(name, InMemoryRounds())
         else:
             memory = FileRounds(folder / "sites" / name / "rounds")
-        return RingSeal(
+        return seal_of(
+            self.federation.job,
             name,
             Protection(
                 identity=self.identities[name],

@@ -7,6 +7,7 @@ import pytest
 from support.lying_sites import Lies, weight_of
 from support.without_report import simulate
 
+from clients.privacy.level_seal import seal_of
 from clients.privacy.ring_seal import Protection, RingSeal
 from federation import events
 from federation.errors import QuorumNotMet
@@ -36,11 +37,11 @@ def five_sites(rounds: int) -> JobSpec:
 def among_them(monkeypatch: pytest.MonkeyPatch, lies: Lies) -> None:
     """Make one site of every simulation a liar."""
 
-    def make(name: SiteId, protection: Protection) -> RingSeal:
-        seal = RingSeal(name, protection)
+    def make(job: JobSpec, name: SiteId, protection: Protection) -> RingSeal:
+        seal = seal_of(job, name, protection)
         return lies.told_with(seal) if name == LIAR else seal
 
-    monkeypatch.setattr("deploy.wiring.rehearsal.RingSeal", make)
+    monkeypatch.setattr("deploy.wiring.rehearsal.seal_of", make)
 
 
 def test_weight_of_one_site_does_not_scale_the_model(

@@ -17,7 +17,7 @@ from clients.training.private_steps import (
 )
 from federation.vectors import Vector
 from privacy.dp.persons import DrawnRecords
-from privacy.secagg.arithmetic.levels import Measurement, measure_exactly
+from privacy.secagg.arithmetic.measurement import Measurement, measure_exactly
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_

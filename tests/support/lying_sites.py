@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from clients.privacy.masking import Masking
-from clients.privacy.ring_seal import RingSeal
+from clients.privacy.ring_seal import RingRound, RingSeal
 from clients.training.site import Site, Work
 from federation.vectors import ByteVector, HeaderVector
 
@@ -48,9 +48,9 @@ class Lies:
         honest = seal._work
 
         def lie(
-            work: Work, masking: Masking, *of_levels: Any
+            work: Work, masking: Masking, round_: RingRound
         ) -> tuple[ByteVector, HeaderVector]:
-            words, header_h = honest(work, masking, *of_levels)
+            words, header_h = honest(work, masking, round_)
             if work.task.round_index != self.round_index:
                 return words, header_h
             slots = masking.contract.header_slots

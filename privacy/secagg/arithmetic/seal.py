@@ -27,7 +27,7 @@ from privacy.keystream import (
     open_keystream,
     pack_24,
 )
-from privacy.secagg.arithmetic.levels import NORM_ERROR, Measurement, measure
+from privacy.secagg.arithmetic.measurement import NORM_ERROR, Measurement, measure
 from privacy.secagg.arithmetic.ring import RingSpec, UpdateOutOfRange
 
 _TINY = 1e-17  # more than the square root of what underflows in a row of squares

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from privacy.keystream import CHUNK_WORDS
-from privacy.secagg.arithmetic.levels import NORM_ERROR, measure, subtract_
+from privacy.secagg.arithmetic.measurement import NORM_ERROR, measure, subtract_
 from privacy.secagg.arithmetic.ring import UpdateNotFinite
 
 SIZES = [0, 1, 255, 256, 257, CHUNK_WORDS + 1, 17 * CHUNK_WORDS + 300]

@@ -8,7 +8,7 @@ from support import ring_oracles
 
 from federation.vectors import Vector
 from privacy.keystream import CHUNK_WORDS, Mask
-from privacy.secagg.arithmetic.levels import measure
+from privacy.secagg.arithmetic.measurement import measure
 from privacy.secagg.arithmetic.ring import (
     RingSpec,
     UpdateNotFinite,
