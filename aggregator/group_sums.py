@@ -64,6 +64,7 @@ from privacy.secagg.agreement.groups import (
     write_start,
 )
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
@@ -264,7 +265,6 @@ class GroupGather:
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         bodies, tasks = self._tasks(state, record, kind, setups, model)
         first = {task.site: task for task in tasks}
-        size = self.layout.size if kind is TaskKind.TRAIN else None
         rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
             facts = RoundFacts(
@@ -275,7 +275,11 @@ class GroupGather:
                     first[group.sites[0]], bodies[group.sites[0]]
                 ),
             )
-            rounds[group] = MaskedRound(setup, facts, size=size, allocate=self.allocate)
+            total = None
+            if kind is TaskKind.TRAIN:
+                ring = group.contract.ring()
+                total = MaskedSum(self.layout.size, ring, allocate=self.allocate)
+            rounds[group] = MaskedRound(setup, facts, total=total)
 
         def round_of(site: SiteId) -> MaskedRound:
             group = self._group_of.get(site)

@@ -18,18 +18,19 @@ from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.mapped import sha256
 from federation.messages import MaskedUpdate
-from federation.vectors import Allocate, HeaderVector, Vector, in_memory
+from federation.vectors import HeaderVector, Vector
 from privacy.keystream import apply_masks_
 from privacy.secagg.agreement.certificate import OpenedRound
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.header import decode_header
-from privacy.secagg.arithmetic.level_sum import LevelSum, rotation_of
-from privacy.secagg.arithmetic.levels import LevelPlan
+from privacy.secagg.arithmetic.level_sum import LevelSum
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
 from privacy.secagg.protocol.messages import MaskedAnswer
 from privacy.secagg.protocol.server import AggregatorRound
 from privacy.secagg.protocol.setup import SetupRecord
+
+SecretSum = MaskedSum | LevelSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,13 @@ class OpenedSum:
         opened: The round, for the certificate of the next.
         mean_d: Mean of the updates, shape ``(d,)``; None if sites only evaluated.
         totals: Sums of the header, by slot.
-        levels: The sum itself, where it is in few levels.
+        total: The sum itself, without masks.
     """
 
     opened: OpenedRound
     mean_d: Vector | None
     totals: Mapping[str, float]
-    levels: LevelSum | None = None
+    total: SecretSum | None
 
 
 class MaskedRound:
@@ -61,39 +62,21 @@ class MaskedRound:
         setup: SetupRecord,
         facts: RoundFacts,
         *,
-        size: int | None,
-        plan: LevelPlan | None = None,
-        allocate: Allocate = in_memory,
+        total: SecretSum | None,
     ) -> None:
         """Begin with nothing.
 
         Args:
             setup: What the round rests on.
             facts: The round.
-            size: That of the model; None for evaluations.
-            plan: Plan of a sum in few levels.
-            allocate: Makes the vectors of the sum and of its mean.
+            total: An empty sum of updates; None for evaluations.
         """
         self.protocol = AggregatorRound(setup=setup, facts=facts)
         self._contract = contract = setup.contract
-        self._ring = contract.ring()
         self._header = train.header_spec(contract.num_sites, contract.header_slots)
         self._header_h: HeaderVector = np.zeros(len(self._header.slots), np.uint64)
-        self._total: MaskedSum | LevelSum | None = None
-        self._num_bytes = 0
-        if size is not None and plan is not None:
-            self._total = LevelSum(
-                size,
-                plan,
-                num_sites=contract.num_sites,
-                rotation=rotation_of(contract.run_id),
-                clip_norm=contract.clip_norm,
-                allocate=allocate,
-            )
-            self._num_bytes = self._total.num_bytes
-        elif size is not None:
-            self._total = MaskedSum(size, self._ring, allocate=allocate)
-            self._num_bytes = size * self._ring.word_bytes
+        self._total = total
+        self._num_bytes = 0 if total is None else total.num_bytes
 
     def fold(self, update: MaskedUpdate) -> None:
         """Add a site's masked update.
@@ -139,10 +122,8 @@ class MaskedRound:
 
     def _add(self, update: MaskedUpdate, *, count: int) -> None:
         self._header_h += update.header_h
-        if isinstance(self._total, LevelSum):
+        if self._total is not None:
             self._total.fold_(update.words, count=count)
-        elif self._total is not None:
-            self._total.fold_(update.words.view(self._ring.wire_dtype), count=count)
 
     def open(
         self,
@@ -194,12 +175,7 @@ class MaskedRound:
             # Updates of a smaller clip norm were scaled up to the contract's.
             scale = self._contract.clip_norm / update_clip
             mean_d = total.decode(divisor=weight * scale, weight=weight)
-        return OpenedSum(
-            opened=opened,
-            mean_d=mean_d,
-            totals=totals,
-            levels=total if isinstance(total, LevelSum) else None,
-        )
+        return OpenedSum(opened=opened, mean_d=mean_d, totals=totals, total=total)
 
     def _check_sizes(self, update: MaskedUpdate) -> None:
         if update.words.size != self._num_bytes:

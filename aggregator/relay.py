@@ -34,8 +34,7 @@ from federation.rounds.failures import failure
 from federation.wire.relayed import with_words
 from privacy.secagg.agreement.contract import Contract, Member
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.accumulator import sum_words, word_bits
-from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
+from privacy.secagg.arithmetic.accumulator import sum_words
 from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.masked_answers import read_answer, relayed_round
@@ -46,6 +45,7 @@ from privacy.secagg.protocol.messages import (
     RelayedHead,
     verify,
 )
+from privacy.secagg.protocol.sizes import update_bytes
 
 Relayed = tuple[RelayedSum | None, list[SiteMessage]]
 
@@ -200,7 +200,7 @@ class SecureRelay:
         words = sum_words(
             (update.words for update in updates),
             size=updates[0].words.size,
-            bits=word_bits(ring_bits=contract.ring_bits, levels=contract.levels),
+            bits=contract.word_bits,
         )
         header_h = np.zeros_like(updates[0].header_h)
         heads = hashlib.sha256()
@@ -276,11 +276,8 @@ class SecureRelay:
         if task.kind is TaskKind.EVALUATE:
             return 0
         plan = train.read_train(task.secure).plan
-        if plan is None:
-            return contract.num_values * contract.ring().word_bytes
         fragment = fragment_of(task.round_index, contract.fragments)
-        digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
-        return WORD_BYTES * digits.num_words(fragment.size(contract.num_values))
+        return update_bytes(contract, plan, fragment)
 
 
 def book_in(tasks: Sequence[Task]) -> bytes:

@@ -16,7 +16,6 @@ that deal or release wrong shares are not asked again: ``blame``.
 Shape suffixes: d float values of the model, h words of the header.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
@@ -28,8 +27,7 @@ from aggregator.secure_exchange import (
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
-from federation.compression.fragments import Fragment, fragment_of
-from federation.compression.rotation import padded
+from aggregator.sum_forms import LevelSums, RingSums
 from federation.errors import QuorumNotMet
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
@@ -54,12 +52,7 @@ from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.levels import (
-    LevelPlan,
-    first_plan,
-    next_plan,
-    rounding_norm,
-)
+from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
@@ -101,9 +94,8 @@ class SecureGather:
         )
         self._states = KeptStates(self.job, self.layout)
         self._opened: OpenedRound | None = None  # The newest round with a sum.
-        self._next_plans: dict[Fragment, LevelPlan] = {}
-        self._first_planned = 0  # The newest round without a scale of the levels.
-        self._divisor = 0.0  # Of that sum.
+        form = LevelSums if self.contract.levels else RingSums
+        self._sums = form(self.contract, self.layout.size, self.allocate)
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -130,7 +122,7 @@ class SecureGather:
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
         record.sums.update_clip = self._clip(state)
         record.sums.next_clip = self._next_clip(state, one.totals)
-        self._follow_levels(one, record)
+        self._sums.follow(one, record)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
         if mean_d.size and not mean_d.any():
@@ -165,7 +157,7 @@ class SecureGather:
         setup = self._set_up(record, record.members.away())
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         trains, clip = kind is TaskKind.TRAIN, self._clip(state)
-        plan = self._plan(record) if trains and self.contract.levels else None
+        plan, total = self._sums.begin(record) if trains else (None, None)
         body, tasks = self._tasks(
             state, record, kind, setup=setup, model=model, plan=plan
         )
@@ -175,10 +167,7 @@ class SecureGather:
             model_digest=model,
             task_digest=train.task_digest(tasks[0], body),
         )
-        size = self._fragment(record).size(self.layout.size) if trains else None
-        current = MaskedRound(
-            setup, facts, size=size, plan=plan, allocate=self.allocate
-        )
+        current = MaskedRound(setup, facts, total=total)
         record.leave_out(blame.left_out())
         self._exchange.fold(record, tasks, lambda _: current)
         self._states.settle(record, self._exchange)
@@ -264,7 +253,7 @@ class SecureGather:
         """
         opened = self._opened or before_rounds(setup.setup_hash)
         certificate = certify(opened, model, self.identity)
-        held = self._exchange.held
+        held, divisor = self._exchange.held, self._sums.divisor
         asked = record.members.present(record.cohort)
         body = train.TrainBody(
             setup_hash=setup.setup_hash,
@@ -286,67 +275,10 @@ class SecureGather:
                 replace(
                     body,
                     confirms=self._run_setup.confirms_for(site),
-                    divisor=self._divisor if has_before(state, held, site) else 0.0,
+                    divisor=divisor if has_before(state, held, site) else 0.0,
                 )
             ),
         )
-
-    def _fragment(self, record: RoundRecord) -> Fragment:
-        """The part of the model that a round exchanges."""
-        return fragment_of(record.round_index, self.contract.fragments)
-
-    def _plan(self, record: RoundRecord) -> LevelPlan:
-        """Levels and steps of a round."""
-        contract, fragment = self.contract, self._fragment(record)
-        known = self._next_plans.get(fragment)
-        if known is None:
-            self._first_planned = record.round_index
-        if record.round_index <= self._first_planned + 1:  # That sum goes down next.
-            record.is_usual = False
-        return known or first_plan(
-            fragment.size(self.layout.size),
-            num_sites=contract.num_sites,
-            clip_norm=contract.clip_norm,
-        )
-
-    def _follow_levels(self, one: OpenedSum, record: RoundRecord) -> None:
-        """Plan the next round's levels by a sum that was opened."""
-        if one.levels is None:
-            return
-        fragment = self._fragment(record)
-        record.sums.opened_w, record.sums.fragment = one.levels.words_w, fragment
-        self._divisor = one.totals[train.WEIGHT]
-        squares = one.totals[train.ENERGY] * self.contract.clip_norm**2
-        size = padded(fragment.size(self.layout.size))
-        variance = squares / (len(one.opened.survivors) * size)
-        if self._first_planned == record.round_index:
-            self._warn_of_rounding(record, one.levels.plan, variance * size)
-        found = next_plan(
-            self.contract.levels,
-            energies_b=one.levels.energies_b,
-            variance=variance,
-        )
-        if found is not None:
-            self._next_plans[fragment] = found
-
-    def _warn_of_rounding(
-        self, record: RoundRecord, plan: LevelPlan, energy: float
-    ) -> None:
-        """Warn if a first plan, which follows from the clip norm, is too coarse.
-
-        Args:
-            record: Of the round.
-            plan: Of its levels.
-            energy: Mean square of the norm of what a site rounded, in weight units.
-        """
-        found = math.sqrt(energy)
-        if found < rounding_norm(plan):
-            record.events.warned(
-                f"round {record.round_index}: rounding changes updates by more than "
-                f"their own norm, of about {found:.3g}, since "
-                f"privacy.secure_aggregation.clip_norm = {self.contract.clip_norm:g} "
-                "is so far above it: set it to a few times that norm"
-            )
 
     def _clip(self, state: RunState) -> float:
         """The clip norm of updates in the next round."""

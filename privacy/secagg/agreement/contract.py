@@ -55,6 +55,7 @@ from privacy.secagg.agreement.message import (
 )
 from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, SITE, Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.arithmetic.digits import WORD_BYTES
 from privacy.secagg.arithmetic.ring import RING_BITS, RingSpec
 from privacy.secagg.errors import ContractRefused, UnknownSite
 
@@ -306,6 +307,11 @@ class Contract(Message):
     def quorum(self) -> int:
         """Survivors that a round needs: max(t, n_min)."""
         return max(self.threshold, self.min_sites)
+
+    @property
+    def word_bits(self) -> int:
+        """Bits of a masked word, which wraps: of the ring, or of packed digits."""
+        return 8 * WORD_BYTES if self.levels else self.ring_bits
 
     @property
     def cohort(self) -> tuple[int, ...]:

@@ -58,14 +58,23 @@ class MaskedSum:
         self._num_folded = 0
         self._decoded = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an update's words."""
+        return self._spec.word_bytes * self._sum_d.size
+
     def fold_(self, words_w: Words, *, count: int = 1) -> None:
         """Add a masked update, or the sum of ``count`` of them, which is not kept.
+
+        It may be the bytes of its words.
 
         Raises:
             ValueError: It has another type or length, the sum holds as many
                 updates as the ring has room for, or it has been decoded.
         """
         self._check_open()
+        if words_w.dtype == np.uint8:
+            words_w = words_w.view(self._spec.wire_dtype)
         if num_values(words_w, self._spec) != self._sum_d.size:
             raise ValueError(
                 f"a masked update of {num_values(words_w, self._spec)} values cannot "
@@ -169,12 +178,6 @@ class MaskedSum:
 Octets = NDArray[np.uint8]
 
 _BITS_PACKED = 24
-_LEVEL_BITS = 64
-
-
-def word_bits(*, ring_bits: int, levels: int) -> int:
-    """Bits of a word that wraps: of the ring, or of packed digits."""
-    return _LEVEL_BITS if levels else ring_bits
 
 
 def sum_words(many: Iterable[Octets], *, size: int, bits: int) -> Octets:

@@ -13,7 +13,7 @@ from federation.compression.rotation import Rotation
 from federation.mapped import give_back, sha256
 from federation.vectors import Allocate, Vector, in_memory, words_from
 from privacy.keystream import CHUNK_WORDS, Mask, apply_masks_
-from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits, Lanes
+from privacy.secagg.arithmetic.digits import WORD_BYTES, Lanes
 from privacy.secagg.arithmetic.levels import LevelPlan, largest_sum_norm, open_levels
 from privacy.secagg.arithmetic.ring import A_LIE, SumOutOfRange
 
@@ -48,7 +48,7 @@ class LevelSum:
         """Begin with zero."""
         self._size, self.plan, self._rotation = size, plan, rotation
         self._clip_norm = clip_norm
-        self._digits = Digits(levels=plan.levels, num_sites=num_sites)
+        self._digits = plan.digits(num_sites)
         self._allocate = allocate
         self._sum_w: Lanes = words_from(
             allocate, self._digits.num_words(size), np.uint64

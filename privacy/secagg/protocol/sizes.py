@@ -19,7 +19,7 @@ from privacy.secagg.agreement.certificate import (
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import SIGNATURE_BYTES
 from privacy.secagg.agreement.message import DIGEST_BYTES
-from privacy.secagg.arithmetic.digits import WORD_BYTES, Digits
+from privacy.secagg.arithmetic.digits import WORD_BYTES
 from privacy.secagg.arithmetic.levels import LevelPlan, first_plan
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
 from privacy.secagg.protocol import train
@@ -85,11 +85,11 @@ def sizes(contract: Contract) -> SecureSizes:
         header_words=len(contract.header_slots),
         relayed={relay.name: _relayed(relay.name) for relay in contract.relays},
         first_updates=tuple(
-            _update_bytes(contract, plan, fragment)
+            update_bytes(contract, plan, fragment)
             for plan, fragment in zip(plans, fragments, strict=True)
         ),
         next_updates=tuple(
-            _update_bytes(contract, plan and replace(plan, levels=contract.levels), f)
+            update_bytes(contract, plan and replace(plan, levels=contract.levels), f)
             for plan, f in zip(plans, fragments, strict=True)
         ),
     )
@@ -117,13 +117,12 @@ def _plan(contract: Contract, fragment: Fragment) -> LevelPlan | None:
     )
 
 
-def _update_bytes(
-    contract: Contract, plan: LevelPlan | None, fragment: Fragment
-) -> int:
+def update_bytes(contract: Contract, plan: LevelPlan | None, fragment: Fragment) -> int:
+    """Bytes of the masked words of one site's update in a round."""
     if plan is None:
         return contract.num_values * contract.ring().word_bytes
-    digits = Digits(levels=plan.levels, num_sites=contract.num_sites)
-    return WORD_BYTES * digits.num_words(fragment.size(contract.num_values))
+    size = fragment.size(contract.num_values)
+    return WORD_BYTES * plan.digits(contract.num_sites).num_words(size)
 
 
 def _setup(contract: Contract, confirms: dict[int, bytes]) -> StepSizes:
