@@ -312,36 +312,8 @@ class RingSeal:
             )
         body = train.read_train(task.secure)
         session = self._session_of(body)
-        contract = session.contract
-        check_clip(contract, body.update_clip)
         round_ = self._round(task, body, session, work)
-        round_.check()
-        work.check_model()
-        weights_d = round_.model()
-        model = train.model_digest(weights_d, task.integers_m)
-        session.check_model(
-            body.certificate, round_index=task.round_index, model_digest=model
-        )
-        work.begin_with_named()
-        # The round is recorded, and its masks exist, before anything is trained.
-        masks = session.begin_round(
-            RoundFacts(
-                round_index=task.round_index,
-                cohort=session.cohort,
-                model_digest=model,
-                task_digest=train.task_digest(task, body),
-            )
-        )
-        work.context = session.context.hex()
-        protection = self._protection
-        masking = Masking(
-            contract=contract,
-            masks=masks,
-            update_clip=body.update_clip,
-            noise=protection.noise,
-            random_bytes=protection.random_bytes,
-            threads=protection.threads,
-        )
+        masking = self._begin(round_)
         try:
             words, header_h = self._work(work, masking, round_)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
@@ -365,6 +337,40 @@ class RingSeal:
             spent=work.spent(),
             based_on=task.based_on,
             fragment=task.fragment,
+        )
+
+    def _begin(self, round_: RingRound) -> Masking:
+        """Check a task against the contract and the model, and begin its round.
+
+        The round is recorded, and its masks exist, before anything is trained.
+        """
+        task, body, work = round_.task, round_.body, round_.work
+        session, protection = round_.session, self._protection
+        contract = session.contract
+        check_clip(contract, body.update_clip)
+        round_.check()
+        work.check_model()
+        model = train.model_digest(round_.model(), task.integers_m)
+        session.check_model(
+            body.certificate, round_index=task.round_index, model_digest=model
+        )
+        work.begin_with_named()
+        masks = session.begin_round(
+            RoundFacts(
+                round_index=task.round_index,
+                cohort=session.cohort,
+                model_digest=model,
+                task_digest=train.task_digest(task, body),
+            )
+        )
+        work.context = session.context.hex()
+        return Masking(
+            contract=contract,
+            masks=masks,
+            update_clip=body.update_clip,
+            noise=protection.noise,
+            random_bytes=protection.random_bytes,
+            threads=protection.threads,
         )
 
     def _note(self, masking: Masking, sealed: SealedUpdate) -> None:
