@@ -9,7 +9,7 @@ is released in this run.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,13 +95,8 @@ def recover(
                     f"{folder}: the anchor says that {missing} charges of {purpose!r} "
                     "are missing, but this run makes none: it belongs to another run"
                 )
-            known = {charge.event for charge in ledger.charges()}
-            lost = [e for e in once if e not in known] if purpose == "train" else []
-            for event in lost[:missing]:
-                ledger.restore(event, purpose=purpose, count=1)
-            missing -= len(lost[:missing])
-            if missing:
-                ledger.restore(events[purpose], purpose=purpose, count=missing)
+            first = once if purpose == "train" else ()
+            _restore(ledger, purpose, missing, first=first, then=events[purpose])
         return RecoveryResult(
             path=folder / ledger_files.LEDGER_NAME,
             before=before,
@@ -109,6 +104,23 @@ def recover(
             set_aside=set_aside,
             epsilon={purpose: ledger.epsilon(purpose) for purpose in events},
         )
+
+
+def _restore(
+    ledger: FileLedger,
+    purpose: Purpose,
+    missing: int,
+    *,
+    first: Iterable[PrivacyEvent],
+    then: PrivacyEvent,
+) -> None:
+    """Write so many charges: first those of events that are charged once."""
+    known = {charge.event for charge in ledger.charges()}
+    lost = [event for event in first if event not in known][:missing]
+    for event in lost:
+        ledger.restore(event, purpose=purpose, count=1)
+    if missing > len(lost):
+        ledger.restore(then, purpose=purpose, count=missing - len(lost))
 
 
 def _check_possible(anchor: LedgerAnchor, folder: Path) -> None:
