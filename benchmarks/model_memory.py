@@ -235,7 +235,7 @@ class _Encoder:
         """Take what the last round left out."""
         links = Links(up=codec_of("int4"), feedback=1.0)
         self._feedback = ErrorFeedback(links, _task(RUN, SITE, index, theta_d))
-        self._feedback.begin(kept, theta_d.size)
+        self._feedback.begin(kept, theta_d)
 
     def encode(
         self, theta_d: Vector, update_d: Vector
@@ -248,7 +248,7 @@ class _Encoder:
             num_steps=1,
             training=None,
         )
-        sent = self._feedback.encode(theta_d, update)
+        sent = self._feedback.update(theta_d, update)
         arrays, facts = self._feedback.left()
         del self._feedback
         return sent, arrays, facts

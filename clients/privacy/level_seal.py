@@ -7,14 +7,16 @@ the site computes the model from them.
 Shape suffixes: d float values of the model, f those of a fragment.
 """
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from clients.privacy.masking import Masking, SealedUpdate
+from clients.privacy.masking import SealedUpdate
 from clients.privacy.residual import Residual, stored
 from clients.privacy.ring_seal import RESTARTED, Protection, RingRound, RingSeal
 from clients.training.site import Work
+from clients.training.site_state import Fact, KeptState
 from federation.compression.fragments import fragment_of
 from federation.compression.rotation import padded
 from federation.errors import ProtocolError
@@ -22,7 +24,7 @@ from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import Vector, Words
+from federation.vectors import Arrays, Vector, Words
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.digits import finest_levels
 from privacy.secagg.arithmetic.level_sum import rotation_of, sum_digest
@@ -80,6 +82,7 @@ class LevelRound(RingRound):
     _: KW_ONLY
     newest: _Newest
     _residual_d: Vector = field(init=False)
+    _left: Residual = field(init=False)
 
     def check(self) -> None:
         """Check levels and steps; see ``check_plan``."""
@@ -143,14 +146,14 @@ class LevelRound(RingRound):
         self.work.held.follow(task, mean_f, fragment)
         newest.followed = step
 
-    def begin(self, weights_d: Vector) -> Vector:
+    def begin(self, kept: KeptState, weights_d: Vector) -> Vector:
         """Settle what the round of the named state left out, and begin training.
 
         Of fragments that were not exchanged, the site's own values go on.
         """
         contract = self.session.contract
         opened = self.session.opened(self.body.certificate)
-        before = stored(self.work.kept, contract)
+        before = stored(kept, contract)
         if before is None:
             self._residual_d = np.zeros(padded(contract.num_values), np.float32)
             return weights_d
@@ -159,7 +162,7 @@ class LevelRound(RingRound):
         return weights_d if before.drift_d is None else weights_d + before.drift_d
 
     def update(
-        self, masking: Masking, weights_d: Vector, result: LocalWeights | LocalUpdate
+        self, weights_d: Vector, result: LocalWeights | LocalUpdate
     ) -> SealedUpdate:
         """Turn trained weights into masked digits; keep what these leave out.
 
@@ -170,6 +173,7 @@ class LevelRound(RingRound):
         contract, plan = self.session.contract, self.body.plan
         assert plan is not None  # noqa: S101 -- as ``check`` has seen: the site trains
         round_index, residual_d = self.task.round_index, self._residual_d
+        masking = self.masking
         weight = masking.weight(result)
         update_d, measured = masking.measured(weights_d, result)
         site = LevelSite(
@@ -191,14 +195,13 @@ class LevelRound(RingRound):
         fragment.put_(residual_f, residual_d)
         for span in () if is_whole else fragment.spans(update_d.size):
             update_d[span] = 0  # What is left is the site's own until its turn.
-        left = Residual(
+        self._left = Residual(
             left_d=residual_d,
             words_w=sealed.words_w,
             plan=plan,
             round_index=round_index,
             drift_d=None if is_whole else update_d,
         )
-        self.work.leaves, self.work.facts = left.arrays(), left.facts()
         self.newest.plan = round_index, plan
         return SealedUpdate(
             words=sealed.masked_w.view(np.uint8),
@@ -210,6 +213,10 @@ class LevelRound(RingRound):
                 train.ENERGY: sealed.energy / contract.clip_norm**2,
             },
         )
+
+    def left(self) -> tuple[Arrays, Mapping[str, Fact]]:
+        """Return what the words left out, for the next round."""
+        return self._left.arrays(), self._left.facts()
 
 
 def check_plan(

@@ -9,7 +9,7 @@ Shape suffixes: d float values of the model.
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
 from clients.privacy.masking import Masking, SealedUpdate, SumNoise, check_clip
 from clients.training.site import Work
-from clients.training.update import beyond_clip
+from clients.training.update import Form, beyond_clip
 from federation.errors import AggregatorAtFault, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.job.metrics import MAX_PREDICTIONS
@@ -32,7 +32,13 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import ByteVector, HeaderVector, Layout, Vector, Words
+from federation.vectors import (
+    ByteVector,
+    HeaderVector,
+    Layout,
+    Vector,
+    Words,
+)
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.agreement.policy import Group, LocalPolicy
@@ -90,7 +96,7 @@ class Protection:
 
 
 @dataclass(eq=False)
-class RingRound:
+class RingRound(Form[SealedUpdate]):
     """One round at a site, whose update leaves as words of the ring.
 
     Attributes:
@@ -98,12 +104,14 @@ class RingRound:
         body: What the task has of the protocol.
         session: The site's part of the protocol.
         work: Does what is asked.
+        masking: Masks what leaves, once the round has begun.
     """
 
     task: RoundTask
     body: train.TrainBody
     session: SiteSession
     work: Work
+    masking: Masking = field(init=False)
 
     def check(self) -> None:
         """Check the form in which the update is asked for against the contract.
@@ -118,15 +126,11 @@ class RingRound:
         """Return the model as the certificate names it."""
         return self.task.weights_d
 
-    def begin(self, weights_d: Vector) -> Vector:
-        """From the global weights to those that training begins with."""
-        return weights_d
-
     def update(
-        self, masking: Masking, weights_d: Vector, result: LocalWeights | LocalUpdate
+        self, weights_d: Vector, result: LocalWeights | LocalUpdate
     ) -> SealedUpdate:
         """Turn trained weights into masked words; see ``Masking.update``."""
-        sealed = masking.update(weights_d, result)
+        sealed = self.masking.update(weights_d, result)
         follow_clipped_(result.kept, weights_d, sealed.clip_factor)
         return sealed
 
@@ -313,9 +317,9 @@ class RingSeal:
         body = train.read_train(task.secure)
         session = self._session_of(body)
         round_ = self._round(task, body, session, work)
-        masking = self._begin(round_)
+        self._begin(round_)
         try:
-            words, header_h = self._work(work, masking, round_)
+            words, header_h = self._work(round_)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -339,7 +343,7 @@ class RingSeal:
             fragment=task.fragment,
         )
 
-    def _begin(self, round_: RingRound) -> Masking:
+    def _begin(self, round_: RingRound) -> None:
         """Check a task against the contract and the model, and begin its round.
 
         The round is recorded, and its masks exist, before anything is trained.
@@ -364,7 +368,7 @@ class RingSeal:
             )
         )
         work.context = session.context.hex()
-        return Masking(
+        round_.masking = Masking(
             contract=contract,
             masks=masks,
             update_clip=body.update_clip,
@@ -389,20 +393,14 @@ class RingSeal:
     ) -> RingRound:
         return RingRound(task, body, session, work)
 
-    def _work(
-        self, work: Work, masking: Masking, round_: RingRound
-    ) -> tuple[ByteVector, HeaderVector]:
+    def _work(self, round_: RingRound) -> tuple[ByteVector, HeaderVector]:
         """Do the work; mask the update and its report."""
-        work.begin = round_.begin
+        work, masking = round_.work, round_.masking
         work.answers_anyway = masking.adds_noise
-
-        def seal(weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedUpdate:
-            sealed = round_.update(masking, weights_d, result)
-            self._note(masking, sealed)
-            return sealed
-
-        done = work.do(seal)
+        done = work.do(round_)
         evaluation, trained = done.evaluation, done.trained
+        if trained is not None:
+            self._note(masking, trained.sealed)
         if evaluation is not None:
             evaluation = train.bounded(evaluation, self._protection.most_evaluated)
         header_h = masking.header(

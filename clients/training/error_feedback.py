@@ -18,9 +18,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from clients.training import update
 from clients.training.site_state import RESIDUAL, Fact, KeptState
-from federation.compression.codec import Links
+from clients.training.update import Form, prepare
+from federation.compression.codec import Links, encoded_over
 from federation.errors import CorruptObject
 from federation.mapped import give_back, own
 from federation.messages import RoundTask
@@ -30,7 +30,7 @@ from federation.vectors import NO_ARRAYS, Arrays, Vector, Words, chunks, is_fini
 _RESIDUAL, _SENT, _SENT_ROUND = RESIDUAL, "sent", "sent_round"
 
 
-class ErrorFeedback:
+class ErrorFeedback(Form[Words]):
     """A site's error feedback in one round; if the job has none, it only encodes."""
 
     def __init__(self, links: Links, task: RoundTask) -> None:
@@ -40,19 +40,15 @@ class ErrorFeedback:
         self._residual_d: Vector | None = None
         self._sent: Words | None = None
 
-    def begin(self, kept: KeptState, size: int) -> None:
-        """Settle what an earlier round has kept, before any work is done.
-
-        Args:
-            kept: The state that the round begins with.
-            size: Values of the model.
+    def begin(self, kept: KeptState, weights_d: Vector) -> Vector:
+        """Settle what an earlier round left out; see ``Form``.
 
         Raises:
-            CorruptObject: It does not hold a residual of this model.
+            CorruptObject: The state does not hold a residual of this model.
         """
-        beta = self._links.feedback
+        beta, size = self._links.feedback, weights_d.size
         if not beta:
-            return
+            return weights_d
         self._residual_d = settled(
             kept, self._links, size=size, counted=self._task.counted
         )
@@ -60,18 +56,18 @@ class ErrorFeedback:
             residual_c = self._residual_d[piece]
             residual_c *= np.float32(beta)
             give_back(residual_c)
+        return weights_d
 
-    def encode(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> Words:
+    def update(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> Words:
         """Turn trained weights into the words of the update, in the same memory.
 
         Raises:
             NotFinite: Training left the finite numbers.
             BeyondCodec: It left those of the codec.
         """
-        self._sent = update.encode(
-            weights_d,
-            result,
-            codec=self._links.up,
+        self._sent = encoded_over(
+            self._links.up,
+            prepare(weights_d, result),
             residual_d=self._residual_d,
             seed=self._task.round_index,
         )

@@ -9,15 +9,15 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from clients.methods.guest import NotFinite
 from clients.methods.registry import if_counted
-from clients.training import update
 from clients.training.error_feedback import ErrorFeedback
 from clients.training.held_model import HeldModel
 from clients.training.kept_steps import LeftAtStep
 from clients.training.site_state import NOTHING, Fact, KeptState, SiteState
+from clients.training.update import Form, SealedT, local_weights
 from clients.user_code import sentence
 from federation.compression.codec import BeyondCodec, Links
 from federation.errors import (
@@ -74,8 +74,6 @@ _IN_THE_CLEAR = (
 
 # A fact that a round leaves: steps of the run up to its end.
 _STEPS_TAKEN = "steps_taken"
-
-SealedT = TypeVar("SealedT")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -299,9 +297,6 @@ class Work:
         steps_taken: Steps of the run up to the end of the site's last round.
         context: The round's ctx_r as hexadecimal digits, in a secure sum.
         kept_now: What training has the site keep of this one.
-        leaves: What the seal has the site keep of this one.
-        begin: From the global weights to those that training begins with.
-        facts: Plain values that belong to ``leaves``.
         answers_anyway: Whether training that fails counts as an update of zero, to
             which the seal adds noise. Whether it fails depends on the site's records,
             and nothing else that leaves the site tells this without noise.
@@ -321,9 +316,6 @@ class Work:
     steps_taken: int = 0
     context: str = ""
     kept_now: Arrays = field(default_factory=dict)
-    leaves: Arrays = field(default_factory=dict)
-    begin: Callable[[Vector], Vector] = lambda weights_d: weights_d
-    facts: Mapping[str, Fact] = field(default_factory=dict)
     answers_anyway: bool = False
 
     def check_model(self) -> None:
@@ -364,18 +356,8 @@ class Work:
             last = state.before(task.run_id, index)
         self.steps_taken = _steps_taken(last)
 
-    def do(
-        self,
-        seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT],
-        feedback: ErrorFeedback | None = None,
-    ) -> WorkResult[SealedT]:
-        """Evaluate and train as asked.
-
-        Args:
-            seal: Turns the global weights and what training gave, whose memory it may
-                use, into what leaves.
-            feedback: Keeps what that leaves out.
-        """
+    def do(self, form: Form[SealedT]) -> WorkResult[SealedT]:
+        """Evaluate and train as asked; the update leaves in a form."""
         task, trainer, state = self.task, self.find_trainer(), self.state
         usage, watch = Usage(self.clock, self.meter), _Stopwatch(self.clock)
         weights_d = self.held.receive(task)
@@ -385,8 +367,7 @@ class Work:
         if task.steps is not None:
             check_not_taken(task.steps, self.steps_taken)
         integers_m = state.restore_integers(task.integers_m, kept)
-        if feedback is not None and trains:
-            feedback.begin(kept, weights_d.size)
+        begin_d = form.begin(kept, weights_d) if trains else weights_d
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
         trainer.pay(
@@ -401,16 +382,16 @@ class Work:
                 evaluation = evaluate(weights_d, integers_m, kept=kept.arrays)
         if trains:
             with watch.phase("train"):
-                result = self._fit(trainer, weights_d, integers_m, kept)
+                result = self._fit(trainer, begin_d, integers_m, kept)
             if after:
                 with watch.phase("evaluate"):
-                    local_d = update.local_weights(weights_d, result)
+                    local_d = local_weights(weights_d, result)
                     evaluation_after = evaluate(
                         local_d, result.integers_m, kept=result.kept
                     )
             with watch.phase("prepare"):
-                sealed = seal(weights_d, result)
-                self._keep(result, feedback)
+                sealed = form.update(weights_d, result)
+                self._keep(result, *form.left())
             trained = TrainResult(
                 sealed=sealed,
                 integers_m=state.conceal(result.integers_m),
@@ -447,7 +428,7 @@ class Work:
         if task.steps is not None:
             given["steps"] = task.steps
         try:
-            return trainer.fit(self.begin(weights_d), integers_m, **given)
+            return trainer.fit(weights_d, integers_m, **given)
         except Exception as error:
             # The user's code may raise anything.
             if not (self.answers_anyway and _shows_records(error)):
@@ -457,14 +438,14 @@ class Work:
             return _untrained(weights_d, integers_m, kept)
 
     def _keep(
-        self, result: LocalWeights | LocalUpdate, feedback: ErrorFeedback | None
+        self,
+        result: LocalWeights | LocalUpdate,
+        left: Arrays,
+        facts: Mapping[str, Fact],
     ) -> None:
         """Store what the next round begins with."""
         task, state = self.task, self.state
         own = {**state.own_integers(result.integers_m), **result.kept}
-        left, facts = self.leaves, self.facts
-        if feedback is not None:
-            left, facts = feedback.left()
         if task.steps is not None:
             facts = {**facts, _STEPS_TAKEN: task.steps.stop}
         self.kept_now = result.kept
@@ -508,8 +489,7 @@ class PlainSeal:
             raise ProtocolError(_IN_THE_CLEAR)
         work.check_model()
         work.begin_with_last()
-        feedback = ErrorFeedback(self._links, task)
-        done = work.do(feedback.encode, feedback)
+        done = work.do(ErrorFeedback(self._links, task))
         trained = done.trained
         if trained is None:
             if done.evaluation is None:

@@ -1,14 +1,43 @@
-"""From a site's trained weights to its update.
+"""From a site's trained weights to its update, and the form in which it leaves.
 
 Shape suffixes: d float values of the model.
 """
 
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
 import numpy as np
 
 from clients.methods.guest import UNSTABLE, NotFinite
-from federation.compression.codec import Codec, encoded_over
+from clients.training.site_state import Fact, KeptState
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import Vector, Words, is_finite
+from federation.vectors import NO_ARRAYS, Arrays, Vector, is_finite
+
+SealedT = TypeVar("SealedT")
+
+
+class Form(Generic[SealedT]):
+    """The form in which a round's update leaves. By default it leaves nothing out."""
+
+    def begin(self, kept: KeptState, weights_d: Vector) -> Vector:  # noqa: ARG002
+        """Settle what an earlier round left out, before any work is done.
+
+        Args:
+            kept: The state that the round begins with.
+            weights_d: The global weights, shape ``(d,)``.
+
+        Returns:
+            The weights that training begins with.
+        """
+        return weights_d
+
+    def update(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> SealedT:
+        """Turn trained weights, in their own memory, into what leaves."""
+        raise NotImplementedError
+
+    def left(self) -> tuple[Arrays, Mapping[str, Fact]]:
+        """Return what the next round needs: arrays and facts of a state."""
+        return NO_ARRAYS, {}
 
 
 def local_weights(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
@@ -60,28 +89,3 @@ def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
     if not is_finite(delta_d):
         raise NotFinite(UNSTABLE)
     return delta_d
-
-
-def encode(
-    weights_d: Vector,
-    result: LocalWeights | LocalUpdate,
-    *,
-    codec: Codec,
-    seed: int,
-    residual_d: Vector | None = None,
-) -> Words:
-    """Turn trained weights into the words of the update, in the same memory.
-
-    Args:
-        weights_d: The global weights that training began with, shape ``(d,)``.
-        result: What training produced.
-        codec: Codec of updates.
-        seed: The round.
-        residual_d: What earlier updates have left out; replaced.
-
-    Raises:
-        NotFinite: Training left the finite numbers.
-        BeyondCodec: It left those of the codec.
-    """
-    delta_d = prepare(weights_d, result)
-    return encoded_over(codec, delta_d, residual_d=residual_d, seed=seed)

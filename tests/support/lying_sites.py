@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from clients.privacy.masking import Masking
 from clients.privacy.ring_seal import RingRound, RingSeal
-from clients.training.site import Site, Work
+from clients.training.site import Site
 from federation.vectors import ByteVector, HeaderVector
 
 FRACTION = 1 << 32  # Steps of a fraction in the header.
@@ -47,17 +46,16 @@ class Lies:
         """Have a site of this seal tell them."""
         honest = seal._work
 
-        def lie(
-            work: Work, masking: Masking, round_: RingRound
-        ) -> tuple[ByteVector, HeaderVector]:
-            words, header_h = honest(work, masking, round_)
-            if work.task.round_index != self.round_index:
+        def lie(round_: RingRound) -> tuple[ByteVector, HeaderVector]:
+            words, header_h = honest(round_)
+            if round_.task.round_index != self.round_index:
                 return words, header_h
-            slots = masking.contract.header_slots
+            contract = round_.masking.contract
+            slots = contract.header_slots
             for name, steps in self.header.items():
                 at = slots.index(name)
                 header_h[at] = (int(header_h[at]) + steps) % (1 << 64)
-            bits = 64 if masking.contract.levels else masking.contract.ring_bits
+            bits = contract.word_bits
             self.vector(words.view(f"u{bits // 8}"))
             return words, header_h
 

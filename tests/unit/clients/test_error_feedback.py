@@ -56,8 +56,8 @@ def trained(seed: int) -> LocalUpdate:
 def round_of(kept: KeptState, index: int, counted: int = 0, links: Links = LINKS):
     """Do a round: what was sent, and what is kept."""
     feedback = ErrorFeedback(links, task(index, counted))
-    feedback.begin(kept, SIZE)
-    words = feedback.encode(np.zeros(SIZE, np.float32), trained(index))
+    feedback.begin(kept, np.zeros(SIZE, np.float32))
+    words = feedback.update(np.zeros(SIZE, np.float32), trained(index))
     arrays, facts = feedback.left()
     return decoded(links.up, words, SIZE, seed=index), KeptState(
         arrays={name: array.copy() for name, array in arrays.items()}, facts=facts

@@ -121,7 +121,7 @@ def words_of_rounds(allocate: Allocate) -> list[bytes]:
     sent = []
     for index, counted in ((1, 0), (2, 1), (3, 1)):
         feedback = ErrorFeedback(links, toy.task(round_index=index, counted=counted))
-        feedback.begin(state.before(RUN, index), size)
+        feedback.begin(state.before(RUN, index), np.zeros(size, np.float32))
         rng = np.random.default_rng(index)
         update = LocalUpdate(
             update_d=rng.standard_normal(size, np.float32),
@@ -130,7 +130,7 @@ def words_of_rounds(allocate: Allocate) -> list[bytes]:
             num_steps=1,
             training=None,
         )
-        words = feedback.encode(np.zeros(size, np.float32), update)
+        words = feedback.update(np.zeros(size, np.float32), update)
         sent.append(words.tobytes())
         state.keep(RUN, index, *feedback.left())
     return sent

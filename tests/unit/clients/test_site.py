@@ -12,6 +12,7 @@ from clients.training.kept_steps import LeftAtStep
 from clients.training.local_federation import state_of
 from clients.training.site import Site, Work
 from clients.training.site_state import SiteState
+from clients.training.update import Form
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
@@ -528,6 +529,15 @@ def work_of(trainer: AddOne, store: MemoryStore, error: Exception) -> Work:
     return site_of(trainer, store)._work(task())
 
 
+class AsItIs(Form[LocalWeights | LocalUpdate]):
+    """What training gave."""
+
+    def update(
+        self, _weights_d: Vector, result: LocalWeights | LocalUpdate
+    ) -> LocalWeights | LocalUpdate:
+        return result
+
+
 @pytest.mark.parametrize(
     "error", [UserCodeError("mine:net", ValueError("record 7")), IndexError("record 7")]
 )
@@ -537,9 +547,9 @@ def test_training_that_fails_is_an_update_of_zero_where_noise_is_added(
     """Whether it fails depends on the records, and a decline has no noise."""
     work = work_of(AddOne(), store, error)
     with pytest.raises(type(error)):
-        work.do(lambda _, result: result)
+        work.do(AsItIs())
     work.answers_anyway = True
-    done = work.do(lambda _, result: result)
+    done = work.do(AsItIs())
     assert done.trained is not None
     assert isinstance(done.trained.sealed, LocalWeights)
     assert done.trained.sealed.weights_d.tolist() == [1, 1]
@@ -556,7 +566,7 @@ def test_what_records_do_not_decide_is_refused_also_where_noise_is_added(
     work = work_of(AddOne(), store, error)
     work.answers_anyway = True
     with pytest.raises(type(error)):
-        work.do(lambda _, result: result)
+        work.do(AsItIs())
 
 
 def auto_job() -> JobSpec:
