@@ -7,12 +7,11 @@ what the others train, so each one that leaves out a part declines the round.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from clients.methods.guest import Guest, LocalRound
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
-from federation.vectors import Layout, Role
 
 _SHOWN = 4  # Names in the advice.
 
@@ -22,8 +21,7 @@ class FilledParts(Guest):
 
     def __init__(self, start: LocalRound) -> None:
         """Begin a round that has reached none."""
-        self._job, self._layout = start.job, start.layout
-        self._idle = start.trained
+        self._idle = start.shared
 
     def gradient_(self) -> None:
         """Note what has a gradient; one of zeros counts."""
@@ -35,28 +33,25 @@ class FilledParts(Guest):
         Raises:
             SiteError: Some part has no gradient here.
         """
-        check_filled(self._job, self._layout, self._idle)
+        check_filled(self._idle)
 
 
 def begin(start: LocalRound) -> FilledParts | None:
     """Begin a round, if its update goes into an open secure sum."""
-    return FilledParts(start) if _is_open_sum(start.job) else None
+    return FilledParts(start) if is_open_sum(start.job) else None
 
 
-def check_filled(job: JobSpec, layout: Layout, idle: Collection[str]) -> None:
+def check_filled(idle: Iterable[str]) -> None:
     """Check that a round's training has reached every part of an open secure sum.
 
     Args:
-        job: With differential privacy, noise hides what few sites fill.
-        layout: Says what is summed, which personal parts are not.
-        idle: Names of trained parameters that no step's gradient has reached.
+        idle: Names of shared parameters that no step's gradient has reached.
 
     Raises:
         SiteError: Some part has no gradient here.
     """
-    summed = {each.name for each in layout.tensors if each.role is Role.PARAMETER}
-    names = [name for name in idle if name in summed]
-    if names and _is_open_sum(job):
+    names = [*idle]
+    if names:
         rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise SiteError(
             f"training reached no gradient of {names[0]!r} here (of {len(names)} "
@@ -67,7 +62,8 @@ def check_filled(job: JobSpec, layout: Layout, idle: Collection[str]) -> None:
         )
 
 
-def _is_open_sum(job: JobSpec) -> bool:
+def is_open_sum(job: JobSpec) -> bool:
+    """Whether updates go into a secure sum without noise, which hides who fills it."""
     privacy = job.privacy
     return (
         privacy.secure_aggregation.enabled and not privacy.differential_privacy.enabled

@@ -64,6 +64,13 @@ class LocalRound:
         return {n: p for n, p in by_name.items() if p.requires_grad and first[p] == n}
 
     @cached_property
+    def shared(self) -> dict[str, torch.nn.Parameter]:
+        """Those of them that sites share, and so no personal parts."""
+        roles = {t.name: t.role for t in self.layout.tensors}
+        wanted = Role.PARAMETER
+        return {n: p for n, p in self.trained.items() if roles.get(n) is wanted}
+
+    @cached_property
     def anchor(self) -> list[torch.Tensor]:
         """Copies of the trained parameters as the round began, in their order."""
         return [p.detach().clone() for p in self.trained.values()]
@@ -74,14 +81,12 @@ class LocalRound:
         Args:
             vector_d: Values by the model's layout, shape ``(d,)``. Parts may be views.
         """
-        places = {t.name: t for t in self.layout.tensors if t.role is Role.PARAMETER}
-        found = []
-        for name, parameter in self.trained.items():
-            if name in places:
-                tensor = places[name]
-                part = vector_d[tensor.offset : tensor.offset + tensor.size]
-                values = torch.from_numpy(part.reshape(tensor.shape))
-                found.append((parameter, values.to(parameter)))
+        places, found = {t.name: t for t in self.layout.tensors}, []
+        for name, parameter in self.shared.items():
+            tensor = places[name]
+            part = vector_d[tensor.offset : tensor.offset + tensor.size]
+            values = torch.from_numpy(part.reshape(tensor.shape))
+            found.append((parameter, values.to(parameter)))
         return found
 
 

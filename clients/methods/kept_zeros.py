@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from clients.methods.guest import Guest, LocalRound
-from clients.models import personal
 from federation.methods.kept_zeros import KEPT_ZEROS
 
 
@@ -37,9 +36,4 @@ def begin(start: LocalRound) -> KeptZeros | None:
     """Begin a round, if the job keeps zeros."""
     if not KEPT_ZEROS.is_on(start.job):
         return None
-    patterns = start.job.model.personal
-    return KeptZeros(
-        parameter
-        for name, parameter in start.trained.items()
-        if not personal.match(name, patterns) and not hasattr(parameter, "to_local")
-    )
+    return KeptZeros(p for p in start.shared.values() if not hasattr(p, "to_local"))

@@ -20,7 +20,7 @@ import numpy as np
 from clients.data import batches
 from clients.data.batches import Ordering
 from clients.data.datasets import Dataset, Indices, records_of
-from clients.methods.filled_parts import check_filled
+from clients.methods.filled_parts import check_filled, is_open_sum
 from clients.models import weights
 from clients.models.loaded_model import LoadedModel
 from clients.models.model_pool import Instance, ModelPool
@@ -35,7 +35,7 @@ from federation.job.selection_checks import counts_for_nan
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights, RoundCharges
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 
 @dataclass(eq=False)
@@ -143,9 +143,13 @@ class LoopTrainer:
             finally:
                 for hook in hooks:
                     hook.remove()
-            idle = trained - reached
-            named = weights.parameters_by_name(module).items()
-            check_filled(self.job, layout, [name for name, p in named if p in idle])
+            if is_open_sum(self.job):
+                named, idle = weights.parameters_by_name(module), trained - reached
+                check_filled(
+                    t.name
+                    for t in layout.tensors
+                    if t.role is Role.PARAMETER and named[t.name] in idle
+                )
             local_d, local_m = weights.read(module, layout)
             loaded.correct_(local_d, local_m)
         return LocalWeights(

@@ -98,8 +98,8 @@ def test_personal_parts_were_not_pruned():
         round_index=1,
         steps=range(1),
         model=model,
-        layout=weights.layout_of(model, {}),
-        weights_d=np.zeros(12, np.float32),
+        layout=weights.layout_of(model, {}, personal_patterns=["2.*"]),
+        weights_d=np.zeros(6, np.float32),
         kept={},
     )
     guest = kept_zeros.begin(start)
