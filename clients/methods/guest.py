@@ -65,7 +65,7 @@ class LocalRound:
 
     @cached_property
     def shared(self) -> dict[str, torch.nn.Parameter]:
-        """Those of them that sites share, and so no personal parts."""
+        """Those of them that sites share."""
         roles = {t.name: t.role for t in self.layout.tensors}
         wanted = Role.PARAMETER
         return {n: p for n, p in self.trained.items() if roles.get(n) is wanted}

@@ -222,7 +222,10 @@ class TorchTrainer:
                 if self.private is not None and self.private.in_sum:
                     model.load(weights_d, integers_m, kept)
                     return self._one_step(model.module, self.private, integers_m)
-                return self._train(model, round_index, weights_d, begin, steps)
+                start = self._local_round(
+                    model.module, round_index, steps, weights_d, begin.kept
+                )
+                return self._train(model, start, begin)
 
             return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
@@ -294,26 +297,18 @@ class TorchTrainer:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def _train(
-        self,
-        instance: Instance,
-        round_index: int,
-        weights_d: Vector,
-        begin: Beginning,
-        steps: range,
+        self, instance: Instance, start: LocalRound, begin: Beginning
     ) -> LocalWeights:
         """Train in a round: FedAvg's ClientUpdate, with the job's methods as guests.
 
         Args:
             instance: Its model is trained in place.
-            round_index: Number of the round, from 1.
-            weights_d: The global weights.
+            start: The round.
             begin: What training begins with, and steps that were taken ahead.
-            steps: Those of the round, counted over the run from 0.
         """
-        model, layout = instance.module, self.pool.layout
+        model, layout = start.model, start.layout
         instance.load(begin.weights_d, begin.integers_m, begin.kept)
         loaded = LoadedModel(self.job, model, layout, begin.weights_d)
-        start = self._local_round(model, round_index, steps, weights_d, begin.kept)
         guests = methods.begin(start)
         optimizer = LocalOptimizer(model, self.job, begin.kept, guests=guests)
         sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
