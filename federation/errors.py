@@ -185,6 +185,17 @@ def joined(faults: Sequence[JobError]) -> JobError:
     )
 
 
+def broken(rules: Mapping[str, bool]) -> list[JobError]:
+    """Return an error for each rule that a job breaks.
+
+    Args:
+        rules: Whether each is broken, by its key and after a colon why, with what to
+            write instead.
+    """
+    said = (text.partition(": ") for text, is_broken in rules.items() if is_broken)
+    return [JobError(reason, key=key) for key, _, reason in said]
+
+
 class ProtocolError(FederationError):
     """A message breaks the protocol between aggregator and sites."""
 

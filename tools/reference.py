@@ -27,6 +27,7 @@ from deploy.tuning import space as search_space
 from federation import errors, event_log, events, messages
 from federation.job import disclosure, spec as job
 from federation.job.job_keys import documented
+from federation.methods.method import Method
 from federation.methods.registry import METHODS
 from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
@@ -132,8 +133,8 @@ _WIRE_PARTS = (
 _COMBINATIONS = (
     "Each optional method names what a job cannot combine it with. A method works with "
     "everything that its table leaves out. `crossfed check-job` and every start of a "
-    "run refuse such a job, with the same words. Rules for other pairs of keys are in "
-    "the [job reference](job-file.md) and in the errors of `crossfed check-job`."
+    "run refuse such a job, with the same words. Ranges of values are in the [job "
+    "reference](job-file.md) and in the errors of `crossfed check-job`."
 )
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
@@ -228,28 +229,38 @@ def _speeds_file() -> Iterator[str]:
 def _combinations() -> Iterator[str]:
     yield from ("# What cannot be combined", "", _COMBINATIONS, "")
     titles = {
-        method.name: f"{_sentence(method.name)[:-1]}: `{method.dotted_key}`"
+        method.name: f"{_sentence(method.name)[:-1]}: `{method.setting}`"
         for method in METHODS
     }
     for method in METHODS:
         yield from (f"## {titles[method.name]}", "")
         things: dict[str, list[str]] = {}
-        for thing, reason in method.excludes.items():
+        for thing, reason in method.excluded.items():
             things.setdefault(_sentence(reason), []).append(_sentence(thing)[:-1])
         if rows := [(", ".join(names), reason) for reason, names in things.items()]:
             yield from _table(("Not with", "Why, and what to do"), rows)
         others = [
             f"[{each.name}](#{_slug(titles[each.name])})"
             for each in METHODS
-            if method.name in each.excludes
+            if method.name in each.excluded
         ]
         if others:
             yield from (f"Nor with {', '.join(others)}: see there.", "")
-        if method.private_because:
-            because = method.private_because
-            yield from (f"Where differential privacy is not refused, {because}.", "")
-        for thing in method.only_with_it:
-            yield from (f"Nothing else can use {thing}.", "")
+        yield from _beside(method)
+
+
+def _beside(method: Method) -> Iterator[str]:
+    """What a method does besides excluding things."""
+    if method.private_because:
+        yield from (f"Under differential privacy: {method.private_because}.", "")
+    if method.parts:
+        keys = ", ".join(f"`{key}`" for key in method.parts)
+        yield from (f"Keys without effect unless it is on: {keys}.", "")
+    if method.ignores:
+        keys = ", ".join(f"`{key}`" for key in method.ignores)
+        yield from (f"Keys without effect if it is on: {keys}.", "")
+    for thing in method.only_with_it:
+        yield from (f"Nothing else can use {thing}.", "")
 
 
 def _disclosure() -> Iterator[str]:

@@ -87,12 +87,6 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
     if not uses_ranks(job, file):
         return
     site = f"site {file.name!r} trains with {ranks} ranks (compute.ranks)"
-    if job.privacy.differential_privacy.unit == "joint":
-        raise JobError(
-            f"{site}, but a joint round has a single step, which one rank takes: ask "
-            "its operator to set compute.ranks = 1",
-            key="privacy.differential_privacy.unit",
-        )
     for method, reason in excluding(job, Thing.RANKS):
         raise JobError(
             f"{site}, but {reason}, or {method.instead}", key=method.places(job)[0]

@@ -70,11 +70,6 @@ def check_exact(job: JobSpec) -> None:
     step = ServerOptimizerSpec()
     faults = {
         **{reason: True for _, reason in excluding(job, Thing.EXACT_ADAPTERS)},
-        "the aggregator needs each site's factors, and secure aggregation shows it "
-        "only their sum": job.privacy.secure_aggregation.enabled,
-        "products of noised factors have more noise than was planned": (
-            job.privacy.differential_privacy.enabled
-        ),
         f"aggregation.combine is {job.aggregation.combine}, not mean": (
             job.aggregation.combine != "mean"
         ),
@@ -84,10 +79,6 @@ def check_exact(job: JobSpec) -> None:
         ),
         "codecs round the factors: leave out communication.codec and down_codec": (
             {links.up.name, links.down.name} != {"identity"}
-        ),
-        "an average of the models of several rounds mixes factors of different "
-        'products: set selection.model to "best" or "last"': (
-            job.selection is not None and job.selection.averages
         ),
     }
     for reason, is_refused in faults.items():

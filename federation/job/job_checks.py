@@ -1,8 +1,8 @@
 """What a job must not request: rules over several values.
 
 Combinations that are unsafe or cannot work are refused here, each with its key and
-what to write instead; those of differential privacy are in ``privacy_checks``, those
-of optional methods in ``federation.methods``.
+what to write instead; those of the ``[privacy]`` tables are in ``privacy_checks``. What
+cannot be combined is in ``federation.methods``.
 """
 
 import difflib
@@ -19,7 +19,9 @@ from federation.job.method_checks import MEANS, check_methods
 from federation.job.metrics import check_objective, is_function
 from federation.job.privacy_checks import (
     check_differential_privacy,
-    check_secure_aggregation,
+    check_ring,
+    check_secure_sum,
+    check_standardise,
 )
 from federation.job.relay_checks import check_relays
 from federation.job.selection_checks import check_selection
@@ -29,10 +31,11 @@ from federation.job.spec import (
     OptimizerSpec,
     PartitionSpec,
 )
+from federation.methods.combining import ROBUST
 from federation.methods.local_work import CHOSEN_STEPS
 
 TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
-RULES = (*MEANS, "trimmed_mean", "median", "krum", "multi_krum")
+RULES = (*MEANS, *map(str, ROBUST.on))
 SCHEDULES = ("constant", "linear", "cosine")
 # The first four have keys of their own. Not here: LBFGS, which calls the model several
 # times a step, and SparseAdam, whose gradients cannot be clipped.
@@ -58,7 +61,6 @@ def check(job: JobSpec) -> JobSpec:
     for rule in (
         check_flower_apps,
         _check_data,
-        _check_users_rule,
         check_methods,
         check_objective,
         _check_training,
@@ -66,11 +68,12 @@ def check(job: JobSpec) -> JobSpec:
         _check_larger_steps,
         _check_optimizer,
         _check_codecs,
-        check_secure_aggregation,  # First: it sets the quorum.
+        check_secure_sum,  # First: it sets the quorum.
+        check_ring,
         check_differential_privacy,
+        check_standardise,
         _check_quorum,
         _check_robust_rule,
-        _check_dynamic_weights,
         _check_buffers,
         check_ranks,
         _check_tokenizers,
@@ -305,52 +308,13 @@ def _check_quorum(job: JobSpec) -> None:
         )
 
 
-def _check_users_rule(job: JobSpec) -> None:
-    """Refuse a rule of the user's where nobody could keep what the job promises."""
-    rule, key = job.aggregation.combine, "aggregation.combine"
-    if rule in RULES:
-        return
-    if not is_function(rule):
-        raise JobError(_unknown(rule, RULES), key=key)
-    if job.privacy.secure_aggregation.enabled:
-        raise JobError(
-            "your own rule is given each site's update, and secure aggregation opens "
-            f"only sums: use {' or '.join(MEANS)}, or do without secure aggregation",
-            key=key,
-        )
-    if job.privacy.differential_privacy.enabled:
-        raise JobError(
-            "differential privacy is promised for the rules that we know: use "
-            f"{', '.join(RULES)}, or do without differential privacy",
-            key=key,
-        )
-    if job.aggregation.byzantine_sites:
-        raise JobError(
-            "has no effect with your own rule, which nobody tells how many sites are "
-            "bad: remove this key",
-            key="aggregation.byzantine_sites",
-        )
-
-
 def _check_robust_rule(job: JobSpec) -> None:
     aggregation = job.aggregation
     bad, rule = aggregation.byzantine_sites, aggregation.combine
-    if rule not in RULES:
+    if rule not in RULES and not is_function(rule):
+        raise JobError(_unknown(rule, RULES), key="aggregation.combine")
+    if rule not in ROBUST.on:
         return
-    if rule in MEANS:
-        if bad:
-            raise JobError(
-                "a mean tolerates no bad site; use trimmed_mean, median, krum or "
-                "multi_krum",
-                key="aggregation.byzantine_sites",
-            )
-        return
-    if aggregation.weights != "uniform":
-        raise JobError(
-            f"{rule} counts every site once, or a site could buy influence with a "
-            'large weight: set weights = "uniform"',
-            key="aggregation.weights",
-        )
     if bad == 0 and rule != "median":
         raise JobError(
             f"{rule} tolerates the number of bad sites given here, and with 0 it is no "
@@ -397,30 +361,6 @@ def _check_codecs(job: JobSpec) -> None:
             "communication.codec.name",
             key="aggregation.combine",
         )
-    if rule not in MEANS and not shares:
-        raise JobError(
-            f"{rule} compares the values of sites, and with "
-            f"{communication.codec.name} each site sends other places and 0 for the "
-            "rest: use mean or contributor_mean here, or another codec",
-            key="aggregation.combine",
-        )
-    unit = job.privacy.differential_privacy.unit
-    if communication.links.feedback and unit in {"joint", "site"}:
-        raise JobError(
-            "a residual adds to an update what earlier ones left out, beyond the clip "
-            f'norm that the noise of unit = "{unit}" covers: choose identity as '
-            "communication.codec.name",
-            key="communication.codec.feedback",
-        )
-
-
-def _check_dynamic_weights(job: JobSpec) -> None:
-    if job.aggregation.weights == "dynamic" and job.evaluation.every != 1:
-        raise JobError(
-            "dynamic weights compare the loss before and after each round: set "
-            "evaluation.every = 1",
-            key="aggregation.weights",
-        )
 
 
 def _check_buffers(job: JobSpec) -> None:
@@ -428,12 +368,6 @@ def _check_buffers(job: JobSpec) -> None:
         if role not in {"keep", "max", "from_server"}:
             raise JobError(
                 f"{role!r} is not a role: use keep, max or from_server",
-                key=f"model.integer_buffers.{pattern}",
-            )
-        if role == "max" and job.privacy.secure_aggregation.enabled:
-            raise JobError(
-                "a maximum cannot be computed without seeing each site's value; use "
-                "keep or from_server, or turn secure aggregation off",
                 key=f"model.integer_buffers.{pattern}",
             )
 

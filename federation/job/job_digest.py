@@ -12,9 +12,16 @@ from typing import Any
 
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.methods.method import default_of
 from federation.methods.registry import METHODS
 
 DIGEST_BYTES = 32
+
+
+def _plain_default(key: str) -> object:
+    found = default_of(JobSpec, key)
+    return list(found) if isinstance(found, tuple) else found
+
 
 # Where results are kept, how a simulation is played, how long a round may take: no
 # site computes anything else because of these, and an operator may change them
@@ -34,16 +41,15 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "max_tokens"), 1 << 16),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
-    (("communication", "fragments"), 1),
     (("privacy", "differential_privacy", "records_per_person"), 8),
     (("model", "tokenizers"), []),
     (("model", "frozen"), []),
     (("privacy", "differential_privacy", "max_noise_multiplier"), None),
     *(
-        (path, list(value) if isinstance(value, tuple) else value)
+        (tuple(key.split(".")), _plain_default(key))
         for method in METHODS
         if not method.always_decides
-        for path, value in {method.key: method.off, **method.parts}.items()
+        for key in (method.key, *method.parts)
     ),
 )
 

@@ -248,7 +248,6 @@ def check_objective(job: JobSpec) -> None:
     training, key = job.training, "training.metrics"
     _check_classes(training)
     _check_measures(training)
-    _check_apart(job)
     _check_options(training)
     if has_own_bounds(training):
         if training.metrics:
@@ -330,28 +329,6 @@ def _check_measures(training: TrainingSpec) -> None:
             raise JobError(
                 f"{name!r:.40} cannot be computed for {training.task}: {hint}", key=key
             )
-
-
-def _check_apart(job: JobSpec) -> None:
-    """Refuse built-in tasks for which the promise to one record does not hold."""
-    private, task = job.privacy.differential_privacy, job.training.task
-    if not private.enabled:
-        return
-    if task == "contrastive" and private.clips_gradients:
-        raise JobError(
-            "contrastive compares each record with the others of its batch, so that "
-            f'unit = "{private.unit}" cannot clip what one record adds: use '
-            'unit = "site", or another task',
-            key="training.task",
-        )
-    if has_noised_results(job) and (task == "contrastive" or task in LABELLED):
-        raise JobError(
-            f"held-out results of {task} cannot get noise, since one record changes "
-            "how many predictions are made, or those of other records: set "
-            'evaluation.every = 0, or privacy.differential_privacy.held_out = "public" '
-            "if the held-out data is public",
-            key="training.task",
-        )
 
 
 def _check_classes(training: TrainingSpec) -> None:

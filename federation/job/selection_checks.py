@@ -19,7 +19,7 @@ _COUNTS = ("correct", "tp", "fp", "fn")
 
 
 def check_selection(job: JobSpec) -> None:
-    """Refuse metrics that the job does not have, and keys without effect.
+    """Refuse metrics that the job does not have, and averages of no model.
 
     Raises:
         JobError: The first such thing, with its key and what to write instead.
@@ -27,14 +27,13 @@ def check_selection(job: JobSpec) -> None:
     spec = job.selection
     if spec is None:
         return
-    _check_effect(spec)
+    if spec.model == "last" and spec.patience is None:
+        raise JobError(
+            "the last model is what a run leaves without [selection]: remove the "
+            "table, choose another model, or set patience",
+            key="selection.model",
+        )
     if spec.compares:
-        if not job.evaluation.every:
-            raise JobError(
-                "no model is evaluated, so none can be compared: set evaluation.every "
-                "to 1 or more",
-                key="selection.metric",
-            )
         goal_of(spec, job.training)
     if spec.averages and spec.average_from > job.rounds:
         raise JobError(
@@ -113,27 +112,3 @@ def _goals(training: TrainingSpec) -> Mapping[str, str]:
         goal = _MIN if measure == "calibration" else _MAX
         found[measured.get(measure, measure)] = goal
     return found
-
-
-def _check_effect(spec: SelectionSpec) -> None:
-    plain = SelectionSpec()
-    checks = (
-        ("decay", spec.model == "ema", 'use model = "ema"'),
-        ("average_from", spec.averages, 'use model = "ema" or "swa"'),
-        ("metric", spec.compares, 'use model = "best" or set patience'),
-        ("goal", spec.compares, 'use model = "best" or set patience'),
-        ("min_change", spec.compares, 'use model = "best" or set patience'),
-    )
-    for name, has_effect, instead in checks:
-        if getattr(spec, name) != getattr(plain, name) and not has_effect:
-            raise JobError(
-                f"has no effect with model = {spec.model!r}: {instead}, or remove this "
-                "key",
-                key=f"selection.{name}",
-            )
-    if spec.model == "last" and spec.patience is None:
-        raise JobError(
-            "the last model is what a run leaves without [selection]: remove the "
-            "table, choose another model, or set patience",
-            key="selection.model",
-        )

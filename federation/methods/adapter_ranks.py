@@ -4,22 +4,20 @@ from federation.methods.method import Method, Thing
 
 FEWER_RANKS = Method(
     name=Thing.FEWER_RANKS,
-    key=("sites", "lora_rank"),
+    key="sites.lora_rank",
     excludes={
-        Thing.TRAINER: "a Trainer's loop trains all ranks",
-        Thing.FLOWER_APPS: "Flower apps know one rank only",
-        Thing.RELAYS: "relays know one rank only",
-        Thing.GROUPS: (
-            "sites of one group may all have a small rank, and the rest would be of "
-            "few sites"
+        "a Trainer's loop trains all ranks": Thing.TRAINER,
+        "Flower apps know one rank only": Thing.FLOWER_APPS,
+        "relays know one rank only": Thing.RELAYS,
+        "sites of one group may all have a small rank, and the rest would be of few "
+        "sites": Thing.GROUPS,
+        "other rules compare values of sites, and this site sends 0 for the rest: set "
+        "aggregation.combine to mean or contributor_mean": (
+            Thing.ROBUST,
+            Thing.OWN_RULE,
         ),
-        Thing.ROBUST: (
-            "other rules compare values of sites, and this site sends 0 for the rest: "
-            "set aggregation.combine to mean or contributor_mean"
-        ),
-        Thing.OVERLAP: (
-            "steps taken ahead mix older values into what the site does not train"
-        ),
+        "steps taken ahead mix older values into what the site does not "
+        "train": Thing.OVERLAP,
     },
     private_because="sums are refused in which too few sites fill a part",
 )

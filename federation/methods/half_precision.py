@@ -4,18 +4,16 @@ from federation.methods.method import Method, Thing
 
 FLOAT16 = Method(
     name=Thing.FLOAT16,
-    key=("training", "precision"),
-    on="fp16",
+    key="training.precision",
+    on=("fp16",),
     always_decides=True,
     keeps=True,
     needs_dense=True,
     instead='use "bf16"',
     excludes={
-        Thing.RECORDS: (
-            "a step that is skipped because a gradient overflows reveals something "
-            "about its records, and the clip norm is of gradients without a scale: "
-            'use unit = "site"'
-        ),
+        "a step that is skipped because a gradient overflows reveals something about "
+        "its records, and the clip norm is of gradients without a scale: use unit = "
+        '"site"': Thing.RECORDS,
     },
     private_because="noise for whole sites covers whatever a site's steps do",
 )

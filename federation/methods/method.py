@@ -5,9 +5,12 @@ excludes; digests, kept state and traffic read the rest. What the method compute
 ``clients.methods``.
 """
 
+import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Thing(StrEnum):
@@ -15,6 +18,7 @@ class Thing(StrEnum):
 
     STEPS = "local steps instead of epochs"
     EPOCHS = "local epochs"
+    SEVERAL_STEPS = "rounds of other than one step"
     CHOSEN_STEPS = "chosen numbers of local steps"
     LARGER_STEPS = "steps that grow during the run"
     OTHER_OPTIMIZERS = "local optimisers other than plain SGD"
@@ -22,6 +26,7 @@ class Thing(StrEnum):
     MUON = "muon"
     WEIGHT_DECAY = "weight decay"
     WARM_UP = "a warm-up of the learning rate"
+    RATE_SCHEDULE = "schedules of the learning rate"
     KEPT_OPTIMIZER = "kept optimiser state"
     CLIPPED_STEPS = "gradient clipping"
     PROXIMAL = "the proximal term"
@@ -40,6 +45,10 @@ class Thing(StrEnum):
     CLASSES = "confusion matrices"
     FROZEN = "frozen parameters"
     TOKENIZERS = "named tokenisers"
+    TOKENS = "tasks of tokens"
+    CONTRASTIVE = "the task contrastive"
+    MAX_BUFFERS = "largest values of integer buffers"
+    DEALT_PERSONS = "records of one person at several sites"
     PERSONAL = "personal parts"
     CLUSTERS = "clusters"
     SHARED_CHOICE = "choices of a cluster that are averaged"
@@ -49,19 +58,25 @@ class Thing(StrEnum):
     RELAYS = "relays"
     PARTIAL_ROUNDS = "rounds of fewer than all sites"
     SAMPLES = "samples of the sites"
+    MEAN = "the mean"
     OTHER_COMBINE = "combine rules other than the mean"
+    UNGROUPED = "combine rules other than the mean without groups"
+    OWN_RULE = "your own combine rule"
     ROBUST = "combine rules that compare sites"
     DYNAMIC_WEIGHTS = "dynamic weights"
+    OTHER_WEIGHTS = "weights other than uniform"
     PLAIN_MEAN = "the plain mean as the next model"
     SERVER_STEP = "other server optimisers"
     RUNNING_SUM = "the server optimiser running_sum"
+    RARE_RESULTS = "evaluation in only some rounds"
+    NO_RESULTS = "runs without evaluation"
     OTHER_MODEL = "selection of another model than the last"
     CODECS = "codecs"
     CODECS_UP = "codecs of updates"
-    NOT_WHOLE = "models that are not sent whole"
+    COMPARED_PLACES = "rules that compare sites, of which each sends other places"
+    CHANGES = "changes sent in place of the model"
     SUMS_DOWN = "sums sent in place of the model"
     SUMS_OF_ROUNDED = "sums after a first model in a codec"
-    FRAGMENTS = "fragments"
     OPEN_UPDATES = "updates in the clear"
     SECURE = "secure aggregation"
     OPEN_SUMS = "secure sums without noise for whole sites"
@@ -72,29 +87,29 @@ class Thing(StrEnum):
     ELEMENT_BOUND = "a bound of single elements"
     CLIP_ELEMENTS = "clipped elements"
     PRIVACY = "differential privacy"
+    NO_PRIVACY = "no unit of privacy"
     RECORDS = "differential privacy of records or persons"
-    WHOLE_SITES = "differential privacy of whole sites"
     JOINT = "joint noise for records"
+    WHOLE_SITES = "noise for whole sites"
     SITE_RESULTS = "held-out results with noise for whole sites"
+    MIXED_RESULTS = "noised results of records that change other predictions"
+    RECORD_RESULTS = "held-out results whose noise is for records"
 
 
 ONE_RANK = "ask the site's operator for compute.ranks = 1 without compute.compile"
 
-Path = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """An optional method of training.
+    """An optional method of a job.
 
     Attributes:
         name: Its name; also that of what a site keeps of it.
-        key: Path of its key in the job file.
-        off: The key's value without the method.
-        on: The only value of the key that switches the method on; None if every value
-            but ``off`` does.
-        parts: Other keys, which have no effect without the method, each with its value
-            then.
+        key: Its key in the job file, with dots.
+        on: The values of the key that switch the method on; if empty, every value but
+            the key's default does.
+        parts: Other keys, which have no effect without the method, or without another
+            one that names them too.
         always_decides: Whether key and parts are in the digests of jobs without the
             method too. If not, such jobs have the digest that they had before the
             method existed.
@@ -105,40 +120,45 @@ class Method:
             must exclude rounds of fewer than all sites.
         needs_dense: Whether it changes the gradients of a local step, which then cannot
             be sparse.
-        excludes: By ``Thing`` or another method's name: why a job cannot have both; and
-            after a colon what to write instead, unless that is to do without it.
+        excludes: Why a job cannot have the method and a ``Thing`` or another method,
+            and after a colon what to write instead, unless that is to do without it;
+            with that thing, or all things of which it is true.
         private_because: Why the method keeps the promises of differential privacy. Jobs
             with both are refused if this is empty.
-        ignores: Other keys, which have no effect with the method: what to set in their
-            place.
+        ignores: Other keys, which have no effect with the method: why, or what to set
+            in their place.
         instead: How to do without the method.
         only_with_it: Each ``Thing`` that is a part of the method, and of nothing else.
     """
 
     name: str
-    key: Path
-    off: object = None
-    on: object = None
-    parts: Mapping[Path, object] = field(default_factory=dict)
+    key: str
+    on: tuple[object, ...] = ()
+    parts: tuple[str, ...] = ()
     always_decides: bool = False
     keeps: bool = False
     follows_counted: bool = False
     needs_dense: bool = False
-    excludes: Mapping[str, str] = field(default_factory=dict)
+    excludes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     private_because: str = ""
-    ignores: Mapping[Path, str] = field(default_factory=dict)
+    ignores: Mapping[str, str] = field(default_factory=dict)
     instead: str = "remove this key"
     only_with_it: tuple[Thing, ...] = ()
 
     @property
-    def dotted_key(self) -> str:
-        """Its key as the documentation names it."""
-        return ".".join(self.key)
-
-    @property
     def setting(self) -> str:
         """What switches the method on, as in the job file."""
-        return self.dotted_key + (f' = "{self.on}"' if self.on else "")
+        values = " or ".join(f'"{each}"' for each in self.on)
+        return f"{self.key} = {values}" if values else self.key
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """The reason of each thing that it excludes."""
+        return {
+            thing: reason
+            for reason, things in self.excludes.items()
+            for thing in ((things,) if isinstance(things, str) else things)
+        }
 
     def is_on(self, job: object) -> bool:
         """Whether a job, a ``federation.job.spec.JobSpec``, uses the method."""
@@ -146,21 +166,42 @@ class Method:
 
     def places(self, job: object) -> list[str]:
         """Find the keys that switch the method on in a job, as errors name them."""
-        found: list[tuple[str, object]] = [("", job)]
-        for name in self.key:
-            found = [
-                (f"{place}.{name}".lstrip("."), getattr(table, name))
-                for outer, table_or_list in found
-                for place, table in _tables(outer, table_or_list)
-            ]
-        return [place for place, value in found if self._is_on(value)]
-
-    def _is_on(self, value: object) -> bool:
-        return value != self.off if self.on is None else value == self.on
+        return places_of(job, self.key, self.on)
 
 
-def _tables(place: str, value: object) -> list[tuple[str, object]]:
-    """Return a table of the job, or each one of a list of them."""
-    if not isinstance(value, tuple):
-        return [(place, value)]
-    return [(f"{place}[{index}]", each) for index, each in enumerate(value)]
+def places_of(job: object, key: str, values: tuple[object, ...] = ()) -> list[str]:
+    """Find a key in a job where it has one of some values, or just not its default."""
+    *outer, last = key.split(".")
+    tables: list[tuple[str, Any]] = [("", job)]
+    for name in outer:
+        tables = [
+            found
+            for place, table in tables
+            for found in _tables(place + name, getattr(table, name))
+        ]
+    return [
+        place + last
+        for place, table in tables
+        if (value := getattr(table, last)) in values
+        or not (values or value == default_of(table, last))
+    ]
+
+
+def default_of(table: Any, key: str) -> Any:
+    """Return the default of a key below a table of the job file, or its class."""
+    first, _, rest = key.partition(".")
+    if rest:
+        hint = typing.get_type_hints(table)[first]
+        inner = filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint)))
+        return default_of(next(inner), rest)
+    found = table.__dataclass_fields__[first]
+    if found.default_factory is not dataclasses.MISSING:
+        return found.default_factory()
+    return found.default
+
+
+def _tables(place: str, value: Any) -> list[tuple[str, Any]]:
+    """Return a table of the job, or each one of a list of them, with its prefix."""
+    if isinstance(value, tuple):
+        return [(f"{place}[{index}].", each) for index, each in enumerate(value)]
+    return [] if value is None else [(f"{place}.", value)]

@@ -11,49 +11,37 @@ from federation.methods.method import ONE_RANK, Method, Thing
 
 PERSONAL = Method(
     name=Thing.PERSONAL,
-    key=("model", "personal"),
-    off=(),
+    key="model.personal",
     excludes={
-        Thing.JOINT: (
-            "noise is added to the sum only, so personal parts would carry records "
-            'without noise into the next update: use unit = "record"'
-        ),
-        Thing.SITE_RESULTS: (
-            "a site evaluates its own model, whose personal part has no noise: set "
-            "evaluation.every = 0"
-        ),
-        Thing.OVERLAP: "steps taken ahead begin with the site's own whole model",
-        Thing.NORMALIZED: (
-            "normalized_steps scales what is averaged, and personal parts are not"
-        ),
-        Thing.OTHER_MODEL: (
-            "sites keep the personal parts of the last round, which belong to no other "
-            "model: set selection.model to 'last', which stops early too"
-        ),
-        Thing.RANKS: f"ranks keep no personal parts: {ONE_RANK}",
+        "noise is added to the sum only, so personal parts would carry records "
+        'without noise into the next update: use unit = "record"': Thing.JOINT,
+        "a site evaluates its own model, whose personal part has no noise: set "
+        "evaluation.every = 0": Thing.SITE_RESULTS,
+        "steps taken ahead begin with the site's own whole model": Thing.OVERLAP,
+        "normalized_steps scales what is averaged, and personal parts are "
+        "not": Thing.NORMALIZED,
+        "sites keep the personal parts of the last round, which belong to no other "
+        "model: set selection.model to 'last', which stops early "
+        "too": Thing.OTHER_MODEL,
+        f"ranks keep no personal parts: {ONE_RANK}": Thing.RANKS,
     },
     private_because="private steps of records noise personal parts too",
 )
 CLUSTERS = Method(
     name=Thing.CLUSTERS,
-    key=("training", "task"),
-    on="clients.models.clusters:best_cluster",
+    key="training.task",
+    on=("clients.models.clusters:best_cluster",),
     always_decides=True,
     instead="use one model",
     excludes={
-        Thing.SHARED_CHOICE: (
-            'each site chooses a cluster for itself: add "choice.*" to model.personal'
-        ),
-        Thing.OPEN_SUMS: (
-            "each site fills one cluster of the sum, so a cluster that one site "
-            "chooses would hold its update alone, and the aggregator can steer who "
-            'chooses what: use unit = "site", whose noise hides both, do without '
-            "secure aggregation"
-        ),
-        Thing.RECORDS: (
-            "a site chooses a cluster by losses of its records, which have no noise: "
-            'use unit = "site"'
-        ),
+        'each site chooses a cluster for itself: add "choice.*" to '
+        "model.personal": Thing.SHARED_CHOICE,
+        "each site fills one cluster of the sum, so a cluster that one site chooses "
+        "would hold its update alone, and the aggregator can steer who chooses what: "
+        'use unit = "site", whose noise hides both, do without secure '
+        "aggregation": Thing.OPEN_SUMS,
+        "a site chooses a cluster by losses of its records, which have no noise: use "
+        'unit = "site"': Thing.RECORDS,
     },
     private_because="noise for whole sites covers the choice",
 )

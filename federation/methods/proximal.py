@@ -4,14 +4,12 @@ from federation.methods.method import Method, Thing
 
 PROXIMAL = Method(
     name=Thing.PROXIMAL,
-    key=("training", "proximal_mu"),
-    off=0.0,
+    key="training.proximal_mu",
     always_decides=True,
     needs_dense=True,
     excludes={
-        Thing.JOINT: (
-            "the proximal term is zero for a single step from the global weights"
-        ),
+        "the proximal term is zero for a single step from the global "
+        "weights": Thing.JOINT,
     },
     private_because="its gradient depends on no record",
 )

@@ -3,7 +3,22 @@
 from collections.abc import Iterator
 
 from federation.methods.adapter_ranks import FEWER_RANKS
+from federation.methods.combining import (
+    CODECS_UP,
+    DYNAMIC_WEIGHTS,
+    ROBUST,
+    SAMPLES,
+)
 from federation.methods.control_variates import CONTROL_VARIATES
+from federation.methods.differential_privacy import (
+    ADAPTIVE_CLIP,
+    JOINT,
+    PERSON,
+    PRIVACY,
+    RECORD,
+    STANDARDISE,
+    WHOLE_SITES,
+)
 from federation.methods.feddyn import FEDDYN
 from federation.methods.flower_apps import FLOWER_APPS
 from federation.methods.half_precision import FLOAT16
@@ -17,6 +32,8 @@ from federation.methods.overlap import OVERLAP
 from federation.methods.personal import CLUSTERS, PERSONAL
 from federation.methods.proximal import PROXIMAL
 from federation.methods.relays import RELAYS
+from federation.methods.secure_aggregation import ELEMENT_BOUND, GROUPS, SECURE
+from federation.methods.selection import BEST_MODEL, EARLY_STOPPING, EMA, SWA
 from federation.methods.users_loop import USERS_LOOP
 
 METHODS: tuple[Method, ...] = (
@@ -24,7 +41,10 @@ METHODS: tuple[Method, ...] = (
     *(OVERLAP, CHOSEN_STEPS, LARGER_STEPS),
     *(FLOAT16, KEPT_OPTIMIZER, KEPT_ZEROS, FEWER_RANKS),
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
-    *(RELAYS, LEVELS),
+    *(RELAYS, SAMPLES, CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
+    *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
+    *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),
+    *(PRIVACY, RECORD, PERSON, JOINT, WHOLE_SITES, ADAPTIVE_CLIP, STANDARDISE),
 )
 
 
@@ -36,8 +56,8 @@ def used_by(job: object) -> Iterator[Method]:
 def excluding(job: object, thing: str) -> Iterator[tuple[Method, str]]:
     """Find the job's methods that exclude something, each with its reason."""
     for method in used_by(job):
-        if thing in method.excludes:
-            yield method, method.excludes[thing]
+        if thing in method.excluded:
+            yield method, method.excluded[thing]
 
 
 def follows_counted(job: object) -> bool:

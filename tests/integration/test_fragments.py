@@ -187,12 +187,6 @@ def test_more_fragments_than_blocks_are_refused():
     assert caught.value.key == "communication.fragments"
 
 
-def test_fragments_need_levels():
-    with pytest.raises(JobError, match=r"fragments .* only with levels") as caught:
-        small_job(communication={"fragments": 2})
-    assert caught.value.key == "privacy.secure_aggregation.levels"
-
-
 def test_a_lost_round_costs_no_whole_model():
     """Sites that have the model are told that it has not changed."""
     faults = [{"site": "site-1", "kind": "crash", "rounds": [3]}]

@@ -459,7 +459,6 @@ def test_long_record_is_refused():
         trained(training("sft", max_tokens=3), draw(1, 4, 5), classes(5, 1, 4))
 
 
-DP = {"differential_privacy": {"unit": "record", "target_epsilon": 8.0}}
 SECURE = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}
 REFUSED: Mapping[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "option": (
@@ -497,18 +496,6 @@ REFUSED: Mapping[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {},
         "training.measures[0]",
         "the measures are auc",
-    ),
-    "pairs of a private batch": (
-        {"task": "contrastive"},
-        DP,
-        "training.task",
-        "compares each record with the others",
-    ),
-    "unknown number of predictions": (
-        {"task": "sft"},
-        DP,
-        "training.task",
-        "how many predictions are made",
     ),
     "classes of another task": (
         {"task": "binary", "classes": ["a", "b"]},

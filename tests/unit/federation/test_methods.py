@@ -21,7 +21,7 @@ from deploy.site_host.config import (
 from federation.errors import JobError
 from federation.job import job_digest, job_file, method_checks
 from federation.job.adapters import check_exact
-from federation.job.method_checks import IN_A_JOB
+from federation.job.method_checks import things
 from federation.job.spec import JobSpec
 from federation.methods.method import Method, Thing
 from federation.methods.personal import CLUSTERS
@@ -50,6 +50,7 @@ def private(unit: str, **keys: Any) -> dict[str, Any]:
 
 
 NINE = "cabdefghi"
+OPEN = {"privacy": {"differential_privacy": {"unit": "none", "target_epsilon": None}}}
 MOMENTUM = {"name": "sgd", "momentum": 0.9}
 # What switches each method on.
 ON: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ ON: dict[str, dict[str, Any]] = {
     },
     Thing.PERSONAL: {"model": {"personal": ["choice.*"]}},
     Thing.CLUSTERS: {
-        **training(task=CLUSTERS.on, metrics={"loss": [0.0, 9.0]}),
+        **training(task=CLUSTERS.on[0], metrics={"loss": [0.0, 9.0]}),
         "model": {"personal": ["choice.*"]},
     },
     Thing.TRAINER: training(task="trainer", metrics={"loss": [0.0, 9.0]}),
@@ -87,7 +88,34 @@ ON: dict[str, dict[str, Any]] = {
         "relays": [{"name": "r", "sites": ["a"]}],
         "schedule": {"minimum_sites": 2},
     },
+    Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 2}},
+    Thing.CODECS_UP: {"communication": {"codec": {"name": "int8"}}},
+    Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
+    Thing.ROBUST: {"aggregation": {"combine": "median", "weights": "uniform"}},
+    "selection of the best model": {"selection": {"model": "best"}},
+    "early stopping": {"selection": {"model": "last", "patience": 2}},
+    "a moving average of models": {"selection": {"model": "ema"}},
+    "an equal average of models": {"selection": {"model": "swa"}},
+    Thing.SECURE: secure(),
+    Thing.GROUPS: {
+        **secure(groups=3),
+        "aggregation": {"combine": "median", "weights": "uniform"},
+        "sites": [{"name": name} for name in NINE],
+    },
     Thing.LEVELS: secure(levels=4),
+    Thing.ELEMENT_BOUND: secure(element_bound=0.1),
+    Thing.PRIVACY: {**private("site"), "evaluation": {"every": 0}},
+    "noise for records": private("record"),
+    "noise for persons": toy.merged(
+        private("person"), {"data": {"partition": {"kind": "by_person"}}}
+    ),
+    Thing.JOINT: toy.merged(private("joint"), training(local_steps=1)),
+    Thing.WHOLE_SITES: {**private("site"), "evaluation": {"every": 0}},
+    "an adaptive clip norm": {
+        **private("site", adaptive_clip=True),
+        "evaluation": {"every": 0},
+    },
+    "noised statistics": private("record", standardise={"low": [0.0], "high": [1.0]}),
 }
 # What asks for each thing that follows from the job alone.
 ASKS: dict[str, dict[str, Any]] = ON | {
@@ -98,6 +126,8 @@ ASKS: dict[str, dict[str, Any]] = ON | {
     Thing.MUON: training(optimizer={"name": "muon", "momentum": 0.9}),
     Thing.WEIGHT_DECAY: training(optimizer={"weight_decay": 0.1}),
     Thing.WARM_UP: training(learning_rate={"warmup_steps": 2}),
+    Thing.RATE_SCHEDULE: training(learning_rate={"name": "cosine"}),
+    Thing.SEVERAL_STEPS: training(local_steps=2),
     Thing.CLIPPED_STEPS: training(clip_grad_norm=1.0),
     Thing.ALL_AHEAD: training(local_steps=1, overlap_steps=1),
     Thing.NO_WEIGHTS: {"model": {"weights": None}},
@@ -108,42 +138,52 @@ ASKS: dict[str, dict[str, Any]] = ON | {
     Thing.CLASSES: training(classes=["cat", "dog"]),
     Thing.FROZEN: {"model": {"frozen": ["body.*"]}},
     Thing.TOKENIZERS: {"model": {"tokenizers": [64 * "0"]}},
+    Thing.TOKENS: training(task="causal_lm"),
+    Thing.CONTRASTIVE: training(task="contrastive"),
+    Thing.MAX_BUFFERS: {"model": {"integer_buffers": {"*": "max"}}},
+    Thing.DEALT_PERSONS: {"data": {"partition": {"kind": "iid"}}},
     Thing.SHARED_CHOICE: {"model": {"personal": []}},
     Thing.PARTIAL_ROUNDS: {"schedule": {"minimum_sites": 1}},
-    Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 2}},
     Thing.OTHER_COMBINE: {"aggregation": {"combine": "median", "weights": "uniform"}},
-    Thing.ROBUST: {"aggregation": {"combine": "median", "weights": "uniform"}},
-    Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
+    Thing.MEAN: {"aggregation": {"combine": "mean"}},
+    Thing.UNGROUPED: {
+        "aggregation": {"combine": "median", "weights": "uniform"},
+        "privacy": {"secure_aggregation": {"groups": None}},
+    },
+    Thing.OWN_RULE: {"aggregation": {"combine": "rules:mine"}},
+    Thing.OTHER_WEIGHTS: {"aggregation": {"weights": "examples"}},
+    Thing.RARE_RESULTS: {"evaluation": {"every": 2}},
+    Thing.NO_RESULTS: {"evaluation": {"every": 0}},
     Thing.PLAIN_MEAN: {"aggregation": {"server_optimizer": {"name": "average"}}},
     Thing.RUNNING_SUM: {"aggregation": {"server_optimizer": {"name": "running_sum"}}},
     Thing.SERVER_STEP: {"aggregation": {"server_optimizer": {"name": "adam"}}},
     Thing.OTHER_MODEL: {"selection": {"model": "best"}},
     Thing.CODECS: {"communication": {"down_codec": {"name": "bf16"}}},
-    Thing.CODECS_UP: {"communication": {"codec": {"name": "int8"}}},
-    Thing.NOT_WHOLE: {"communication": {"down_content": "change"}},
+    Thing.COMPARED_PLACES: {
+        "communication": {"codec": {"name": "top_k"}},
+        "aggregation": {"combine": "rules:mine"},
+    },
+    Thing.CHANGES: {"communication": {"down_content": "change"}},
     Thing.SUMS_DOWN: {"communication": {"down_content": "sum"}, **secure(levels=4)},
     Thing.SUMS_OF_ROUNDED: {
         "communication": {"down_content": "sum", "down_codec": {"name": "bf16"}},
         **secure(levels=4),
     },
-    Thing.FRAGMENTS: {"communication": {"fragments": 2}, **secure(levels=4)},
     Thing.OPEN_UPDATES: {"privacy": {"secure_aggregation": {"enabled": False}}},
-    Thing.SECURE: secure(),
-    Thing.OPEN_SUMS: secure(),
-    Thing.GROUPS: {
-        **secure(groups=3),
-        "aggregation": {"combine": "median", "weights": "uniform"},
-        "sites": [{"name": name} for name in NINE],
-    },
+    Thing.OPEN_SUMS: toy.merged(secure(), OPEN),
     Thing.RING_16: secure(ring_bits=16),
     Thing.OTHER_RINGS: secure(ring_bits=24),
-    Thing.ELEMENT_BOUND: secure(element_bound=0.1),
     Thing.CLIP_ELEMENTS: secure(element_bound=0.1, clip_elements=True),
-    Thing.PRIVACY: {**private("site"), "evaluation": {"every": 0}},
+    Thing.NO_PRIVACY: OPEN,
     Thing.RECORDS: private("record"),
-    Thing.WHOLE_SITES: {**private("site"), "evaluation": {"every": 0}},
-    Thing.JOINT: toy.merged(private("joint"), training(local_steps=1)),
-    Thing.SITE_RESULTS: private("site", held_out="public"),
+    Thing.MIXED_RESULTS: toy.merged(
+        private("record"), training(task="sft") | {"evaluation": {"every": 1}}
+    ),
+    Thing.RECORD_RESULTS: {**private("site"), "evaluation": {"every": 1}},
+    Thing.SITE_RESULTS: {
+        **private("site", held_out="public"),
+        "evaluation": {"every": 1},
+    },
 }
 FIRST_DIGEST = "351f8c8dd479a766c2fe67082a88d615bc7f91b716ce0e4f1620bb43ef8529fd"
 # Where a method's arithmetic would silently not happen, or its promise not hold.
@@ -157,7 +197,14 @@ NEVER_BY_DEFAULT = {
 
 FOLLOWING = [method for method in METHODS if method.follows_counted]
 # Refused whatever else a job asks for, or a part of a method.
-NOT_ALONE = {Thing.ALL_AHEAD, Thing.RUNNING_SUM, Thing.SUMS_OF_ROUNDED}
+NOT_ALONE = {
+    Thing.ALL_AHEAD,
+    Thing.RUNNING_SUM,
+    Thing.SUMS_OF_ROUNDED,
+    Thing.RECORD_RESULTS,
+    Thing.COMPARED_PLACES,
+    Thing.MIXED_RESULTS,
+}
 PRIVATE_SITES = {**private("site"), "evaluation": {"every": 0}}
 
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
@@ -181,6 +228,14 @@ def pruned(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def sets(table: dict[str, Any], first: str, *rest: str) -> bool:
+    """Whether a change decides on a key of the job file."""
+    inner = table.get(first)
+    if rest and isinstance(inner, dict):
+        return sets(inner, *rest)
+    return first in table
+
+
 def parsed(*changes: dict[str, Any]) -> JobSpec | JobError:
     try:
         return job_file.parse(document(*changes))
@@ -188,41 +243,43 @@ def parsed(*changes: dict[str, Any]) -> JobSpec | JobError:
         return error
 
 
-@pytest.mark.parametrize("thing", IN_A_JOB)
+@pytest.mark.parametrize("thing", ASKS)
 def test_each_thing_is_seen_in_a_job_that_asks_for_it(thing: str):
     if thing not in NOT_ALONE:
-        assert IN_A_JOB[thing](job_file.parse(document(ASKS[thing])))
+        assert things(job_file.parse(document(ASKS[thing])))[thing]
 
 
 @each_method
 def test_what_a_method_excludes_is_refused_with_its_reason(method: Method):
     assert method.is_on(job_file.parse(document(ON[method.name])))
-    for thing in method.excludes.keys() & IN_A_JOB.keys():
+    for thing in method.excluded.keys() & ASKS.keys():
         with pytest.raises(JobError) as caught:
             job_file.parse(document(ON[method.name], ASKS[thing]))
         # A thing may come with others that the method excludes too.
         said = str(caught.value)
-        assert any(each in said for each in method.excludes.values()), thing
-        assert method.key[-1] in said, thing
+        assert any(reason in said for reason in method.excludes), thing
+        assert method.key.rpartition(".")[2] in said, thing
 
 
 @each_method
 def test_what_no_method_excludes_is_not_refused_for_a_method(method: Method):
     """Other rules may refuse it: they have other keys."""
-    reasons = {each for other in METHODS for each in other.excludes.values()}
+    reasons = {reason for other in METHODS for reason in other.excludes}
     reasons |= {each for other in METHODS for each in other.ignores.values()}
-    known = {each.dotted_key for each in METHODS}
-    for thing, is_in in IN_A_JOB.items():
-        excluded = {thing} & method.excludes.keys()
-        other = {each.name: each for each in METHODS}.get(thing, method)
-        if excluded or method.name in other.excludes or method.key == other.key:
+    known = {each.key for each in METHODS}
+    for thing, asks in ASKS.items():
+        excluded = {thing} & method.excluded.keys()
+        other = {each.name: each for each in METHODS}.get(thing)
+        if other is not None and method.name in other.excluded:
             continue
-        job = parsed(ON[method.name], ASKS[thing])
+        if excluded or sets(asks, *method.key.split(".")):
+            continue
+        job = parsed(ON[method.name], asks)
         if isinstance(job, JobError):
-            by_method = any(each in str(job) for each in reasons)
+            by_method = any(each in str(job) for each in (*reasons, "works only with"))
             assert by_method or job.key not in known, (thing, str(job))
         else:
-            assert is_in(job), thing
+            assert things(job)[thing], thing
             assert method.is_on(job), thing
 
 
@@ -244,8 +301,42 @@ def test_keys_without_effect_are_refused():
         "schedule.max_local_steps": {"schedule": {"max_local_steps": 9}},
         "schedule.training_share": {"schedule": {"training_share": 0.5}},
     }
-    parts = {path for method in METHODS for path in method.parts}
-    assert {".".join(path) for path in parts} == cases.keys()
+    dp, secure_sum = "privacy.differential_privacy", "privacy.secure_aggregation"
+    private_keys: dict[str, Any] = {
+        "target_epsilon": 8.0,
+        "delta": 1e-5,
+        "noise_multiplier": 1.0,
+        "records_per_person": 2,
+        "colluding_sites": 2,
+        "max_noise_multiplier": 1.0,
+        "adaptive_clip": True,
+        "accept_low_signal": True,
+        "clip_quantile": 0.7,
+        "clip_rate": 0.1,
+    }
+    cases |= {
+        f"{dp}.{name}": {"privacy": {"differential_privacy": {name: value}}}
+        for name, value in private_keys.items()
+    }
+    selection = {"metric": "f1", "goal": "max", "min_change": 0.1, "decay": 0.5}
+    cases |= {
+        f"selection.{name}": {"selection": {"model": "swa", name: value}}
+        for name, value in selection.items()
+    }
+    cases |= {
+        "selection.average_from": {"selection": {"average_from": 2}},
+        "aggregation.byzantine_sites": {"aggregation": {"byzantine_sites": 1}},
+        "communication.fragments": {"communication": {"fragments": 2}},
+        f"{secure_sum}.clip_elements": secure(clip_elements=True),
+        f"{secure_sum}.groups": toy.merged(
+            ON[Thing.GROUPS], secure(enabled=False, groups=3)
+        ),
+    }
+    assert {part for method in METHODS for part in method.parts} == cases.keys()
+    for key, asks in cases.items():
+        with pytest.raises(JobError, match="works only with") as caught:
+            job_file.parse(document(asks))
+        assert caught.value.key == key
     trainer = {
         "training.optimizer": training(optimizer={"lr": 0.5}),
         "training.learning_rate": training(learning_rate={"name": "linear"}),
@@ -255,19 +346,20 @@ def test_keys_without_effect_are_refused():
         "training.max_tokens": training(max_tokens=9),
         "evaluation.batch_size": {"evaluation": {"batch_size": 8}},
     }
-    ignored = {path for method in METHODS for path in method.ignores}
-    assert {".".join(path) for path in ignored} == trainer.keys()
-    on = ON[Thing.TRAINER]
-    cases |= {key: toy.merged(on, asks) for key, asks in trainer.items()}
-    for key, asks in cases.items():
+    ignored = {key: (ON[Thing.TRAINER], asks) for key, asks in trainer.items()} | {
+        f"{secure_sum}.threshold": (ON[Thing.GROUPS], secure(threshold=9)),
+        f"{secure_sum}.clip_norm": (ON[Thing.WHOLE_SITES], secure(clip_norm=1.0)),
+    }
+    assert {key for method in METHODS for key in method.ignores} == ignored.keys()
+    for key, both in ignored.items():
         with pytest.raises(JobError, match="has no effect with") as caught:
-            job_file.parse(document(asks))
+            job_file.parse(document(*both))
         assert caught.value.key == key
 
 
 @pytest.mark.parametrize("method", FOLLOWING, ids=lambda m: m.name)
 def test_places_that_do_not_know_a_method_refuse_it(method: Method):
-    assert method.excludes.keys() >= NEVER_BY_DEFAULT
+    assert method.excluded.keys() >= NEVER_BY_DEFAULT
     job = job_file.parse(document(ON[method.name]))
     ranked = SiteFile(
         name="a",
@@ -278,10 +370,10 @@ def test_places_that_do_not_know_a_method_refuse_it(method: Method):
     data = tuple(as_dataset(part, name="blobs") for part in blobs())
     with pytest.raises(JobError, match=r"compute\.ranks = 1") as caught:
         site_ranks.check_job(job, ranked, data)
-    assert caught.value.key == method.dotted_key
+    assert caught.value.key == method.key
     with pytest.raises(JobError) as caught:
         check_exact(job)
-    assert method.excludes[Thing.EXACT_ADAPTERS] in str(caught.value)
+    assert method.excluded[Thing.EXACT_ADAPTERS] in str(caught.value)
 
 
 def test_job_without_methods_has_the_digest_of_before():
@@ -293,10 +385,12 @@ def test_job_without_methods_has_the_digest_of_before():
 def test_part_of_a_method_is_refused_without_it():
     for method in METHODS:
         for thing in method.only_with_it:
-            off: Any = functools.reduce(lambda t, k: {k: t}, method.key[::-1], None)
+            off: Any = functools.reduce(
+                lambda t, k: {k: t}, method.key.split(".")[::-1], None
+            )
             with pytest.raises(JobError, match=f"{thing} works only with") as caught:
                 job_file.parse(document(ASKS[thing], off))
-            assert caught.value.key == method.dotted_key
+            assert caught.value.key == method.key
 
 
 def test_descriptions_agree_with_one_another():
@@ -304,10 +398,10 @@ def test_descriptions_agree_with_one_another():
     assert len(names) == len(METHODS)
     in_rooms_of_their_own = {Thing.RANKS, Thing.EXACT_ADAPTERS}
     assert names == ON.keys()
-    assert IN_A_JOB.keys() | in_rooms_of_their_own == names | set(Thing)
+    assert ASKS.keys() | in_rooms_of_their_own == names | set(Thing)
     for method in METHODS:
-        assert method.excludes.keys() <= names | set(Thing), method.name
+        assert method.excluded.keys() <= names | set(Thing), method.name
         if method.follows_counted:
             assert method.keeps, method.name
-            assert {Thing.RELAYS, Thing.PARTIAL_ROUNDS} <= method.excludes.keys()
+            assert {Thing.RELAYS, Thing.PARTIAL_ROUNDS} <= method.excluded.keys()
     assert {m.name for m in METHODS if m.follows_counted} == {k.name for k in COUNTED}

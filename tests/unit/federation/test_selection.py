@@ -184,18 +184,10 @@ def test_jobs_without_the_table_keep_their_digest():
     [
         ({"metric": "acuracy"}, {}, "did you mean 'accuracy'"),
         ({"metric": "f1"}, {}, "choose loss, accuracy"),
-        ({}, {"evaluation": {"every": 0}}, "no model is evaluated"),
-        ({"decay": 0.5}, {}, 'use model = "ema"'),
         ({"model": "last"}, {}, "or set patience"),
         ({"goal": "max"}, {}, "'loss' is better the smaller"),
         ({"metric": "accuracy", "goal": "min"}, {}, "better the larger it"),
-        ({"model": "ema", "metric": "accuracy"}, {}, "has no effect"),
         ({"model": "swa", "average_from": 9}, {}, "the job has 3 rounds"),
-        (
-            {"model": "ema"},
-            {"model": {"factory": "toy:net", "personal": ["head.*"]}},
-            "personal parts",
-        ),
         (
             {"metric": "gain"},
             {"training": {"task": "m:f", "metrics": {"gain": [0, 1]}}},
