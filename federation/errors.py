@@ -185,7 +185,7 @@ def joined(faults: Sequence[JobError]) -> JobError:
     )
 
 
-def broken(rules: Mapping[str, bool]) -> list[JobError]:
+def broken(rules: Mapping[str, object]) -> list[JobError]:
     """Return an error for each rule that a job breaks.
 
     Args:

@@ -20,8 +20,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from federation.errors import InvalidUpdate
-from federation.job.flower_app_checks import ROUND
-from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.flower_app_job import ROUND, FlowerAppSpec
 from federation.job.metrics import CORRECT, Metric
 from federation.job.spec import TrainingSpec
 from federation.messages import MetricSums, RoundTask, SiteEvaluation, SiteUpdate

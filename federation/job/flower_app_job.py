@@ -9,6 +9,8 @@ from typing import Any
 
 from federation.job.job_keys import key
 
+ROUND = "server-round"  # What the record of settings says by itself.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerAppSpec:

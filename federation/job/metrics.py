@@ -236,7 +236,7 @@ def most_of_a_record(training: TrainingSpec) -> int:
 
 def _bounds(training: TrainingSpec, name: str) -> Metric:
     stated = training.metrics.get(name, ())
-    return Metric(low=stated[0], high=stated[1]) if stated else Metric()
+    return Metric(low=stated[0], high=stated[1]) if len(stated) == _PAIR else Metric()
 
 
 def check_objective(job: JobSpec) -> None:

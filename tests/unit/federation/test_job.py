@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "site twice": (
         {"sites": [{"name": "a"}, {"name": "a"}]},
         "sites[1].name",
-        "two sites are called 'a'",
+        "another site or relay is called 'a'",
     ),
     "speeds of an equal deal": (
         {"data": {"source": "m:f", "partition": {"speeds": [1.0]}}},

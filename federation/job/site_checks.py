@@ -1,0 +1,155 @@
+"""What the tables of sites, relays and simulations must not hold."""
+
+import math
+
+from federation.errors import JobError, broken
+from federation.ids import check_name
+from federation.job.flower_app_job import ROUND
+from federation.job.metrics import CORRECT, metrics_of
+from federation.job.spec import JobSpec
+
+TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
+
+_SETTINGS = (bool, int, float, str)
+
+
+def check_names(job: JobSpec) -> None:
+    """Refuse names of a job, its sites and its relays that are none, or not unique.
+
+    Raises:
+        JobError: The first such name, or there is no site.
+    """
+    named = [("name", job.name)]
+    named += [(f"sites[{i}].name", site.name) for i, site in enumerate(job.sites)]
+    named += [(f"relays[{i}].name", relay.name) for i, relay in enumerate(job.relays)]
+    if not job.sites:
+        raise JobError("add at least one [[sites]] table", key="sites")
+    for index, (key, name) in enumerate(named):
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise JobError(str(error), key=key) from None
+        if name in dict(named[1:index]).values():
+            raise JobError(f"another site or relay is called {name!r}", key=key)
+
+
+def check_data(job: JobSpec) -> list[JobError]:
+    """Refuse sites without data, and a split that does not fit the sites."""
+    without = [s.name for s in job.sites if s.data is None and s.flower_app is None]
+    if job.data is None:
+        text = (
+            f"data: site {(*without, '')[0]!r} has no data: add a [data] table for the "
+            "simulation to split, or give the site its own `data`"
+        )
+        return broken({text: without})
+    part, key = job.data.partition, "data.partition.speeds"
+    is_used, speeds = part.kind == "proportional", part.speeds
+    rules = {
+        f'{key}: has no effect with {part.kind!r}: use kind = "proportional"': speeds
+        and not is_used,
+        f"{key}: has {len(speeds)} numbers for the {len(without)} sites without data "
+        "of their own: give one for each": is_used and len(speeds) != len(without),
+        f"{key}: is {list(speeds)}: every speed must be above 0": is_used
+        and not all(0 < speed < math.inf for speed in speeds),
+    }
+    return broken(rules)
+
+
+def check_flower_apps(job: JobSpec) -> list[JobError]:
+    """Refuse values that a Flower app cannot take."""
+    rules: dict[str, object] = {}
+    task, reports = job.training.task, CORRECT.keys() & metrics_of(job.training)
+    for index, site in enumerate(job.sites):
+        app, key = site.flower_app, f"sites[{index}].flower_app"
+        if app is None:
+            continue
+        names = ["arrays", "config", "metrics", "num_examples"]
+        names += ["eval_loss"] * app.evaluate
+        rules |= {
+            f"sites[{index}].data: site {site.name!r} runs a Flower app, which brings "
+            "its own data: remove this key": site.data is not None,
+            f"{key}.eval_accuracy: must not be empty, since the task {task} reports "
+            'accuracy: for an app without it, set training.task to "regression" or '
+            "your own objective, or evaluate = "
+            "false": app.evaluate and reports and not app.eval_accuracy,
+            **{f"{key}.{n}: must not be empty": not getattr(app, n) for n in names},
+            f"{key}.config: {app.arrays!r} cannot be two records of one "
+            "message": app.arrays == app.config,
+            f"{key}.settings.{ROUND}: is reserved for the round number: choose another "
+            "name": ROUND in app.settings,
+        }
+        rules |= {
+            f"{key}.settings.{name}: must be a number, a string, true or false: a "
+            "Flower record has no tables": not isinstance(value, _SETTINGS)
+            for name, value in app.settings.items()
+        }
+    return broken(rules)
+
+
+def check_relays(job: JobSpec) -> list[JobError]:
+    """Refuse relays that do not fit the sites, or that the job cannot do without."""
+    rules: dict[str, object] = {}
+    names, relay_of = {site.name for site in job.sites}, dict[str, str]()
+    for index, relay in enumerate(job.relays):
+        key = f"relays[{index}].sites"
+        rules[f"{key}: relay {relay.name!r} has no sites"] = not relay.sites
+        for site in relay.sites:
+            rules |= {
+                f"{key}: there is no site {site!r}; the sites are "
+                f"{', '.join(sorted(names))}": site not in names,
+                f"{key}: site {site!r} is already behind relay "
+                f"{relay_of.get(site)!r}: name it once": site in relay_of,
+            }
+            relay_of[site] = relay.name
+    relays = {relay.name for relay in job.relays}
+    lines = [line.relay for line in job.simulation.relays]
+    for index, name in enumerate(lines):
+        key = f"simulation.relays[{index}].relay"
+        rules |= {
+            f"{key}: there is no relay {name!r}": name not in relays,
+            f"{key}: relay {name!r} has two lines": name in lines[:index],
+        }
+    for relay in sorted(job.relays, key=lambda relay: -len(relay.sites))[:1]:
+        left, quorum = len(job.sites) - len(relay.sites), job.minimum_sites
+        is_secure = job.privacy.secure_aggregation.enabled
+        key = "schedule.minimum_sites"
+        key = "privacy.secure_aggregation.threshold" if is_secure else key
+        rules[
+            f"{key}: without relay {relay.name!r} {left} of {len(job.sites)} sites are "
+            f"left, and a round needs {quorum}: set {key} = {left} if that is allowed, "
+            "or give the relay fewer sites"
+        ] = left < quorum
+    return broken(rules)
+
+
+def check_simulation(job: JobSpec) -> list[JobError]:
+    """Refuse misfortunes and machines of no site, and unknown trackers."""
+    simulation, names = job.simulation, {site.name for site in job.sites}
+    machines = [machine.site for machine in simulation.machines]
+    places = [("faults", i, fault.site) for i, fault in enumerate(simulation.faults)]
+    places += [("machines", i, name) for i, name in enumerate(machines)]
+    live = simulation.live_metrics
+    rules = {
+        f"simulation.{key}[{index}].site: there is no site {name!r}; the sites are "
+        f"{', '.join(sorted(names))}": name not in names
+        for key, index, name in places
+    }
+    rules |= {
+        f"simulation.machines[{index}].site: site {name!r} has two machines": (
+            name in machines[:index]
+        )
+        for index, name in enumerate(machines)
+    }
+    rules |= {
+        f"simulation.faults[{index}].rounds: rounds count from 1, not {first}": (
+            first < 1
+        )
+        for index, fault in enumerate(simulation.faults)
+        for first in sorted(fault.rounds)[:1]
+    }
+    rules |= {
+        f"simulation.live_metrics[{index}]: must be {' or '.join(TRACKERS)}, each once "
+        f"at most, not {name!r}": name not in TRACKERS or name in live[:index]
+        for index, name in enumerate(live)
+    }
+    return broken(rules)
