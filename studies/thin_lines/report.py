@@ -49,12 +49,11 @@ _TABLED = (10.0, 100.0, 1000.0)
 
 _INTRODUCTION = """# Loss, bytes and waiting on thin lines
 
-Between clouds, bandwidth is the scarce resource. This page compares how training
-methods use thin lines (slow network links): loss against bytes, bytes by formula
-compared with bytes that network interfaces counted, and the share of time in which
-sites train. `python studies/thin_lines/report.py` generates the page from the rows in
-`studies/thin_lines/measured`, and with `--measure` adds missing rows; each script in
-[the study](../../studies/thin_lines/README.md) documents what it measures.
+This page compares how training methods use thin lines (slow network links): loss
+against bytes, bytes by formula and as network interfaces counted them, and the share of
+time in which sites train. `python studies/thin_lines/report.py` generates it from the
+rows in `studies/thin_lines/measured`, and with `--measure` adds missing rows;
+[the study](../../studies/thin_lines/README.md) documents what each script measures.
 
 Four sites train a byte-level GPT on the sources of Python's standard library, each on
 different packages. All methods start from the same model. Unless a row says otherwise,
@@ -290,10 +289,10 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
     yield "### Computed\n"
     yield (
         "1.3M parameters: the product's virtual engine sends every message. 1B "
-        "parameters: the same message sizes and time model,\nwithout training; a step "
-        "of one second represents one large GPU, of 0.1 s several. Both exclude the "
-        "time for encoding,\nmasking and adding. DDP (distributed data parallel) is "
-        "computed as a ring. Points are measured (below).\n"
+        "parameters: the same message sizes and time model,\nwithout training, for "
+        "steps of one second. Both exclude the time for encoding, masking and adding. "
+        "DDP (distributed data\nparallel) is computed as a ring. Points are measured "
+        "(below).\n"
     )
     for part, name in (("virtual", "1.3M parameters"), ("billion", "1B parameters")):
         if _shown(rows, part):
@@ -305,8 +304,8 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
     )
     yield table_line(*["---"] * (3 + len(mbits)))
     table: dict[tuple[str, str, float], dict[float, float]] = {}
-    for row in rows:
-        if row["part"] != "measured":
+    for row in [*_shown(rows, "virtual"), *_shown(rows, "billion")]:
+        if "backward" not in row["way"]:
             place = (f"{row['parameters']:,}", _way(row), row["step_seconds"])
             table.setdefault(place, {})[row["mbit"]] = row["utilisation"]
     for (values, way, seconds), shares in table.items():

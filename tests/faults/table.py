@@ -77,14 +77,11 @@ def _entry(cell: Cell, rows: Mapping[str, Row]) -> str:
     words = ["**BAD**"] if row["faults"] else []
     if row["outcome"] != "completed":
         words.append(row["outcome"])
-    words.append(f"lost {_named(row['lost'])}" if row["lost"] else "lost none")
+    if row["lost"]:
+        words.append(f"lost {_ranges(row['lost'])}")
     if row["reduced"]:
-        words.append(f"without it {_named(row['reduced'])}")
-    return ", ".join([*words, f"{row['seconds']:.0f} s"])
-
-
-def _named(rounds: Sequence[int]) -> str:
-    return f"round{'s' * (len(rounds) > 1)} {_ranges(rounds)}"
+        words.append(f"without it {_ranges(row['reduced'])}")
+    return ", ".join(words) or "none"
 
 
 def _ranges(rounds: Sequence[int]) -> str:
