@@ -218,16 +218,9 @@ def test_signal_to_noise_of_whole_sites():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "event"),
-    [
-        ("256/60,000", (1.1, 256 / 60_000, 14_100, 1e-5)),
-        ("0.05, 2", (2, 0.05, 500, 1e-6)),
-        ("0.02, 0.8925", (NOISE, RATE, STEPS, DELTA)),
-        ("0.01, 1", (1, 0.01, 1000, 1e-5)),
-        ("0.001, 0.7", (0.7, 0.001, 10_000, 1e-6)),
-    ],
+    "event", [(NOISE, RATE, STEPS, DELTA), (0.7, 0.001, 10_000, 1e-6)]
 )
-def test_what_another_accountant_would_hide(row: str, event: Sequence[float]):
+def test_what_another_accountant_would_hide(event: Sequence[float]):
     """Opacus's approximation by the central limit theorem, which is used nowhere."""
     from opacus.accountants import GaussianAccountant  # noqa: PLC0415 - slow.
 
@@ -238,5 +231,4 @@ def test_what_another_accountant_would_hide(row: str, event: Sequence[float]):
         approximate.history = [(noise, rate, int(steps))]
         hidden = approximate.get_epsilon(delta)
     exact = _epsilon(noise, rate, int(steps), delta)
-    found = [f"{exact:.3f}", f"{hidden:.3f}", f"{100 * hidden / exact:.0f} %"]
-    assert _cells(row)[1:] == found
+    assert f"{hidden:.2f} for {exact:.2f}" in _cells("Opacus's `gdp`")[1]
