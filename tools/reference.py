@@ -84,7 +84,7 @@ name = "north"
 name = "south"
 ```
 
-All other keys have defaults. A key that is not listed here is an error. \
+All other keys have a default, or are not set. A key that is not listed here is an error. \
 `crossfed check-job JOB` checks a file without training, and names all errors."""
 _SITE_FILE = (
     "`site.toml` holds the decisions of a site's operator, which no job can change. "
@@ -330,7 +330,7 @@ def _job_table(
         and len(field.metadata.get("choices", ())) != 1  # There is nothing to choose.
     ]
     if rows:
-        yield from _table(("Key", "Type", "Default", "Values", "Meaning"), rows)
+        yield from _table(("Key", "Type", "Default", "Meaning"), rows)
     inner = list(_inner(spec, name))
     if inner:
         links = (
@@ -353,16 +353,15 @@ def _table_in(hint: Any) -> type | None:
 def _job_row(field: "dataclasses.Field[Any]", hint: Any, said: str) -> tuple[str, ...]:
     return (
         f"`{field.name}`",
-        _type(hint),
+        _type(hint) + _values(field.metadata, said),
         _default(field),
-        _values(field.metadata, said),
         said,
     )
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     if field.default is not dataclasses.MISSING:
-        return "not set" if field.default is None else f"`{_toml(field.default)}`"
+        return "" if field.default is None else f"`{_toml(field.default)}`"
     if field.default_factory is not dataclasses.MISSING:
         return "`{}`"
     return _REQUIRED
@@ -378,20 +377,17 @@ def _toml(value: object) -> str:
 
 def _values(facts: Mapping[str, Any], said: str) -> str:
     """Range of a key, and its choices unless the text explains each of them."""
-    parts: list[str] = []
     if not facts:
         return ""
-    if any(f"`{word}`" not in said for word in facts["choices"]):
-        parts.append(", ".join(f"`{word}`" for word in facts["choices"]))
-    bounds = (
-        ("above", "above"),
-        ("low", "at least"),
-        ("below", "below"),
-        ("high", "at most"),
-    )
+    choices = [f"`{word}`" for word in facts["choices"]]
+    listed = f": {', '.join(choices)}" if any(w not in said for w in choices) else ""
+    words = {"above": " above", "low": " from", "below": ", below", "high": " to"}
     limits = facts["bounds"]
-    parts += [f"{word} {limits[k]:g}" for k, word in bounds if limits[k] is not None]
-    return "; ".join(parts)
+    return listed + "".join(
+        f"{word} {limits[key]:g}"
+        for key, word in words.items()
+        if limits[key] is not None
+    )
 
 
 def _cli() -> Iterator[str]:
