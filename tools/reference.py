@@ -84,7 +84,7 @@ name = "north"
 name = "south"
 ```
 
-All other keys have a default, or are not set. A key that is not listed here is an error. \
+All other keys have a default, or are not set. A key that is not listed is an error. \
 `crossfed check-job JOB` checks a file without training, and names all errors."""
 _SITE_FILE = (
     "`site.toml` holds the decisions of a site's operator, which no job can change. "
