@@ -446,9 +446,10 @@ def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         flags = ", ".join(action.option_strings)
         text = " ".join(filter(None, (flags, str(metavar) if metavar else "")))
         default = action.default
-        is_said = isinstance(default, (str, Path)) and str(default)
-        note = f" Default: `{default}`." if is_said else ""
-        yield f"`{text}`", _sentence(action.help or "") + note
+        said = action.help or ""
+        is_new = isinstance(default, (str, Path)) and f"({default})" not in said
+        note = f" Default: `{default}`." if is_new and str(default) else ""
+        yield f"`{text}`", _sentence(said) + note
 
 
 def _errors() -> Iterator[str]:
