@@ -58,8 +58,8 @@ rows in `studies/thin_lines/measured`, and with `--measure` adds missing rows;
 Four sites train a byte-level GPT on the sources of Python's standard library, each on
 different packages. All methods start from the same model. Unless a row says otherwise,
 they take the same number of steps and read the same batches. The machine is small and
-shared: compare ratios in these tables, not seconds. The load is the mean number of
-processes that wanted one of its two cores. H is the number of local steps in a round.
+shared: compare ratios in these tables, not seconds. H is the number of local steps in
+a round.
 """
 
 
@@ -177,7 +177,6 @@ def _dense(rows: Mapping[str, Sequence[Result]]) -> Iterator[Result]:
                 "error": predicted / row["seconds_a_step"] - 1,
                 "bytes_up_a_step": row["interface_up"],
                 "bytes_down_a_step": row["interface_down"],
-                "load": row["load"],
             }
 
 
@@ -196,9 +195,8 @@ def _loss(rows: Sequence[Result]) -> Iterator[str]:
         'seed. "Fewer" compares bytes in\nboth directions with float32 gradients at '
         "every step.\n"
     )
-    yield table_line("row", "loss", "MB up", "MB down", "fewer", "rate", "rates tried")
-    yield table_line(*["---"] * 7)
-    tries = [row["row"] for row in rows if row["seed"] == 0]
+    yield table_line("row", "loss", "MB up", "MB down", "fewer", "rate")
+    yield table_line(*["---"] * 6)
     best = best_rows(rows)
     for name in sorted(best, key=lambda each: best[each]["loss"]):
         row = best[name]
@@ -209,7 +207,6 @@ def _loss(rows: Sequence[Result]) -> Iterator[str]:
             f"{row['bytes_down'] / _MEGA:,.1f}",
             f"{row['x_both']:.1f}",
             f"{row['learning_rate']:g}",
-            str(tries.count(name)),
         )
     yield ""
 
@@ -237,7 +234,6 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
         "kB by formula",
         "kB up",
         "kB down",
-        "load",
     )
     yield table_line(*heads)
     yield table_line(*["---"] * len(heads))
@@ -253,7 +249,6 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
             f"{row['seconds_a_step']:.2f}",
             f"{row['trains']:.0%}",
             *(f"{each / _KILO:,.0f}" for each in sent),
-            f"{row['load']:.0f}",
         )
     yield ""
     whole = [row for row in rows if row["loss"] is not None]
@@ -336,7 +331,6 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         "round, s",
         "predicted, s",
         "error",
-        "load",
     )
     yield table_line(*heads)
     yield table_line(*["---"] * len(heads))
@@ -355,7 +349,6 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
             if predicted is None
             else f"{predicted:.2f}",
             "-" if error is None else f"{error:+.1%}",
-            f"{row['load']:.0f}",
         )
     yield ""
     if errors:
