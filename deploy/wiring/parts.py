@@ -85,6 +85,13 @@ def deal_data(
             check_tokenizers(job, tokenizers[site.name], source=site.data.source)
     trained_here = [site for site in job.sites if site.flower_app is None]
     names = [SiteId(site.name) for site in trained_here if site.data is None]
+    if names and job.data is None:
+        raise JobError(
+            f"site {names[0]!r} has no data: add a [data] table for a simulation to "
+            "split, or give the site its own `data`. Deployed sites need neither: each "
+            "loads what its site.toml names (data.source)",
+            key="data",
+        )
     if job.data is not None and names:
         with noted_tokenizers() as tokenizers[names[0]]:
             own |= _deal(job, job.data, names, meters)

@@ -34,14 +34,10 @@ def check_names(job: JobSpec) -> None:
 
 
 def check_data(job: JobSpec) -> list[JobError]:
-    """Refuse sites without data, and a split that does not fit the sites."""
+    """Refuse a split that does not fit the sites."""
     without = [s.name for s in job.sites if s.data is None and s.flower_app is None]
     if job.data is None:
-        text = (
-            f"data: site {(*without, '')[0]!r} has no data: add a [data] table for the "
-            "simulation to split, or give the site its own `data`"
-        )
-        return broken({text: without})
+        return []
     part, key = job.data.partition, "data.partition.speeds"
     is_used, speeds = part.kind == "proportional", part.speeds
     rules = {

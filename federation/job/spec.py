@@ -642,7 +642,9 @@ class JobSpec:
         seed: Seed of all randomness in a simulation: initial weights, partition,
             example order, cohorts.
         model: What is trained: a function that builds it, and its starting weights.
-        data: The data that is split among the sites without data of their own.
+        data: The data that is split among the sites without data of their own. A
+            simulation needs it if there are such sites; deployed sites need it only to
+            rehearse.
         training: How each site trains between two exchanges.
         evaluation: How often, and how, sites measure the model on held-out data.
         selection: Which model the run leaves; that of the last round without it.

@@ -24,7 +24,7 @@ from deploy.site_host import agent as site_agent, folder as site_folder
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
-from federation.errors import FederationError, ProtocolError
+from federation.errors import FederationError, JobError, ProtocolError
 from federation.event_log import read_events
 from federation.events import StoreUsed
 from federation.ids import RunId, SiteId
@@ -910,6 +910,16 @@ def test_full_disk_costs_no_round_for_a_note(
 def unreadable() -> tuple[Examples, Examples]:
     """Data with a mistake in it."""
     raise ValueError("could not convert 'Jane Doe, 1962' to a number")
+
+
+def test_a_deployed_job_needs_no_data(agent: SiteAgent, members: Consortium):
+    """Only a simulation does; and a site that has no data of its own says so."""
+    job = replace(small_job(num_sites=2), data=None)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert found.refused.startswith("data.source: site 'site-0' has no data of its own")
+    with pytest.raises(JobError, match="site 'site-0' has no data: add a") as caught:
+        wiring.deal_data(job)
+    assert caught.value.key == "data"
 
 
 def own_data() -> tuple[Examples, Examples]:

@@ -431,16 +431,6 @@ def test_rate_schedule_over_epochs():
     assert caught.value.key == "training.learning_rate.name"
 
 
-def test_no_data_for_a_site():
-    """Neither dealt out nor its own."""
-    document = toy.document()
-    del document["data"]
-    document["sites"][0]["data"] = {"source": "toy:data"}
-    with pytest.raises(JobError, match="site 'a' has no data: add a") as caught:
-        job_file.parse(document)
-    assert caught.value.key == "data"
-
-
 ACCEPTED: dict[str, dict[str, Any]] = {
     "defaults": {},
     "one site": {"sites": [{"name": "a"}]},
