@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+from clients import preprocessing
+from clients.privacy.source_check import declared
 from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
 from cloud_adapters.net.outbound import https_line, proxy_note
@@ -131,6 +133,12 @@ def _data(config: SiteConfig) -> Iterator[Check]:
     with unable_to_exit():
         train, held_out = load_data(own.source, own.options)
     yield ok("data", f"{len(train)} records to train on, {len(held_out)} held out")
+    kind = declared(own.source, train) or own.preprocessing
+    fault = preprocessing.fault(kind, "record", is_dealt=False)
+    if fault is not None:
+        yield warning(
+            "preprocessing", f"{own.source} {fault}", "see data.preprocessing"
+        )
 
 
 def _budget(config: SiteConfig) -> Iterator[Check]:

@@ -137,6 +137,20 @@ def test_data_is_counted(federation: Federation):
     assert data_is(federation, "").status == "warning"
 
 
+@pytest.mark.parametrize("kind", ["", "none", "own", "public", "pooled"])
+def test_preprocessing_that_private_jobs_refuse_is_a_warning(
+    federation: Federation, kind: str
+):
+    table = f'source = "support.users_module:undeclared"\npreprocessing = "{kind}"'
+    assert data_is(federation, table).status == "ok"
+    found = examined(federation).get("preprocessing")
+    assert (found is None) == (kind in {"none", "public"})
+    assert found is None or (found.status, "'record'" in found.found) == (
+        "warning",
+        True,
+    )
+
+
 def test_limit_for_all_runs_is_demanded(federation: Federation):
     """Without it the site refuses every private job, which is better known before."""
     path = federation.folder / "site-a" / "site.toml"
