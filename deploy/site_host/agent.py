@@ -174,6 +174,8 @@ class SiteAgent:
         if task.site != self.name:
             raise ProtocolError(f"site {self.name!r} received a task for {task.site!r}")
         run = self._current(task.run_id)
+        if self._lines is not None:
+            self._lines.begin()
         lost = lost_work(run.met.job, task)
         with self.departure.at_work(lost), wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
@@ -223,8 +225,8 @@ class SiteAgent:
         if lines is not None:
             lines.leave()
 
-    def _tell_begun(self, run: OpenRun) -> None:
-        """Say that a run begins; not when its coordinator has only restarted."""
+    def _tell_accepted(self, run: OpenRun) -> None:
+        """Say that the site takes part; not when a coordinator has only restarted."""
         lines = self._lines
         is_known = lines is not None and lines.run_id == run.met.run_id
         if is_known and lines is not None and lines.job == run.met.job:
@@ -235,10 +237,11 @@ class SiteAgent:
             run.met.run_id,
             job=run.met.job,
             promise=run.promise,
+            data=site_data.describe(self.config.file),
             listener=self.listener,
             total=self._total_spent,
         )
-        self._lines.begin()
+        self._lines.accept()
 
     def _total_spent(self) -> str:
         """Say what all runs on the site's records have spent, and what is allowed."""
@@ -524,7 +527,7 @@ class SiteAgent:
                 raise
             self._keep(met.run_id, keep)
             self._run = replace(run, stack=stack.pop_all())
-        self._tell_begun(self._run)
+        self._tell_accepted(self._run)
         return self._run
 
     def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:

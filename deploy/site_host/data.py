@@ -61,6 +61,13 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
     return wiring.deal_part(job, SiteId(file.name))
 
 
+def describe(file: SiteFile) -> str:
+    """Say on which data a site trains."""
+    if file.data.source:
+        return f"trains on its own source {file.data.source}, not on the job's [data]"
+    return "has no data of its own: trains on its share of the job's dataset"
+
+
 def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
     """Warn the site's operator if its own data have changed since an earlier run.
 

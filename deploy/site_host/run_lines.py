@@ -1,4 +1,4 @@
-"""What a site's log says of a run: a line when it begins here, and one at its end."""
+"""What a site's log says of a run: when it is accepted, begins here and ends."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,6 +26,7 @@ class RunLines:
     Attributes:
         job: As proposed, with the rounds of extensions.
         promise: What the site has promised; None without differential privacy.
+        data: Says on which data it trains.
         listener: Called with each line.
         total: Says what all runs on the site's records have spent together.
     """
@@ -34,14 +35,16 @@ class RunLines:
     _: KW_ONLY
     job: JobSpec
     promise: SitePrivacy | None
+    data: str
     listener: Callable[[str], None]
     total: Callable[[], str]
     _rounds: set[int] = field(default_factory=set, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
+    _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
 
-    def begin(self) -> None:
-        """Say that the site takes part."""
+    def accept(self) -> None:
+        """Say that the site takes part, if the others do."""
         protection = "no differential privacy"
         if self.promise is not None:
             cap, delta = self.promise.epsilon_cap, self.promise.delta
@@ -49,9 +52,16 @@ class RunLines:
             protection = f"{at_most} with delta {delta:.1e}"
         secret = self.job.privacy.secure_aggregation.enabled
         self.listener(
-            f"run {self.run_id} begins: job {self.job.name!r}, {self.job.rounds} "
-            f"rounds, {protection}, {'' if secret else 'no '}secure aggregation"
+            f"accepts run {self.run_id}: job {self.job.name!r}, {self.job.rounds} "
+            f"rounds, {protection}, {'' if secret else 'no '}secure aggregation; "
+            f"{self.data}; waits for the other sites"
         )
+
+    def begin(self) -> None:
+        """Say that the first task has come."""
+        if not self._has_begun:
+            self.listener(f"run {self.run_id} begins")
+        self._has_begun = True
 
     def note(self, task: Task, answer: SiteMessage) -> None:
         """Count an answer; say so if it is the last one."""
@@ -68,7 +78,10 @@ class RunLines:
 
     def leave(self) -> None:
         """Say that the site leaves a run that may go on."""
-        self._end("is left, and may continue without this site")
+        if self._has_begun:
+            self._end("is left, and may continue without this site")
+        else:
+            self._end("did not start while this site waited for it")
 
     def _end(self, how: str) -> None:
         if self._is_over:

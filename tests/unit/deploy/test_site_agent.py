@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,10 +131,12 @@ def test_operator_reads_when_a_run_begins_and_ends(
     job = private_job(rounds=1, evaluation={"every": 0})
     for _ in range(2):
         accepted(agent, members, job)
-    begin = f"run {RUN_ID} begins: job {job.name!r}, 1 rounds, epsilon at most 8 with"
+    taken = f"accepts run {RUN_ID}: job {job.name!r}, 1 rounds, epsilon at most 8 with"
     (text,) = said
-    assert text.startswith(begin)
+    assert text.startswith(taken)
+    assert "for the other sites" in text
     answer = agent.answer(train_task(job))
+    assert said.pop(1) == f"run {RUN_ID} begins"
     assert isinstance(answer, SiteUpdate)
     assert answer.spent is not None
     agent.close()
@@ -146,7 +149,7 @@ def test_operator_reads_when_a_run_begins_and_ends(
 
 
 def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortium):
-    """For another run, or because the agent ends."""
+    """For another run, or because the agent ends; or that it never started."""
     said: list[str] = []
     agent.listener = said.append
     job = small_job(num_sites=2, rounds=3)
@@ -155,13 +158,30 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
     other = agents.proposal(job, run_id="20260102-030405-000001")
     assert agents.propose(agent, members, other).refused == ""
     agent.close()
-    assert "3 rounds, 1 answered by" in said[1]
-    assert [text.split(":")[0].split(" ", 2)[2] for text in said] == [
-        "begins",
-        "is left, and may continue without this site",
-        "begins",
-        "is left, and may continue without this site",
+    assert "3 rounds, 1 answered by" in said[2]
+    ids = re.compile(r" \d{8}-\d{6}-\w{6}")
+    assert [ids.sub("", text.partition(":")[0]) for text in said] == [
+        "accepts run",
+        "run begins",
+        "run is left, and may continue without this site",
+        "accepts run",
+        "run did not start while this site waited for it",
     ]
+
+
+@pytest.mark.parametrize("has_data", [False, True])
+def test_operator_reads_on_which_data_a_site_trains(
+    tmp_path: Path, members: Consortium, *, has_data: bool
+):
+    """Its own, or a share of the job's: no run mixes both unseen."""
+    data = {"source": f"{__name__}:own_data"} if has_data else {}
+    agent = agents.agent(tmp_path, NAME, members, data=data)
+    said: list[str] = []
+    agent.listener = said.append
+    accepted(agent, members, small_job(num_sites=2))
+    agent.close()
+    assert (f"own source {__name__}:own_data" in said[0]) == has_data
+    assert ("share of the job" in said[0]) == (not has_data)
 
 
 @pytest.mark.parametrize("kind", ["plain", "private", "secret"])
