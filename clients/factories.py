@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from clients.user_code import sentence
+from clients.user_code import place_of, sentence
 from federation.errors import FederationError, JobError, UserCodeError, clash
 from federation.job import code_files
 from federation.job.metrics import is_function
@@ -93,7 +93,7 @@ def call_factory(
         raise
     except Exception as error:
         # Foreign code may raise anything. This translates and does not continue.
-        raise UserCodeError(name_of(factory), error) from error
+        raise UserCodeError(name_of(factory), error, place_of(error)) from error
 
 
 class _Code(SourceLoader):
@@ -210,6 +210,24 @@ def check_options(
             f"{', '.join(known) or 'none'}",
             key=key,
         ) from None
+
+
+def needed_options(
+    factory: Factory, given: Mapping[str, Any], otherwise: object
+) -> dict[str, Any]:
+    """Return the options that a function needs, and the given ones that it takes.
+
+    Args:
+        factory: From ``import_factory``; ``check_options`` has refused its options.
+        given: Known values.
+        otherwise: Stands for a value that is not known.
+    """
+    return {
+        p.name: given.get(p.name, otherwise)
+        for p in inspect.signature(factory).parameters.values()
+        if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
+        and (p.default is p.empty or p.name in given)
+    }
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -42,11 +42,15 @@ _LEVELS = "privacy.secure_aggregation.levels"
 _WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
+FILL_IN = "FILL IN"
+"""Stands for a value of ``site.toml`` that only the site's operator knows."""
+
 # Before an operator changes a value of ``site.toml``, by its dotted key.
 _CAUTIONS = {
     "policy.functions": "read what they do first",
     "data.source": "name what loads your own data; read what it does first",
-    "data.preprocessing": "if each record is prepared separately",
+    "data.options": f"all its arguments; check each, and replace {FILL_IN!r}",
+    "data.preprocessing": "if it prepares each record separately; else leave it out",
 }
 
 # The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
@@ -127,6 +131,8 @@ class Faults:
             so that no one knows whether they are within the limits.
         errors: What was found.
         remedy: Values of ``site.toml`` that would accept the job, by dotted key.
+        instead: Those with which the site would train on data of its own, and not on
+            its share of the job's.
     """
 
     job: JobSpec
@@ -135,6 +141,7 @@ class Faults:
     is_unseen: bool = False
     errors: list[FederationError] = field(default_factory=list)
     remedy: dict[str, Any] = field(default_factory=dict)
+    instead: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -143,6 +150,30 @@ class Faults:
             yield
         except (JobError, SiteError) as error:
             self.errors.append(error)
+
+    def may_call(self, policy: PolicySpec) -> bool:
+        """Whether everything that the site would call is accepted and present.
+
+        A file that is missing, or is not the one of the job, is noted.
+        """
+        site, has_data = self.site, self.has_data
+        loads_data = not has_data and rehearses(self.job, site)
+        named = _named_functions(self.job, loads_data=loads_data)
+        files = {
+            file.path: (key, file)
+            for key, text in reversed(named)
+            if (file := code_files.parse(text)) and file.digest
+        }
+        may_call = not function_faults(self.job, policy, site, has_data=has_data)
+        for key, file in files.values():
+            try:
+                file.sources()
+            except JobError as error:
+                may_call, advice = False, "put the file of the job's author "
+                told = f"{error.outside}: {advice}beside site.toml at site {site!r}"
+                here = f"{error.reason}; {advice}there"
+                self.errors.append(JobError(here, key=key, outside=told))
+        return may_call
 
     def check(self) -> None:
         """Raise one error for all that was noted.
@@ -173,36 +204,45 @@ class Faults:
         raise error
 
     def _advice(self) -> Iterator[str]:
-        remedy = self.remedy
-        loads_data = not self.has_data and rehearses(self.job, self.site)
-        named = _named_functions(self.job, loads_data=loads_data)
-        files = {
-            file.path: file for _, text in named if (file := code_files.parse(text))
-        }
-        for file in files.values():
-            try:
-                file.sources()
-            except JobError as error:
-                yield f"{error.reason}. The file of the job's author belongs there"
         if self.is_unseen:
             yield (
-                "the site's data were not loaded: data.preprocessing, policy.max_delta "
-                "and policy.total_epsilon are checked once they can be"
+                "the site's data were not loaded: policy.max_delta (without a delta in "
+                "the job, n records need 1 / (10 n)) and policy.total_epsilon are "
+                "checked once they can be"
             )
-        if not remedy:
+        if not self.remedy:
             return
         yield (
             "to accept such a job, decide on each of these lines of site.toml; do not "
             "restart the agent, which reads [policy] and [data] again for the next run:"
         )
-        for table in sorted({key.partition(".")[0] for key in remedy}, reverse=True):
-            yield f"[{table}]"
-            for key, value in remedy.items():
-                where, _, name = key.partition(".")
-                if where == table:
-                    caution = _CAUTIONS.get(key)
-                    comment = f"  # {caution}" if caution else ""
-                    yield f"{name} = {json.dumps(value)}{comment}"
+        for table in ("policy", "data"):
+            lines = [*_lines(table, self.remedy)]
+            yield from [f"[{table}]", *lines] if lines else ()
+        if self.instead:
+            yield "# or in [data], to train on data of its own and not on the job's:"
+            yield from (f"# {line}" for line in _lines("data", self.instead))
+
+
+def _lines(table: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Write the values of one table of ``site.toml``, each with its caution."""
+    for key, value in values.items():
+        where, _, name = key.partition(".")
+        if where == table:
+            caution = _CAUTIONS.get(key)
+            yield f"{name} = {_toml(value)}{f'  # {caution}' if caution else ''}"
+
+
+def _toml(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return json.dumps(value)
+    inner = ", ".join(
+        # The aggregator chooses the names, and an operator pastes the line.
+        f"{name if name.isidentifier() and name.isascii() else json.dumps(name)} = "
+        f"{_toml(each)}"
+        for name, each in value.items()
+    )
+    return f"{{ {inner} }}" if inner else "{}"
 
 
 def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
@@ -508,6 +548,8 @@ def _function_faults(job: JobSpec, policy: PolicySpec, *, loads_data: bool) -> _
         if code_files.parse(function) and name == function:
             # No list accepts it: its author's job is the one to mend first.
             fault += ", whose file was missing or not Python when the job was loaded"
+        if key == "data.source":
+            fault += ", which it would call because data.source in site.toml is unset"
         listed += [] if name in listed else [name]
         is_new = name not in policy.functions
         yield key, fault, {"functions": [*listed]} if is_new else {}

@@ -66,14 +66,14 @@ def check_simulated(
 
 
 def check_deployed(
-    job: JobSpec, site: str, train: Dataset, *, source: str, vouched: str
+    job: JobSpec, site: str, kind: str | None, *, source: str, vouched: str
 ) -> None:
     """Check what a deployed site trains on.
 
     Args:
         job: Sets the unit of privacy.
         site: Name of the site.
-        train: Its training data.
+        kind: What the source declares; None if that is not known.
         source: Source of its own data; empty for its part of the job's, in a rehearsal.
         vouched: What the operator says of the source (``data.preprocessing``).
 
@@ -83,8 +83,6 @@ def check_deployed(
     unit = job.privacy.differential_privacy.unit
     if unit == "none":
         return
-    named = source or ("" if job.data is None else job.data.source)
-    kind = declared(named, train)
     if kind and vouched and kind != vouched:
         raise JobError(
             f"site {site!r} states {vouched!r} in site.toml (data.preprocessing), but "
@@ -94,6 +92,8 @@ def check_deployed(
     is_dealt = not source and _is_dealt(job, None)
     why = preprocessing.fault(kind or vouched, unit, is_dealt=is_dealt)
     if why is not None:
+        if kind is None and not vouched:
+            why = "was not loaded, and may not declare its preprocessing"
         raise JobError(
             f"the source of site {site!r} {why}; its operator can declare it in "
             f"site.toml (data.preprocessing). {_HOW}",

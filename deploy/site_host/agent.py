@@ -20,7 +20,6 @@ from clients.privacy.ledger_memory import lifetime
 from clients.privacy.site_policy import (
     Faults,
     check_job,
-    function_faults,
     rehearses,
 )
 from clients.privacy.source_check import check_deployed
@@ -461,7 +460,7 @@ class SiteAgent:
         with faults.noted():
             self._check_total(job)
         # Nothing is called that the operator does not accept.
-        may_call = not function_faults(job, file.policy, self.name, has_data=has_data)
+        may_call = faults.may_call(file.policy)
         pools, data = list[ModelPool](), list[SiteData]()
         if may_call:
             with faults.noted(), LimitedSize(file.policy.max_values):
@@ -470,14 +469,18 @@ class SiteAgent:
             with faults.noted():
                 watch = self._meters.watch(store_meters.site(own[0]))
                 data.append(site_data.load(file, job, watch))
-        vouched = file.data.preprocessing
-        if not data:
-            faults.is_unseen = job.privacy.differential_privacy.enabled
-            faults.check()
+        else:
+            faults.instead = site_data.own_data(file, job)
+        is_private = job.privacy.differential_privacy.enabled
         with faults.noted():
-            train, source = data[0][0], file.data.source
-            check_deployed(job, file.name, train, source=source, vouched=vouched)
-        if is_new and job.privacy.differential_privacy.enabled:
+            source, vouched = file.data.source, file.data.preprocessing
+            known = data[0] if data else None
+            kind = site_data.declared(file, job, known) if is_private else ""
+            check_deployed(job, file.name, kind, source=source, vouched=vouched)
+        if not data:
+            faults.is_unseen = is_private
+            faults.check()
+        if is_new and is_private:
             note_limits(faults, run_id, data[0], self.config)
         faults.check()
         return pools[0], data[0]

@@ -2,25 +2,33 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from clients.data.privacy_units import note_on_persons
-from clients.factories import call_factory
+from clients.factories import (
+    Factory,
+    call_factory,
+    import_factory,
+    needed_options,
+)
 from clients.models.tokenizers import check_tokenizers, noted_tokenizers
-from clients.privacy import dataset_name
+from clients.preprocessing import declared_by
+from clients.privacy import dataset_name, source_check
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
-from clients.privacy.site_policy import rehearses
+from clients.privacy.site_policy import FILL_IN, rehearses
 from clients.training.local_federation import SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
 from deploy.wiring import parts as wiring
 from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import Watch
-from federation.errors import FederationError, JobError, SiteError
+from federation.errors import NO_REMEDY, FederationError, JobError
 from federation.ids import SiteId
 from federation.job.code_files import unpinned
-from federation.job.spec import JobSpec
+from federation.job.metrics import is_function
+from federation.job.spec import JobSpec, SiteDataSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,8 +46,8 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
 
     Raises:
         JobError: They would be at an address from someone else, or their source has
-            loaded another tokeniser than the job names.
-        SiteError: They cannot be loaded; only the site's log says why.
+            loaded another tokeniser than the job names; or they cannot be loaded, and
+            only the site's log says why.
     """
     data = _own(file, job, watch) if file.data.source else _rehearsed(file, job)
     note = note_on_persons(job, data[0])
@@ -50,15 +58,14 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
 
 def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
     if not rehearses(job, SiteId(file.name)):
-        (own,) = (site.data for site in job.sites if site.name == file.name)
-        named = "" if own is None or "://" in own.source else unpinned(own.source)
         raise JobError(
             f"site {file.name!r} has no data of its own: its operator must set "
             "data.source in site.toml",
             key="data.source",
-            remedy={"data.source": named or "./my_data.py:load"},
+            remedy=own_data(file, job),
         )
-    return wiring.deal_part(job, SiteId(file.name))
+    with _told_to_the_log(file):
+        return wiring.deal_part(job, SiteId(file.name))
 
 
 def describe(file: SiteFile) -> str:
@@ -66,6 +73,56 @@ def describe(file: SiteFile) -> str:
     if file.data.source:
         return f"trains on its own source {file.data.source}, not on the job's [data]"
     return "has no data of its own: trains on its share of the job's dataset"
+
+
+def own_data(file: SiteFile, job: JobSpec) -> dict[str, Any]:
+    """Values of ``[data]`` with which a site would train on data of its own.
+
+    Numbers and functions among its options are those of the job, if it names any;
+    texts, such as paths, are for the operator to fill in.
+    """
+    (own,) = (site.data for site in job.sites if site.name == file.name)
+    spec, function = own or job.data, _function(file)
+    if spec is None or "://" in spec.source:
+        spec = SiteDataSpec(source="./my_data.py:load")
+    options = {name: _hint(value) for name, value in spec.options.items()}
+    if function is not None:
+        known = options | dict(file.data.options)
+        options = needed_options(function, known, FILL_IN)
+    source = file.data.source or unpinned(spec.source)
+    return {"data.source": source, "data.options": options}
+
+
+def declared(file: SiteFile, job: JobSpec, data: SiteData | None) -> str | None:
+    """Return the preprocessing that a site's source declares, empty for none.
+
+    Args:
+        file: The operator's ``site.toml``.
+        job: As proposed by the aggregator.
+        data: Training and held-out data; None if they were not loaded.
+
+    Returns:
+        None if data were not loaded, and the operator has not named their source.
+    """
+    source = file.data.source or ("" if job.data is None else job.data.source)
+    if data is not None:
+        return source_check.declared(source, data[0])
+    function = _function(file)
+    return None if function is None else declared_by(function, name=unpinned(source))
+
+
+def _function(file: SiteFile) -> Factory | None:
+    """The function that the operator has named, if it can be imported."""
+    source = file.data.source
+    with suppress(FederationError), unable_to_exit():  # The log has it already.
+        return import_factory(source) if source and "://" not in source else None
+    return None
+
+
+def _hint(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return unpinned(value) if is_function(value) else FILL_IN
 
 
 def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
@@ -77,7 +134,7 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
         memory: Memory of the site.
 
     Raises:
-        SiteError: They cannot be read; only the site's log says why.
+        JobError: They cannot be read; only the site's log says why.
         StoreError: The memory cannot be read or written.
     """
     if not file.data.source:  # A rehearsal's differ from job to job.
@@ -94,19 +151,25 @@ def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
 
 
 def _own(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
-    with _told_to_the_log(file), noted_tokenizers() as loaded:
+    with _told_to_the_log(file, job), noted_tokenizers() as loaded:
         found = load_data(file.data.source, file.data.options, watch=watch)
     check_tokenizers(job, loaded, source=file.data.source)
     return found
 
 
 @contextmanager
-def _told_to_the_log(file: SiteFile) -> Iterator[None]:
+def _told_to_the_log(file: SiteFile, job: JobSpec | None = None) -> Iterator[None]:
     try:
         with unable_to_exit():
             yield
     except FederationError as error:
+        key = error.key if isinstance(error, JobError) else None
+        if key and not file.data.source:
+            raise  # The job is wrong.
         _LOG.error("%s %s: %s", CANNOT_LOAD, file.name, error)
-        raise SiteError(
-            f"site {file.name!r} cannot load its data; its log says why"
+        told = f"site {file.name!r} cannot load its data; its log says why"
+        raise JobError(
+            told,
+            outside=told,  # Whatever the cause.
+            remedy=own_data(file, job) if job and key == "data.options" else NO_REMEDY,
         ) from error

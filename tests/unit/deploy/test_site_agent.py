@@ -669,16 +669,25 @@ def test_one_refusal_names_all_that_an_operator_has_to_change(
     if has_data:  # Its operator has a file, and the author another.
         (folder / "mine.py").write_text(MINE + "\n")
     found = agents.propose(agent, members, agents.proposal(job))
-    for word in ("max_rounds", "does not accept './mine.py:net'"):
+    for word in (
+        "max_rounds",
+        "does not accept './mine.py:net'",
+        "is not the file" if has_data else "is no file ./mine.py",
+        "data.preprocessing",
+    ):
         assert word in found.refused
     if has_data:
-        for word in ("data.preprocessing", "policy.max_delta", "policy.total_epsilon"):
+        for word in ("policy.max_delta", "policy.total_epsilon"):
             assert word in found.refused
+    else:
+        assert "data.source in site.toml is unset" in found.refused
     assert str(tmp_path) not in found.refused
-    assert any("mine.py" in each and str(folder) in each for each in said[1:])
+    assert said[0].count(str(folder)) == 1
+    assert not any(str(folder) in each for each in said[1:])
     assert any("not restart" in each for each in said)
     (folder / "mine.py").write_text(MINE)
-    for line in data_lines:  # A guess would weaken the promise for nothing.
+    assert any(each.startswith(data_lines[0]) for each in said)
+    for line in data_lines[1:]:  # A guess would weaken the promise for nothing.
         assert any(each.startswith(line) for each in said) == has_data
     assert any("were not loaded" in each for each in said) == (not has_data)
     for number in range(1, 2 if has_data else 3):
@@ -710,7 +719,7 @@ def test_lines_that_are_no_cause_are_not_offered(
     found = agents.propose(agent, members, agents.proposal(job))
     assert "policy.functions" in found.refused
     lines = [each.partition(" = ")[0] for each in said if " = " in each]
-    assert lines == ["functions"]
+    assert lines == ["functions", "preprocessing", "# source", "# options"]
     agent.close()
 
 
@@ -744,6 +753,71 @@ def test_a_job_with_data_for_single_sites_is_refused_at_once(
     found = agents.propose(agent, members, agents.proposal(job, run_id=run_id))
     assert "data.source" not in found.refused
     assert "policy.functions" not in found.refused
+    agent.close()
+
+
+PATIENTS = f"""{MINE}
+
+def scale(values):
+    return values
+
+
+def patients(file, prepare, seed=0):
+    open(file).close()
+    return rows()
+"""
+
+
+@pytest.mark.parametrize("names_source", [False, True])
+@pytest.mark.parametrize("names_data", ["for sites", "for all", "none"])
+def test_the_lines_for_a_sites_own_data_are_complete(
+    tmp_path: Path,
+    members: Consortium,
+    monkeypatch: pytest.MonkeyPatch,
+    names_data: str,
+    *,
+    names_source: bool,
+):
+    """Source, options and preprocessing: the second proposal is accepted."""
+    monkeypatch.setattr(f"{__name__}.MINE", PATIENTS)
+    monkeypatch.setenv(code_files.FOLDERS, "")
+    folder = tmp_path / "office"
+    mine_job(folder)
+    document = tomllib.loads((folder / "job.toml").read_text())
+    del document["data"]
+    options = {"file": "of-the-author.csv", "prepare": "./mine.py:scale"}
+    data = {"source": "./mine.py:patients", "options": options}
+    if names_data == "for all":
+        document["data"] = data
+    for site in document["sites"] if names_data == "for sites" else ():
+        site["data"] = data
+    (folder / "job.toml").write_text(tomli_w.dumps(document))
+    job = job_file.load(folder / "job.toml")
+    own = {"source": "./mine.py:patients"} if names_source else {}
+    policy = {**OPEN_POLICY, "privacy": "record", "max_delta": 0.1}
+    agent = agents.agent(tmp_path, NAME, members, policy=policy, data=own)
+    said: list[str] = []
+    agent.listener = said.append
+    (agent.config.folder / "mine.py").write_text(PATIENTS)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert "data.preprocessing" in found.refused
+    lines = dict(each.lstrip("# ").split(" = ", 1) for each in said if " = " in each)
+    if not own:
+        named = "my_data.py:load" if names_data == "none" else "mine.py:patients"
+        assert lines["source"].startswith(f'"./{named}"  # ')
+    assert lines["preprocessing"].startswith('"none"  # ')
+    text = '{ file = "FILL IN", prepare = "./mine.py:scale" }  # '
+    if names_data == "none":
+        text = '{ file = "FILL IN", prepare = "FILL IN" }  # ' if own else "{}  # "
+    assert lines["options"].startswith(text)
+    mended(agent, [each.removeprefix("# ") for each in said])
+    (tmp_path / "mine.csv").touch()
+    filled = tomllib.loads(agent.config.path.read_text())
+    here = {"options": options | {"file": str(tmp_path / "mine.csv")}}
+    filled["data"] |= here if lines["options"].startswith("{ f") else data | here
+    agent.config.path.write_text(tomli_w.dumps(filled))
+    made = agents.proposal(job, run_id=RunId("20260102-030405-000001"))
+    assert agents.propose(agent, members, made).refused == ""
     agent.close()
 
 
@@ -932,14 +1006,10 @@ def unreadable() -> tuple[Examples, Examples]:
     raise ValueError("could not convert 'Jane Doe, 1962' to a number")
 
 
-def test_a_deployed_job_needs_no_data(agent: SiteAgent, members: Consortium):
-    """Only a simulation does; and a site that has no data of its own says so."""
-    job = replace(small_job(num_sites=2), data=None)
-    found = agents.propose(agent, members, agents.proposal(job))
-    assert found.refused.startswith("data.source: site 'site-0' has no data of its own")
-    with pytest.raises(JobError, match="site 'site-0' has no data: add a") as caught:
-        wiring.deal_data(job)
-    assert caught.value.key == "data"
+def missing_file() -> tuple[Examples, Examples]:
+    """A file that is at another site."""
+    with Path("no-such.csv").open() as file:
+        raise AssertionError(file)
 
 
 def own_data() -> tuple[Examples, Examples]:
@@ -967,6 +1037,30 @@ def test_what_is_wrong_with_data_stays_at_the_site(
         found = agents.propose(agent, members, agents.proposal(small_job(num_sites=2)))
     assert found.refused == "site 'site-0' cannot load its data; its log says why"
     assert "Jane Doe" in caplog.text
+    assert f"({Path(__file__).name}, line " in caplog.text
+
+
+def test_a_jobs_dataset_that_fails_is_reported_like_a_sites_own(
+    tmp_path: Path, members: Consortium, caplog: pytest.LogCaptureFixture
+):
+    source = f"{__name__}:missing_file"
+    policy = {**OPEN_POLICY, "functions": [*OPEN_POLICY["functions"], source]}
+    agent = agents.agent(tmp_path, NAME, members, policy=policy)
+    job = small_job(num_sites=2, data={"source": source})
+    with caplog.at_level(logging.ERROR):
+        found = agents.propose(agent, members, agents.proposal(job))
+    assert found.refused == "site 'site-0' cannot load its data; its log says why"
+    assert "no-such.csv" in caplog.text
+
+
+def test_a_deployed_job_needs_no_data(agent: SiteAgent, members: Consortium):
+    """Only a simulation does; and a site that has no data of its own says so."""
+    job = replace(small_job(num_sites=2), data=None)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert found.refused.startswith("data.source: site 'site-0' has no data of its own")
+    with pytest.raises(JobError, match="site 'site-0' has no data: add a") as caught:
+        wiring.deal_data(job)
+    assert caught.value.key == "data"
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,10 @@ def deployed(job: JobSpec, **table: Any) -> None:
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
         data=LocalDataSpec(**table),
     )
-    train, _ = site_data.load(site, job, lambda store, *_: store)
+    loaded = site_data.load(site, job, lambda store, *_: store)
     own = site.data
-    check_deployed(job, site.name, train, source=own.source, vouched=own.preprocessing)
+    kind = site_data.declared(site, job, loaded)
+    check_deployed(job, site.name, kind, source=own.source, vouched=own.preprocessing)
 
 
 def test_operators_vouch_for_their_sources():
@@ -123,7 +124,7 @@ def test_a_site_loads_nothing_that_a_job_names_for_single_sites():
         JobError, match=r"must set data\.source in site\.toml"
     ) as caught:
         deployed(job)
-    assert caught.value.remedy == {"data.source": source}
+    assert caught.value.remedy == {"data.source": source, "data.options": {}}
     deployed(job, source=source)
     dealt = job_of("none", f"{USERS}:undeclared")
     others = SiteDataSpec(source="there.is:nothing")
