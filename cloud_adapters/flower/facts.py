@@ -1,5 +1,6 @@
-"""A SuperLink's information on runs and nodes, without an import of Flower."""
+"""Information on a SuperLink's runs and nodes, without an import of Flower."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from federation.errors import FederationError
@@ -38,3 +39,38 @@ class FlowerNodeInfo:
     node_id: int
     status: str
     public_key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """Which sites a coordinator has, and which it waits for.
+
+    Attributes:
+        there: Names of sites that take part.
+        missing: Those that it waits for.
+        seconds: For how long at most, from then on.
+        absent: Of those that it waits for, the ones that are not connected.
+        round_index: The round that needs them; 0 before the run begins.
+    """
+
+    there: tuple[str, ...]
+    missing: tuple[str, ...]
+    seconds: float
+    absent: tuple[str, ...] = ()
+    round_index: int = 0
+
+    def lack(self, site: str) -> str:
+        """Name a site that is waited for, and what it lacks."""
+        what = "not connected" if site in self.absent else "has not answered"
+        waits = f": round {self.round_index} waits" if self.round_index else ""
+        return f"{site} ({what}{waits})"
+
+
+def not_connected(sites: Sequence[str]) -> str:
+    """Say that sites are not connected, and what to do."""
+    verb, whose = ("is", "its agent") if len(sites) == 1 else ("are", "their agents")
+    names = ", ".join(sites)
+    return (
+        f"{names} {verb} not connected: start {whose} with crossfed site up, or look "
+        "in the log"
+    )

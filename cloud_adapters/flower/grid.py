@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 from flwr.app import Message, RecordDict
@@ -16,6 +17,7 @@ from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters.flower import errors as flower_errors, site as flower_site
 from cloud_adapters.flower.answers import Answers
+from cloud_adapters.flower.facts import Connected
 from cloud_adapters.flower.handshake import ANYONE, Attendance
 from cloud_adapters.flower.presence import Presence
 from cloud_adapters.flower.questions import (
@@ -145,6 +147,7 @@ class FlowerGrid:
         self._delivery = delivery
         self._stopped = stopped
         self._known, self._quorum = attendance.known, attendance.quorum
+        self._tell = attendance.tell
         self._answers = Answers(delivery.frames)
         # When the node of a site had been let in that was last asked something.
         self._activations: dict[SiteId, str | None] = {}
@@ -193,7 +196,11 @@ class FlowerGrid:
         task_ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]
         self._num_sent += len(tasks)
         sites = {task.site for task in tasks} & self._nodes.keys()
-        self._presence.await_return({self._nodes[s] for s in sites}, deadline_seconds)
+        self._presence.await_return(
+            {self._nodes[site] for site in sites},
+            deadline_seconds,
+            partial(self._tell_awaited, tasks),
+        )
         activations = self._presence.activations()
         self._activations |= {s: activations.get(self._nodes[s]) for s in sites}
         batch = Batch(
@@ -252,6 +259,20 @@ class FlowerGrid:
         let_in = self._presence.activations()
         now = {s: let_in.get(node) for s, node in self._nodes.items() if s in sites}
         return [s for s in now if now[s] not in {None, self._activations.get(s)}]
+
+    def _tell_awaited(
+        self, tasks: Sequence[Asked], silent: Collection[int], seconds: float
+    ) -> None:
+        """Report which sites tasks wait for before they go out."""
+        missing = tuple(s for s, node in self._nodes.items() if node in silent)
+        found = Connected(
+            there=tuple(site for site in self._nodes if site not in missing),
+            missing=missing,
+            seconds=seconds,
+            absent=missing,
+            round_index=tasks[0].round_index,
+        )
+        self._tell(found)
 
     def _push(self, batch: Batch) -> None:
         while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:

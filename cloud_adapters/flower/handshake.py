@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.errors import LOST, NODE_GONE, gist
+from cloud_adapters.flower.facts import Connected, not_connected
 from cloud_adapters.transport.redelivery import Inquiry, Word, new_name
 from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.ids import SiteId
@@ -56,7 +57,7 @@ class Handshake(Protocol):
         ...
 
 
-Tell = Callable[[Sequence[SiteId], Sequence[SiteId], float], None]
+Tell = Callable[[Connected], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +70,21 @@ class Attendance:
         known: Nodes that need not or cannot say who they are: of the handshake's sites
             those that run an app of Flower. They are not asked; they are there when
             they are connected.
+        enrolled: Node of each site, as far as it is known before the site answers.
         required: Sites that must be there; all of them by default.
         quorum: Sites without which an exchange is of no use.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
-        tell: Called whenever other sites are there: with those, with those that are
-            waited for, and for how many seconds at most.
+        tell: Called whenever other sites are there or connected.
     """
 
     handshake: Handshake | None = None
     known: Mapping[SiteId, int] = field(default_factory=dict)
+    enrolled: Mapping[SiteId, int] = field(default_factory=dict)
     required: int | None = None
     quorum: int = 0
     connect_seconds: float = CONNECT_SECONDS
-    tell: Tell = field(default=lambda _there, _missing, _seconds: None)
+    tell: Tell = field(default=lambda _found: None)
 
     def find_nodes(
         self,
@@ -119,6 +121,7 @@ class Attendance:
             handshake=self.handshake,
             sites=sites,
             known=self.known,
+            enrolled=self.enrolled,
             required=len(sites) if self.required is None else self.required,
         )
         _ask(call, api.get_node_ids, wait)
@@ -130,8 +133,8 @@ class Attendance:
                 handshake=self.handshake,
                 sites=list(nodes_before),
                 known=self.known,
+                enrolled=nodes_before,
                 required=len(nodes_before),
-                lack="answer again",
             )
             # A site that came late has used up the time for the question before.
             deadline = clock.monotonic() + self.connect_seconds
@@ -185,7 +188,7 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> 
     """Ask one question of all nodes, until it is answered or time is up."""
     now, told = wait.clock.monotonic, None
     while not call.is_over(now()) and now() < wait.deadline:
-        online = set(nodes())
+        online = call.online = set(nodes())
         call.nodes |= {
             site: call.known[site]
             for site in call.expected
@@ -197,9 +200,9 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> 
         for reply in call.api.pull_messages([*call.out]) if call.out else ():
             call.note(reply, now())
         call.ask_after(now())
-        if told != (told := {*call.nodes}):
-            missing = [site for site in call.expected if site not in told]
-            wait.tell([*call.nodes], missing, max(0.0, wait.deadline - now()))
+        found = call.connected(max(0.0, wait.deadline - now()))
+        if told != (told := replace(found, seconds=0.0)):
+            wait.tell(found)
         if not call.is_over(now()):
             wait.pause()
 
@@ -218,8 +221,9 @@ class _Call:
     """The nodes that were asked, and the results.
 
     Attributes:
+        enrolled: Node of each site, as far as it is known before the site answers.
         required: Sites that must answer.
-        lack: What those who are missing did not do.
+        online: Nodes that are connected, as of the last look.
         again: When nodes of sites that were not ready are asked again.
         unready: Why they were not.
         out: Messages to which a reply may come, by their ids; with the time of those
@@ -230,8 +234,9 @@ class _Call:
     handshake: Handshake
     sites: Sequence[SiteId]
     known: Mapping[SiteId, int]
+    enrolled: Mapping[SiteId, int]
     required: int
-    lack: str = "connect"
+    online: Collection[int] = ()
     out: dict[str, tuple[_PendingNode, float | None]] = field(default_factory=dict)
     open: dict[int, _PendingNode] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
@@ -253,6 +258,24 @@ class _Call:
         """Whether too many are absent, even if all others come."""
         return len(self.expected) < self.required
 
+    def connected(self, seconds: float) -> Connected:
+        """Which sites have answered, and which of the others are connected.
+
+        Args:
+            seconds: How long the others may still come.
+        """
+        missing = tuple(site for site in self.expected if site not in self.nodes)
+        return Connected(
+            there=tuple(self.nodes),
+            missing=missing,
+            seconds=seconds,
+            absent=tuple(
+                site
+                for site in missing
+                if site in self.enrolled and self.enrolled[site] not in self.online
+            ),
+        )
+
     def is_over(self, now: float) -> bool:
         """Whether there is nothing to wait for."""
         if self.complaints or self.is_hopeless:
@@ -271,12 +294,13 @@ class _Call:
             return
         texts = [*self.complaints, *self.handshake.absent.values()]
         texts += self.unready.values()
-        missing = [site for site in self.expected if site not in self.nodes]
-        if missing:
-            has = "has" if len(missing) == 1 else "have"
-            is_early = bool(self.complaints) or self.is_hopeless
-            lack = f"{has} not answered" if is_early else f"did not {self.lack}"
-            texts.append(f"{', '.join(missing)} {lack}")
+        found = self.connected(0.0)
+        silent = [site for site in found.missing if site not in found.absent]
+        if silent:
+            has = "has" if len(silent) == 1 else "have"
+            texts.append(f"{', '.join(silent)} {has} not answered")
+        if found.absent:
+            texts.append(not_connected(found.absent))
         texts = [*dict.fromkeys([*texts, *self.doubts])]
         separator = "\n  " if len(texts) > 1 else " "
         raise SiteError(f"the run cannot start:{separator}{separator.join(texts)}")

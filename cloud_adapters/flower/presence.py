@@ -1,6 +1,6 @@
 """Which of Flower's nodes are connected, judged by their heartbeats."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flwr.serverapp import Grid as FlowerApi
 
@@ -52,7 +52,12 @@ class Presence:
         self._left: set[int] = set()  # Nodes that took leave.
         self._next_look = clock.monotonic()
 
-    def await_return(self, asked: set[int], deadline_seconds: float) -> None:
+    def await_return(
+        self,
+        asked: set[int],
+        deadline_seconds: float,
+        tell: Callable[[Collection[int], float], None] = lambda _nodes, _seconds: None,
+    ) -> None:
         """Wait for nodes that have just gone: an agent that restarts is soon back.
 
         As long as too few are there for the exchange to be of use, this lasts until
@@ -60,22 +65,33 @@ class Presence:
         enough of them, a node that did not come in time is not awaited again
         until it has been back: a lost node would delay every round. Nodes that took
         leave have less time than those that died.
+
+        Args:
+            asked: Nodes of the exchange.
+            deadline_seconds: How long it may take.
+            tell: Called with the nodes that it waits for, and how long at most,
+                whenever they change.
         """
         needed = min(self._quorum, len(asked))
         begin = self._clock.monotonic()
-        silent = self.silent(asked)
+        silent, told = self.silent(asked), set[int]()
         self._gone -= asked - silent  # A question to some forgets no others.
         while silent:
             seconds = self._clock.monotonic() - begin
             enough = len(asked - silent) >= needed
             have_left = silent - self._gone <= self._left
             patience = RESTART_SECONDS if have_left else RETURN_SECONDS
-            if seconds >= (patience if enough else deadline_seconds):
+            limit = patience if enough else deadline_seconds
+            if seconds >= limit:
                 break
             if enough and not silent - self._gone:
                 break
+            if told != (told := silent):
+                tell(silent, limit - seconds)
             self._pause(LOOK_SECONDS)
             silent = self.silent(asked)
+        if told:
+            tell((), 0.0)
         self._gone |= silent
 
     def note_gone(self, node: int) -> None:

@@ -16,6 +16,8 @@ from clients.privacy.stated_bounds import dominance_notice
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
+from cloud_adapters.flower.facts import Connected
+from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties, check, fewest
 from deploy.wiring import parts as wiring, store_meters
@@ -33,6 +35,7 @@ from federation.resources import PROCESS
 from federation.vectors import Allocate, Layout, in_memory
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
+from monitoring.units import format_duration
 from monitoring.views.run_view import DEPLOYED
 from privacy.secagg.protocol.of_job import check_layout, contract_of
 
@@ -149,6 +152,17 @@ class DeployedRun:
     def layout(self) -> Layout:
         """Layout of the model."""
         return self._federation.pool.layout
+
+    def note_connected(self, found: Connected) -> None:
+        """Note for people which sites the run waits for."""
+        run_queue.note_connected(self._run, found)
+        if found.round_index and found.missing:
+            text = (
+                f"round {found.round_index} waits up to "
+                f"{format_duration(found.seconds)} for {', '.join(found.missing)}, "
+                f"which {'is' if len(found.missing) == 1 else 'are'} disconnected"
+            )
+            self._record.emit(Warned(at=self._clock.now(), message=text))
 
     def _can_spare_sites(self) -> bool:
         """Whether a started run can continue without some of its sites.

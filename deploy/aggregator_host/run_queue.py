@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloud_adapters.flower.facts import FlowerRun
+from cloud_adapters.flower.facts import Connected, FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.wiring import extension
@@ -89,21 +89,6 @@ class Coordinator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connected:
-    """Which sites a coordinator has met that has not begun the run yet.
-
-    Attributes:
-        there: Names of sites that take part.
-        missing: Those that it waits for.
-        seconds: For how long at most, from then on.
-    """
-
-    there: tuple[str, ...]
-    missing: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a run ended.
 
@@ -142,10 +127,14 @@ class QueuedRun:
     @property
     def away(self) -> Sequence[str]:
         """Sites that the run does without or waits for, each with the reason."""
-        event, awaited = _left_out(self.run) if self.outcome is None else (None, {})
+        if self.outcome is not None:
+            return []
+        event, awaited = _left_out(self.run)
         named = () if event is None else event.named()
         waits = (f"{site} (round {index} waits)" for site, index in awaited.items())
-        return [*named, *waits]
+        found = connected(self.run)
+        missing = () if found is None else map(found.lack, found.missing)
+        return [*named, *waits, *missing]
 
     @property
     def back(self) -> Sequence[str]:
@@ -307,11 +296,8 @@ def take_up(run: RunFolder, *, at: float) -> None:
     (run.path / OUTCOME).unlink()
 
 
-def note_connected(
-    run: RunFolder, there: Sequence[str], missing: Sequence[str], seconds: float
-) -> None:
+def note_connected(run: RunFolder, found: Connected) -> None:
     """Note for people which sites a run has and still waits for."""
-    found = Connected(there=tuple(there), missing=tuple(missing), seconds=seconds)
     durable_files.write_json(run.path / CONNECTED, found)
 
 

@@ -1,9 +1,8 @@
 """The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +28,6 @@ from deploy.aggregator_host.run_queue import (
     Outcome,
     goes_on,
     leave_outcome,
-    note_connected,
 )
 from deploy.wiring import exchange
 from federation.clock import SystemClock
@@ -194,9 +192,8 @@ def _connector(
         required: int,
         quorum: int,
     ) -> Grid:
-        known = read_own(
-            lambda: known_nodes(config.folder, deployed.job, absent=handshake.absent)
-        )
+        enrolled = read_own(lambda: enrolled_nodes(config.folder))
+        known = known_nodes(enrolled, deployed.job, absent=handshake.absent)
         behind = relays_of(deployed.job)
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
@@ -205,10 +202,11 @@ def _connector(
             attendance=Attendance(
                 handshake=handshake,
                 known=known,
+                enrolled=enrolled,
                 required=fewest_nodes(sites, behind, required),
                 quorum=fewest_nodes(sites, behind, quorum),
                 connect_seconds=config.file.connect_seconds,
-                tell=partial(note_connected, RunFolder(wait.stop.parent)),
+                tell=deployed.note_connected,
             ),
             delivery=Delivery(
                 frames=frames,
@@ -234,8 +232,18 @@ def relays_of(job: JobSpec) -> dict[SiteId, Sequence[SiteId]]:
     return {SiteId(each.name): [*map(SiteId, each.sites)] for each in job.relays}
 
 
+def enrolled_nodes(folder: Path) -> dict[SiteId, int]:
+    """Nodes of all enrolled sites and relays, from the aggregator's folder.
+
+    Raises:
+        BookDamaged: The record of sites cannot be read.
+    """
+    members = BookFile(folder=folder).read().members
+    return {SiteId(each.site): int(each.node_id) for each in members}
+
+
 def known_nodes(
-    folder: Path, job: JobSpec, *, absent: Collection[SiteId] = ()
+    enrolled: Mapping[SiteId, int], job: JobSpec, *, absent: Collection[SiteId] = ()
 ) -> dict[SiteId, int]:
     """Nodes of enrolled sites that a handshake must exclude.
 
@@ -243,18 +251,16 @@ def known_nodes(
     enrolment has bound to its name. Sites of other jobs are ignored.
 
     Args:
-        folder: The aggregator's.
+        enrolled: Nodes of all enrolled sites.
         job: Says who runs an app.
         absent: Sites that the run does without.
 
     Raises:
         JobError: A site of the job runs an app and is not enrolled.
-        BookDamaged: The record of sites cannot be read.
     """
     agents = {site.name for site in job.sites if site.flower_app is None}
-    members = BookFile(folder=folder).read().members
     asked = agents | {relay.name for relay in job.relays}
-    known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in asked}
+    known = {site: node for site, node in enrolled.items() if site not in asked}
     for index, site in enumerate(job.sites):
         if site.name not in agents | known.keys() | {*absent}:
             raise JobError(

@@ -152,6 +152,7 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
             break
         if one.outcome is None:
             return f"run {run.path.name} waits for run {one.run.path.name} to end"
+    from cloud_adapters.flower.facts import not_connected  # noqa: PLC0415
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     found = run_queue.connected(run)
@@ -160,11 +161,11 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
     there = ", ".join(found.there)
     if not found.missing:
         return f"run {run.path.name} has its sites: {there}"
-    return (
-        f"run {run.path.name} waits up to {units.format_duration(found.seconds)} for "
-        f"answers of {', '.join(found.missing)}"
-        + (f"; answered: {there}" if there else "")
-    )
+    seconds, missing = units.format_duration(found.seconds), ", ".join(found.missing)
+    texts = [f"run {run.path.name} waits up to {seconds} for answers of {missing}"]
+    texts += [not_connected(found.absent)] if found.absent else []
+    texts += [f"answered: {there}"] if there else []
+    return "; ".join(texts)
 
 
 def _outcome(run: "RunFolder") -> "Outcome":

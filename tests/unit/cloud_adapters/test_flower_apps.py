@@ -326,8 +326,8 @@ def test_round_begins_without_an_app_that_is_not_connected(nodes: Nodes):
     nodes.online = {NODES[OURS]}
     built = grid(nodes, required=1, quorum=1, connect_seconds=1.0)
     assert answer_of(ask(built, task())).kind is FailureKind.UNREACHABLE
-    with pytest.raises(SiteError, match="lab did not connect"):
-        grid(nodes, connect_seconds=1.0)
+    with pytest.raises(SiteError, match="lab is not connected"):
+        grid(nodes, connect_seconds=1.0, enrolled=NODES)
 
 
 def test_stock_node_is_not_silent_between_its_heartbeats(nodes: Nodes):

@@ -15,6 +15,7 @@ import torch
 from support import toy_sites
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.flower.facts import Connected
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
@@ -612,8 +613,10 @@ def test_node_that_was_given_up_may_still_answer(beating: Beating, clock: Virtua
 
 
 def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualClock):
-    """Or a site that is killed would lose every round until it is back."""
-    grid = make_grid(beating, clock, handshake=NamesRead())
+    """Or a site that is killed would lose every round; who watches hears of it."""
+    told = list[Connected]()
+    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=3, tell=told.append)
+    del told[:]
     stop_beating(beating, clock, 20)
     clock.sleep(30.0)
     before, real_sleep = clock.now(), clock.sleep
@@ -624,8 +627,14 @@ def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualCl
             beating.silent, beating.last = set(), {}
 
     clock.sleep = sleep
-    assert set(kinds(exchange(grid)).values()) == {"answered"}
+    found = kinds(exchange(grid, seconds=600.0, round_index=7))
+    assert set(found.values()) == {"answered"}
     assert 25.0 < clock.now() - before < 30.0
+    first, last = told
+    assert (first.missing, first.absent, first.seconds) == (("one",), ("one",), 600.0)
+    assert first.lack("one") == "one (not connected: round 7 waits)"
+    assert {*first.there} == {"two", "three"}
+    assert (last.missing, {*last.there}) == ((), {"one", "two", "three"})
 
 
 def test_node_that_leaves_between_two_looks_costs_one_round(

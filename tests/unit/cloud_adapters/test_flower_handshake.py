@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.flower.facts import Connected
 from federation.clock import VirtualClock
 from federation.errors import ProtocolError, SiteError, SiteNotReady
 from federation.ids import SiteId
@@ -201,23 +202,39 @@ def test_enough_sites_may_begin_without_the_others():
 
 
 def test_whoever_waits_is_told_who_is_there_and_for_how_long():
-    """At first, and whenever that changes."""
-    nodes, told = Nodes(n5="one"), list[Any]()
+    """At first, and whenever that or who is connected changes."""
+    nodes, told = Nodes(n5="one"), list[Connected]()
 
     def meanwhile(now: float) -> None:
-        if now > 10:
+        if now == 10:
+            nodes.say[9] = None
+        elif now == 20:
             nodes.say[9] = "two"
 
-    meet(nodes, meanwhile=meanwhile, tell=lambda *state: told.append(state))
-    assert told == [(["one"], ["two"], 60.0), (["one", "two"], [], 49.0)]
+    enrolled = {SiteId("one"): 5, SiteId("two"): 9}
+    meet(nodes, meanwhile=meanwhile, tell=told.append, enrolled=enrolled)
+    one, two = ("one",), ("two",)
+    assert told == [
+        Connected(there=one, missing=two, absent=two, seconds=60.0),
+        Connected(there=one, missing=two, seconds=50.0),
+        Connected(there=(*one, *two), missing=(), seconds=40.0),
+    ]
+    assert [told[index].lack("two") for index in (0, 1)] == [
+        "two (not connected)",
+        "two (has not answered)",
+    ]
 
 
 def test_too_few_sites_do_not_begin():
-    """The message names those that are missing."""
-    with pytest.raises(SiteError, match="cannot start: two did not connect"):
+    """The message names those that are missing, and those that are not connected."""
+    with pytest.raises(SiteError, match="cannot start: two has not answered"):
         meet(Nodes(n5="one", n9=None))
-    with pytest.raises(SiteError, match="two did not connect"):
-        meet(Nodes())
+    enrolled = {SiteId("one"): 5, SiteId("two"): 9}
+    text = r"start:\n  one has not answered\n  two is not connected: start its agent"
+    with pytest.raises(SiteError, match=text):
+        meet(Nodes(n5=None), enrolled=enrolled)
+    with pytest.raises(SiteError, match=r"one, two are not connected: start their"):
+        meet(Nodes(), enrolled=enrolled)
 
 
 def test_other_sites_nodes_are_left_in_peace():
@@ -343,7 +360,7 @@ def test_unbelievable_answer_does_not_stop_a_run_of_others(answer: Any, text: st
 def test_unbelievable_answer_is_told_when_a_site_is_missing(answer: Any, text: str):
     """It may be that very site; and nobody waits for long."""
     seen: list[float] = []
-    expected = f"two did not connect\n  Flower node 7: .*{text}"
+    expected = f"two has not answered\n  Flower node 7: .*{text}"
     with pytest.raises(SiteError, match=expected):
         meet(Nodes(n5="one", n7=answer), meanwhile=seen.append)
     assert flower_handshake.DOUBT_SECONDS < max(seen) < 20
@@ -371,7 +388,7 @@ def test_second_question_is_for_those_who_answered_the_first():
 def test_nobody_may_be_missing_from_the_second_answer():
     """Even where the run may begin without some."""
     nodes = Nodes(n5="one", n9={b"who are you?": "two"})
-    with pytest.raises(SiteError, match="did not answer again"):
+    with pytest.raises(SiteError, match="has not answered"):
         meet(nodes, b"and now?", required=1)
 
 

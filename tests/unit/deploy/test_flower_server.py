@@ -10,6 +10,7 @@ from support.enrolments import Federation
 from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.flower.facts import Connected
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transport.frames import Frames
 from deploy import exit_codes
@@ -27,6 +28,7 @@ from federation.errors import (
     StoreUnavailable,
 )
 from federation.event_log import EventWriter
+from federation.events import Event, Warned
 from federation.job.spec import JobSpec
 from federation.protocols import Grid
 from monitoring.runs.run_folder import RunFolder
@@ -40,6 +42,7 @@ from deploy.aggregator_host.server_app import (  # noqa: E402
     SiteWait,
     _run,
     coordinate,
+    enrolled_nodes,
     known_nodes,
     read_own,
     relays_of,
@@ -75,7 +78,7 @@ def job() -> JobSpec:
 def test_apps_and_strangers_are_known(tmp_path: Path):
     """Apps by enrolment, as they cannot sign; agents sign who they are."""
     folder = enrolled(tmp_path, a=1, lab=2**63 + 5, other=3)
-    assert known_nodes(folder, job()) == {"lab": 2**63 + 5, "other": 3}
+    assert known_nodes(enrolled_nodes(folder), job()) == {"lab": 2**63 + 5, "other": 3}
 
 
 def test_relay_is_asked_like_a_site(tmp_path: Path):
@@ -86,21 +89,21 @@ def test_relay_is_asked_like_a_site(tmp_path: Path):
         schedule={"minimum_sites": 1},
     )
     folder = enrolled(tmp_path, **{"site-0": 1, "site-1": 2, "east": 3, "other": 4})
-    assert known_nodes(folder, behind) == {"other": 4}
+    assert known_nodes(enrolled_nodes(folder), behind) == {"other": 4}
     assert relays_of(behind) == {"east": ["site-0"]}
 
 
 def test_app_that_is_not_enrolled(tmp_path: Path):
     """Nobody could tell its node."""
     with pytest.raises(JobError, match=r"'lab' runs a Flower.* not enr") as e:
-        known_nodes(enrolled(tmp_path, a=1), job())
+        known_nodes(enrolled_nodes(enrolled(tmp_path, a=1)), job())
     assert e.value.key == "sites[1].flower_app"
-    assert known_nodes(tmp_path, job(), absent={"lab"}) == {}
+    assert known_nodes(enrolled_nodes(tmp_path), job(), absent={"lab"}) == {}
 
 
 def test_without_a_book_agents_are_asked(tmp_path: Path):
     """As where rosters are made by hand."""
-    assert known_nodes(tmp_path, toy.job()) == {}
+    assert known_nodes(enrolled_nodes(tmp_path), toy.job()) == {}
 
 
 def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
@@ -141,6 +144,40 @@ def test_outcome_is_left_when_no_other_coordinator_goes_on(
     assert found is not None
     assert found.outcome is not None
     assert (found.outcome.code, "revoked" in found.outcome.message) == (2, True)
+
+
+def test_a_run_that_waits_for_a_killed_site_says_so(
+    submitted: tuple[Federation, RunFolder],
+):
+    """To those who watch it, and in ``ps``, until the site is back."""
+    federation, run = submitted
+    heard = list[Event]()
+    deployed = DeployedRun(
+        run,
+        Parties.of_run(federation.aggregator, run),
+        clock=SystemClock(),
+        listeners=[heard.append],
+    )
+    there, gone = ("site-0",), ("site-1",)
+    before = Connected(there=there, missing=gone, absent=gone, seconds=60.0)
+    deployed.note_connected(before)
+    assert not heard  # What waits for the run's first event says it.
+    assert away(run) == ["site-1 (not connected)"]
+    deployed.note_connected(replace(before, round_index=7))
+    (warned,) = heard
+    assert isinstance(warned, Warned)
+    text = "round 7 waits up to 1 min 00 s for site-1, which is disconnected"
+    assert warned.message == text
+    assert away(run) == ["site-1 (not connected: round 7 waits)"]
+    deployed.note_connected(Connected(there=(*there, *gone), missing=(), seconds=0.0))
+    assert (len(heard), away(run)) == (1, [])
+
+
+def away(run: RunFolder) -> list[str]:
+    """What ``crossfed ps`` shows of sites that a run is without."""
+    found = run_queue.read(run)
+    assert found is not None
+    return [*found.away]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.small_jobs import small_job
 
+from cloud_adapters.flower.facts import Connected, not_connected
 from deploy.aggregator_host import config as aggregator_file, run_queue
 from deploy.cli import run_verbs
 from deploy.exit_codes import STOPPED
@@ -64,10 +65,13 @@ def test_run_whose_sites_are_missing_names_them(
     """And says how long it waits; each state once."""
     run = RunFolder(tmp_path / "small" / "one")
     run_queue.submit(small_job(), run, at=0.0)
-    states: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-        ((), ("east", "west")),
-        (("west",), ("east",)),
-        (("west", "east"), ()),
+    states = [
+        Connected(there=there, missing=missing, absent=absent, seconds=600.0)
+        for there, missing, absent in (
+            ((), ("east", "west"), ("east",)),
+            (("west",), ("east",), ()),
+            (("west", "east"), (), ()),
+        )
     ]
 
     class Meets(VirtualClock):
@@ -78,12 +82,13 @@ def test_run_whose_sites_are_missing_names_them(
             if not states:
                 run_queue.leave_outcome(run, run_queue.Outcome(code=0, message=""))
             elif round(self.monotonic() / run_verbs.START_LOOK_SECONDS) % 2:
-                run_queue.note_connected(run, *states.pop(0), 600.0)
+                run_queue.note_connected(run, states.pop(0))
 
     run_verbs._await_start(run, Meets(0.0))
     waits = "waits up to 10 min 00 s for"
+    absent = not_connected(["east"])
     assert capsys.readouterr().err.splitlines()[1:] == [
-        f"crossfed: run one {waits} answers of east, west",
+        f"crossfed: run one {waits} answers of east, west; {absent}",
         f"crossfed: run one {waits} answers of east; answered: west",
         "crossfed: run one has its sites: west, east",
     ]
