@@ -36,6 +36,23 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
         KeyFileRefused: This host's secret cannot be read.
         FederationError: The file of its port is damaged.
     """
+    with _control(config) as control:
+        for node in control.nodes():
+            if node.node_id == node_id and node.status != _SHUT_OUT:
+                control.unregister(node_id)
+
+
+def connected(config: AggregatorConfig) -> set[int]:
+    """Numbers of the nodes that are connected.
+
+    Raises:
+        FederationError: As ``unregister``.
+    """
+    with _control(config) as control:
+        return {each.node_id for each in control.nodes() if each.status == "online"}
+
+
+def _control(config: AggregatorConfig) -> FlowerControl:
     port = config.superlink_port()
     if port is None:
         raise SuperLinkUnavailable(
@@ -43,7 +60,4 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
         )
     authority = (config.folder / "ca.crt").read_bytes()
     secret = host_secrets.read(config.folder / host_secrets.CONTROL)
-    with FlowerControl(f"{LOOPBACK}:{port}", authority, secret) as control:
-        for node in control.nodes():
-            if node.node_id == node_id and node.status != _SHUT_OUT:
-                control.unregister(node_id)
+    return FlowerControl(f"{LOOPBACK}:{port}", authority, secret)

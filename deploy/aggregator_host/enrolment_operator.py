@@ -5,7 +5,7 @@ call is finished by repeating it, or by the next start of the aggregator. Neithe
 free disk space: some is reserved (``disk_reserve``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class SiteRow:
         organisation: Who answers for it; empty where that is not known.
         release: Release of crossfed that it last came with; likewise.
         fingerprint: Fingerprint of its identity; likewise.
+        connected: Whether it is connected; None where that is not known.
     """
 
     site: str
@@ -71,6 +72,7 @@ class SiteRow:
     organisation: str = ""
     release: str = ""
     fingerprint: str = ""
+    connected: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +107,15 @@ class RevocationResult:
     still_registered: str | None
 
 
-def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
+def overview(
+    config: AggregatorConfig, *, clock: Clock, nodes: Collection[int] | None = None
+) -> Overview:
     """List the sites.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        clock: Tells time.
+        nodes: Numbers of the nodes that are connected; None if that is not known.
 
     Raises:
         FederationError: A file is damaged or cannot be read.
@@ -124,7 +133,9 @@ def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
         at = max((c.expires for c in one.certificates), default=0.0)
         pinned = roster_file.pinned(path, site=one.site)
         role = SITE if pinned is None else pinned.role
-        enrolled.append(replace(_row(one, "enrolled", at), role=role))
+        is_there = None if nodes is None else int(one.node_id) in nodes
+        row = _row(one, "enrolled", at)
+        enrolled.append(replace(row, role=role, connected=is_there))
     revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
     serial, digest = roster_file.describe(path)
     return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)

@@ -4,6 +4,7 @@ Arguments in and text out; the work is in ``enrolment_site`` and ``enrolment_ope
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from deploy.cli.terminal import note, say, say_json, tell
 from deploy.exit_codes import DONE
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
@@ -257,9 +258,16 @@ def _unregister(config: "AggregatorConfig", node_id: int) -> None:
 
 def _sites(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
+    from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
     config = aggregator_file.load(options.config)
-    found = enrolment_operator.overview(config, clock=options.clock)
+    nodes = None
+    if folder_lock.is_held(config.lock):
+        from deploy.aggregator_host import enrolment_nodes  # noqa: PLC0415 -- imports Flower
+
+        with contextlib.suppress(FederationError):  # The list is of use without them.
+            nodes = enrolment_nodes.connected(config)
+    found = enrolment_operator.overview(config, clock=options.clock, nodes=nodes)
     if options.json:
         say_json(asdict(found))
         return DONE
@@ -267,6 +275,8 @@ def _sites(options: argparse.Namespace) -> int:
         about = ", ".join(filter(None, (row.organisation, row.release)))
         say(f"{row.state:<9} {row.role} {row.site}{': ' if about else ''}{about}")
         say(f"          {_WHEN[row.state]} {_minute(row.at)}")
+        if row.connected is not None:
+            say(f"          {'connected' if row.connected else 'not connected'}")
         if row.fingerprint:
             say(f"          fingerprint {row.fingerprint}")
     say(f"roster {found.serial}, digest {found.digest or 'none, it has no sites yet'}")

@@ -211,6 +211,13 @@ def charges(federation: Deployment, site: str) -> int:
     return sum(charge.purpose == "train" for charge in found)
 
 
+def test_sites_that_are_connected_are_known(federation: Deployment):
+    """The operator sees which agents do not run."""
+    listed = crossfed("aggregator", "sites", "--json", "--config", federation.config)
+    rows = {row["site"]: row["connected"] for row in json.loads(listed.stdout)["sites"]}
+    assert rows == {"aws-eu-west-1": False, **dict.fromkeys(SITES, True)}
+
+
 def test_doctor_finds_a_site_ready(federation: Deployment):
     """From its files to the way to the aggregator."""
     path = federation.folder / SITES[0] / "site.toml"

@@ -879,6 +879,13 @@ def test_overview_lists_everybody(federation: Federation):
     assert found.sites[1].fingerprint == own
     newest = roster.load(federation.aggregator / "roster.toml")
     assert found.digest == newest.digest.hex()
+    assert {row.connected for row in found.sites} == {None}
+    (member,) = BookFile(folder=federation.aggregator).read().members
+    for nodes, expected in (({int(member.node_id)}, True), ((), False)):
+        found = enrolment_operator.overview(
+            federation.config, clock=federation.clock, nodes=nodes
+        )
+        assert [row.connected for row in found.sites] == [None, expected, None]
 
 
 def test_folder_that_is_no_aggregators(tmp_path: Path, federation: Federation):
