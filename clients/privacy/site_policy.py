@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,12 +192,12 @@ class Faults:
             if isinstance(each, JobError):
                 self.remedy |= each.remedy
         if len(self.errors) > 1 or self.remedy:
-            outside = "; also ".join(each.outside for each in self.errors)
+            outside = _all_of([each.outside for each in self.errors], "; also ")
             advice = ". Its log has the lines for site.toml" if self.remedy else ""
             room = MAX_TEXT_CHARS - len(advice)
             if len(outside) > room:  # The advice is not what is cut off on the way.
                 outside = f"{outside[: room - 3]}..."
-            here = ";\nalso ".join(map(str, self.errors))
+            here = _all_of([*map(str, self.errors)], ";\nalso ")
             error = JobError(here, outside=outside + advice)
         for line in self._advice():
             error.add_note(line)
@@ -243,6 +243,15 @@ def _toml(value: Any) -> str:
         for name, each in value.items()
     )
     return f"{{ {inner} }}" if inner else "{}"
+
+
+def _all_of(faults: Sequence[str], separator: str) -> str:
+    """Join what is wrong; a key of the job that has been named is not repeated."""
+    told = ""
+    for text in faults:
+        key, _, reason = text.partition(": ")
+        told += f"{separator if told else ''}{reason if f'{key}: ' in told else text}"
+    return told
 
 
 def check_work(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
@@ -374,10 +383,10 @@ def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     target, delta = private.target_epsilon, private.delta
     if target is not None and target > policy.max_epsilon:
         demand = f"allows {policy.max_epsilon:g} (policy.max_epsilon)"
-        yield _TARGET, demand, {"max_epsilon": target}
+        yield _TARGET, f"{demand}, but the job has {target:g}", {"max_epsilon": target}
     if delta is not None and delta > policy.max_delta:
         demand = f"allows {policy.max_delta:g} (policy.max_delta)"
-        yield _DELTA, demand, {"max_delta": delta}
+        yield _DELTA, f"{demand}, but the job has {delta:g}", {"max_delta": delta}
 
 
 def _secrecy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
@@ -390,7 +399,8 @@ def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """Rounds, steps or epochs of a round, and batches of a step."""
     if job.rounds > policy.max_rounds:
         demand = f"allows {policy.max_rounds} (policy.max_rounds)"
-        yield "rounds", demand, {"max_rounds": job.rounds}
+        given = f"but the job has {job.rounds}"
+        yield "rounds", f"{demand}, {given}", {"max_rounds": job.rounds}
     limit, most = policy.max_local_steps, bounds(job)[1]
     if limit is not None and most > limit:
         key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"

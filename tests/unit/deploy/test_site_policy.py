@@ -110,13 +110,13 @@ def test_the_remedy_is_that_of_all_faults():
             private_job(),
             {"max_epsilon": 2.9},
             "privacy.differential_privacy.target_epsilon",
-            "allows 2.9 (policy.max_epsilon)",
+            "allows 2.9 (policy.max_epsilon), but the job has 3",
         ),
         (
             private_job(),
             {"max_delta": 1e-6},
             "privacy.differential_privacy.delta",
-            "allows 1e-06 (policy.max_delta)",
+            "allows 1e-06 (policy.max_delta), but the job has 1e-05",
         ),
         (
             private_job(held_out="public"),
@@ -134,7 +134,7 @@ def test_the_remedy_is_that_of_all_faults():
             small_job(rounds=6),
             {**OPEN, "max_rounds": 5},
             "rounds",
-            "allows 5 (policy.max_rounds)",
+            "allows 5 (policy.max_rounds), but the job has 6",
         ),
         (
             small_job(training={"local_epochs": 4}),
@@ -301,7 +301,8 @@ def test_all_faults_are_named_at_once_with_the_lines_that_accept_the_job():
         site_policy.check_job(job, policy, SITE)
     told, here = caught.value.outside, str(caught.value)
     for text in (told, here):
-        assert text.startswith("rounds: site 'site-0' allows 8 (policy.max_rounds);")
+        start = "rounds: site 'site-0' allows 8 (policy.max_rounds), but the job has 9;"
+        assert text.startswith(start)
         for key, function in (
             ("model.factory", "./tab.py:mlp"),
             ("data.source", "support.small_jobs:blobs"),
@@ -350,6 +351,17 @@ def test_the_advice_of_a_long_refusal_is_not_cut_off():
     told = wire.one_line(caught.value.outside)
     assert told.endswith("... Its log has the lines for site.toml")
     assert "max_rounds = 9" in caught.value.__notes__
+
+
+def test_a_key_of_the_job_is_named_once():
+    """Where its limit and the budget of all runs are both exceeded."""
+    faults = site_policy.Faults(job=private_job(), site=SITE, has_data=True)
+    for reason in ("allows 2", "spent 1", "is site: b"):
+        with faults.noted():
+            raise JobError(reason, key="privacy.x", outside=reason)
+    with pytest.raises(JobError) as caught:
+        faults.check()
+    assert caught.value.outside == "privacy.x: allows 2; also spent 1; also is site: b"
 
 
 def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
