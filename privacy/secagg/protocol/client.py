@@ -462,7 +462,7 @@ class SiteSession:
             )
         if len(survivors) < self.contract.quorum:
             raise TooFewSites(
-                f"{len(survivors)} survivors are too few: the contract requires "
+                f"{len(survivors)} survivors are too few: a secure sum needs "
                 f"{self.contract.quorum}"
             )
 
@@ -510,7 +510,7 @@ class SiteSession:
                 )
         if len(consents) < self.contract.threshold:
             raise TooFewSites(
-                f"{len(consents)} consents are too few: the contract requires "
+                f"{len(consents)} consents are too few: a secure sum needs "
                 f"{self.contract.threshold}"
             )
 

@@ -260,8 +260,8 @@ class AggregatorRound:
             ]
             self._phase = _RoundPhase.LOST
             raise TooFewSites(
-                f"{len(self._heads)} of {len(self._cohort)} sites answered, but the "
-                f"contract requires {self._contract.quorum}; missing: "
+                f"{len(self._heads)} of {len(self._cohort)} sites answered, but a "
+                f"secure sum needs {self._contract.quorum}; missing: "
                 f"{', '.join(absent)}"
             )
         self._survivors = tuple(sorted(self._heads))
@@ -420,7 +420,7 @@ class AggregatorRound:
             if len(holders) < self._contract.threshold:
                 raise TooFewSites(
                     f"{len(holders)} sites released shares from site "
-                    f"{self._contract.member(j).site!r}: the contract requires "
+                    f"{self._contract.member(j).site!r}: a secure sum needs "
                     f"{self._contract.threshold}"
                 )
             try:
@@ -506,7 +506,7 @@ class AggregatorRound:
     def _check_enough(self, count: int, what: str) -> None:
         if count < self._contract.threshold:
             raise TooFewSites(
-                f"{count} {what} are too few: the contract requires "
+                f"{count} {what} are too few: a secure sum needs "
                 f"{self._contract.threshold}"
             )
 
