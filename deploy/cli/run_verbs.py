@@ -303,7 +303,9 @@ def _ps(options: argparse.Namespace) -> int:
     names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
     cut = "reason" if any(row["reason"] for row in rows) else ""
     names += [cut] if cut else []
-    say_table(names, ([_cell(row[name]) for name in names] for row in rows), cut=cut)
+    cells = ([_cell(row[name]) for name in names] for row in rows)
+    if say_table(names, cells, cut=cut):
+        tell("see the whole reason with: crossfed logs RUN")
     return DONE
 
 

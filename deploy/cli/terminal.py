@@ -64,7 +64,7 @@ def service_log(clock: "Clock") -> Callable[[str], None]:
 
     class Stamped(_OneLine):
         def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-            return f"{stamp()} {super().formatMessage(record)}"
+            return f"{stamp()} crossfed: {super().formatMessage(record)}"
 
     def stamp() -> str:
         return f"{datetime.fromtimestamp(clock.now(), UTC):%Y-%m-%d %H:%M:%SZ}"
@@ -115,26 +115,32 @@ def console() -> Any:
 
 def say_table(
     names: Sequence[str], rows: Iterable[Sequence[str]], *, cut: str = ""
-) -> None:
+) -> bool:
     """Write a table without lines, with a heading.
 
     Args:
         names: Heads of its columns.
         rows: Texts of its cells.
         cut: The last column, if its cells are cut so that each row is one line.
+
+    Returns:
+        Whether a cell was cut.
     """
     from rich.table import Table  # noqa: PLC0415 -- keeps `--help` fast
     from rich.text import Text  # noqa: PLC0415
 
-    table, output = Table(box=None, pad_edge=False), console()
-    cells = [[" ".join(_plain(cell).split("\n")) for cell in row] for row in rows]
+    table, output, is_cut = Table(box=None, pad_edge=False), console(), False
+    cells = [
+        [" ".join(map(str.strip, _plain(cell).split("\n"))) for cell in row]
+        for row in rows
+    ]
     if cut:
         columns = [*zip(names, *cells, strict=True)][:-1]
         taken = sum(max(map(len, column)) + 2 for column in columns)
         left = max(output.width - taken, len(cut) + _DOTS)
         for row in cells:
             if len(row[-1]) > left:
-                row[-1] = f"{row[-1][: left - _DOTS].rstrip()}..."
+                row[-1], is_cut = f"{row[-1][: left - _DOTS].rstrip()}...", True
     for name in names:
         # A run's name is copied from here: it stays in one line.
         table.add_column(name, overflow="fold", no_wrap=name in {"run", cut})
@@ -142,6 +148,7 @@ def say_table(
         # As text: a folder's name may look like markup.
         table.add_row(*map(Text, row))
     output.print(table)
+    return is_cut
 
 
 @contextmanager

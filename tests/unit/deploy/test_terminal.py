@@ -56,7 +56,7 @@ def test_each_line_of_a_services_log_has_its_time(capsys: pytest.CaptureFixture[
     )
     assert capsys.readouterr().err.splitlines() == [
         "1970-01-02 00:00:00Z crossfed: refused: a crossfed: all is well",
-        "1970-01-02 00:00:00Z b c",
+        "1970-01-02 00:00:00Z crossfed: b c",
     ]
     terminal.keep_records_in_lines()
 
@@ -66,13 +66,15 @@ def test_a_row_is_one_line_if_its_last_cell_is_cut(
 ):
     for width in ("60", "200"):
         monkeypatch.setattr(terminal, "_PIPE_COLUMNS", int(width))
-        rows = [["one", f"a\n{'b' * 300}"], ["two", "short"]]
-        terminal.say_table(["run", "reason"], rows, cut="reason")
+        rows = [["one", f"a\n  {'b' * 300}"], ["two", "short"]]
+        assert terminal.say_table(["run", "reason"], rows, cut="reason")
         _, first, second = capsys.readouterr().out.splitlines()
         assert first.startswith("one  a bbb")
         assert first.rstrip().endswith("b...")
         assert len(first.rstrip()) <= int(width)
         assert second.split() == ["two", "short"]
+        assert not terminal.say_table(["run", "reason"], rows[1:], cut="reason")
+        capsys.readouterr()
 
 
 def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
