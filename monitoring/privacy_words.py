@@ -79,9 +79,11 @@ def spent(
             guarantee = epsilon_of_cap(total.held_out_epsilon, planned, by_results=True)
             held_out = f", held-out {guarantee}"
     why = f"; {BY_RESULTS}" if by_results else ""
+    # The largest of each are then of different sites, and hold for all of them.
+    bound = "at most " if len({site.delta for site in planned.sites}) > 1 else ""
     return (
-        f"{epsilon_of_cap(total.epsilon, planned, by_results=by_results)} at delta "
-        f"{format_delta(total.delta)} ({terms(planned)}){held_out}{why}"
+        f"{bound}{epsilon_of_cap(total.epsilon, planned, by_results=by_results)} "
+        f"at delta {format_delta(total.delta)} ({terms(planned)}){held_out}{why}"
     )
 
 
@@ -134,13 +136,11 @@ def meaning(
     )
     if total is None:
         return f"{text}. No site has reported its spending yet."
-    where = "At the site that has spent most"
-    if is_of_sites(planned):
-        where = "For every site"
+    where = "For every site" if is_of_sites(planned) else "At each site"
     why = f" {BY_RESULTS[0].upper()}{BY_RESULTS[1:]}." if by_results else ""
     return (
         f"{text}: no outcome is more than e^epsilon times as likely, up to a "
-        f"probability of delta. {where}, epsilon is "
+        f"probability of delta. {where}, epsilon is at most "
         f"{epsilon_of_cap(total.epsilon, planned, by_results=by_results)} at delta "
         f"{format_delta(total.delta)} ({terms(planned)}).{why}"
     )

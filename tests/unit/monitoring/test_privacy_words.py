@@ -29,6 +29,9 @@ def test_spent_has_every_term():
     )
     public = replace(total, held_out_epsilon=None)
     assert privacy_words.spent(_planned(), public).endswith("Poisson sampling)")
+    one, other = _planned().sites
+    differing = _planned(sites=(one, replace(other, delta=2e-5)))
+    assert privacy_words.spent(differing, total).startswith("at most 7.93 of 8 at")
 
 
 def test_nothing_told_is_not_nothing_spent():
@@ -69,7 +72,7 @@ def test_joint_noise_is_said_to_be_in_the_sum():
     told = privacy_words.meaning(joint.privacy, joint.total_spent)
     assert "from the sums of the sites' updates" in told
     assert "with any one training record of a site left out" in told
-    assert "At the site that has spent most" in told
+    assert "At each site, epsilon is at most 7.92 of 8 at delta" in told
 
 
 @pytest.mark.parametrize("num_sites", [4, 16])
@@ -86,7 +89,7 @@ def test_whole_sites_are_no_records(num_sites: int):
     view = fold(events)
     told = privacy_words.meaning(view.privacy, view.total_spent)
     assert "with all that any one site holds left out" in told
-    assert "For every site, epsilon is 7.92 of 8" in told
+    assert "For every site, epsilon is at most 7.92 of 8" in told
 
 
 def test_drowned_updates_are_called_so():

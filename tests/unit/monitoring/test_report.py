@@ -247,7 +247,7 @@ def test_private_run_says_what_is_promised_and_what_is_not():
     text = _section(page, "privacy")
     for words in (
         "any one training record of a site",
-        "epsilon is 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Pois",
+        "epsilon is at most 7.92 of 8 at delta 1e-04 (one record added or removed;",
         "Neighbours: add or remove one record",
         "Assumption: Poisson sampling: each record is in each step independently",
         "gcp-us-central1 7.76 8 1e-04 0.950 0.05 20",
