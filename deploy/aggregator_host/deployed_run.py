@@ -22,7 +22,7 @@ from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties, check, fewest
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.begun_run import check_engine
-from deploy.wiring.rehearsal import dropout_notice
+from deploy.wiring.rehearsal import dropout_notice, predicted, traffic_of
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
@@ -32,11 +32,13 @@ from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
 from federation.resources import PROCESS
+from federation.rounds.traffic import SiteFacts, Traffic
 from federation.vectors import Allocate, Layout, in_memory
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 from monitoring.units import format_duration
 from monitoring.views.run_view import DEPLOYED
+from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.protocol.of_job import check_layout, contract_of
 
 
@@ -246,18 +248,30 @@ class DeployedRun:
                 signal_to_noise=None if in_sum is None else in_sum.signal_to_noise,
                 at=self._clock.now(),
             )
+        traffic = self._traffic()
+        if traffic is not None:
+            yield predicted(traffic, at=self._clock.now(), virtual=False)
+
+    def _traffic(self) -> Traffic | None:
+        """Sizes of the run's messages; None where they depend on unknown counts."""
+        contract, data = self._contract(), self._handshake.data()
+        stated = {site: SiteFacts(n.examples, n.held_out) for site, n in data.items()}
+        is_known = all(each.train and each.held_out for each in stated.values())
+        if contract is None and not is_known:
+            return None
+        return traffic_of(self._federation, contract, stated=stated)
 
     def _promises(self) -> tuple[SitePrivacy, ...]:
         """The promises of the sites; of absent ones, their earlier promises."""
         new = {promise.site: promise for promise in self._handshake.promises()}
         return tuple(each for _, each in sorted((self._promised | new).items()))
 
-    def _secret(self) -> SecureContext | None:
+    def _contract(self) -> Contract | None:
         """The contract of this run; None without secure aggregation."""
         job, in_sum = self._federation.job, self._in_sum
         if not job.privacy.secure_aggregation.enabled:
             return None
-        contract = contract_of(
+        return contract_of(
             job,
             self.layout,
             run_id=self._assembly.run_id,
@@ -265,6 +279,11 @@ class DeployedRun:
             promises=self._promises(),
             ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
         )
+
+    def _secret(self) -> SecureContext | None:
+        contract = self._contract()
+        if contract is None:
+            return None
         return SecureContext(identity=self._parties.identity, contract=contract)
 
     def _coordinate(self, grid: Grid) -> RunState:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule, group_rule
@@ -43,6 +44,8 @@ from privacy.secagg.protocol.round_memory import (
 )
 from privacy.secagg.protocol.sizes import sizes
 from privacy.secagg.protocol.train import most_evaluated
+
+NOTHING_STATED: Mapping[SiteId, SiteFacts] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +249,11 @@ def _ring_noise_std(private: PrivateSites | None) -> float:
 
 
 def traffic_of(
-    federation: Federation, contract: Contract | None, *, measured: bool = True
+    federation: Federation,
+    contract: Contract | None,
+    *,
+    measured: bool = True,
+    stated: Mapping[SiteId, SiteFacts] = NOTHING_STATED,
 ) -> Traffic | None:
     """Size a job's messages.
 
@@ -254,13 +261,14 @@ def traffic_of(
         federation: The job, its model and its data.
         contract: Between its sites, if it has secure aggregation.
         measured: Whether its sites measure more than time.
+        stated: What deployed sites hold, whose data are not here.
 
     Returns:
         None for sums over groups, which the sites draw, and with sites that run apps
         of Flower, whose answers are unknown here.
     """
     job = federation.job
-    facts = {
+    facts = stated or {
         site: SiteFacts(len(train), len(held_out))
         for site, (train, held_out) in federation.site_data.items()
     }

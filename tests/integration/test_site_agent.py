@@ -103,7 +103,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    members = consortium(*SITES)
+    members = consortium(*SITES, legal_form=" Ltd")
     found = {name: agents.agent(tmp_path, name, members) for name in SITES}
     with AgentGrid(found).connected() as grid:
         yield Place(tmp_path, members, grid)
@@ -127,8 +127,21 @@ def test_plain_run_is_the_simulated_one_bit_for_bit(place: Place):
     deployed, simulated = place.run(), simulate(plain)
     assert deployed.status == simulated.status == "completed"
     assert same(deployed, simulated)
+    check_bytes(deployed)
     files = {path.name for path in place.run_folder.path.iterdir()}
     assert {"model.safetensors", "result.json"} <= files
+
+
+def check_bytes(result: RunResult) -> None:
+    """A deployed run predicts its bytes as a simulated one, to the byte or the span."""
+    view = result.view
+    assert view.predicted is not None
+    for found, (low, high) in (
+        (view.bytes_down, view.predicted.bytes_down),
+        (view.bytes_up, view.predicted.bytes_up),
+    ):
+        assert low <= found <= high
+        assert high - low < 0.02 * high
 
 
 def test_objective_of_ones_own_at_agents(tmp_path: Path):
@@ -170,7 +183,9 @@ def test_private_run_keeps_the_promise_of_a_simulated_one(place: Place):
     place.submit(private)
     simulated: list[events.Event] = []
     simulate(private, listeners=[simulated.append])
-    assert place.run().status == "completed"
+    deployed = place.run()
+    assert deployed.status == "completed"
+    check_bytes(deployed)
     (planned,) = [e for e in place.seen if isinstance(e, events.PrivacyPlanned)]
     (expected,) = [e for e in simulated if isinstance(e, events.PrivacyPlanned)]
     assert planned.sites == expected.sites

@@ -78,7 +78,9 @@ class Consortium:
         return Parties(identity=self.aggregator, roster=self.roster)
 
 
-def consortium(*names: str, relays: Collection[str] = ()) -> Consortium:
+def consortium(
+    *names: str, relays: Collection[str] = (), legal_form: str = ""
+) -> Consortium:
     """Make everybody's keys; ``relays`` are those of the names that are no sites."""
     aggregator = generate(os.urandom)
     sites = {name: generate(os.urandom) for name in names}
@@ -92,7 +94,7 @@ def consortium(*names: str, relays: Collection[str] = ()) -> Consortium:
             sites=tuple(
                 RosterEntry(
                     site=SiteId(name),
-                    organisation=name,
+                    organisation=f"{name}{legal_form}",
                     public_key=identity.public.key,
                     role=RELAY if name in relays else SITE,
                 )
