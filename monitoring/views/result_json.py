@@ -22,6 +22,7 @@ _NESTED = {"metrics", "failed", "resources"}
 
 def result(view: RunView) -> dict[str, Any]:
     """The content of ``result.json``; numbers that are not finite become None."""
+    up, down = view.evaluation_bytes
     return {
         "status": view.status,
         "run_id": view.started.run_id,
@@ -35,6 +36,7 @@ def result(view: RunView) -> dict[str, Any]:
         "final": _final(view),
         **_privacy_result(view),
         "rounds": _round_results(view),
+        "final_evaluation": {"bytes_up": up, "bytes_down": down},
         "sites": [
             _site_result(site, by_results=view.by_results) for site in view.sites
         ],

@@ -187,11 +187,19 @@ class RunView:
         """Bytes to all sites, in the rounds that count and to evaluate."""
         return self._traffic("bytes_down")
 
-    def _traffic(self, way: str) -> int:
-        of_all = (*self._all_rounds(), *self.unevaluated)
+    @property
+    def evaluation_bytes(self) -> tuple[int, int]:
+        """Bytes up and down to evaluate outside rounds: those of the final model."""
+        return self._evaluating("bytes_up"), self._evaluating("bytes_down")
+
+    def _evaluating(self, way: str) -> int:
         by_site = (*self.evaluations(), *self.evaluation_steps)
         alone = sum(sum(getattr(event, way)) for event in by_site)
-        return alone + sum(int(getattr(event, way)) for event in of_all)
+        return alone + sum(int(getattr(event, way)) for event in self.unevaluated)
+
+    def _traffic(self, way: str) -> int:
+        rounds = sum(int(getattr(row, way)) for row in self._all_rounds())
+        return self._evaluating(way) + rounds
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:

@@ -83,6 +83,7 @@ def test_traffic_of_a_secure_run_adds_up():
     evaluation = [e for e in events if isinstance(e, ModelEvaluated)][-1]
     last_up, last_down = _bytes_told([evaluation, *view.evaluation_steps])
     assert up - last_up == sum(row["bytes_up"] for row in found["rounds"])
+    assert found["final_evaluation"] == {"bytes_up": last_up, "bytes_down": last_down}
     assert down - last_down == sum(row["bytes_down"] for row in found["rounds"])
     assert [step.step for step in view.evaluation_steps] == ["survivors", "reveal"]
 
@@ -283,6 +284,7 @@ def test_result_is_json():
         "epsilon_charged",
         "privacy",
         "rounds",
+        "final_evaluation",
         "sites",
         "storage",
         "seconds",
