@@ -140,7 +140,7 @@ _BEGUN_FIRST = (
     "test_killed_three_times_and_moved_twice",
     "test_it_runs",
     "test_trials_in_processes",
-    "test_no_kill_hides_a_release",
+    "test_killed_at_every_system_call",
     "test_a_group_has_one_worker",
     "test_page_is_whole_and_self_contained",
 )

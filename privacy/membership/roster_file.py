@@ -5,7 +5,6 @@ errors say what to do. A roster grows one party at a time: until it has its aggr
 and a site it is a draft, which nothing but this module reads.
 """
 
-import os
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import tomli_w
 
+from federation.durable_files import private_draft
 from federation.job import job_file
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
@@ -255,20 +255,11 @@ def _would_replace(path: Path, site: str | None, before: Party, party: Party) ->
 def _write(path: Path, found: Roster, document: dict[str, Any]) -> None:
     """Write a file atomically: no reader sees half a roster."""
     text = tomli_w.dumps(document) if _missing(document) else roster.dumps(found)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    mode = 0o644
     try:
-        if path.exists():
-            mode = stat.S_IMODE(path.stat().st_mode)
-        try:
-            with draft.open("x", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), mode)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+        with private_draft(path, text.encode()) as draft:
+            draft.chmod(mode)
             draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
     except OSError as error:
         raise RosterRefused(
             f"cannot write {path}: {error.strerror}; make its folder writable for this "

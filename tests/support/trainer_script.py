@@ -3,7 +3,6 @@
 Prompts and completions as trl has them: the loss counts only the completions.
 """
 
-from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
@@ -98,7 +97,7 @@ def make_trainer(
     """Build model, data and Trainer; ``changes`` are of the TrainingArguments."""
     config = {k: v for k, v in GPT2.items() if k != "model_type"}
     settings = {
-        "output_dir": str(Path(gettempdir()) / "crossfed_trainer_script"),
+        "output_dir": gettempdir(),  # It makes the folder, and writes nothing there.
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 32,
         "learning_rate": 1e-2,

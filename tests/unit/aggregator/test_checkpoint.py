@@ -3,13 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -607,39 +602,6 @@ class CrashingStore(MemoryStore):
         super().delete(key)
 
 
-def crashed_at(change: int) -> Iterator[Run]:
-    """A run of keep = 1 whose save of round 3 fails at a given change."""
-    store = CrashingStore()
-    run = Run(store, keep=1)
-    checkpoints = run.open()
-    for round_index in (1, 2):
-        checkpoints.save(state_of(round_index))
-    store.changes_left = change
-    try:
-        checkpoints.save(state_of(3))
-    except StoreUnavailable:
-        store.changes_left = 1 << 30
-        yield run
-
-
-def test_crash_at_every_change_of_a_save():
-    """Wherever a save stops, the run loads whole and continues cleanly."""
-    loaded = []
-    for change in range(20):
-        for run in crashed_at(change):
-            checkpoints = run.open()
-            state = checkpoints.load_latest()
-            assert state is not None
-            assert same(state, state_of(state.round_index))
-            loaded.append(state.round_index)
-            for following in (1, 2):
-                checkpoints.save(state_of(state.round_index + following))
-            assert len(run.names()) == 3
-            assert run.events == []
-    # Two blobs and the manifest; then the removal of a manifest and two blobs.
-    assert loaded == [2, 2, 2, 3, 3, 3]
-
-
 def test_crash_while_moving_aside():
     """A load that was cut short while it moved damage aside can be repeated."""
     for change in range(4):
@@ -656,87 +618,6 @@ def test_crash_while_moving_aside():
         assert same(checkpoints.load_latest(), state_of(1))
         checkpoints.save(state_of(2))
         assert same(run.open().load_latest(), state_of(2))
-
-
-# For each line of input, a fork that saves rounds of constant vectors as fast as it can
-# until it is killed; then its exit code. Twelve programs would import for seconds.
-SAVE_FOR_EVER = """
-import itertools, os, sys
-import numpy as np
-from aggregator.checkpoint import RunCheckpoints
-from cloud_adapters.storage.disk.store import LocalStore
-from federation.clock import SystemClock
-from federation.protocols import RunState
-from federation.vectors import Layout, Role
-
-for _ in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        break
-    _, status = os.waitpid(pid, 0)
-    print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-    sys.exit()
-layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
-checkpoints = RunCheckpoints(
-    store=LocalStore(sys.argv[1]), prefix="", run_id="run", job={}, layout=layout,
-    keep=2, emit=print, clock=SystemClock(),
-)
-state = checkpoints.load_latest()
-first = 1 if state is None else state.round_index + 1
-assert state is None or (state.weights_d == state.round_index).all()
-print(os.getpid(), flush=True)
-for index in itertools.count(first):
-    vector = np.full(layout.size, index, np.float32)
-    checkpoints.save(RunState(
-        round_index=index, weights_d=vector, integers_m=np.zeros(0, np.int64),
-        optimizer={"m": vector}, rounds_completed=index, lost_in_a_row=0,
-    ))
-    print("saved", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random(tmp_path: Path):
-    """A process that is killed while saving always leaves a run that continues."""
-    rng = np.random.default_rng(7)
-    last = 0
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for kill in range(12):
-            process.stdin.write("\n")
-            process.stdin.flush()
-            pid = int(process.stdout.readline())
-            if kill % 4 == 3:  # Not too soon, however busy the machine is.
-                assert process.stdout.readline() == "saved\n"
-            time.sleep(rng.uniform(0.0, 0.2))
-            os.kill(pid, signal.SIGKILL)
-            said = next(s for s in process.stdout if s != "saved\n")
-            assert int(said) == -signal.SIGKILL
-            last = continues(tmp_path, last)
-        process.stdin.close()
-    assert process.returncode == 0
-    assert last > 0
-
-
-def continues(folder: Path, last: int) -> int:
-    """Number of the last round of a run that was killed, not below one seen before."""
-    layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
-    run = Run(LocalStore(folder), prefix="", run_id="run", job={}, layout=layout)
-    state = run.open().load_latest()
-    assert run.events == []
-    if state is None:
-        return last
-    assert state.round_index >= last
-    assert (state.weights_d == state.round_index).all()
-    assert (state.optimizer["m"] == state.round_index).all()
-    return state.round_index
 
 
 def test_what_rounds_have_shown_of_sites_is_kept():

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -146,32 +145,6 @@ def test_threads_that_want_the_same_fetch_it_once(tmp_path: Path):
         for future in [pool.submit(get) for _ in range(8)]:
             future.result()
     assert source.fetched == [1]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from cloud_adapters.storage import cached
-
-def killed(file, content):
-    os.write(file, bytes(content)[:500])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-cached._write_all = killed
-cached.ObjectCache(Path(sys.argv[1]), 10_000).get("0" * 64, 1000, lambda: bytes(1000))
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_while_writing(tmp_path: Path):
-    """No content appears under its name, and what is left goes with the next one."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert contents(tmp_path) == set()
-    (left,) = tmp_path.glob(".new-*")
-    assert left.stat().st_size == 500
-    Source().get(ObjectCache(tmp_path, 10_000), 1)
-    assert not left.exists()
 
 
 def test_what_another_process_writes_is_left_alone(tmp_path: Path):

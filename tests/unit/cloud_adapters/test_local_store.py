@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tracemalloc
@@ -54,18 +53,6 @@ LocalStore(sys.argv[1]).put("object", pieces())
 """
 
 
-# Is killed when it gives the second object its name.
-KILLED_AT_ITS_NAME = """
-import os, signal, sys
-from cloud_adapters.storage.disk.store import LocalStore
-
-store = LocalStore(sys.argv[1])
-store.put("object", [b"first"], metadata={"number": "1"})
-os.replace = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
-store.put("object", [b"second"], metadata={"number": "2"})
-"""
-
-
 def start_half_a_put(root: Path) -> "subprocess.Popen[str]":
     writer = subprocess.Popen(
         [sys.executable, "-c", HALF_A_PUT, str(root)],
@@ -101,18 +88,6 @@ def test_root_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_killed_writer_leaves_no_object(tmp_path: Path):
-    """What a killed process left is not listed, and the next writer removes it."""
-    with start_half_a_put(tmp_path) as writer:
-        writer.send_signal(signal.SIGKILL)
-    assert len(partial_files(tmp_path)) == 1
-    store = LocalStore(tmp_path)
-    assert list(store.list()) == []
-    store.put("other", [b"x"])
-    assert partial_files(tmp_path) == []
-
-
-@pytest.mark.slow
 def test_live_writer_is_left_alone(tmp_path: Path):
     """Cleaning up never takes the file that another process is writing."""
     with start_half_a_put(tmp_path) as writer:
@@ -122,19 +97,6 @@ def test_live_writer_is_left_alone(tmp_path: Path):
         writer.communicate("\n")
     assert store.read("object") == b"half and half"
     assert partial_files(tmp_path) == []
-
-
-def test_an_object_without_its_name_changes_nothing(tmp_path: Path):
-    """Killed between record and name: the object before, with what is known of it."""
-    command = [sys.executable, "-c", KILLED_AT_ITS_NAME, str(tmp_path)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    store = LocalStore(tmp_path)
-    assert store.read("object") == b"first"
-    assert store.stat("object").metadata == {"number": "1"}
-    assert len(records(tmp_path)) == 2
-    store.put("object", [b"third"])
-    assert store.stat("object").metadata == {}
-    assert len(records(tmp_path)) == 1
 
 
 def damage(path: Path) -> None:
