@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.killed_runs import kill_at
 from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 from torch.nn import functional
@@ -155,12 +154,3 @@ def test_variates_lead_to_the_best_model_of_all_records():
     plain = tables(rounds=15, training=without)
     found, other = (values(simulate(small_job(**each))) for each in (job, plain))
     assert loss(found) < loss(other)
-
-
-def test_killed_run_ends_with_the_same_model(tmp_path: Path):
-    job = tables()
-    expected = simulate(small_job(**job))
-    kill_at(job, tmp_path / "run", "SiteAnswered", 3)
-    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
-    assert found.rounds_now < ROUNDS
-    assert values(found).tobytes() == values(expected).tobytes()

@@ -141,15 +141,6 @@ def test_rounds_lead_to_the_best_model_of_all_records():
     assert slope(**tables(rounds=30)) < slope(**plain) / 3
 
 
-def test_killed_run_ends_with_the_same_model(tmp_path: Path):
-    job = tables(training={"batch_size": 8})
-    expected = simulate(small_job(**job))
-    kill_at(job, tmp_path / "run", "SiteAnswered", 3)
-    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
-    assert found.rounds_now < ROUNDS
-    assert values(found).tobytes() == values(expected).tobytes()
-
-
 def test_killed_secure_run_goes_on_from_rounds_that_counted(tmp_path: Path):
     """The round of the kill is lost; which bits a secure sum rounds to is random."""
     job = tables(privacy={"secure_aggregation": {"enabled": True}})
@@ -168,23 +159,3 @@ def test_run_fails_if_a_site_lost_its_state(tmp_path: Path, *, is_secure: bool):
         path.unlink()
     with pytest.raises(FederationError, match=r"kept for FedDyn"):
         simulate(small_job(**tables(rounds=9, **secure)), folder=tmp_path, extend=True)
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        {"local_steps": None, "local_epochs": 1},
-        {"precision": "fp16", "clip_grad_norm": 1.0},
-        {"optimizer": {"name": "adamw", "lr": 0.01, "state": "keep"}},
-        {"accumulate": 2},
-    ],
-    ids=["epochs", "fp16", "adamw", "accumulate"],
-)
-def test_any_local_steps_may_lead_there(tmp_path: Path, training: dict[str, Any]):
-    """What it needs of them is where they end; killed runs go on with the same bits."""
-    job = tables(training={"batch_size": 8, **training}, rounds=3)
-    job["training"] = {k: v for k, v in job["training"].items() if v is not None}
-    expected = simulate(small_job(**job))
-    kill_at(job, tmp_path / "run", "SiteAnswered", 2)
-    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
-    assert values(found).tobytes() == values(expected).tobytes()

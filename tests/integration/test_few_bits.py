@@ -96,47 +96,6 @@ def test_few_bytes_are_those_predicted_and_bring_nearly_the_same_loss(
             assert found.bytes_down < most
 
 
-_KILLS = [
-    ("SiteAnswered", 3, "int4"),
-    ("RoundFinished", 4, "int4"),
-    ("RoundFinished", 4, ""),
-]
-
-
-@pytest.mark.parametrize(
-    ("codec", "event", "round_index", "down"),
-    [
-        # Each codec and each moment once; all pairs of them in `make test-long`.
-        pytest.param(codec, *kill, marks=[pytest.mark.long] * ((i - j) % 3 != 0))
-        for i, codec in enumerate(CODECS)
-        for j, kill in enumerate(_KILLS)
-    ],
-)
-def test_a_killed_run_ends_with_the_same_model(
-    codec: str, event: str, round_index: int, down: str, tmp_path: Path
-):
-    """Residuals of both sides, what was sent, and whose updates counted are durable."""
-    faults = [
-        {"site": "site-1", "kind": "silent", "rounds": [2]},
-        {"site": "site-2", "kind": "wrong_length", "rounds": [3]},
-        # With changes, a site that restarts misses a round that a resumed run has not.
-        {"site": "site-3", "kind": "leave" if down else "restart", "rounds": [4]},
-        *({"site": f"site-{i}", "kind": "nan", "rounds": [5]} for i in range(3)),
-    ]
-    job = tables(
-        codec,
-        down=down,
-        aggregation={"server_optimizer": {"name": "nesterov", "lr": 0.3}},
-        simulation={"faults": faults},
-        schedule={"minimum_sites": 3},
-    )
-    expected = simulate(small_job(**job))
-    kill_at(job, tmp_path / "run", event, round_index)
-    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
-    assert found.rounds_now < ROUNDS
-    assert values(found).tobytes() == values(expected).tobytes()
-
-
 def test_engines_agree_bit_for_bit():
     """About residuals, too."""
     machines = [{"site": f"site-{i}", "examples_per_second": 9.0} for i in range(4)]
