@@ -1,6 +1,5 @@
 """Runs whose model and updates travel in 16 bits."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,10 @@ from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
 from federation.errors import JobError, QuorumNotMet
-from federation.event_log import read_events
 from federation.events import (
     Event,
     ModelEvaluated,
     RoundFinished,
-    RunFinished,
     SiteAnswered,
     SiteFailed,
 )
@@ -97,30 +94,6 @@ def test_engines_agree_bit_for_bit():
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
-    """The checkpoint holds float32: what is sent is made of it again."""
-    job = wide_job("bf16", "bf16", aggregation={"server_optimizer": {"name": "adam"}})
-    whole, _ = run(job)
-    rounds = 0
-
-    def stop(event: Event) -> None:
-        nonlocal rounds
-        rounds += isinstance(event, RoundFinished)
-
-    folder = tmp_path / "run"
-    simulate(job, folder=folder, listeners=[stop], stop_requested=lambda: rounds >= 2)
-    assert rounds == 2
-    again = simulate(job, folder=folder, resume=True)
-    (finished,) = [
-        e
-        for e in read_events(folder / "events.jsonl")[-1:]
-        if isinstance(e, RunFinished)
-    ]
-    assert (finished.status, finished.rounds_completed) == ("completed", ROUNDS)
-    for name, values in whole.weights.items():
-        assert np.array_equal(values, again.weights[name]), name
-
-
 def test_the_model_goes_down_in_16_bits_under_secure_aggregation():
     """Sites sign for the words that they were sent; the sum is as without the codec."""
     privacy = {"secure_aggregation": {"enabled": True}}
@@ -163,14 +136,6 @@ def test_changes_bring_the_same_loss_as_whole_models(codec: str):
     assert [Span(down, down) for down in found] == predicted
     if codec == "bf16":
         assert all(0.5 * found[0] < down < 0.51 * found[0] for down in found[1:])
-
-
-def test_virtual_time_agrees_about_changes():
-    """Bit for bit."""
-    machines = [{"site": f"site-{i}", "examples_per_second": 9.0} for i in range(4)]
-    job = changes_job(simulation={"machines": machines})
-    ours, theirs = run(job)[0].weights, run(job, "virtual")[0].weights
-    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.flower

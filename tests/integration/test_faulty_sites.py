@@ -1,17 +1,15 @@
 """Whole simulations in which sites misbehave."""
 
 import threading
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.toy import merged
 from support.without_report import simulate
 
 from cloud_adapters.local import inproc_grid
 from federation.errors import QuorumNotMet
-from federation.events import Event, RoundFinished, RunFinished, SiteFailed
+from federation.events import Event, RoundFinished, SiteFailed
 from federation.job import job_file
 from federation.job.spec import FaultSpec, JobSpec
 from monitoring.runs.run_result import RunResult
@@ -191,46 +189,3 @@ def test_robust_rule_withstands_garbage(rule: str):
     assert sound.loss is not None
     assert spoilt.loss is not None
     assert result.loss < 1.2 * sound.loss < spoilt.loss
-
-
-def test_faults_do_not_depend_on_threads():
-    """The same model with one worker and with three."""
-    faults = [bad("garbage"), {"site": "aws", "kind": "crash", "rounds": [1]}]
-    one, three = (
-        run(digits(*faults, simulation={"workers": workers}))[0] for workers in (1, 3)
-    )
-    assert weights(one) == weights(three)
-
-
-@pytest.mark.slow
-def test_lost_quorum_ends_the_run_and_loses_nothing(tmp_path: Path):
-    """After so many lost rounds; when the sites are back, the run continues."""
-    folder = tmp_path / "run"
-    faults = [{"site": site, "kind": "crash", "rounds": [2, 3]} for site in SITES[:2]]
-    job = digits(*faults, rounds=5)
-    events: list[Event] = []
-    with pytest.raises(QuorumNotMet, match=r"2 rounds .*no result"):
-        simulate(job, folder=folder, listeners=[events.append])
-    (finished,) = told(events, RunFinished)
-    assert (finished.status, finished.rounds_completed) == ("failed", 1)
-    assert [r.status for r in told(events, RoundFinished)] == [
-        "completed",
-        "lost",
-        "lost",
-    ]
-
-    result, events = run(job, folder=folder, resume=True)
-    assert (result.status, result.rounds_completed) == ("completed", 3)
-    assert [r.round_index for r in told(events, RoundFinished)] == [4, 5]
-
-    whole, _ = run(digits(*faults, rounds=5, schedule={"max_lost_rounds": 9}))
-    assert weights(result) == weights(whole)
-
-
-def test_lost_rounds_leave_the_weights(tmp_path: Path):
-    """The model after them is the model before."""
-    faults = [{"site": site, "kind": "silent", "rounds": [2]} for site in SITES[:2]]
-    lost, _ = run(digits(*faults, rounds=2))
-    one, _ = run(digits(rounds=1))
-    assert weights(lost) == weights(one)
-    assert all(np.isfinite(array).all() for array in lost.weights.values())

@@ -20,7 +20,6 @@ from clients.ranks.control import LOSS_SCALE, kept_from
 from clients.ranks.ranked_trainer import fit_of
 from clients.training import rank
 from clients.training.trainer import TorchTrainer
-from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import LocalWeights
@@ -159,21 +158,6 @@ def test_what_no_scale_makes_finite_is_not_skipped_for_ever():
     while not scale.gradient_():
         parameter.grad = nan.clone()
     assert scale.skipped == 30  # From 2^16 to 2^-14.
-
-
-@pytest.mark.parametrize("unit", ["record", "joint"])
-def test_gradients_of_records_are_not_scaled(unit: str):
-    """A step that is skipped would tell of the records in it."""
-    secure = {"secure_aggregation": {"enabled": True}}
-    private = {"unit": unit, "target_epsilon": 4.0}
-    with pytest.raises(JobError, match="step that is skipped") as caught:
-        small_job(
-            num_sites=3,
-            training={"precision": "fp16", "local_steps": 1},
-            aggregation={"weights": "uniform"},
-            privacy={"differential_privacy": private, **secure},
-        )
-    assert caught.value.key == "training.precision"
 
 
 def test_losses_of_skipped_steps_that_are_not_finite_are_not_reported():

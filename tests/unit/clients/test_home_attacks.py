@@ -55,23 +55,6 @@ def test_a_home_that_was_half_made_makes_no_site_of_an_empty_folder(
         Machine(tmp_path / "second", store).enter()
 
 
-def test_a_renewal_repairs_a_store_that_was_put_back(
-    tmp_path: Path, store: MemoryStore
-):
-    """The holder may end before it confirms anything again."""
-    holder = first(tmp_path / "first", store)
-    holder.enter()
-    holder.charge(1)
-    before = {info.key: store.read(info.key) for info in store.list("")}
-    holder.charge(2)
-    for key, content in before.items():
-        store.put(key, [content])
-    holder.home.renew()
-    other = Machine(tmp_path / "second", store)
-    assert other.enter()
-    assert other.rounds() == [1, 2]
-
-
 def test_a_takeover_that_is_killed_leaves_no_folder_that_counts_as_newer(
     tmp_path: Path, store: MemoryStore
 ):

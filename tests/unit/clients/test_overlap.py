@@ -18,7 +18,6 @@ from clients.models.model_pool import ModelPool
 from clients.training.timed_trainer import TimedTrainer
 from clients.training.trainer import TorchTrainer
 from federation.clock import VirtualClock
-from federation.errors import JobError
 from federation.ids import SiteId
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights, Trainer
@@ -299,23 +298,3 @@ def test_virtual_time_counts_steps_ahead_as_waiting(waited: float, took: float):
     begun = clock.monotonic()
     fit(timed, *weights, round_index=2, kept=first.kept)
     assert clock.monotonic() - begun == took
-
-
-def test_private_steps_are_never_taken_ahead():
-    """They would be taken before they are charged."""
-    with pytest.raises(JobError, match="charged with their round") as caught:
-        small_job(
-            training={
-                "overlap_steps": AHEAD,
-                "local_steps": STEPS,
-                "batch_size": BATCH,
-            },
-            privacy={
-                "differential_privacy": {
-                    "unit": "record",
-                    "target_epsilon": 8.0,
-                    "clip_norm": 1.0,
-                }
-            },
-        )
-    assert caught.value.key == "training.overlap_steps"

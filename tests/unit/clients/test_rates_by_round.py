@@ -209,12 +209,6 @@ def test_a_site_with_too_few_records_for_the_largest_step_is_refused():
         sites_of(job)
 
 
-def test_joint_noise_has_one_rate():
-    """All sites plan it together."""
-    with pytest.raises(JobError, match="one sampling rate each"):
-        growing_job("joint", training={"local_steps": 1})
-
-
 @pytest.mark.slow
 def test_training_takes_the_rate_that_is_charged():
     """As a job whose steps are all of that size, bit for bit."""

@@ -7,7 +7,6 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -140,25 +139,6 @@ def test_conditional_upload_in_parts(store: S3Store):
     assert store.stat("key").version == second.version
     calls = store._calls
     assert "Uploads" not in calls.client.list_multipart_uploads(Bucket=calls.bucket)
-
-
-@pytest.mark.slow
-def test_one_of_many_uploads_in_parts_wins(store: S3Store):
-    """Of six writers one wins, and the whole object is theirs."""
-    barrier = threading.Barrier(6)
-
-    def race(racer: int) -> bool:
-        barrier.wait()
-        try:
-            store.put("prize", iter([BIG, b"%02d" % racer]), if_absent=True)
-        except ObjectExists:
-            return False
-        return True
-
-    with ThreadPoolExecutor(6) as pool:
-        won = list(pool.map(race, range(6)))
-    assert sum(won) == 1
-    assert store.read("prize") == BIG + b"%02d" % won.index(True)
 
 
 def test_parts_grow_so_that_the_largest_object_fits():

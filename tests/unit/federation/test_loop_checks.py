@@ -15,15 +15,6 @@ def loop_job(**tables: Any) -> JobSpec:
     return small_job(num_sites=3, training=training, **tables)
 
 
-@pytest.mark.parametrize("unit", ["record", "joint"])
-def test_single_records_cannot_be_protected(unit: str):
-    """What one record adds to a batch's gradient is unknown."""
-    private = {"unit": unit, "clip_norm": 1.0, "target_epsilon": 1.0, "delta": 1e-3}
-    with pytest.raises(JobError, match="cannot be clipped") as caught:
-        loop_job(privacy={"differential_privacy": private})
-    assert caught.value.key == "training.task"
-
-
 def test_results_of_the_loop_are_reported_on_held_out_data_only():
     job = loop_job(training={"metrics": {"loss": [0.0, 9.0], "f1": [0.0, 1.0]}})
     assert metrics_of(job.training) == {}

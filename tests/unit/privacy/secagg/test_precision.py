@@ -6,7 +6,7 @@ from support.secagg_parties import Parties
 
 from federation.vectors import Vector
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.arithmetic.ring import UpdateOutOfRange, decode_sum_
+from privacy.secagg.arithmetic.ring import decode_sum_
 from privacy.secagg.arithmetic.seal import encode_
 
 SIZE = 1_000_000
@@ -53,20 +53,3 @@ def test_bound_of_elements_is_what_makes_the_difference():
     """Without it the clip norm sets the grid, and 1e-6 is missed by far."""
     assert _error(Parties(16).contract(clip_norm=CLIP_NORM)) > 3e-6
     assert _error(Parties(16).contract(clip_norm=10.0)) > 3e-5
-
-
-def test_element_beyond_the_bound_is_refused():
-    """The site declines the round."""
-    ring = Parties(2).contract(element_bound=BOUND).ring()
-    update_d = np.array([0.5, -0.5, BOUND / 2], np.float32)
-    with pytest.raises(UpdateOutOfRange, match=r"element_bound of 0\.01"):
-        encode_(update_d, ring, weight=1.0, rounding_key=bytes(32))
-
-
-def test_element_beyond_the_bound_is_clipped_where_the_contract_says_so():
-    """It comes out as the bound."""
-    ring = Parties(2).contract(element_bound=BOUND, clip_elements=True).ring()
-    update_d = np.array([0.5, -0.5, BOUND / 2], np.float32)
-    words = encode_(update_d, ring, weight=1.0, rounding_key=bytes(32)).words_w
-    expected = [BOUND, -BOUND, BOUND / 2]
-    np.testing.assert_allclose(decode_sum_(words, ring), expected, rtol=3e-4)
