@@ -3,13 +3,13 @@
 Also a keystream whose words a test chooses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.keystream import Keystream
+from privacy.keystream import KEY_BYTES, Keystream
 
 mpmath.mp.dps = 80
 
@@ -70,3 +70,14 @@ def combined_distance(first: float, factor: int, second: float) -> mpmath.mpf:
         )
         total += abs(exact - smeared_pmf(variance, factor, k))
     return total / 2
+
+
+def known_bytes() -> Callable[[int], bytes]:
+    """Keys that a test can draw again."""
+    numbers: Iterator[int] = iter(range(1, 1000))
+
+    def draw(size: int) -> bytes:
+        is_key = size == KEY_BYTES
+        return next(numbers).to_bytes(size, "big") if is_key else b"\1" * size
+
+    return draw

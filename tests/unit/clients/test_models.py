@@ -1,7 +1,7 @@
 """Reference models."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -132,17 +132,7 @@ def test_forward_draws_nothing():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Use one thread: several are slower on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_digits_cnn_learns_digits():
     """A few epochs on all the training digits reach 92 % on the held-out ones."""
     train, held_out = load("clients.data:digits", {})

@@ -1,6 +1,5 @@
 """Private steps that draw and clip persons, against plain float64."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from support.examples import few
+from support.noise_oracles import known_bytes
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
@@ -29,7 +29,6 @@ from federation.protocols import LocalWeights
 from privacy.dp.persons import Persons
 from privacy.dp_sgd.clipping import MARGIN, ClippedSum, sum_margin
 from privacy.dp_sgd.person_batch import PersonBatch
-from privacy.keystream import KEY_BYTES
 
 # Imports Opacus, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -37,26 +36,6 @@ pytestmark = pytest.mark.slow
 SITE = SiteId("site-0")
 INPUTS, CLASSES = 4, 3
 CLIP_NORM = 0.5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def known_bytes() -> Callable[[int], bytes]:
-    """Keys that a test can draw again."""
-    numbers: Iterator[int] = iter(range(1, 1000))
-
-    def draw(size: int) -> bytes:
-        is_key = size == KEY_BYTES
-        return next(numbers).to_bytes(size, "big") if is_key else b"\1" * size
-
-    return draw
 
 
 def private_job(unit: str, most: int = 8, **training: Any) -> JobSpec:

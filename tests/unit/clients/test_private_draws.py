@@ -35,15 +35,6 @@ IMAGES = RNG.random((RECORDS, 1, 8, 8)).astype(np.float32)
 Bytes = Callable[[int], bytes]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def secret(number: int) -> Bytes:
     """Bytes in place of the operating system's: others for each number and request."""
     calls = iter(range(10_000))

@@ -1,12 +1,12 @@
 """Local training with differentially private gradients."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from support.noise_oracles import known_bytes
 from support.noisy_jobs import noisy_job
 from support.small_jobs import blobs, small_job
 from torch import nn
@@ -33,21 +33,12 @@ from privacy.counts import coarse
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import MARGIN, sum_margin
-from privacy.keystream import KEY_BYTES, Keystream
+from privacy.keystream import Keystream
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 USERS = "support.users_module"
 CLIP_NORM, LR = 0.5, 0.1
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def private_job(training: dict[str, Any], **tables: Any):
@@ -58,17 +49,6 @@ def private_job(training: dict[str, Any], **tables: Any):
         aggregation={"weights": "uniform"},
         **tables,
     )
-
-
-def known_bytes() -> Callable[[int], bytes]:
-    """Keys that a test can draw again."""
-    numbers: Iterator[int] = iter(range(1, 1000))
-
-    def draw(size: int) -> bytes:
-        is_key = size == KEY_BYTES
-        return next(numbers).to_bytes(size, "big") if is_key else b"\1" * size
-
-    return draw
 
 
 def private(multiplier: float = 1.0, **options: Any):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from support.faulty_store import FaultyStore
 from support.small_jobs import blobs, small_job
 
@@ -28,15 +27,6 @@ JOB = small_job(
 )
 # Shards of 10 examples, of which two are open at a time.
 SHARD_BYTES = 10 * 2048
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Outage:

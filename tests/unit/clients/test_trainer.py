@@ -34,15 +34,6 @@ USERS = "support.users_module"
 MLP_OPTIONS = {"inputs": 4, "classes": 3, "hidden": [8, 8]}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def job_of(training: dict[str, Any], **tables: Any):
     return small_job(training={"optimizer": SGD, **training}, **tables)
 

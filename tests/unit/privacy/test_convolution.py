@@ -1,6 +1,5 @@
 """Record gradients of convolutions, against autograd record by record."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,6 @@ from torch import nn
 
 from privacy.dp_sgd import convolution
 from privacy.dp_sgd.convolution import Workspace, gradients, is_covered
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 pair = st.tuples(st.integers(1, 4), st.integers(1, 4))
 

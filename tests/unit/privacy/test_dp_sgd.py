@@ -35,13 +35,8 @@ Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def classify(model: nn.Module, inputs: torch.Tensor):

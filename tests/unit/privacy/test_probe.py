@@ -28,13 +28,8 @@ BATCH = 5
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def draws(seed: int) -> AbstractContextManager[object]:
