@@ -66,6 +66,7 @@ class ProxySettings:
             addresses.
         max_connections: Open at a time from one address.
         connection_seconds: How old a connection may grow.
+        head_seconds: How long a request's head may take.
     """
 
     listen: str
@@ -76,6 +77,7 @@ class ProxySettings:
     upstream_name: str = "localhost"
     max_connections: int = 64
     connection_seconds: int = 600
+    head_seconds: int = 10
 
     @property
     def config(self) -> Path:
@@ -109,6 +111,7 @@ def config_text(settings: ProxySettings) -> str:
         upstream_name=_plain(settings.upstream_name),
         max_connections=settings.max_connections,
         connection_seconds=settings.connection_seconds,
+        head_seconds=settings.head_seconds,
         calls="|".join(FLEET_CALLS),
         max_fleet_bytes=MAX_FLEET_BYTES,
         max_enrolment_bytes=MAX_ENROLMENT_BYTES,

@@ -27,10 +27,11 @@ def test_address_of_version_6_is_in_brackets():
 
 
 def test_listens_in_one_place_alone():
-    """And only with TLS 1.3."""
+    """And only with TLS 1.3; who sends no request is let go after 10 s."""
     text = config_text(_settings())
 
     assert text.count("listen ") == 1
+    assert "client_header_timeout 10s;" in text
     assert "ssl_protocols TLSv1.3;" in text
     assert "listen 0.0.0.0:8443 ssl;" in text
 
