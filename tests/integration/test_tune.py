@@ -92,7 +92,12 @@ def results(tuning: Tuning) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "trials"), [("tpe", 4), ("cma_es", 8), ("evolutionary", 4)]
+    ("sampler", "trials"),
+    [
+        ("cma_es", 8),
+        pytest.param("tpe", 4, marks=pytest.mark.long),
+        pytest.param("evolutionary", 4, marks=pytest.mark.long),
+    ],
 )
 def test_a_search_that_was_stopped_finds_the_same(
     sampler: str, trials: int, tmp_path: Path
