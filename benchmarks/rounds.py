@@ -28,6 +28,7 @@ import numpy as np
 
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
+from aggregator.methods import registry
 from aggregator.sampling import draw_cohort
 from aggregator.weighting import weight_of
 from clients.training.site import Site
@@ -45,6 +46,7 @@ from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
 from federation.rounds.server_optimizer import average
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
+from monitoring.views.round_view import named_metric
 
 NOTHING = MetricSums(count=1, loss_sum=0.0, metrics={"correct": 0})
 
@@ -182,6 +184,7 @@ def _parts(
         ),
         draw_cohort=draw_cohort,
         optimizer=optimizer,
+        guests=registry.begin(job, named_metric),
         clock=clock,
         emit=emit,
         stop_requested=lambda: False,

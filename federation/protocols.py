@@ -21,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import (
     Any,
     NotRequired,
@@ -678,6 +678,24 @@ class RunState(RunProgress):
     optimizer: OptimizerState
     change: ModelChange | None = None
     kept: KeptModel | None = None
+
+    def with_model_left(self) -> Self:
+        """Return the state with the model that the run leaves in place of the newest.
+
+        That is the newest if none is kept: no model was evaluated, or the run ended
+        before the first round to average.
+        """
+        if self.kept is None:
+            return self
+        # A site that has the newest model is sent the whole of this one, and no step
+        # begins with it.
+        return replace(
+            self,
+            weights_d=self.kept.weights_d,
+            integers_m=self.kept.integers_m,
+            optimizer={},
+            change=None,
+        )
 
 
 class Checkpoints(Protocol):

@@ -15,6 +15,7 @@ from typing import Protocol
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather
+from aggregator.methods import registry
 from aggregator.relay import PlainRelay, SecureRelay
 from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
@@ -325,6 +326,7 @@ class Run:
             checkpoints=self.checkpoints(),
             draw_cohort=draw_cohort,
             optimizer=optimizer,
+            guests=registry.begin(self.federation.job, named_metric),
             clock=self.clock,
             emit=self.emit,
             stop_requested=self.stop_requested,
@@ -332,13 +334,8 @@ class Run:
             anchors=anchors,
             meter=self.meter,
             allocate=self.allocate,
-            score=partial(named_metric, name=_metric(self.federation.job)),
             first_round=max((one.first_round for one in self.extensions), default=1),
         )
-
-
-def _metric(job: JobSpec) -> str:
-    return "" if job.selection is None else job.selection.metric
 
 
 def _secure_gather(

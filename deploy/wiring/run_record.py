@@ -19,7 +19,6 @@ from federation.ids import RunId, SiteId
 from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
-from federation.rounds import selection
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_result import RunResult, result_of
 from monitoring.views.result_json import result
@@ -144,8 +143,8 @@ class RunRecord:
         """Write a run's files, the most important first."""
         view = self._fold.view()
         layout = self.pool.layout
-        left = selection.model_left(self.job.selection, state)
-        weights = model_export.named_arrays(layout, left, self.pool.frozen_arrays())
+        left, frozen = state.with_model_left(), self.pool.frozen_arrays()
+        weights = model_export.named_arrays(layout, left, frozen)
         if self.run is not None:
             if view.status in {COMPLETED, EXHAUSTED}:
                 replace_file(self.run.model, model_export.file_pieces(layout, weights))

@@ -18,13 +18,11 @@ budget for is not counted, and ends the run.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from federation import events
-from federation.compression.change import NO_WORDS, RESIDUAL, digest, settle
-from federation.compression.codec import BeyondCodec, Links
+from federation.compression.codec import BeyondCodec
 from federation.errors import (
     BudgetExceeded,
     CorruptObject,
@@ -36,27 +34,24 @@ from federation.ids import RunId, SiteId
 from federation.job.adapter_ranks import codecs_by_site
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
-from federation.messages import LedgerAnchor, MetricSums, TaskKind, join_anchors
-from federation.methods.registry import follows_counted
+from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import (
     Checkpoints,
     Clock,
-    ModelChange,
     RunState,
     ServerOptimizer,
 )
 from federation.resources import CLOCK, UsageMeter
-from federation.rounds import local_work, selection
-from federation.rounds.gather import Gather, evaluates
+from federation.rounds.gather import Gather
+from federation.rounds.guest import ServerGuest
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_sums import COMPLETED
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
-from federation.rounds.server_optimizer import keep_zeros_, take_step
+from federation.rounds.server_optimizer import take_step
 from federation.vectors import Allocate, Layout, Vector, in_memory, is_finite, norm
 
 _LOOK_SECONDS = 1.0  # Between two looks for sites that have left.
-_NEARLY = 0.9  # Of the clip norm: no mean of shorter updates comes so near.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +66,7 @@ class ServerParts:
         checkpoints: Durable states.
         draw_cohort: Who is asked in a round: a function of job and round index.
         optimizer: The combined update to new weights.
+        guests: The job's methods, in the order in which they change a model.
         clock: Time.
         emit: Where events go.
         stop_requested: Whether a person wants the run to stop after this round.
@@ -80,7 +76,6 @@ class ServerParts:
         returned: Which of some sites are there again before a round: ``Grid.returned``.
         waits: Whether sites that have left come back with time, and not with rounds.
         first_round: Earlier numbers are used up, even without a checkpoint.
-        score: The metric of a pooled result that the job's models are compared by.
         allocate: Makes the vector that updates are combined in.
     """
 
@@ -92,6 +87,7 @@ class ServerParts:
     checkpoints: Checkpoints
     draw_cohort: Callable[[JobSpec, int], Sequence[SiteId]]
     optimizer: ServerOptimizer
+    guests: Sequence[ServerGuest]
     clock: Clock
     emit: events.Emit
     stop_requested: Callable[[], bool]
@@ -103,7 +99,6 @@ class ServerParts:
     )
     waits: bool = False
     first_round: int = 1
-    score: Callable[[MetricSums], float | None] = lambda _sums: None
     allocate: Allocate = in_memory
 
 
@@ -145,17 +140,14 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
                 exhausted = str(error)
                 break
             complaints = list(found) or complaints
-            _check_progress(job, state, complaints)
+            _check_progress(job, parts, state, complaints)
         is_complete = _is_done(job, parts, state)
         if is_complete or exhausted:
-            _check_result(job, state, complaints)
-            # The evaluation that follows ends nothing early any more.
-            is_early = _stops_early(job, state)
+            _check_result(job, parts, state, complaints)
             # With masks a round is attempted once, and a refusal uses its number.
             state = _evaluate_last(
                 job, parts, state, skip=int(_in_secret(job) and not is_complete)
             )
-            _emit_selected(job, parts, state, is_early=is_early)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         if parts.goes_on(error):
@@ -183,10 +175,8 @@ def _to_begin_with(
 
 
 def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
-    """Whether the schedule begins no other round, or the run stops early."""
-    if selection.is_over(job.selection, state.selection):
-        return True
-    if local_work.is_complete(job, state):
+    """Whether the schedule begins no other round, or a method ends the run."""
+    if any(guest.is_over(state) for guest in parts.guests):
         return True
     view = ScheduleView(
         round_index=state.round_index + 1, rounds=job.rounds, cohort=(), open=()
@@ -221,13 +211,7 @@ def _is_stopped(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
 def _run_round(
     job: JobSpec, parts: ServerParts, state: RunState, spare_d: Vector
 ) -> tuple[RunState, Vector, Sequence[str]]:
-    """Run the next round.
-
-    Args:
-        job: Sets the cohort, the quorum and the deadline.
-        parts: Everything else.
-        state: The state after the round before.
-        spare_d: Memory for the combined update, shape ``(d,)``.
+    """Run the next round, with ``spare_d`` as memory for the combined update.
 
     Returns:
         The new state, already durable; memory for the next round; and what is wrong
@@ -236,127 +220,61 @@ def _run_round(
     Raises:
         BudgetExceeded: Too few sites have the privacy budget for the round.
     """
-    drawn = parts.draw_cohort(job, state.round_index + 1)
-    members, cohort = _cohort(parts, state, drawn)
-    choice = local_work.choose(job, state)
-    record = RoundRecord(
-        run_id=parts.run_id,
-        round_index=state.round_index + 1,
-        cohort=cohort,
-        layout=parts.layout,
-        clock=parts.clock,
-        emit=parts.emit,
-        in_secret=_in_secret(job),
-        links=job.communication.links,
-        codecs=codecs_by_site(job, parts.layout),
-        meter=parts.meter,
-        members=state.members,
-        steps=choice.steps if choice else None,
-        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
-        states=state.states,
-    )
-    record.ask(members)
-    if choice is not None:
-        record.events.chose(choice, job.schedule.training_share)
+    record = _open(job, parts, state, parts.draw_cohort(job, state.round_index + 1))
+    for guest in parts.guests:
+        guest.before_round_(state, record)
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             # w_i and Delta_i of the answers that count, and Delta of them all.
             updates, combine = parts.gather.updates(state, record)
             delta_d = combine(updates, spare_d)
-            record.sums.end_phase("combine")
         except QuorumNotMet as error:
+            record.finish("lost")
             if record.verdicts.out_of_budget:
-                record.finish("lost")
                 raise _out_of_budget(record.verdicts) from error
-            new_state = _without_result(state, record.links)
-            status, unused_d = "lost", spare_d
+            new_state = _without_result(state)
         else:
-            record.sums.update_norm = norm(delta_d)
-            _note_clipped(job, state, record)
-            weights_d = take_step(
-                parts.optimizer,
-                parts.layout,
-                weights_d=state.weights_d,
-                moments=state.optimizer,
-                delta_f=delta_d,
-                fragment=record.sums.fragment,
-            )
-            if job.model.keep_zeros:
-                keep_zeros_(parts.layout, before_d=state.weights_d, after_d=weights_d)
-            new_state, status = _next_state(parts, state, weights_d, record)
-            # Memory that was not touched takes none: it is kept before any other.
-            is_taken = status == "completed" and delta_d is spare_d
-            unused_d = state.weights_d if is_taken else spare_d
-            record.sums.end_phase("apply")
-    record.finish(status)
-    new_state = replace(
-        new_state,
-        anchors=join_anchors(state.anchors, record.sums.anchors),
-        counted=_counted(job, state, record, status),
-        states=record.states,
-        suspicions=record.verdicts.suspicions or state.suspicions,
-        members=record.members.end_round(),
-        **_after_steps(job, state, record, status),
-    )
-    new_state = _select(job, parts, state, new_state, record)
+            new_state = _take_step(parts, state, record, delta_d)
+    new_state = record.add_to(new_state)
+    for guest in parts.guests:
+        new_state = guest.after_round(state, new_state, record)
     _save(parts, new_state)
+    # Memory that was not touched takes none: it is kept before any other.
+    unused_d = state.weights_d if new_state.weights_d is spare_d else spare_d
     return new_state, unused_d, record.verdicts.complaints
 
 
-def _select(
+def _open(
     job: JobSpec,
     parts: ServerParts,
     state: RunState,
-    new_state: RunState,
-    record: RoundRecord,
-) -> RunState:
-    """Judge the model that the round began with, and average the one that it made.
-
-    A round without result leaves both for the next one, which begins with the same
-    model.
-    """
-    if new_state.rounds_completed > state.rounds_completed:
-        judged = selection.judge(job, state, _score(job, parts, record))
-        new_state = replace(new_state, selection=judged.selection, kept=judged.kept)
-        return selection.average(job.selection, new_state)
-    return replace(new_state, selection=state.selection, kept=state.kept)
-
-
-def _score(job: JobSpec, parts: ServerParts, record: RoundRecord) -> float | None:
-    return selection.score_of(job, record.sums, parts.score)
-
-
-def _after_steps(
-    job: JobSpec, state: RunState, record: RoundRecord, status: str
-) -> dict[str, Any]:
-    """Note the local steps of a round, and what it took if that is typical."""
-    if record.steps is None:
-        return {}
-    times = state.times
-    if status == COMPLETED and local_work.is_typical(
-        job, state, evaluates=evaluates(job, state), is_usual=record.is_usual
-    ):
-        times = local_work.observe(
-            state,
-            record.steps,
-            seconds=record.clock.monotonic() - record.sums.start,
-            train_seconds=record.sums.last_trained,
-        )
-    return {"steps_taken": record.steps.stop, "times": times}
-
-
-def _counted(
-    job: JobSpec, state: RunState, record: RoundRecord, status: str
-) -> Mapping[SiteId, int]:
-    """Note whose updates are a part of the model, if sites need to know that."""
-    if status != "completed":
-        return state.counted
-    if follows_counted(job):  # A round of these needs all sites.
-        return dict.fromkeys(record.cohort, record.round_index)
-    if not record.links.feedback:
-        return state.counted
-    return {**state.counted, **record.counted}
+    drawn: Sequence[SiteId],
+    *,
+    kind: TaskKind = TaskKind.TRAIN,
+    skip: int = 0,
+) -> RoundRecord:
+    """Open the record of the round ``skip`` numbers after the next one."""
+    members, cohort = _cohort(parts, state, drawn)
+    record = RoundRecord(
+        run_id=parts.run_id,
+        round_index=state.round_index + 1 + skip,
+        skipped=skip,
+        cohort=cohort,
+        layout=parts.layout,
+        clock=parts.clock,
+        emit=parts.emit,
+        kind=kind,
+        in_secret=_in_secret(job),
+        links=job.communication.links,
+        codecs=codecs_by_site(job, parts.layout),
+        meter=parts.meter,
+        members=state.members,
+        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
+        states=dict(state.states),
+    )
+    record.ask(members)
+    return record
 
 
 def _cohort(
@@ -389,41 +307,48 @@ def _save(parts: ServerParts, state: RunState) -> None:
     )
 
 
-def _next_state(
-    parts: ServerParts, state: RunState, weights_d: Vector, record: RoundRecord
-) -> tuple[RunState, str]:
-    """Take new weights; a result that no site could be sent is discarded."""
-    change, fits = None, True
+def _take_step(
+    parts: ServerParts, state: RunState, record: RoundRecord, delta_d: Vector
+) -> RunState:
+    """Take the server's step; a result that no site could be sent is discarded."""
+    record.sums.end_phase("combine")
+    record.sums.update_norm = norm(delta_d)
+    weights_d = take_step(
+        parts.optimizer,
+        parts.layout,
+        weights_d=state.weights_d,
+        moments=state.optimizer,
+        delta_f=delta_d,
+        fragment=record.sums.fragment,
+    )
+    fits = True
     try:
-        if record.links.changes:
-            change = settle(
-                record.links,
-                state.weights_d,
-                weights_d,
-                residual_d=state.optimizer.get(RESIDUAL),
-                seed=record.round_index,
-            )
-        elif record.links.sums and record.sums.opened_w is not None:
-            after = digest(weights_d)
-            change = ModelChange(words=record.sums.opened_w, after=after)
-        else:
-            record.links.down.check(weights_d)
+        for guest in parts.guests:
+            guest.after_step_(state, record, weights_d)
     except BeyondCodec as error:
         record.verdicts.complaints.append(f"the model: {error}")
         fits = False
     # An infinite second moment would stop the training and leave finite weights.
-    if not (fits and all(map(is_finite, (weights_d, *state.optimizer.values())))):
-        return _without_result(_before_step(parts, state), record.links), "discarded"
-    return RunState(
-        round_index=record.round_index,
-        weights_d=weights_d,
-        integers_m=record.sums.combined_integers(state.integers_m, parts.layout),
-        optimizer=state.optimizer,
-        rounds_completed=state.rounds_completed + 1,
-        lost_in_a_row=0,
-        update_clip=record.sums.next_clip,
-        change=change,
-    ), "completed"
+    if fits and all(map(is_finite, (weights_d, *state.optimizer.values()))):
+        status, new_state = (
+            COMPLETED,
+            replace(
+                state,
+                round_index=record.round_index,
+                weights_d=weights_d,
+                integers_m=record.sums.combined_integers(
+                    state.integers_m, parts.layout
+                ),
+                rounds_completed=state.rounds_completed + 1,
+                lost_in_a_row=0,
+                update_clip=record.sums.next_clip,
+            ),
+        )
+    else:
+        status, new_state = "discarded", _without_result(_before_step(parts, state))
+    record.sums.end_phase("apply")
+    record.finish(status)
+    return new_state
 
 
 def _before_step(parts: ServerParts, state: RunState) -> RunState:
@@ -450,14 +375,11 @@ def _before_step(parts: ServerParts, state: RunState) -> RunState:
     return replace(state, optimizer=saved.optimizer)
 
 
-def _without_result(state: RunState, links: Links) -> RunState:
-    unchanged = ModelChange(words=NO_WORDS, after=digest(state.weights_d))
+def _without_result(state: RunState) -> RunState:
     return replace(
         state,
         round_index=state.round_index + 1,
         lost_in_a_row=state.lost_in_a_row + 1,
-        # Sites that take the server's steps themselves may still have the model.
-        change=unchanged if links.sums else None,
     )
 
 
@@ -466,37 +388,20 @@ def _evaluate_last(
 ) -> RunState:
     """Have every site evaluate the final model, ``skip`` rounds after the next.
 
-    That is the average, if the run leaves one; else the newest model, which is then
-    compared with the best one.
+    Methods decide which model that is, and what follows from it.
     """
-    spec = job.selection
-    averages = spec is not None and spec.averages
-    shown = selection.model_left(spec, state) if averages else state
-    if job.evaluation.every == 0:
-        return state
-    drawn = _evaluators(job, parts.gather.sites())
-    members, cohort = _cohort(parts, state, drawn)
-    record = RoundRecord(
-        run_id=parts.run_id,
-        round_index=state.round_index + 1 + skip,
-        model_round=state.round_index,
-        cohort=cohort,
-        layout=parts.layout,
-        clock=parts.clock,
-        emit=parts.emit,
-        kind=TaskKind.EVALUATE,
-        in_secret=_in_secret(job),
-        links=job.communication.links,
-        members=state.members,
-        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
-        states=state.states,
-    )
-    record.ask(members)
-    parts.gather.evaluation(shown, record)
-    record.finish_evaluation()
-    return (
-        state if averages else selection.judge(job, state, _score(job, parts, record))
-    )
+    record = None
+    if job.evaluation.every:
+        drawn, kind = _evaluators(job, parts.gather.sites()), TaskKind.EVALUATE
+        record = _open(job, parts, state, drawn, kind=kind, skip=skip)
+        shown = state
+        for guest in parts.guests:
+            shown = guest.last_evaluated(shown)
+        parts.gather.evaluation(shown, record)
+        record.finish_evaluation()
+    for guest in parts.guests:
+        state = guest.after_run(state, record, at=parts.clock.now(), emit=parts.emit)
+    return state
 
 
 def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
@@ -510,13 +415,14 @@ def _in_secret(job: JobSpec) -> bool:
 
 
 def _check_progress(
-    job: JobSpec, state: RunState, complaints: Sequence[str] = ()
+    job: JobSpec, parts: ServerParts, state: RunState, complaints: Sequence[str]
 ) -> None:
     if state.lost_in_a_row >= job.schedule.max_lost_rounds:
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); {_said(complaints)}{_what_is_left(job, state)}"
+            f"{job.cohort_size} sites); {_said(complaints)}"
+            f"{_what_is_left(job, parts, state)}"
         )
 
 
@@ -529,13 +435,13 @@ def _first(complaints: Sequence[str]) -> str:
     return f"{complaints[0]}{more}"
 
 
-def _what_is_left(job: JobSpec, state: RunState) -> str:
+def _what_is_left(job: JobSpec, parts: ServerParts, state: RunState) -> str:
     """Say what is safe, and how to continue: lost rounds count as planned ones."""
     if not state.rounds_completed:
         return "no round was completed"
     safe = "the model of the last completed round is safe in the checkpoints"
     left = job.rounds - state.round_index
-    if local_work.is_complete(job, state) or left <= 0:
+    if left <= 0 or any(guest.is_over(state) for guest in parts.guests):
         return f"{safe}. No round is left: fix the cause, then add some with --extend"
     return (
         f"{safe}. Fix the cause, then continue with --resume from round "
@@ -544,9 +450,11 @@ def _what_is_left(job: JobSpec, state: RunState) -> str:
     )
 
 
-def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> None:
+def _check_result(
+    job: JobSpec, parts: ServerParts, state: RunState, complaints: Sequence[str]
+) -> None:
     """Check that a finished run has a result; also called for a resumed run."""
-    _check_progress(job, state, complaints)
+    _check_progress(job, parts, state, complaints)
     if state.rounds_completed == 0:
         one = job.rounds == 1
         none = (
@@ -582,52 +490,6 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
     if state.members.away():
         index = state.round_index + 1
         parts.emit(events.left_out(state.members, index, at=parts.clock.now()))
-
-
-def _note_clipped(job: JobSpec, state: RunState, record: RoundRecord) -> None:
-    """Warn of a first mean update that only clipped ones in one direction can give.
-
-    Nothing but the opened sum shows it. Where noise is in the sum, clipping is meant.
-    """
-    size, bound = record.sums.update_norm, record.sums.update_clip
-    if state.round_index or not size or not bound:
-        return
-    if size > _NEARLY * bound and not job.privacy.differential_privacy.in_sum:
-        record.events.warned(
-            f"the mean update has a norm of {size:.3g}, and secure aggregation scales "
-            f"every update down to {bound:g}: most are probably larger and count only "
-            "in part. Raise privacy.secure_aggregation.clip_norm; or make updates "
-            "smaller: normalise inputs and targets, and keep running statistics at the "
-            'sites (model.personal = ["*running_*"]). `crossfed check-job` names the '
-            "tensor, each site's own log the norm"
-        )
-
-
-def _stops_early(job: JobSpec, state: RunState) -> bool:
-    is_over = selection.is_over(job.selection, state.selection)
-    return is_over and state.round_index < job.rounds
-
-
-def _emit_selected(
-    job: JobSpec, parts: ServerParts, state: RunState, *, is_early: bool
-) -> None:
-    spec, progress = job.selection, state.selection
-    if spec is None:
-        return
-    best = progress.best_round if spec.model == "best" else None
-    averaged = progress.averaged
-    parts.emit(
-        events.ModelSelected(
-            at=parts.clock.now(),
-            round_index=state.round_index if best is None else best,
-            model="last" if best is None and not averaged else spec.model,
-            models=max(1, averaged),
-            metric=spec.metric if spec.compares else "",
-            best_round=progress.best_round,
-            best_score=progress.best_score,
-            stopped_early=is_early,
-        )
-    )
 
 
 def _emit_finished(

@@ -15,7 +15,6 @@ from federation.messages import (
     SiteUpdate,
 )
 from federation.protocols import Clock
-from federation.rounds.local_work import ChosenSteps
 from federation.rounds.round_sums import COMPLETED, RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 
@@ -40,27 +39,6 @@ class RoundEvents:
         self.emit(
             events.RoundStarted(
                 at=self.clock.now(), round_index=self.round_index, cohort=cohort
-            )
-        )
-
-    def chose(self, choice: ChosenSteps, target: float) -> None:
-        """Emit ``LocalWorkChosen``."""
-        pace, steps, times = choice.pace, choice.steps, choice.times
-        self.emit(
-            events.LocalWorkChosen(
-                at=self.clock.now(),
-                round_index=self.round_index,
-                first_step=steps.start,
-                num_steps=len(steps),
-                reason=choice.reason,
-                step_seconds=pace.step_seconds if pace else None,
-                waiting_seconds=pace.waiting_seconds if pace else None,
-                share=pace.share(len(steps)) if pace else None,
-                target=target,
-                rounds=tuple(time.round_index for time in times),
-                steps=tuple(time.num_steps for time in times),
-                seconds=tuple(time.seconds for time in times),
-                train_seconds=tuple(time.train_seconds for time in times),
             )
         )
 

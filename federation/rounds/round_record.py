@@ -4,7 +4,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from federation import events
@@ -26,8 +26,9 @@ from federation.messages import (
     SiteUpdate,
     StateName,
     TaskKind,
+    join_anchors,
 )
-from federation.protocols import Clock
+from federation.protocols import Clock, RunState
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_sums import RoundSums
@@ -40,10 +41,10 @@ _ABSENT = frozenset({FailureKind.DISCONNECTED, FailureKind.UNREACHABLE})
 _SETUP = frozenset(
     (SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM)
 )
-NO_CODECS: Mapping[SiteId, Codec] = MappingProxyType({})
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate, SiteEvaluation)
 
 
+@dataclass(kw_only=True, eq=False)
 class RoundRecord:
     """What one round collects besides the combined update.
 
@@ -51,84 +52,82 @@ class RoundRecord:
     takes that part.
 
     Attributes:
+        round_index: Number of the round, from 1.
         cohort: The sites that are asked.
+        layout: Layout of the model.
         clock: Time.
+        emit: Where events go.
+        kind: What the sites are asked for.
+        in_secret: Whether there is secure aggregation; see ``RoundVerdicts``.
+        skipped: Numbers that no round had, between that of the model and this one.
         links: The codecs of both directions, for the model.
+        meter: Measures what the round takes of the aggregator.
+        members: Who takes part, as far as this round has shown.
+        codecs: Those of sites that send other places, for the model.
+        epsilon_cap: What no site can have spent; see ``RoundVerdicts``.
+        states: What each site is known to have kept, as far as this round has shown.
         verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
+        status: How the round has ended; empty until then.
         counted: For each site whose update has a weight, the round of its task.
-        states: What each site is known to have kept, as far as this round has shown.
-        members: Who takes part, as far as this round has shown.
         steps: Local steps of the run that sites take; None for the job's number.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: RunId,
-        round_index: int,
-        cohort: tuple[SiteId, ...],
-        layout: Layout,
-        clock: Clock,
-        emit: events.Emit,
-        kind: TaskKind = TaskKind.TRAIN,
-        in_secret: bool = False,
-        model_round: int | None = None,
-        links: Links = Links(),  # noqa: B008 -- immutable
-        meter: UsageMeter = CLOCK,
-        members: Members = EVERYBODY,
-        steps: range | None = None,
-        codecs: Mapping[SiteId, Codec] = NO_CODECS,
-        epsilon_cap: float | None = None,
-        states: Mapping[SiteId, tuple[StateName, ...]] = MappingProxyType({}),
-    ) -> None:
-        """Open a round; ``in_secret`` and ``epsilon_cap`` are of ``RoundVerdicts``.
+    run_id: RunId
+    round_index: int
+    cohort: tuple[SiteId, ...]
+    layout: Layout
+    clock: Clock
+    emit: events.Emit
+    kind: TaskKind = TaskKind.TRAIN
+    in_secret: bool = False
+    skipped: int = 0
+    links: Links = field(default_factory=Links)
+    meter: UsageMeter = CLOCK
+    members: Members = EVERYBODY
+    codecs: Mapping[SiteId, Codec] = field(default_factory=dict)
+    epsilon_cap: float | None = None
+    states: dict[SiteId, tuple[StateName, ...]] = field(default_factory=dict)
+    status: str = field(init=False, default="")
+    counted: dict[SiteId, int] = field(init=False, default_factory=dict)
+    steps: range | None = field(init=False, default=None)
+    is_usual: bool = field(init=False, default=True)
 
-        ``model_round`` is the round whose model the sites are sent, if it is not the
-        one before; ``meter`` measures what the round takes of the aggregator.
-        ``members`` is what the rounds before have shown, ``steps`` what was chosen;
-        ``codecs`` are those of sites that send other places, for the model; ``states``
-        is what sites are known to have kept.
-        """
-        self.run_id = run_id
-        self.round_index = round_index
-        self.cohort = cohort
-        self.clock = clock
-        self.links = links = fitted(links, layout)
-        self.members = members
-        self.steps = steps
-        self.is_usual = True
-        self.counted: dict[SiteId, int] = {}
-        self.states = dict(states)
+    def __post_init__(self) -> None:
+        """Open the round."""
+        self.links = fitted(self.links, self.layout)
         self._asked_in_vain: Mapping[SiteId, str] = {}
-        self._known_away = members.end_round().away()
-        self._kind = kind
-        self._model_round = round_index - 1 if model_round is None else model_round
+        self._known_away = self.members.end_round().away()
         self._sent_d: Words | None = None
         # Of an exchange only for evaluation, whose bytes go with the metrics.
         self._evaluation_replies: dict[SiteId, Reply] = {}
         self.verdicts = RoundVerdicts(
-            run_id=run_id,
-            round_index=round_index,
-            kind=kind,
-            cohort=cohort,
-            layout=layout,
-            in_secret=in_secret,
-            based_on=self._model_round,
-            codec=links.up,
-            codecs=codecs,
-            epsilon_cap=epsilon_cap,
+            run_id=self.run_id,
+            round_index=self.round_index,
+            kind=self.kind,
+            cohort=self.cohort,
+            layout=self.layout,
+            in_secret=self.in_secret,
+            based_on=self.model_round,
+            codec=self.links.up,
+            codecs=self.codecs,
+            epsilon_cap=self.epsilon_cap,
         )
-        start = clock.monotonic()
-        self.sums = RoundSums(clock=clock, start=start, meter=meter)
+        start = self.clock.monotonic()
+        self.sums = RoundSums(clock=self.clock, start=start, meter=self.meter)
         self.events = RoundEvents(
-            round_index=round_index, clock=clock, start=start, emit=emit
+            round_index=self.round_index, clock=self.clock, start=start, emit=self.emit
         )
-        if kind is TaskKind.TRAIN:
-            self.events.started(cohort)
+        if self.kind is TaskKind.TRAIN:
+            self.events.started(self.cohort)
+
+    @property
+    def model_round(self) -> int:
+        """The round whose model the sites are sent."""
+        return self.round_index - 1 - self.skipped
 
     def sent(self, weights_d: Vector) -> Words:
         """The round's model as all sites are sent it; not to be written to.
@@ -173,7 +172,7 @@ class RoundRecord:
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
         """Note that a masked update was folded in; nothing else is known."""
-        if self._kind is TaskKind.EVALUATE:
+        if self.kind is TaskKind.EVALUATE:
             self._evaluation_replies[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
         self.sums.add_spent(update.site, update.spent)
@@ -274,17 +273,28 @@ class RoundRecord:
         """Emit the final model's metrics, or that there are none."""
         self.change_members(self.members)
         replies = self._evaluation_replies
-        self.events.evaluated(self._model_round, self.verdicts, self.sums, replies)
+        self.events.evaluated(self.model_round, self.verdicts, self.sums, replies)
         if self.sums.pooled_evaluation() is None:
             if replies:  # Masked results that nothing could open.
-                self.events.step_taken(self._kind.value, tuple(replies.values()))
+                self.events.step_taken(self.kind.value, tuple(replies.values()))
             self.events.warned("no site evaluated the final model")
 
     def finish(self, status: str) -> None:
         """Emit the metrics of the round's model, and the round's outcome."""
+        self.status = status
         self.change_members(self.members)
-        self.events.evaluated(self._model_round, self.verdicts, self.sums, {})
+        self.events.evaluated(self.model_round, self.verdicts, self.sums, {})
         self.events.finished(status, self.cohort, self.verdicts, self.sums)
+
+    def add_to(self, state: RunState) -> RunState:
+        """Return a state with what the round has shown of sites."""
+        return replace(
+            state,
+            anchors=join_anchors(state.anchors, self.sums.anchors),
+            states=self.states,
+            suspicions=self.verdicts.suspicions or state.suspicions,
+            members=self.members.end_round(),
+        )
 
 
 def _train_seconds(update: SiteUpdate) -> float | None:

@@ -21,7 +21,7 @@ from federation.messages import (
     Reply,
     SiteUpdate,
 )
-from federation.protocols import Clock
+from federation.protocols import Clock, ModelChange
 from federation.resources import CLOCK, Usage, UsageMeter
 from federation.vectors import IntegerVector, Layout, Role, Words
 
@@ -48,6 +48,7 @@ class RoundSums:
             that is agreed upon.
         next_clip: What they are clipped to in the next round, where that adapts.
         opened_w: Words of the opened sum, where sites compute the model from them.
+        change: What sites that have the round's model are sent of the next one.
         fragment: The part of the model that the combined update is of.
         phases: Where the aggregator's time went.
         last_trained: How long the site trained that answered last; None if sites do
@@ -70,6 +71,7 @@ class RoundSums:
     update_clip: float | None = None
     next_clip: float | None = None
     opened_w: Words | None = None
+    change: ModelChange | None = None
     fragment: Fragment = WHOLE
     phases: list[Phase] = field(default_factory=list)
     last_trained: float | None = None

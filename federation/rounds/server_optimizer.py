@@ -113,21 +113,6 @@ def _step_of_fragment(
     return fragment.put_(delta_f, weights_d.copy())
 
 
-def keep_zeros_(layout: Layout, *, before_d: Vector, after_d: Vector) -> None:
-    """Set parameters of a new model to zero where those of the one before are zero.
-
-    Args:
-        layout: Layout of the model; running statistics are not parameters.
-        before_d: The model before the step, shape ``(d,)``.
-        after_d: The model after it, shape ``(d,)``; overwritten.
-    """
-    for (spec, before), (_, after) in zip(
-        layout.float_views(before_d), layout.float_views(after_d), strict=True
-    ):
-        if spec.role is Role.PARAMETER:
-            after[before == 0] = 0
-
-
 def average(*, lr: float) -> ServerOptimizer:
     """Take the update: ``theta += lr * update``. No state.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
+from aggregator.methods import registry
 from aggregator.sampling import draw_cohort
 from aggregator.weighting import weight_of
 from clients.training.local_federation import state_of
@@ -185,6 +186,10 @@ def initial_state(job: JobSpec) -> RunState:
     )
 
 
+def no_metric(_sums: MetricSums, _name: str) -> None:
+    """Find no metric in results."""
+
+
 @dataclass(kw_only=True)
 class Toy:
     """One run: a coordinator, or several one after another on one store.
@@ -235,6 +240,7 @@ class Toy:
             "checkpoints": self.checkpoints(),
             "draw_cohort": draw_cohort,
             "optimizer": server_optimizer(aggregation.server_optimizer),
+            "guests": registry.begin(self.job, changes.pop("metric_of", no_metric)),
             "clock": self.clock,
             "emit": self.events.append,
             "stop_requested": self.stop_requested,

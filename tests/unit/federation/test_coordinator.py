@@ -972,7 +972,7 @@ def test_the_last_evaluation_stops_no_run_early():
     job = toy.job({"rounds": 5, "selection": {"patience": 1}})
     scores = iter([5.0, 4.0, 6.0])
     run = toy.Toy(job=job, **spent_from(3, A))
-    run.run(score=lambda _sums: next(scores))
+    run.run(metric_of=lambda _sums, _name: next(scores))
     (selected,) = run.told(ModelSelected)
     assert (selected.best_round, selected.stopped_early) == (1, False)
 

@@ -9,6 +9,15 @@ import pytest
 from support import toy
 
 from aggregator.manifest import _encode_work, _parse_work
+from aggregator.methods import chosen_steps
+from aggregator.methods.chosen_steps import (
+    WINDOW,
+    Pace,
+    choose,
+    is_typical,
+    observe,
+    pace_of,
+)
 from aggregator.weighting import most_trained_on
 from federation.errors import JobError, ProtocolError
 from federation.job.job_digest import deciding, digest
@@ -17,13 +26,10 @@ from federation.messages import RoundTask, TaskKind
 from federation.protocols import RoundTime, RunProgress
 from federation.rounds import local_work
 from federation.rounds.local_work import (
-    Pace,
     accumulate_in,
     batches_before,
     check_task,
-    choose,
     in_round,
-    pace_of,
 )
 from federation.wire import frame as wire
 from privacy.secagg.protocol.train import TrainBody, task_digest
@@ -162,7 +168,7 @@ def test_every_run_ends_with_its_last_step():
         for wanted in range(low, high + 1):
             left, lengths = low * rounds, list[int]()
             while left:
-                lengths.append(local_work._of_what_is_left(wanted, left, low))
+                lengths.append(chosen_steps._of_what_is_left(wanted, left, low))
                 left -= lengths[-1]
             assert all(low <= length <= high for length in lengths)
             assert len(lengths) <= rounds
@@ -170,11 +176,13 @@ def test_every_run_ends_with_its_last_step():
 
 def test_a_job_with_a_fixed_number_has_nothing_to_choose():
     job = toy.job()
-    assert choose(job, after()) is None
+    assert chosen_steps.begin(job) is None
     assert local_work.fewest_rounds(job) == job.rounds
-    assert not local_work.is_complete(job, after(taken=10**9))
     assert local_work.fewest_rounds(auto()) == 2
-    assert local_work.is_complete(auto(), after(taken=200))
+    guest = chosen_steps.begin(auto())
+    assert guest is not None
+    assert not guest.is_over(after(taken=199))
+    assert guest.is_over(after(taken=200))
 
 
 def test_only_typical_rounds_are_measured():
@@ -183,27 +191,25 @@ def test_only_typical_rounds_are_measured():
         auto(),
         replace(auto(), evaluation=replace(auto().evaluation, every=4)),
     )
-    usual = partial(local_work.is_typical, is_usual=True)
+    usual = partial(is_typical, is_usual=True)
     assert not usual(job, after(taken=0), evaluates=True)
     assert usual(job, after(), evaluates=True)
     assert usual(seldom, after(), evaluates=False)
     assert not usual(seldom, after(), evaluates=True)
-    assert not local_work.is_typical(job, after(), evaluates=True, is_usual=False)
+    assert not is_typical(job, after(), evaluates=True, is_usual=False)
 
 
 def test_no_site_trains_for_longer_than_the_round():
     """The sum of the times that it claims may be infinite."""
-    (kept,) = local_work.observe(
-        after(), range(4), seconds=2.0, train_seconds=float("inf")
-    )
+    (kept,) = observe(after(), range(4), seconds=2.0, train_seconds=float("inf"))
     assert kept.train_seconds == 2.0
     assert _parse_work(_encode_work(after(kept)))["times"] == (kept,)
 
 
 def test_times_are_those_of_the_newest_rounds():
-    progress = after(*took(*(2,) * local_work.WINDOW))
-    times = local_work.observe(progress, range(9, 14), seconds=1.5, train_seconds=None)
-    assert len(times) == local_work.WINDOW
+    progress = after(*took(*(2,) * WINDOW))
+    times = observe(progress, range(9, 14), seconds=1.5, train_seconds=None)
+    assert len(times) == WINDOW
     assert times[-1] == RoundTime(
         round_index=progress.round_index + 1, num_steps=5, seconds=1.5
     )

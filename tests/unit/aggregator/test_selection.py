@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from support import toy
 
+from aggregator.methods import selection
+from aggregator.methods.selection import MetricOf
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import ModelEvaluated, ModelSelected, RunFinished
@@ -19,7 +21,6 @@ from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums, SiteMessage, Task, TaskKind
 from federation.protocols import RunState
-from federation.rounds import selection
 from federation.rounds.round_sums import RoundSums
 from federation.vectors import Vector
 
@@ -29,10 +30,10 @@ def job(*, rounds: int = 6, **keys: Any) -> JobSpec:
     return toy.job({"rounds": rounds, "selection": keys})
 
 
-def scores(*values: float | None) -> Callable[[MetricSums], float | None]:
+def scores(*values: float | None) -> MetricOf:
     """The result of each evaluation in turn, the model before round 1 first."""
     left: Iterator[float | None] = iter(values)
-    return lambda _sums: next(left)
+    return lambda _sums, _name: next(left)
 
 
 class Models:
@@ -52,17 +53,17 @@ class Models:
         return (answer(),)
 
 
-def left(spec: JobSpec, state: RunState) -> Vector:
+def left(state: RunState) -> Vector:
     """Weights of the model that a run leaves."""
-    return selection.model_left(spec.selection, state).weights_d
+    return state.with_model_left().weights_d
 
 
 def test_the_best_model_is_left():
     """That of round 2, although four rounds followed."""
     spec, models = job(metric="accuracy"), Models()
     run = toy.Toy(job=spec, fault=models)
-    state = run.run(score=scores(0.1, 0.2, 0.9, 0.3, 0.9, 0.5, 0.6))
-    np.testing.assert_array_equal(left(spec, state), models.trained[2])
+    state = run.run(metric_of=scores(0.1, 0.2, 0.9, 0.3, 0.9, 0.5, 0.6))
+    np.testing.assert_array_equal(left(state), models.trained[2])
     (event,) = run.told(ModelSelected)
     assert (event.model, event.round_index, event.best_score) == ("best", 2, 0.9)
     assert (event.models, event.stopped_early) == (1, False)
@@ -71,7 +72,7 @@ def test_the_best_model_is_left():
 def test_the_best_model_is_copied():
     """The round loop overwrites the memory of the newest one."""
     spec = job(metric="accuracy")
-    state = toy.Toy(job=spec).run(score=lambda _sums: 0.5)
+    state = toy.Toy(job=spec).run(metric_of=lambda _sums, _name: 0.5)
     kept = selection.judge(spec, state, 0.9).kept
     assert kept is not None
     np.testing.assert_array_equal(kept.weights_d, state.weights_d)
@@ -81,22 +82,22 @@ def test_the_best_model_is_copied():
 def test_the_last_model_can_be_the_best():
     """It is evaluated after the last round."""
     spec = job(rounds=2)
-    state = toy.Toy(job=spec).run(score=scores(3.0, 2.0, 1.0))
+    state = toy.Toy(job=spec).run(metric_of=scores(3.0, 2.0, 1.0))
     assert state.selection.best_round == 2
-    np.testing.assert_array_equal(left(spec, state), state.weights_d)
+    np.testing.assert_array_equal(left(state), state.weights_d)
 
 
 def test_results_that_are_not_finite_or_missing_are_never_best():
     """A missing one is not judged; the other is no improvement."""
     run = toy.Toy(job=job(rounds=3))
-    state = run.run(score=scores(5.0, float("nan"), None, float("-inf")))
+    state = run.run(metric_of=scores(5.0, float("nan"), None, float("-inf")))
     assert (state.selection.best_round, state.selection.stale) == (0, 2)
 
 
 def test_a_small_change_is_no_improvement():
     """It must be larger than min_change."""
     run = toy.Toy(job=job(rounds=2, min_change=0.5))
-    state = run.run(score=scores(5.0, 4.5, 4.25))
+    state = run.run(metric_of=scores(5.0, 4.5, 4.25))
     assert state.selection.best_round == 2
 
 
@@ -104,20 +105,20 @@ def test_a_run_stops_early():
     """After two results that are not better, known a round later each."""
     spec = job(rounds=50, patience=2)
     run = toy.Toy(job=spec)
-    state = run.run(score=scores(5.0, 4.0, 6.0, 7.0, 8.0))
+    state = run.run(metric_of=scores(5.0, 4.0, 6.0, 7.0, 8.0))
     assert (state.round_index, state.selection.best_round) == (4, 1)
     (event,), (end,) = run.told(ModelSelected), run.told(RunFinished)
     assert (event.stopped_early, event.round_index) == (True, 1)
     assert (end.status, end.last_round) == ("completed", 4)
-    again = run.run(score=scores(8.0))
+    again = run.run(metric_of=scores(8.0))
     assert again.round_index == 4  # It stays stopped.
-    np.testing.assert_array_equal(left(spec, again), left(spec, state))
+    np.testing.assert_array_equal(left(again), left(state))
 
 
 def test_a_better_result_resets_the_patience():
     """Evaluations without improvement count in a row."""
     run = toy.Toy(job=job(rounds=5, patience=2, model="last"))
-    state = run.run(score=scores(5.0, 6.0, 4.0, 6.0, 3.0, 2.0))
+    state = run.run(metric_of=scores(5.0, 6.0, 4.0, 6.0, 3.0, 2.0))
     assert (state.round_index, state.kept) == (5, None)
     (event,) = run.told(ModelSelected)
     assert (event.model, event.round_index, event.best_round) == ("last", 5, 5)
@@ -135,8 +136,8 @@ def test_averages_are_those_of_float64(kind: str):
     for one in theta[1:]:
         expected = 0.75 * expected + 0.25 * one
     expected = np.mean(theta, axis=0) if kind == "swa" else expected
-    np.testing.assert_allclose(left(spec, state), expected, rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(models.evaluated[6], left(spec, state))
+    np.testing.assert_allclose(left(state), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(models.evaluated[6], left(state))
     assert state.selection.averaged == 5
 
 
@@ -145,21 +146,21 @@ def test_a_run_that_ends_before_the_first_average_leaves_the_last_model():
     spec = job(model="swa", average_from=3)
     stops = iter([False, True])
     state = toy.Toy(job=spec, stop_requested=lambda: next(stops)).run()
-    np.testing.assert_array_equal(left(spec, state), state.weights_d)
+    np.testing.assert_array_equal(left(state), state.weights_d)
 
 
 @pytest.mark.parametrize("keys", [{}, {"model": "ema"}, {"model": "swa"}])
 def test_a_resumed_run_selects_the_same_model(keys: dict[str, Any]):
     """To the last bit; what is kept is in the checkpoints."""
     spec, found = job(**keys), (9.0, 4.0, 7.0, 8.0, 5.0, 6.0, 4.5)
-    whole = toy.Toy(job=spec).run(score=scores(*found))
+    whole = toy.Toy(job=spec).run(metric_of=scores(*found))
     stops = iter([False, False, False, True])
     run = toy.Toy(job=spec, stop_requested=lambda: next(stops))
-    run.run(score=scores(*found[:3]))
+    run.run(metric_of=scores(*found[:3]))
     run.stop_requested = lambda: False
-    state = run.run(score=scores(*found[3:]))
+    state = run.run(metric_of=scores(*found[3:]))
     assert state.selection == whole.selection
-    assert left(spec, state).tobytes() == left(spec, whole).tobytes()
+    assert left(state).tobytes() == left(whole).tobytes()
 
 
 def test_a_lost_round_is_not_judged():
@@ -167,7 +168,7 @@ def test_a_lost_round_is_not_judged():
     one = toy.SITES[0]
     fail = toy.faults((one, 2, lambda m: toy.failure(m.site, round_index=2)))
     run = toy.Toy(job=job(rounds=3, patience=1), fault=fail)
-    state = run.run(score=scores(5.0, 4.0, 3.0))
+    state = run.run(metric_of=scores(5.0, 4.0, 3.0))
     assert (state.round_index, state.selection.stale) == (3, 0)
     assert len(run.told(ModelEvaluated)) == 4
 

@@ -9,19 +9,103 @@ Shape suffixes: d float values of the model, c those of a chunk.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
+from federation.events import Emit, ModelSelected
 from federation.job.method_checks import MEANS
 from federation.job.selection_checks import goal_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
-from federation.protocols import KeptModel, RunState, SelectionProgress
-from federation.rounds.round_sums import RoundSums
+from federation.protocols import KeptModel, RunProgress, RunState
+from federation.rounds.guest import ServerGuest
+from federation.rounds.round_record import RoundRecord
+from federation.rounds.round_sums import COMPLETED, RoundSums
 from federation.vectors import Vector, chunks
 
 Score = Callable[[MetricSums], float | None]
+# Finds a metric by its name; None if results lack it.
+MetricOf = Callable[[MetricSums, str], float | None]
+
+
+@dataclass(frozen=True)
+class Selection(ServerGuest):
+    """Judges and averages the models of a run.
+
+    Attributes:
+        spec: The job's table.
+        metric_of: Finds the metric that models are compared by.
+    """
+
+    spec: SelectionSpec
+    metric_of: MetricOf
+
+    def is_over(self, state: RunProgress) -> bool:
+        """Whether the run stops early."""
+        patience = self.spec.patience
+        return patience is not None and state.selection.stale >= patience
+
+    def after_round(
+        self, state: RunState, new_state: RunState, record: RoundRecord
+    ) -> RunState:
+        """Judge the model that the round began with, and average the one that it made.
+
+        A round without result leaves both for the next one, which begins with the same
+        model.
+        """
+        if record.status != COMPLETED:
+            return new_state
+        judged = self._judged(state, record)
+        new_state = replace(new_state, selection=judged.selection, kept=judged.kept)
+        return average(self.spec, new_state)
+
+    def last_evaluated(self, state: RunState) -> RunState:
+        """Return the average, if the run leaves one; else the newest model."""
+        return state.with_model_left() if self.spec.averages else state
+
+    def after_run(
+        self,
+        state: RunState,
+        record: RoundRecord | None,
+        *,
+        at: float,
+        emit: Emit,
+    ) -> RunState:
+        """Compare the newest model with the best one, and emit which one is left."""
+        # The evaluation of the last model ends nothing early any more.
+        is_early = self.is_over(state) and state.round_index < self.job.rounds
+        spec = self.spec
+        if record is not None and not spec.averages:
+            state = self._judged(state, record)
+        progress = state.selection
+        best = progress.best_round if spec.model == "best" else None
+        averaged = progress.averaged
+        emit(
+            ModelSelected(
+                at=at,
+                round_index=state.round_index if best is None else best,
+                model="last" if best is None and not averaged else spec.model,
+                models=max(1, averaged),
+                metric=spec.metric if spec.compares else "",
+                best_round=progress.best_round,
+                best_score=progress.best_score,
+                stopped_early=is_early,
+            )
+        )
+        return state
+
+    def _judged(self, state: RunState, record: RoundRecord) -> RunState:
+        def score(sums: MetricSums) -> float | None:
+            return self.metric_of(sums, self.spec.metric)
+
+        return judge(self.job, state, score_of(self.job, record.sums, score))
+
+
+def begin(job: JobSpec, metric_of: MetricOf) -> ServerGuest | None:
+    """Begin a run that selects a model."""
+    spec = job.selection
+    return None if spec is None else Selection(job, spec, metric_of)
 
 
 def score_of(job: JobSpec, sums: RoundSums, score: Score) -> float | None:
@@ -87,7 +171,7 @@ def _is_better(
     return gain > spec.min_change
 
 
-def average(spec: SelectionSpec | None, state: RunState) -> RunState:
+def average(spec: SelectionSpec, state: RunState) -> RunState:
     """Add the model of a completed round to the average, if the job keeps one.
 
     ``ema``: ``mean = decay * mean + (1 - decay) * theta``. ``swa``: the mean of all
@@ -98,7 +182,7 @@ def average(spec: SelectionSpec | None, state: RunState) -> RunState:
         spec: The job's table.
         state: The state after the round; its kept model is overwritten.
     """
-    if spec is None or not spec.averages or state.round_index < spec.average_from:
+    if not spec.averages or state.round_index < spec.average_from:
         return state
     number = state.selection.averaged + 1
     if state.kept is None:
@@ -120,32 +204,3 @@ def _moved_(mean_d: Vector, weights_d: Vector, share: float) -> Vector:
         step_c *= share
         mean_d[piece] += step_c
     return mean_d
-
-
-def is_over(spec: SelectionSpec | None, progress: SelectionProgress) -> bool:
-    """Whether the run stops early."""
-    return (
-        spec is not None
-        and spec.patience is not None
-        and progress.stale >= spec.patience
-    )
-
-
-def model_left(spec: SelectionSpec | None, state: RunState) -> RunState:
-    """Return the state with the model that the run leaves in the place of the newest.
-
-    That is the newest if none is kept: no model was evaluated, or the run ended before
-    the first round to average.
-    """
-    kept = state.kept
-    if spec is None or kept is None:
-        return state
-    # A site that has the newest model is sent the whole of this one, and no step
-    # begins with it.
-    return replace(
-        state,
-        weights_d=kept.weights_d,
-        integers_m=kept.integers_m,
-        optimizer={},
-        change=None,
-    )

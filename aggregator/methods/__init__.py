@@ -1,0 +1,1 @@
+"""Optional methods at the aggregator, each a guest in the rounds of a run."""

@@ -1,0 +1,85 @@
+"""What a method may do in a run at the aggregator: the seam of all its methods.
+
+The round loop (``federation.rounds.coordinator``) is the algorithm: draw a cohort,
+gather updates, combine them, take the server's step. A method does the rest through
+these functions; ``aggregator.methods.registry`` lists all methods.
+
+Shape suffixes: d float values of the model.
+"""
+
+from dataclasses import dataclass
+
+from federation.events import Emit
+from federation.job.spec import JobSpec
+from federation.protocols import RunProgress, RunState
+from federation.rounds.round_record import RoundRecord
+from federation.vectors import Vector
+
+
+@dataclass(frozen=True)
+class ServerGuest:
+    """A method in a run at the aggregator. By default it does nothing.
+
+    Attributes:
+        job: Says how the method works.
+    """
+
+    job: JobSpec
+
+    def is_over(self, state: RunProgress) -> bool:  # noqa: ARG002 -- of the seam
+        """Whether the run ends here, although its schedule has more rounds."""
+        return False
+
+    def before_round_(self, state: RunState, record: RoundRecord) -> None:
+        """Decide what sites do in a round, before any is asked."""
+
+    def after_step_(
+        self, state: RunState, record: RoundRecord, weights_d: Vector
+    ) -> None:
+        """Change the model that the server's step has made.
+
+        Args:
+            state: The state after the round before.
+            record: The round.
+            weights_d: The model after the step, shape ``(d,)``.
+
+        Raises:
+            BeyondCodec: No site could be sent the model: the round is discarded.
+        """
+
+    def after_round(
+        self,
+        state: RunState,  # noqa: ARG002 -- of the seam
+        new_state: RunState,
+        record: RoundRecord,  # noqa: ARG002 -- of the seam
+    ) -> RunState:
+        """Return the new state with what the method keeps of a round.
+
+        Args:
+            state: The state after the round before.
+            new_state: The state after this one.
+            record: The round; ``status`` says whether it was completed.
+        """
+        return new_state
+
+    def last_evaluated(self, state: RunState) -> RunState:
+        """Return the state with the model that sites evaluate after the last round."""
+        return state
+
+    def after_run(
+        self,
+        state: RunState,
+        record: RoundRecord | None,  # noqa: ARG002 -- of the seam
+        *,
+        at: float,  # noqa: ARG002 -- of the seam
+        emit: Emit,  # noqa: ARG002 -- of the seam
+    ) -> RunState:
+        """Return the state that a finished run leaves.
+
+        Args:
+            state: The state after the last round.
+            record: The evaluation of ``last_evaluated``; None if the job has none.
+            at: Time of the method's events.
+            emit: Where they go.
+        """
+        return state
